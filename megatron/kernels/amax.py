@@ -4,7 +4,7 @@ A cast to fp8 needs the amax of its tensor first. Measuring it takes another pas
 unless the kernel that writes the tensor measures it on the way. A linear layer therefore owns two
 handovers (`Handovers`): one for the amax of its input, which its forward pass takes, and one for
 the amax of its output's gradient, which its backward pass takes. The kernel that writes such a
-tensor is given the handover and stores the amax there:
+tensor receives the handover and stores the amax there:
 
     normalization       forward: for the layer after it; backward: for the layer before it
     activation          forward: for the second matrix of the MLP; backward: for the first matrix
@@ -12,7 +12,7 @@ tensor is given the handover and stores the amax there:
 
 A handover holds one amax at a time. The layer takes it in the same pass in which the kernel stored
 it, before another micro-batch or a recomputation stores the next one. If an operation between the
-two changes the tensor's values (dropout, for example), the kernel must not be given the handover.
+two changes the tensor's values (dropout, for example), the kernel must not receive the handover.
 If parts are gathered over ranks in between, the number of elements changes. `take` then returns
 `None`, and the cast measures its tensor itself.
 """

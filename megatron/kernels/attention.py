@@ -282,7 +282,7 @@ class AttentionChoice:
 def choose_attention(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the implementation of the attention core. Called once, when a model is built."""
+    """Choose the implementation of the attention core. Call this once, when a model is built."""
     if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
         function = partial(
@@ -315,7 +315,7 @@ def choose_attention(
 
 
 def _needs_scores(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> str:
-    """Return why no fused kernel can compute what the flags ask for, or "" if one can."""
+    """Return why no fused kernel can compute what the flags request, or "" if one can."""
     if model.attn_logit_softcapping is not None:
         return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}: no kernel supports it"
     if model.softmax_type == "vanilla":

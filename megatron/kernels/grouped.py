@@ -352,12 +352,12 @@ class GroupedProduct:
     def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
         """Return the outputs [n, out] and the weights in the form that the backward pass uses.
 
-        Waits for the device.
+        This waits for the device.
         """
         return _one_by_one(rows, weight.mT, ends), (weight,)
 
     def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
-        """Return the gradient of the rows, given the outputs' gradient. Waits for the device."""
+        """Return the rows' gradient from the outputs' gradient. This waits for the device."""
         return _one_by_one(grad, weight[0], ends)
 
     def weight_gradient(
@@ -365,7 +365,7 @@ class GroupedProduct:
     ) -> None:
         """Write the weights' gradient to `into` [experts, out, in], or add it there.
 
-        Waits for the device.
+        This waits for the device.
         """
         if not accumulate:
             into.zero_()
@@ -503,7 +503,7 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
 
 
 def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
-    """Return each expert that has rows, with the slice of its rows. Waits for the device.
+    """Return each expert that has rows, with the slice of its rows. This waits for the device.
 
     When text is generated for one request, a token uses only a few experts, such as 8 of 128, and
     looping over the others would take three times as long as the products.
@@ -514,7 +514,7 @@ def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
 
 
 def _one_by_one(x: Tensor, factors: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows [n, a] by its matrix [experts, a, b]. Waits for the device."""
+    """Multiply expert rows [n, a] by their matrices [experts, a, b]. This waits for the device."""
     out = x.new_zeros(len(x), factors.shape[2])
     for expert, rows in _occupied(ends):
         torch.mm(x[rows], factors[expert], out=out[rows])

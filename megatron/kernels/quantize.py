@@ -66,7 +66,7 @@ def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of nf4 in ascending order, [16].
 
     The lowest 8 levels, up to 0, are evenly spaced quantiles up to the median. The highest 9, from
-    0 upwards, are evenly spaced quantiles from the median upwards.
+    0 up, are evenly spaced quantiles from the median up.
 
     Args:
         dtype: The number format.

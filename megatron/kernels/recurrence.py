@@ -315,7 +315,7 @@ class RecurrenceChoice:
 def choose_recurrence(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> RecurrenceChoice:
-    """Choose the implementation of recurrent mixers. Called once, when a model is built."""
+    """Choose the implementation of recurrent mixers. Call this once, when a model is built."""
     if not model.has_states:
         return RecurrenceChoice(reason="the model has no recurrent layers")
     found = find_recurrence(device)

@@ -158,7 +158,7 @@ class LatestAverage:
 
 
 def new_average(config: OptimizerConfig, weights: Sequence[State]) -> WeightAverage | None:
-    """Return the average that the flags ask for, or `None`.
+    """Return the average that the flags request, or `None`.
 
     Args:
         config: The optimizer's options.

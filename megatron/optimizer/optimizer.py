@@ -127,7 +127,7 @@ class LossScale:
 
 
 def loss_scale_of(precision: PrecisionConfig) -> LossScale:
-    """Return the scale that the flags ask for: constant if given, dynamic for fp16, otherwise 1."""
+    """Return the scale that the flags specify: constant if given, dynamic for fp16, otherwise 1."""
     if precision.loss_scale is not None and (precision.fp16 or precision.bf16):
         return LossScale(precision.loss_scale)
     return LossScale(
@@ -293,7 +293,7 @@ class Optimizer:
 
     Attributes:
         gradients: The gradient buffer.
-        average: The average of the weights, if the flags ask for one.
+        average: The average of the weights, if the flags request one.
         steps: Number of updates applied so far.
     """
 

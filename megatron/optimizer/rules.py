@@ -262,7 +262,7 @@ class OverlappedUpdate:
             [self._arrivals.copy(received, gradient) for received, gradient in piece.received]
             for piece in self._pieces
         ]
-        self._departures.follow()  # nothing reads the old weights any more
+        self._departures.follow()  # nothing reads the old weights anymore
         sent = []
         for piece, copies in zip(self._pieces, arrived, strict=True):
             for copied in copies[-1:]:  # a queue finishes its copies in order

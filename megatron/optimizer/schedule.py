@@ -167,7 +167,7 @@ class Schedules:
         global_batch: int,
         seq_length: int,
     ) -> Schedules:
-        """Return the schedules that the flags ask for.
+        """Return the schedules that the flags specify.
 
         The flags have passed the checks of `megatron.config`. With --skip-train the schedules are
         never used and need neither learning rate nor length.

@@ -116,7 +116,7 @@ class Factors(nn.Module):
 
 
 class Adapter(nn.ModuleDict):
-    """The adapter of a linear layer, which holds the factors of each adapted projection by name.
+    """The adapter of a linear layer, which contains each adapted projection's factors by name.
 
     Args:
         linear: The layer.

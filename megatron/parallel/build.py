@@ -254,7 +254,7 @@ def choose_kernels(
     *,
     cp_comm_type: str = "p2p",
 ) -> Kernels:
-    """Choose the kernels that the flags ask for and the device supports.
+    """Choose the kernels that the flags request and the device supports.
 
     Args:
         model: The resolved network flags.

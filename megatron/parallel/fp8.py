@@ -58,7 +58,7 @@ class DelayedScaling:
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> DelayedScaling:
-        """Return the scaling that the flags ask for."""
+        """Return the scaling that the flags specify."""
         return cls(
             length=precision.fp8_amax_history_len,
             takes_max=precision.fp8_amax_compute_algo == "max",

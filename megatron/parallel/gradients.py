@@ -412,7 +412,7 @@ class GradientBuffer:
         self._reducer.finish(bucket, parameter)
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return the fewest 1-D tensors that hold the owned part of all selected gradients.
+        """Return the fewest 1-D tensors that cover the owned part of all selected gradients.
 
         Between two parameters there may be padding, which is zero.
         """

@@ -55,7 +55,7 @@ class Matrices:
     Leading dimensions of the weight (experts, stacked projections) index matrices.
 
     Attributes:
-        shares: The number of rows that each projection has in a group, if a matrix holds several
+        shares: The number of rows that each projection has in a group, if a matrix contains several
             projections ordered by group. Otherwise empty.
     """
 
@@ -76,7 +76,7 @@ class ParameterSpec:
         partial_gradient: Whether every tensor rank holds the whole tensor but sees only a part of
             the sequence or some heads, so that its gradients must be summed over the ranks.
         is_copy: Whether another pipeline stage holds the original (see `tied`).
-        is_expert: Whether the tensor holds expert weights, which are replicated and split over
+        is_expert: Whether the tensor contains expert weights, which are replicated and split over
             different ranks than all other layers (`Layout.expert`).
         is_vocabulary: Whether the tensor has a row for each vocabulary entry, like the word
             embeddings and the output layer. --decoupled-lr applies to these parameters.

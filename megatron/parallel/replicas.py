@@ -70,7 +70,7 @@ class Gradients(Protocol):
         """Return the weight's data type in the forward pass and in checkpoints."""
 
     def views(self, select: Callable[[nn.Parameter], bool], /) -> list[Tensor]:
-        """Return the fewest 1-D tensors that hold the owned part of all selected gradients."""
+        """Return the fewest 1-D tensors that cover the owned part of all selected gradients."""
 
     def share_weights(
         self,

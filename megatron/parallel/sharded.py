@@ -131,7 +131,7 @@ class ShardedModel:
         return self._compute_dtype
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return the fewest 1-D tensors that hold the owned part of all selected gradients."""
+        """Return the fewest 1-D tensors that cover the owned part of all selected gradients."""
         members = ((parameter, self._slots[id(parameter)]) for parameter in self._parameters)
         return [run.of(self._storage) for run in runs(members, select)]
 

@@ -149,7 +149,7 @@ class ExitRequest:
         return self._signal is not None
 
     def log_is_unread(self) -> None:
-        """Request an exit because nobody reads this process's log any more."""
+        """Request an exit because nobody reads this process's log anymore."""
         self._is_unread = True
 
     @property
@@ -178,7 +178,7 @@ class ExitRequest:
         if self._signal is not None:
             return f"received {self._signal}"
         if self._is_unread:
-            return "nobody is reading this log any more"
+            return "nobody is reading this log anymore"
         if self._late:
             return f"--exit-duration-in-mins {self._minutes} has elapsed"
         if self._is_switched or (self._kill_switch and os.path.exists(self._kill_switch)):

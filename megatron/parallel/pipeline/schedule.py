@@ -88,7 +88,7 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
 
 
 def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
-    """Return the kind of schedule that the flags ask for, by default 1F1B."""
+    """Return the kind of schedule that the flags specify, by default 1F1B."""
     asked = parallel.pipeline_schedule
     if asked is not None:
         return asked  # type: ignore[return-value] # the flag's choices
