@@ -2,7 +2,7 @@
 
 Folders follow Megatron's layout: `latest_checkpointed_iteration.txt` names an iteration (or
 "release"), and `iter_0000100/` is that checkpoint. DeepSpeed's `latest` names `global_step100`. In
-addition, we write the following files and folders, and a killed run may leave them behind:
+addition, we write the following files and folders:
 
     iter_0000100/manifest.json          marks a complete checkpoint: written before the rename
     iter_0000100/complete               the list of Megatron-LM's files that we have written
@@ -91,8 +91,8 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
     someone has moved the tracker back.
 
     Args:
-        root: Folder of checkpoints. If it does not exist, or never held a checkpoint, the list is
-            empty.
+        root: Folder of checkpoints. If it does not exist, or has never contained a checkpoint, the
+            list is empty.
         quiet: Do not print a warning about a damaged tracker.
 
     Raises:

@@ -46,7 +46,7 @@ def compare(one: Reader, other: Reader, *, only: str = "") -> tuple[list[str], i
             equal += 1
         else:
             lines.append(f"{name}: {line}")
-    if not only:  # Megatron's files hold fewer settings, so only keys that both have are compared
+    if not only:  # Megatron's files store fewer settings, so only keys in both are compared
         sides = _settings(one.meta), _settings(other.meta)
         for key in sorted(sides[0].keys() & sides[1].keys()):
             if sides[0][key] != sides[1][key]:

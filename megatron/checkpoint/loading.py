@@ -102,7 +102,7 @@ def open_found(
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or its kind is not supported.
+        CheckpointError: The checkpoint is damaged, or its format is not supported.
     """
     # Import readers only when they are needed: a run from scratch then starts up to 90 ms sooner.
     # Most of that time is pydantic's import.
@@ -220,7 +220,7 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged, or its kind is not supported.
+        CheckpointError: There is no checkpoint, or it is damaged, or its format is not supported.
     """
     reader = None
     if not path.is_file():

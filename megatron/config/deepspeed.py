@@ -4,7 +4,7 @@
 
     translated      the flags that a key sets, for the documentation; `_settings` sets them
     accepted        keys that change nothing here, with the reason and DeepSpeed's default
-    refused         keys for what is not supported, with what to do instead and DeepSpeed's default
+    refused         keys of unsupported features, with what to do instead and DeepSpeed's default
 
 DeepSpeed's defaults, "auto" and null have no effect, nor does a section of the file whose "enabled"
 is false.

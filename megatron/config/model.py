@@ -118,7 +118,7 @@ class DenseOptions:
         glu_linear_offset: Number added to the ungated part of a gated MLP (1 in GPT-OSS).
         activation_func_clamp_value: Limit of a gated MLP: gates are clamped from above, and the
             values that they multiply on both sides (7 in GPT-OSS).
-        onnx_safe: Use the exact (erf) GeLU, the form that ONNX exports.
+        onnx_safe: Use the exact (erf) GeLU, the variant that ONNX exports.
         bias_gelu_fusion: Compute tanh GeLU and its bias in one kernel. Off: exact (erf) GeLU with
             PyTorch's operations.
         untie_embeddings_and_output_weights: Give the output layer its own weights instead of the

@@ -2,7 +2,7 @@
 
 `other_flags.json` contains them, grouped by how they are handled:
 
-    refused         Megatron's flags for what is not supported, with what to do instead
+    refused         Megatron's flags for unsupported features, with what to do instead
     accepted        Megatron's flags that change nothing here, with the reason
     translated      flags of older versions, translated into today's flags
     implied         today's flags for the defaults of another program. They are added if one of

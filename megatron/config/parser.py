@@ -372,7 +372,7 @@ def _find_contradictions(
 
 
 def _answer(others: Mapping[str, Field], line: _CommandLine) -> None:
-    """Report Megatron's flags that no field stands for: as refused, or as without effect."""
+    """Report Megatron's flags that have no field, as refused or as having no effect."""
     refused = set(other_flags().refused) if others else ()
     for name, other in others.items():
         value = line.given.get(name, other.default)
@@ -437,10 +437,10 @@ def _from_checkpoint(
 def _stretch(
     values: dict[str, Any], config: RunOptions, given: Collection[str], found: Findings
 ) -> None:
-    """Drop the checkpoint's maximum length if positions have no weights and more is requested.
+    """Drop the checkpoint's maximum length if a longer one is requested.
 
-    In finetuning, values given for the rotary base and scaling also override those of the
-    checkpoint (`check_network`).
+    This requires position encodings without weights, such as rotary ones. In finetuning, values
+    given for the rotary base and scaling also override those of the checkpoint (`check_network`).
     """
     path = "model.max_position_embeddings"
     held, kind = values.get(path), values.get("model.position_embedding_type")

@@ -42,7 +42,7 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
 def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each text that is not UTF-8.
 
-    Indexes, logs and safetensors require UTF-8. Of a checkpoint, the absolute path must be UTF-8,
+    Indexes, logs and safetensors require UTF-8. A checkpoint's absolute path must be UTF-8 too,
     because safetensors opens it.
     """
     for name, value in flatten(config).items():

@@ -9,7 +9,7 @@ from megatron.config.run import RunOptions
 
 
 def towers(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that a bi-encoder, with one loss over all ranks, excludes."""
+    """Yield an error for each setting that cannot be combined with a bi-encoder."""
     if config.model.architecture != "ict":
         return
     samples, ranks = config.training.micro_batch_size, data_parallel_size(config, world_size)

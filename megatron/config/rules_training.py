@@ -332,7 +332,7 @@ def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def offloading(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting with which activations cannot be kept in host memory."""
+    """Yield an error for each setting that prevents keeping activations in host memory."""
     training, model = config.training, config.model
     if not training.fine_grained_activation_offloading:
         return

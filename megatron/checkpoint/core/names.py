@@ -3,7 +3,7 @@
 If all layers are alike, they share a tensor whose first dimension is the layer
 (`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each has its own
 (`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor. The rows
-of linear_fc1 hold the gate projection, then the up projection.
+of linear_fc1 are the gate projection's, followed by the up projection's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _DEPTHS = {
     for theirs, ours in _AHEAD.items()
     for kind in ("weight", "bias")
 } | {f"transformer_layer.{theirs}": f"layer.{ours}" for theirs, ours in _LAYERS.items()}
-# Parameters that hold gate and up, with the dimension of our tensor that separates them.
+# Parameters that fuse gate and up, with the dimension of our tensor that separates the two.
 _GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
 _DEPTH = re.compile(r"mtp\.layers\.(\d{1,5})\.(.+)")
@@ -116,7 +116,7 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def parameter_of(name: str) -> str | None:
-    """Return the name of the parameter whose optimizer state a tensor holds, if it holds one."""
+    """Return the name of the parameter whose optimizer state a tensor contains, if any."""
     match = _STATE.fullmatch(name)
     return match[2] if match else None
 
@@ -203,7 +203,8 @@ class Form:
         gated: Whether up projections consist of gate and up.
         own_norms: The layers whose normalization before the MLP has its own name.
         shards_states: Whether the states have the names of the distributed optimizer.
-        depths_own_norms: The same as `own_norms`, for all layers of multi-token prediction.
+        depths_own_norms: Whether that normalization has its own name in all layers of multi-token
+            prediction.
     """
 
     is_stacked: bool

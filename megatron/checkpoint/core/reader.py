@@ -71,7 +71,7 @@ class CoreReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
+            CheckpointError: A file is missing, damaged or refused, or its format is not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
         hold_if_listed(self, "core")
@@ -172,7 +172,7 @@ class CoreReader(Reader):
         return sources, has_states
 
     def _parameter(self, name: str) -> StoredTensor | None:
-        """Return the parameter whose optimizer state a tensor holds, if there are both."""
+        """Return the parameter that an optimizer state belongs to, or `None` if there is none."""
         return self._index.tensors.get(names.parameter_of(name) or "")
 
     def _sources_in(

@@ -1,7 +1,7 @@
 """Read DeepSpeed's checkpoints, as Megatron-DeepSpeed saves them, without executing their content.
 
-A folder `global_step100` holds files of torch.save. T is the model-parallel rank (stage x
-tensor-parallel size + tensor rank), D the data-parallel rank:
+A folder `global_step100` contains files written by torch.save. T is the model-parallel rank
+(stage x tensor-parallel size + tensor rank), D the data-parallel rank:
 
     mp_rank_TT_model_states.pt                     weights, command line, schedule, counters
     zero_pp_rank_D_mp_rank_TT_model_states.pt      the same with ZeRO 3, without weights

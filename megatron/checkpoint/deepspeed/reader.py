@@ -83,7 +83,7 @@ class DeepSpeedReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
+            CheckpointError: A file is missing, damaged or refused, or its format is not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
         self._files = open_files(path, allow_foreign=allow_foreign)
@@ -350,7 +350,7 @@ class DeepSpeedReader(Reader):
         return shapes
 
     def _place_all(self, states: list[States] | None) -> Iterator[tuple[str, list[TensorPart]]]:
-        """Yield each of our tensors with its pieces."""
+        """Yield each of our tensors with its parts."""
         found = defaultdict[str, dict[tuple[int, int], tuple[Value, str]]](dict)
 
         def add(name: str, rank: int, place: names.Destination, value: Value) -> None:
@@ -385,7 +385,7 @@ class DeepSpeedReader(Reader):
     def _place(
         self, name: str, values: Mapping[tuple[int, int], tuple[Value, str]]
     ) -> list[TensorPart]:
-        """Return a tensor's pieces with the box of each in the whole tensor."""
+        """Return a tensor's parts with the box of each in the whole tensor."""
         pieces, starts = list[TensorPart](), defaultdict[int, int](int)
         done = set[int]()
         for (expert, rank), (value, dense) in sorted(values.items(), key=lambda pair: pair[0]):

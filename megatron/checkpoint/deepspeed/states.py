@@ -82,7 +82,7 @@ def read_partitions(
             files.
 
     Raises:
-        CheckpointError: Parts are missing or contradict each other.
+        CheckpointError: Slices are missing or contradict each other.
     """
     result = States()
     parts = defaultdict[tuple[str, str], list[tuple[TorchZip, TensorRef]]](list)
@@ -190,7 +190,7 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
         shapes: The shapes of its parameters by name, in the order of `param_shapes`.
 
     Raises:
-        CheckpointError: Parts are missing or contradict each other.
+        CheckpointError: Slices are missing or contradict each other.
     """
     result = States()
     parts = defaultdict[tuple[str, str], list[tuple[TorchZip, TensorRef]]](list)

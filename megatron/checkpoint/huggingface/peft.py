@@ -71,7 +71,7 @@ _PREFIX = "base_model.model."
 _ROUTER = ".router.adapter."  # in our names; in transformers 5, most routers are not linear layers
 _ROUTERS = ("gate.weight", "router.weight")  # the ends of their names in `transformers`
 _HEAD = "score"  # the head of a reward model, both here and in PEFT
-_UNUSED_HEADS = ("classifier",)  # PEFT adds it to modules_to_save, for other models
+_UNUSED_HEADS = ("classifier",)  # PEFT adds these to modules_to_save for other models
 # PEFT also writes the frozen weight of an adapted output layer.
 _FROZEN_OUTPUT = f"{_PREFIX}lm_head.base_layer.weight"
 _AXIS = {"a": 0, "b": 1}  # the dimension of the rank
@@ -404,7 +404,7 @@ class PeftReader(Reader):
         """Return which block of a module's rank a projection uses.
 
         Raises:
-            CheckpointError: It uses several.
+            CheckpointError: The projection uses several blocks.
         """
         one = self._names[f"{name.rpartition('.')[0]}.b"]
         assert one.place is not None

@@ -20,7 +20,7 @@ from megatron.models.recurrent_plan import GatedDeltaNetPlan
 
 _LINEAR = "linear_attention"  # a value of layer_types
 _EVERY = 4  # without layer_types, every nth layer has attention
-_ROTATING = 0.25  # share of a head's channels that rotate
+_ROTATING = 0.25  # fraction of a head's channels that rotate
 _SIZES = (
     rules.Key("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
     rules.Key("linear_key_head_dim", "linear_key_head_dim", default=128),

@@ -23,7 +23,7 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# Names of tensors that hold all experts of a layer. Such files cannot be read.
+# Names of tensors that contain all experts of a layer. Such files cannot be read.
 _FUSED_EXPERTS = re.compile(r".*\.experts\.(?!\d+\.).*")
 # The first BERT files call the weight and bias of a normalization gamma and beta.
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -154,7 +154,7 @@ class HFReader(Reader):
         return name.removeprefix(self.family.prefix) if self.bare_names else name
 
     def _check(self, architectures: object) -> None:
-        """Check that the files hold exactly what config.json describes."""
+        """Check that the files contain exactly the tensors that config.json implies."""
         problems: list[str] = []
         fused = [name for name in sorted(self._files) if _FUSED_EXPERTS.fullmatch(name)]
         if fused and any(rule.experts for rule in self._rules.values()):

@@ -325,7 +325,10 @@ class Family(ABC):
 
     @abstractmethod
     def names(self, model: ModelConfig) -> Names:
-        """Yield each of our modules with their modules that make it up, in the files' order."""
+        """Yield each of our modules with the Hugging Face modules that make it up.
+
+        They come in the order of the files.
+        """
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """Return the rule that makes each parameter from tensors, in the order of the files."""

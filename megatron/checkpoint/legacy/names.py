@@ -24,7 +24,7 @@ KINDS = ("weight", "bias")
 
 # Our modules with Megatron's names: first the name in 23.08, then the names in older versions, the
 # fork and Megatron Core. They are listed in the order in which Megatron registers them. In files
-# from Transformer Engine, a linear layer holds the weights of the normalization before it.
+# from Transformer Engine, a linear layer contains the weights of the normalization before it.
 Modules = dict[str, tuple[str, ...]]
 EMBEDDINGS: Modules = {
     "embedding.word": ("embedding.word_embeddings",),
@@ -178,7 +178,7 @@ def list_parameters(
             copies.
 
     Raises:
-        CheckpointError: The file's kind is not supported, or the name of a tensor is unknown.
+        CheckpointError: The kind of network is not supported, or the name of a tensor is unknown.
     """
     parameters: list[Parameter] = []
     if towers := towers_of(model):

@@ -76,7 +76,7 @@ class LegacyReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A file is missing, damaged or refused, or its kind is not supported.
+            CheckpointError: A file is missing, damaged or refused, or its format is not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
         hold_if_listed(self, "legacy")

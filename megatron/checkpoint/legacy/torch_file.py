@@ -233,7 +233,7 @@ def _list_records(file: IO[bytes] | _Window) -> list[zipfile.ZipInfo]:
 
 
 def write_torch_file(path: Path, tree: Any) -> None:
-    """Write a new file that `torch.load` reads and flush it to the disk, but not its folder.
+    """Write a new file that `torch.load` reads, and flush the file to disk, but not its folder.
 
     Args:
         path: The file. Its stem is the prefix of the records' names, as with torch.save.
@@ -375,8 +375,8 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The grid is incomplete, or a file is damaged or refused, or its kind is not
-            supported.
+        CheckpointError: The grid is incomplete, or a file is damaged, refused or in an unsupported
+            format.
     """
     files = []
     for folder in sorted(path.glob("mp_rank_*")):
