@@ -41,7 +41,8 @@ def _command(folder: Path, *flags: str, restarts: int = 0) -> list[str]:
 
 
 def _job(folder: Path, command: Sequence[str]) -> chaos.Job:
-    os.environ |= {"PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     return chaos.Job(chaos.Plan(command, ["kill"], 1.0, 0.0, folder / "save", folder / "out"))
 
 
