@@ -49,6 +49,30 @@ sys.exit(run_process([], lambda launch: say("iteration 1")))
     assert b"Traceback" not in said
 
 
+@pytest.mark.parametrize(("place", "code"), [("inside", 0), ("after", 141)])
+def test_a_run_outlives_its_log_only_until_its_training_is_over(place: str, code: int) -> None:
+    script = f"""
+import sys
+from megatron.command import outliving_output, say
+from megatron.processes.process import run_process
+def work(launch):
+    with outliving_output(lambda: print("told", file=sys.stderr)):
+        {'say("iteration 1")' if place == "inside" else "pass"}
+    say("iteration 2")
+    return 0
+sys.exit(run_process([], work))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert said.count(b"the program that read this run's log has ended") == 1
+    assert (b"told" in said) == (place == "inside")
+
+
 def test_streams_that_were_closed_at_the_start_are_the_null_device() -> None:
     """Libraries are covered too: the next file to be opened does not get the streams' numbers."""
     script = """

@@ -58,7 +58,7 @@ class Masking(NamedTuple):
     """
 
     seed: int
-    probability: float = 0.15
+    probability: float
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -108,7 +107,6 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"--to {options.to} --submit: {program} is not installed here: {remedy}")
     if options.to == "slurm":  # SLURM does not create the folder for a job's output
         Path(described.job.workdir or ".", described.job.logs).mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
     # Replace this process: Python would kill a child right after Ctrl-C, before it can save.
     os.execvp(program, words)
 

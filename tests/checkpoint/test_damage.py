@@ -149,6 +149,19 @@ def test_a_well_signed_manifest_must_still_make_sense(tmp_path, change, message)
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [(b": ", b":"), (b'"meta"', rb'"\u006deta"'), (b"}\n", b"}"), (b"}\n", b"}\n\n")],
+)
+def test_a_manifest_with_the_same_values_in_other_bytes_is_refused(tmp_path, old, new):
+    """Damage may turn a byte into another one that JSON reads alike, such as `e` into `E`."""
+    data = (save_state(tmp_path, 1) / MANIFEST).read_bytes()
+    parse(data)
+    assert old in data
+    with pytest.raises(ManifestError, match="its digest does not match its content"):
+        parse(data.replace(old, new))
+
+
+@pytest.mark.parametrize(
     "number",
     ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000, "[" * 50_000 + "]" * 50_000],
     ids=lambda text: text[:9],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -64,6 +65,16 @@ def test_every_gpu_of_the_machine_is_used_unless_told(monkeypatch: pytest.Monkey
     assert training_command(["gpt-tiny"])[0][-1] == "8"
     with pytest.raises(ConfigError, match=r"--gpus 9: this machine has 8 GPU\(s\)"):
         training_command(["gpt-tiny", "--gpus", "9"])
+
+
+@pytest.mark.parametrize(("words", "visible"), [("--gpus 0", ""), ("--gpus 1", "5,7"), ("", "5,7")])
+def test_a_run_without_gpus_does_not_see_them(
+    words: str, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr(pretrain, "_gpus", lambda: 2)
+    training_command(["gpt-tiny", *words.split()])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_a_machine_without_gpus_starts_as_many_processes_as_told(

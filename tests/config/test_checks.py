@@ -263,6 +263,20 @@ _LINES = [
         "holds its own shard of the weights, so there are no copies to compare: use --zero-stage "
         "0, 1 or 2, or drop the flag",
     ),
+    ("--on-spike skip --spike-window 1", "--spike-window 1: must be at least 2"),
+    ("--on-spike skip --max-spikes 0", "--max-spikes 0: must be at least 1"),
+    (
+        "--on-spike skip --spike-loss-threshold 0",
+        "--spike-loss-threshold 0.0: must be above 0",
+    ),
+    (
+        "--on-spike skip --spike-grad-norm-threshold 0",
+        "--spike-grad-norm-threshold 0.0: must be above 0",
+    ),
+    (
+        "--on-nonfinite skip --max-nonfinite-skips 0",
+        "--max-nonfinite-skips 0: must be at least 1",
+    ),
     (
         "--on-spike rewind",
         "--on-spike rewind goes back to the last checkpoint: give --save and --save-interval, or "

@@ -69,6 +69,20 @@ def test_answers_in_training_need_a_whole_model(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "rule"),
+    [
+        ("--sample-tokens 0", "must be at least 1"),
+        ("--sample-tokens 1048577", "must be at most 1048576"),
+        ("--sample-interval 0", "must be at least 1"),
+        ("--sft --train-epochs 0", "must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(flag: str, rule: str) -> None:
+    text = _problems("--train-iters", "5", "--sample-prompts", "x", *flag.split())
+    assert f"{flag.removeprefix('--sft ')}: {rule}" in text
+
+
+@pytest.mark.parametrize(
     "flag",
     ["--bf16", "--tensor-model-parallel-size 2", "--lora-rank 4", "--no-masked-softmax-fusion"],
 )

@@ -77,6 +77,11 @@ def test_a_document_larger_than_a_batch_has_the_same_words(monkeypatch) -> None:
     assert (split_words([text]).hashes == normal.hashes).all()
 
 
+def test_values_are_mixed_as_in_murmurhash3() -> None:
+    """A corpus may be finished by a later version, whose hashes must be the same."""
+    assert words.mix(np.array([0, 1], np.uint64)).tolist() == [0, 0xB456BCFC34C2CB2C]
+
+
 def test_every_bit_of_a_value_changes_every_bit_of_its_hash() -> None:
     values = np.random.default_rng(5).integers(2**64, size=2000, dtype=np.uint64)
     places = np.arange(64, dtype=np.uint64)

@@ -262,6 +262,14 @@ def test_an_address_that_is_also_the_name_is_still_judged(tmp_path, capsys) -> N
     assert _build_from(tmp_path, capsys, data, "a.jsonl", "--id-key", "url") == []
 
 
+def test_documents_without_an_address_are_not_judged_by_it(tmp_path, capsys) -> None:
+    given = [{"text": f"some words {number}", "id": str(number)} for number in range(4)]
+    for one, url in zip(given, ("", None, 7), strict=False):
+        one["url"] = url
+    data = "".join(f"{json.dumps(one)}\n" for one in given).encode()
+    assert _build_from(tmp_path, capsys, data, "a.jsonl") == given
+
+
 def test_large_strings_and_numbers_of_parquet_are_read(tmp_path, capsys) -> None:
     large = pyarrow.large_string()
     columns = {"text": pyarrow.array(["some words"], large), "id": pyarrow.array([7])}

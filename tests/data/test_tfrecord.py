@@ -173,6 +173,8 @@ def _with(**values):
         (_with(masked_lm_ids=[1]), "record 0 .byte 0.: inconsistent list lengths"),
         (_with(masked_lm_positions=[2, 5, 16, 0]), "a masked position is outside the sequence"),
         (_with(masked_lm_ids=[7, 9, 4000, 0]), "holds the token id 4000, but the vocabulary has"),
+        (_with(input_ids=[4000] + [0] * 15), "holds the token id 4000, but the vocabulary has"),
+        (_with(input_ids=[4000, -2] + [0] * 14), "holds the token id -2, but the vocabulary has"),
         (_with(input_ids=[-1] * 16), "holds the token id -1, but the vocabulary has"),
         (lambda: [example(0, 32)], "32 tokens, but --seq-length is 16: give --seq-length 32"),
     ],

@@ -234,13 +234,19 @@ def test_events_and_settings_are_shown(tmp_path):
 def test_a_summary_has_the_last_value_of_each_loss(tmp_path):
     losses = {1: (3.0, 7.5), 2: (2.5, 8.25)}
     records = [
-        record(i, **{"lm loss": loss, "lm loss validation": held_out, "loss-scale": 64.0})
+        record(
+            i,
+            **{"lm loss": loss, "lm loss validation": held_out, "loss-scale": 64.0},
+            **{"tokens-per-second-per-gpu": 1000.0 * i, "time": 1e9 + 5400 * i},
+        )
         for i, (loss, held_out) in losses.items()
     ]
     summary = dict(summarize(read_run(write_run(tmp_path / "run", records))))
     assert summary["lm loss"] == "2.5000"
     assert summary["lm loss validation"] == "8.2500 (lowest 7.5000)"
     assert "loss-scale" not in summary
+    assert summary["tokens/s per GPU"] == "1,500 (median)"
+    assert summary["time"] == "1.50 h"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_the_recorded_embeddings(recorded: Recorded, block: int):
     chunks = recorded.database("sampled")
     rows = np.arange(block * BLOCK, block * BLOCK + 300)
     texts = DecodedChunks(chunks.tokens(rows), recorded.gpt_tokenizer(), keeps_ends=True)
-    embedder = bert(recorded, masking=Masking(1234))
+    embedder = bert(recorded, masking=Masking(1234, 0.15))
     expected = recorded.embeddings()[rows]
     found = np.concatenate(
         [embedder.embed(list(texts)[:100]), embedder.embed(list(texts)[100:], first=100)]
@@ -135,7 +135,7 @@ def sentence_encoder(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> 
     return folder
 
 
-@pytest.mark.parametrize("masking", [None, Masking(1)])
+@pytest.mark.parametrize("masking", [None, Masking(1, 0.15)])
 def test_huggingface(sentence_encoder: Path, masking: Masking | None):
     """Take the mean over the attention mask; Megatron's excludes the first and last token."""
     import transformers
@@ -165,7 +165,7 @@ def test_a_bert_of_hugging_face_in_our_layers(sentence_encoder: Path):
             EmbedderOptions(kind, str(sentence_encoder), max_length=32, masking=masking),
             Device.cpu(),
         ).embed(texts)
-        for kind, masking in (("megatron", None), ("huggingface", Masking(1)))
+        for kind, masking in (("megatron", None), ("huggingface", Masking(1, 0.15)))
     )
     np.testing.assert_allclose(found, expected, atol=2e-6)
 

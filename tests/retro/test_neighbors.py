@@ -115,7 +115,7 @@ def test_the_recorded_query_vectors(recorded: Recorded, data: Path):
         recorded.bert_tokenizer,
         batch_size=32,
         max_length=128,
-        masking=Masking(1234),
+        masking=Masking(1234, 0.15),
     )
     found = build_embedder(options, CPU).embed(chunks.texts(0, len(chunks)))
     path = recorded.golden / "retro_fp32/query_embeddings/test_embeddings.npy"

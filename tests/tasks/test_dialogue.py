@@ -61,7 +61,9 @@ def test_prompts_for_knowledge_are_megatron_s(files):
 
 def test_prompts_for_responses_are_megatron_s(files, monkeypatch):
     monkeypatch.setattr(dialogue, "installed_punkt", lambda language: PunktSentenceTokenizer())
-    (files / "input.txt").write_text("Tea\tHi! [SEP] I don't know. You?\tTea (green), 2.5 cups.\n")
+    (files / "input.txt").write_text(
+        "Tea\tHi! [SEP] Hello! [SEP] I don't know. You?\tTea (green), 2.5 cups.\n"
+    )
     words = _words(files, "response", "responses.txt", "--num-prompt-examples", "2")
     assert _prompts(*words) == [
         "one \ntwo \nTopic: Tea. User says: I do n't know . You ? "

@@ -1,6 +1,7 @@
 """A Retro's perplexity with right, shuffled and no neighbors, on Megatron-LM's recorded run."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.inference.load import load_gpt
-from megatron.inference.score import Sample, windows
+from megatron.inference.score import Sample, Score, windows
 from megatron.parallel.layout import Layout
 from megatron.retro.dataset import NoNeighbors
 from megatron.retro.retriever import open_retriever
@@ -61,6 +62,30 @@ def test_every_whole_chunk_of_a_text_gets_neighbors(monkeypatch):
     short = Prepared([Sample(range(4), 1)], lambda _: {}, "a text", {})
     with pytest.raises(DataError, match="none of the texts has a whole chunk of 4 tokens"):
         neighbors._with_neighbors(short, loaded, Device.cpu(), None)
+
+
+def test_validation_samples_are_scored_after_their_first_token(monkeypatch):
+    class Samples:
+        samples = tuple({"text": range(start, start + 9)} for start in (0, 100, 200))
+        per_sample, table, texts = 2, "their table", "their texts"
+
+        def __len__(self):
+            return len(self.samples)
+
+    monkeypatch.setattr(neighbors, "validation_samples", lambda *_: Samples())
+    config = SimpleNamespace(
+        data=SimpleNamespace(seq_length=8, retro_workdir="folder"),
+        model=SimpleNamespace(retro_num_neighbors=5),
+    )
+    loaded = SimpleNamespace(config=config, layout=None, tokenizer=None)
+    scored = neighbors._validation(loaded, 2)
+    assert scored.samples == [Sample(range(9), 8), Sample(range(100, 109), 8)]
+    assert scored.rows == [(0, 2), (2, 4)]
+    assert scored.data == "folder: 2 of 3 validation samples, 4 chunks with 5 neighbors"
+    numbers = scored.summarize([Score(-10.0, False), Score(-6.0, True)])
+    assert numbers == {"loss": 1.0, "perplexity": math.e, "tokens": 16}
+    assert scored.summarize([Score(-1e5, False)] * 2)["perplexity"] == math.inf
+    assert [len(neighbors._validation(loaded, most).samples) for most in (None, 9)] == [3, 3]
 
 
 @pytest.fixture

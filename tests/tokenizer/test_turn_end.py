@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron.config.data import TokenizerConfig
-from megatron.tokenizer import build_tokenizer, turn_end
+from megatron.tokenizer import Tokenizer, build_tokenizer, turn_end
 from megatron.tokenizer.turn_end import find_turn_end
 from tests.inference.server.live import write_tokenizer
 
@@ -17,6 +18,15 @@ _CHATML = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    write_tokenizer(folder)
+    return build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json")
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,13 +44,20 @@ def test_the_token_after_the_answer(
     template: str, end: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn_end, "_SECONDS", 1.0 if template == _LOOP else 30.0)
-    write_tokenizer(tmp_path)
-    tokenizer = build_tokenizer(
-        TokenizerConfig(
-            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json")
-        )
-    )
+    tokenizer = _tokenizer(tmp_path)
     start = time.monotonic()
     found = find_turn_end(template, {"eos_token": "<|endoftext|>"}, tokenizer)
     assert (None if found is None else tokenizer.detokenize([found])) == end
+    assert time.monotonic() - start < 25
+
+
+def test_a_process_that_dies_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that exhausts the memory may end it."""
+    monkeypatch.setattr(turn_end, "_SECONDS", 30.0)
+    tokenizer = _tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer, "tokenize_spelled", lambda _: os._exit(1))
+    start = time.monotonic()
+    assert find_turn_end(_CHATML, {}, tokenizer) is None
     assert time.monotonic() - start < 25

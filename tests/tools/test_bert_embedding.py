@@ -58,7 +58,7 @@ def test_blocks_of_vectors(golden: Path, words: list[str], tmp_path: Path, maske
     run([*words, *(["--retro-compatible", "--seed", "5"] if masked else [])])
     names = [path.name for path in sorted((tmp_path / "vectors").glob("*.hdf5"))]
     assert names == ["000-010.hdf5", "010-020.hdf5", "020-025.hdf5"]
-    wanted = expected(golden, masking=Masking(5) if masked else None)
+    wanted = expected(golden, masking=Masking(5, 0.15) if masked else None)
     np.testing.assert_allclose(vectors(tmp_path / "vectors"), wanted, atol=2e-6)
 
 

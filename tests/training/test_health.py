@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -154,14 +155,18 @@ def test_the_command_refuses_what_is_out_of_range(
     assert "--processes 0: give at least 1" in capsys.readouterr().err
 
 
-def test_the_command_starts_a_process_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
+@pytest.mark.parametrize(("gpus", "processes"), [(0, "1"), (1, "1"), (4, "4")])
+def test_the_command_starts_a_process_for_each_device(
+    gpus: int, processes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, list[str]]] = []
     monkeypatch.setattr("megatron.processes.launch.is_launched", lambda: False)
-    monkeypatch.setattr(command.os, "execv", lambda path, words: started.append(words))
-    monkeypatch.setattr("megatron.device.gpu_count", lambda: 4)
+    monkeypatch.setattr(command.os, "execv", lambda *given: started.append(given))
+    monkeypatch.setattr("megatron.device.gpu_count", lambda: gpus)
     assert command.main(["--save", "runs/a"]) == 0
-    words = started[0]
-    assert words[words.index("--nproc-per-node") + 1] == "4"
+    ((program, words),) = started
+    assert program == words[0] == sys.executable
+    assert words[words.index("--nproc-per-node") + 1] == processes
     assert words[-3:] == ["health", "--save", "runs/a"]
 
 

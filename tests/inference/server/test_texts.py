@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ import pytest
 from megatron.config.data import TokenizerConfig
 from megatron.config.generation import ServerConfig
 from megatron.errors import ConfigError, DataError
+from megatron.inference.messages import pack
+from megatron.inference.server import texts
 from megatron.inference.server.settings import FrontSettings, ServerLimits
-from megatron.inference.server.texts import Texts
+from megatron.inference.server.texts import Job, Result, Setup, Texts
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate
 from tests.inference.server.fake_engine import FakeEngine
@@ -234,6 +237,34 @@ def test_a_tokenizer_that_takes_too_long_is_ended(tmp_path: Path, tokenizer_fold
             answer = live.post("/v1/completions", {**GOOD, "prompt": EVIL_TEXT * 100})
         assert answer.status_code == 400
         assert "it takes too long" in answer.text
+
+
+def test_a_process_is_timed_while_it_works_and_not_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timers: list[float] = []
+    times: list[tuple[str, float]] = []
+
+    def during(what: str, value: Any) -> Any:
+        times.append((what, timers[-1]))
+        return value
+
+    setup = pack(Setup, Setup(LIMITS, 0))
+    job = pack(Job, Job(("a text",)))
+    messages = iter([setup, job, job, b""])
+    alarm = SimpleNamespace(ITIMER_REAL=0, setitimer=lambda _, seconds: timers.append(seconds))
+    monkeypatch.setattr(texts, "signal", alarm)
+    monkeypatch.setattr(texts, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0)))
+    reads = SimpleNamespace(read=lambda *_: during("read", next(messages)))
+    monkeypatch.setattr(texts, "os", reads)
+    monkeypatch.setattr(texts, "_write", lambda result: None)
+    monkeypatch.setattr(
+        texts, "_prepare", lambda _: during("prepare", lambda job: during("work", Result()))
+    )
+    assert texts.main() == 0
+    start, limit = texts._START_SECONDS, LIMITS.text_seconds
+    work = [("read", 0), ("work", limit)]
+    assert times == [("read", start), ("prepare", start), *work, *work, ("read", 0)]
 
 
 def test_a_panic_is_an_error_of_the_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> None:
