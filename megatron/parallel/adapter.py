@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,6 @@ class AdapterPlan:
     is_dora: bool = False
 
 
-@runtime_checkable
 class AdaptedLayer(Protocol):
     """The attributes of a layer that its adapter needs.
 
@@ -343,7 +342,8 @@ class Adapter(nn.ModuleDict):
 
 def projections_of(linear: object) -> tuple[str, ...]:
     """Return the names of a layer's projections. A layer of experts has only one projection."""
-    return _projections(linear).names if isinstance(linear, AdaptedLayer) else (WHOLE,)
+    projections: Projections | None = getattr(linear, "adapted_as", None)
+    return (WHOLE,) if projections is None else projections.names
 
 
 def _projections(linear: AdaptedLayer) -> Projections:
