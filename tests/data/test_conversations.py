@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a string and messages": (
         {"prompt": "Hello", "completion": [ANSWER]},
         "some are lists of messages",
-        "use one form",
+        "use the same type",
     ),
     "a completion by the user": (
         {"prompt": [USER], "completion": [USER]},

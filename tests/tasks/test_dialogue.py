@@ -225,7 +225,7 @@ def test_lines_of_other_dialogues_are_not_continued(files, api):
     ("path", "said"),
     [
         ("/refuse", "the server refuses"),
-        *((path, "its answer is not") for path in ("/other", "/number", "/half")),
+        *((path, "its response is not") for path in ("/other", "/number", "/half")),
     ],
 )
 def test_what_a_server_says_is_checked(api, path, said):
