@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.device import gpu_count
+from megatron.device import Device, gpu_count
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.repository import ROOT
 from tools import chaos
@@ -73,7 +73,7 @@ def saving_throughput(folder: Path, count: int) -> Trials:
             trials.note("milliseconds of training alone", round(1000 * alone))
             trials.note("milliseconds with saves", round(1000 * saving))
             expect(saving <= alone / _SHARE, f"{saving:.2f} s instead of {alone:.2f} s")
-    trials.note("GPUs", gpu_count())
+    trials.note(f"{Device.pick().name}s", gpu_count())
     return trials
 
 
@@ -104,7 +104,7 @@ def restarts_on_gpus(folder: Path, count: int) -> Trials:
         lost = chaos.lost_steps(chaos.read_metrics(folder / "metrics"))
         expect(len(lost) == count and max(lost) <= _INTERVAL, f"steps lost: {lost}")
     trials.note("milliseconds to the next step at most", round(1000 * max(recoveries)))
-    trials.note("GPUs", gpu_count())
+    trials.note(f"{Device.pick().name}s", gpu_count())
     return trials
 
 
