@@ -488,7 +488,7 @@ def current_gpu() -> int:
 
 
 def stream_handle(gpu: int) -> int:
-    """Return the address of PyTorch's current stream on a GPU, quickly, for our own kernels."""
+    """Return the handle of PyTorch's current stream on a GPU, without creating a Stream object."""
     return torch._C._cuda_getCurrentRawStream(gpu)
 
 

@@ -131,7 +131,7 @@ def _words(planted: Planted) -> list[str]:
 
 
 def _prove(planted: Planted, folder: Path) -> str:
-    """Compare the bytes of the outputs, and return that section of the page.
+    """Compare the bytes of the outputs, and return the section of the page about the comparison.
 
     Raises:
         RuntimeError: The bytes differ, or a run could not be killed.

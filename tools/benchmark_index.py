@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
-    """Time GPT's indices for one epoch of documents with random lengths."""
+    """Time the building of GPT's indices for one epoch of documents with random lengths."""
     from megatron.data.gpt import build_gpt_index, build_sample_index, plan_gpt_index
 
     random = np.random.RandomState(0)

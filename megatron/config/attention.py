@@ -1,4 +1,4 @@
-"""Options of attention and of its rotary positions, under Megatron Core's names."""
+"""Options of attention and of its rotary embeddings, under Megatron Core's names."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SelfAttentionOptions:
             computed directly from the hidden states.
         kv_lora_rank: Size of the vector from which keys and values are computed.
         qk_head_dim: Channels of each head's queries and keys without positions.
-        qk_pos_emb_head_dim: Additional channels of queries and keys, which carry rotary positions.
+        qk_pos_emb_head_dim: Additional channels of queries and keys, which carry rotary embeddings.
             All heads share the keys' channels.
         v_head_dim: Channels of each head's values.
         attention_output_gate: Multiply the output of each attention head by the sigmoid of a gate
@@ -103,30 +103,30 @@ class SelfAttentionOptions:
             (Gemma 2). Default: no bound.
         window_rotary_base: Base of the rotary frequencies in the layers with --window-size, which
             are then neither interpolated nor scaled (Gemma 3). Default: as in the other layers.
-        no_rope_freq: The layers without rotary positions: a number N means every Nth layer, and a
+        no_rope_freq: The layers without rotary embeddings: a number N means every Nth layer, and a
             pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
         attention_chunk_size: Cut each document into chunks of this many tokens. In the layers with
-            rotary positions, a token attends only within its chunk (Llama 4). Default: no chunks.
+            rotary embeddings, a token attends only within its chunk (Llama 4). Default: no chunks.
         attention_temperature_scale: Factor a of the temperature of attention in the layers without
-            rotary positions (Llama 4): the query at position p, from 0, is multiplied by
+            rotary embeddings (Llama 4): the query at position p, from 0, is multiplied by
             1 + a ln(1 + floor((p + 1) / --attention-temperature-floor)). Default: no such factor.
         attention_temperature_floor: Number of consecutive positions for which the factor of
             --attention-temperature-scale is the same.
         qk_l2_norm: Divide each head's queries and keys by their root mean square in the layers with
-            rotary positions, without learned weights (Llama 4).
-        rope_type: How rotary positions extend beyond the trained context. yarn: low frequencies are
-            divided by --rotary-scaling-factor (Peng et al., 2023). longrope: each frequency has its
-            own divisor (Phi-3, Phi-4). dynamic: the base grows with sequences that are
-            longer than --max-position-embeddings (dynamic NTK).
-            proportional: the trained context is not extended, but --rotary-percent of the
+            rotary embeddings, without learned weights (Llama 4).
+        rope_type: How rotary embeddings extend beyond the training context. yarn: low frequencies
+            are divided by --rotary-scaling-factor (Peng et al., 2023). longrope: each frequency has
+            its own divisor (Phi-3, Phi-4). dynamic: the base grows with sequences that are longer
+            than --max-position-embeddings (dynamic NTK).
+            proportional: the training context is not extended, but --rotary-percent of the
             frequencies are those of a head that rotates completely.
         rotary_scaling_factor: Factor of YaRN and of dynamic NTK: the desired context length divided
-            by the trained context length.
+            by the training context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
         yarn_beta_fast: YaRN does not change frequencies that turn at least this many times within
-            the trained context.
+            the training context.
         yarn_beta_slow: YaRN divides frequencies that turn at most this many times within the
-            trained context by the full factor.
+            training context by the full factor.
         yarn_correction_range_round_to_int: Round the channels at which --yarn-beta-fast and
             --yarn-beta-slow are reached to whole numbers.
         mscale: YaRN multiplies queries and keys by m(--mscale) / m(--mscale-all-dim), where m(x) is
@@ -248,7 +248,7 @@ def layer_windows(options: SelfAttentionOptions, layers: int) -> tuple[int | Non
 
 
 def rotary_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
-    """Return which layers have rotary positions, if the model has them.
+    """Return which layers have rotary embeddings, if the model has them.
 
     Args:
         options: The flags.

@@ -132,9 +132,9 @@ def layer_symbols(pattern: str | None) -> str:
 
 
 def pipeline_layout(pattern: str | None) -> str | None:
-    """Return the bars of a pattern as a value of --pipeline-model-parallel-layout.
+    """Convert the vertical bars of a pattern to a value of --pipeline-model-parallel-layout.
 
-    The result is `None` if the pattern has no bars or is invalid.
+    The result is `None` if the pattern has no vertical bars or is invalid.
     """
     if pattern is None or not layer_symbols(pattern) or _STAGE not in pattern:
         return None

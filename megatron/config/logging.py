@@ -137,7 +137,7 @@ class ProfilingConfig:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """The profiled windows: the first iteration, and the one before which profiling stops.
+        """The profiled windows of iterations, each as its start and its end (exclusive).
 
         Raises:
             ValueError: An entry of `profile_windows` is not two whole numbers joined by a hyphen.

@@ -447,8 +447,8 @@ NETWORK_FIELDS = tuple(
 )
 
 
-# Fields that set the frequencies of rotary positions. Finetuning may change them, for example for a
-# longer context. --rotary-percent is not among them: channels that were never rotated carry no
+# Fields that set the frequencies of rotary embeddings. Finetuning may change them, for example for
+# a longer context. --rotary-percent is not among them: channels that were never rotated carry no
 # positions.
 ROTARY_SPEED = (
     "rotary_base",

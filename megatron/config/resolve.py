@@ -45,8 +45,8 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
 def _values_from_pattern(config: RunOptions) -> dict[str, Any]:
     """Return the values of flags that follow from the symbols of a hybrid pattern.
 
-    The bars of a pattern are moved to the flag for the pipeline's layout, so that the network's
-    settings are the same in every layout. With a single stage, the bars are dropped.
+    The vertical bars of a pattern are moved to the flag for the pipeline's layout, so that the
+    network's settings are the same in every layout. With a single stage, the bars are dropped.
     """
     model, parallel = config.model, config.parallel
     symbols = layer_symbols(model.hybrid_layer_pattern)

@@ -1,4 +1,4 @@
-"""Rules for windows, rotary positions, latent attention and gated delta nets."""
+"""Rules for windows, rotary embeddings, latent attention and gated delta nets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NOT_WITH_DELTA: Exclusions = {
 
 
 def attention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in windows, rotary positions or the layers that use them."""
+    """Yield an error for each mistake in windows, rotary embeddings or the layers that use them."""
     model = config.model
     for read in (layer_windows, rotary_layers, delta_net_layers):
         try:

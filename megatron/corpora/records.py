@@ -113,7 +113,7 @@ def map_records(
 
 
 def write_records(path: str, records: Iterator[Record]) -> int:
-    """Write records to a JSON lines file, named only once complete, and return their number."""
+    """Write records to a JSON lines file atomically, and return their number."""
     count = 0
     with writing_to("output", path), renamed_when_done(Path(path)) as file:
         for record in records:

@@ -140,7 +140,7 @@ def truncate(
 def build_bert_datasets(
     request: DataRequest, *, seq_length: int, tokenizer: Tokenizer, binary_head: bool
 ) -> Datasets:
-    """Build the BERT datasets that the flags name. Every process calls this function.
+    """Build the BERT datasets that the flags name. Collective.
 
     An entry of --data-path may also name TFRecord files, which contain complete samples.
 

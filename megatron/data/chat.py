@@ -117,7 +117,7 @@ def build_packed_datasets(
     filler: int,
     packs: bool = True,
 ) -> Datasets:
-    """Build the samples that the flags name. Every process calls this function.
+    """Build the samples that the flags name. Collective.
 
     Args:
         request: The data that the run needs.
@@ -154,7 +154,7 @@ def build_chat_datasets(
     seq_length: int,
     tokenizer: tuple[TokenizerConfig, Tokenizer],
 ) -> Datasets:
-    """Build samples from the conversations that the flags name. Every process calls this function.
+    """Build samples from the conversations that the flags name. Collective.
 
     Args:
         request: The data that the run needs.

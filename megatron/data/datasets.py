@@ -149,7 +149,7 @@ def build_datasets(
 ) -> Datasets:
     """Build the training, validation and test data that the flags name.
 
-    Every process calls this function.
+    Collective.
 
     Args:
         request: The data that the run needs.

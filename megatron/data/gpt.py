@@ -280,7 +280,7 @@ def build_gpt_datasets(
     vocab_size: int,
     tokenizer: tuple[TokenizerConfig, Tokenizer] | None = None,
 ) -> Datasets:
-    """Build the GPT datasets that the flags name. Every process calls this function.
+    """Build the GPT datasets that the flags name. Collective.
 
     Args:
         request: The data that the run needs.

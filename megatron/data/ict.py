@@ -286,7 +286,7 @@ class MockBlocks:
 def build_ict_datasets(
     request: DataRequest, retriever: RetrieverConfig, *, seq_length: int, tokenizer: Tokenizer
 ) -> Datasets:
-    """Build the datasets of the inverse cloze task. Every process calls this function.
+    """Build the datasets of the inverse cloze task. Collective.
 
     Args:
         request: The data that the run needs.

@@ -283,7 +283,7 @@ def build_preference_datasets(
     tokenizer: tuple[TokenizerConfig, Tokenizer],
     labels: bool = False,
 ) -> Datasets:
-    """Build rows from the pairs that the flags name. Every process calls this function.
+    """Build rows from the pairs that the flags name. Collective.
 
     Args:
         request: The data that the run needs.

@@ -141,7 +141,7 @@ def build_sentence_datasets(
     build: Callable[[SentenceSource, SpecialIds], DescribedDataset],
     build_from_tfrecords: Callable[[DatasetPart], DescribedDataset] | None = None,
 ) -> Datasets:
-    """Build the datasets that `build` makes from sentences. Every process calls this function.
+    """Build the datasets that `build` makes from sentences. Collective.
 
     Args:
         request: The data that the run needs.

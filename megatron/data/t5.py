@@ -115,7 +115,7 @@ def replace_runs(
 def build_t5_datasets(
     request: DataRequest, *, encoder_seq_length: int, decoder_seq_length: int, tokenizer: Tokenizer
 ) -> Datasets:
-    """Build the T5 datasets that the flags name. Every process calls this function.
+    """Build the T5 datasets that the flags name. Collective.
 
     Args:
         request: The data that the run needs.

@@ -407,7 +407,7 @@ def take_places(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, T
 
 
 def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dict[str, Any] | None:
-    """Return the place of every stream after `samples` samples, as JSON. All processes call it.
+    """Return the place of every stream after `samples` samples, as JSON. Collective.
 
     Args:
         dataset: The training or validation data.
@@ -425,7 +425,7 @@ def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dic
 
 
 def count_bad_lines(dataset: SampleDataset | None, samples: int, world: Axis) -> int:
-    """Return the number of lines skipped in the first `samples` samples. All processes call it.
+    """Return the number of lines skipped in the first `samples` samples. Collective.
 
     The arguments are the same as for `save_places`. A line counts again in each pass over the text.
     """
@@ -434,7 +434,7 @@ def count_bad_lines(dataset: SampleDataset | None, samples: int, world: Axis) ->
 
 
 def _places(members: Sequence[tuple[TextDataset, int]], world: Axis) -> list[list[list[int]]]:
-    """Return the last place of each stream that any process knows. All processes call it."""
+    """Return the last place of each stream that any process knows. Collective."""
     places = []
     for member, count in members:
         known = torch.tensor(member.places_after(count), dtype=torch.int64)

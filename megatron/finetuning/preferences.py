@@ -190,7 +190,7 @@ class PreferenceRecipe(ComparingRecipe):
         return sum(member.packing.rows for member in preference_members(train))
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return 1 at the first token of each pair, because the loss is a mean over pairs."""
+        """Return 1 at the first token of each pair, 0 elsewhere: the loss averages over pairs."""
         return batch[PAIRS].float()
 
     def forward(

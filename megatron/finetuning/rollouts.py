@@ -218,7 +218,7 @@ def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: 
     rows = make_batch(batch, eod=tokenizer.eod)
     documents = Segments.of(batch[SEGMENT_ENDS], rows.tokens, longest_segment(batch))
     if part.attention_choice.name == batch_invariant.NAME:
-        # Rotary positions start from 0 in each answer, as in generation.
+        # Positions start from 0 in each answer, as in generation.
         rows = TokenBatch(*(x.reshape(1, -1) for x in rows))
         documents = replace(documents, shape=(1, rows.tokens.numel()))
         documents = replace(documents, positions=rows.position_ids[0])

@@ -42,7 +42,7 @@ def next_key(
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
     key. It includes the adapter, because the same tokens have different keys and values with
-    another adapter. The same is true of a sequence longer than the trained context of a model with
+    another adapter. The same is true of a sequence longer than the training context of a model with
     LongRoPE or dynamic NTK; `variant` distinguishes these cases.
 
     Args:
@@ -165,19 +165,19 @@ class CacheMemory:
     """Keys and values (or latent vectors) and states of this process's layers and heads.
 
     Attributes:
-        shapes: The shape of a token's entry in the cache, by layer index from 0
+        shapes: The shape of a token's entry in the cache, by 0-based layer index
             (`AttentionPlan.cached`).
         paged: Attention that writes to the cache and serves sequences that add one token.
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.
         device: Device of the memory.
         dtype: Number format of keys and values.
-        recurrent: Specs of a sequence's states in each recurrent layer, by layer index from 0.
+        recurrent: Specs of a sequence's states in each recurrent layer, by 0-based layer index.
         places: Number of places for the states of a sequence, snapshots included. One more is
             allocated for padding.
-        layers: Keys and values [2, slots, g, d], or latent vectors [1, slots, 1, w], by layer
-            number, from 1.
-        states: States [places + 1, ...] by layer number, from 1.
+        layers: Keys and values [2, slots, g, d], or latent vectors [1, slots, 1, w], by 1-based
+            layer number.
+        states: States [places + 1, ...] by 1-based layer number.
         spare_slot: Slot for the padding of batches.
         size_bytes: Size of all layers in bytes.
     """

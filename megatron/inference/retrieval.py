@@ -87,7 +87,7 @@ class ChunkMemory:
 
 
 def _crossing(plan: ModelPlan) -> dict[int, RetrievalAttentionPlan]:
-    """Return each Retro layer's attention to neighbors, by the layer's number from 1."""
+    """Return each Retro layer's attention to neighbors, by 1-based layer number."""
     found = {number: each.cross_attention for number, each in enumerate(plan.layers, 1)}
     return {n: each for n, each in found.items() if isinstance(each, RetrievalAttentionPlan)}
 

@@ -83,7 +83,7 @@ class Sequence:
         limit: Number of tokens beyond which no drafts are made (`speculation`); 0 for no drafts at
             all.
         drafts: Guesses of the tokens that follow `tokens`, for the next step.
-        is_long: Whether tokens are computed as in a sequence longer than the trained context
+        is_long: Whether tokens are computed as in a sequence longer than the training context
             (`SchedulerSettings`).
         own_length: The prompt's length if its keys depend on it (`SchedulerSettings`), otherwise 0.
     """
@@ -287,7 +287,7 @@ class Scheduler:
                 sequence.keys.append(key)
 
     def _restart_grown(self) -> None:
-        """Move sequences that have grown beyond the trained context to the head of the queue.
+        """Move sequences that have grown beyond the training context to the head of the queue.
 
         They release their blocks and are recomputed. Tokens that a step in progress computes for
         them remain valid, because they were chosen while the sequence was still short.

@@ -42,7 +42,7 @@ class Zeros:
         self.forget()
 
     def new(self, device: torch.device) -> Tensor:
-        """Return a zero, fp32 [], in which a kernel will store the largest magnitude."""
+        """Return a zeroed scalar, fp32 [], in which a kernel will store the largest magnitude."""
         zero = next(self._zeros, None)
         if zero is None or zero.device != device:
             # A single fill creates many zeros. No zero is reused, and their memory is freed with
@@ -52,7 +52,7 @@ class Zeros:
         return zero
 
     def new_vector(self, size: int, device: torch.device) -> Tensor:
-        """Return zeros, fp32 [size], in which a kernel will store the largest magnitudes."""
+        """Return a zeroed vector, fp32 [size], in which a kernel will store the amaxes."""
         if self._vectors.numel() < size or self._vectors.device != device:
             self._vectors = torch.zeros(max(size, VECTORS), device=device)
         zeros, self._vectors = self._vectors[:size], self._vectors[size:]

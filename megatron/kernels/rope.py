@@ -127,12 +127,12 @@ class Scaling(NamedTuple):
 
 
 class Yarn(NamedTuple):
-    """YaRN: frequencies for a longer context than trained (Peng et al., 2023, arXiv:2309.00071).
+    """YaRN: frequencies for more than the training context (Peng et al., 2023, arXiv:2309.00071).
 
     Attributes:
-        factor: The extended context divided by the trained one.
-        original: The trained context in tokens.
-        fast: The smallest number of turns within the trained context at which a plane keeps its
+        factor: The extended context length divided by the training context length.
+        original: The training context length in tokens.
+        fast: The smallest number of turns within the training context at which a plane keeps its
             frequency.
         slow: The largest number of turns at which a frequency is divided by all of `factor`.
         rounds: Whether these limits are rounded to whole planes.
@@ -172,7 +172,7 @@ class LongRope(NamedTuple):
     """LongRoPE: a divisor for each frequency (Ding et al., 2024, arXiv:2402.13753).
 
     Attributes:
-        original: The trained context in tokens. Sequences of up to this many tokens use the short
+        original: The training context length. Sequences of up to this many tokens use the short
             divisors at all positions; longer ones use the long divisors.
         short: The short divisors, [r/2].
         long: The long divisors, [r/2].
@@ -195,7 +195,7 @@ class DynamicNtk(NamedTuple):
 
     Attributes:
         factor: How fast the base grows.
-        original: The trained context in tokens. Sequences of up to this many tokens keep the base.
+        original: The training context length. Sequences of up to this many tokens keep the base.
     """
 
     factor: float
@@ -246,8 +246,7 @@ def rotation_table(
         positions: The number of positions, counted from 0.
         rotary_size: The number r of a head's channels that rotate. It is even.
         base: The base of the frequencies.
-        interpolation: The divisor of the positions, to extend a trained context (Chen et al.,
-            2023).
+        interpolation: The divisor of the positions, to extend the context (Chen et al., 2023).
         planes: The number of planes that rotate, which are those with the highest frequencies;
             `None` for all.
         scaling: Llama 3.1's changes to the frequencies.
@@ -277,7 +276,7 @@ def rotation_table(
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [s, b, n, d] by their position in fp32, keeping their type."""
+    """Rotate queries or keys [s, b, n, d] by position: computed in fp32, returned in x's dtype."""
     cosine, sine = rotation
     size = cosine.shape[-1]
     rotary, rest = x[..., :size], x[..., size:]

@@ -314,7 +314,7 @@ class SelfAttention(nn.Module):
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
             mask: Which keys a query may attend to (`AttentionOptions`).
-            rotation: Rotation of queries and keys, if the model has rotary positions.
+            rotation: Rotation of queries and keys, if the model has rotary embeddings.
             cache: Keys and values of earlier tokens, in inference.
 
         Returns:

@@ -225,7 +225,7 @@ class Block(nn.Module):
         Args:
             stream: [s, b, h]; [s/t, b, h] with sequence parallelism.
             mask: Which keys a query of the mixer may attend to (`AttentionOptions`).
-            rotation: Rotation of the mixer's queries and keys, if the model has rotary positions.
+            rotation: Rotation of the mixer's queries and keys, if the model has rotary embeddings.
             cache: Keys and values of earlier tokens, in inference.
             encoder: The input of the cross-attention: an encoder's output, Retro's neighbors or, in
                 the encoder of neighbors, the sequences' hidden states [s, b, h].

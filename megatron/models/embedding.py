@@ -1,4 +1,4 @@
-"""Embeddings (words, learned positions, token types) and the table of rotary positions."""
+"""Embeddings (words, learned positions, token types) and the table of rotary embeddings."""
 
 from __future__ import annotations
 

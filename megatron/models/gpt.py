@@ -123,7 +123,7 @@ class GPTModel(Network):
             self.embed(one.tokens, one.position_ids, site=f"embedding {depth} ahead")
             for depth, one in enumerate(ahead, 1)
         ]
-        # The layers of the depths have the same rotary positions as the last layer.
+        # The layers of the depths have the same rotary embeddings as the last layer.
         rotation = self.rotation_in(self.plan.layers[-1], rotations)
         further = run_depths(self.mtp, x, vectors, mask, rotation)
         sums = [self.output(x, labels, loss_mask)]

@@ -279,7 +279,7 @@ class AttentionWithMamba(SelfAttention):
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Compute both mixers, with the arguments and the shape of `SelfAttention.forward`."""
+        """Return the scaled sum of both mixers' outputs; see `SelfAttention.forward` for shapes."""
         of_attention, of_mamba = self.output_factors
         attended = super().forward(x, mask, rotation, cache)
         return attended * of_attention + self.mamba(x, mask, rotation, cache) * of_mamba

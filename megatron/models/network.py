@@ -1,4 +1,4 @@
-"""The base class of all models, with the plan, the embedding and the rotary positions."""
+"""The base class of all models, with the plan, the embedding and the rotary embeddings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.parallel.build import BuildContext
 
 
 class Network(nn.Module):
-    """The base class of models and their parts, with the plan, embedding and rotary positions.
+    """The base class of models and their parts, with the plan, embedding and rotary embeddings.
 
     Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
     names are global: layer i is `layers.i`, whichever part of the model this process holds.
@@ -52,7 +52,7 @@ class Network(nn.Module):
     def rotation(
         self, positions: Tensor, length: int | Tensor | None = None
     ) -> tuple[Rotation, ...]:
-        """Return the rotation of positions [s] for each kind of rotary positions in the model.
+        """Return the rotation of positions [s] for each kind of rotary embeddings in the model.
 
         Args:
             positions: The positions, int64 [s].

@@ -193,7 +193,7 @@ class AttentionPlan(MixerPlan):
         qk_norm: Normalization of queries and keys before the scores; `None` for none.
         norm_scope: What `qk_norm` normalizes together: each head with the same weights ("head") or
             with its own ("each-head"), or all heads of a projection ("projection").
-        rotary: Rotary positions of queries and keys; `None` for none.
+        rotary: Rotary embeddings of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
         chunk: Number of tokens in a chunk. Tokens attend only within their chunk; `None` for no
             chunks.
@@ -270,7 +270,7 @@ class LatentAttentionPlan(AttentionPlan):
         query_rank: Size of the latent vector of queries; `None` if they are computed directly.
         rank: Size of the latent vector of keys and values.
         nope_size: Channels of a query or key that never rotate.
-        rope_size: Additional channels with rotary positions. For keys, all heads share them.
+        rope_size: Additional channels with rotary embeddings. For keys, all heads share them.
         value_size: Channels of a value.
         query_scale: Factor applied to queries. The core divides scores by sqrt(head_size), and this
             factor corrects them for the true size of a key and for YaRN.

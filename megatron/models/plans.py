@@ -62,7 +62,7 @@ def layer_plan(
         crosses: Whether the layer belongs to a decoder that also attends to an encoder's output.
         experts: The number of experts in the mixture that replaces the MLP; 0 for a dense MLP.
         window: The number of earlier tokens that a token attends to; `None` for all.
-        rotates: Whether the layer has rotary positions, in a model that uses them.
+        rotates: Whether the layer has rotary embeddings, in a model that uses them.
         is_delta: Whether the layer has a gated delta net instead of attention.
     """
     heads, head_size = model.num_attention_heads, model.kv_channels
@@ -202,7 +202,7 @@ def alibi_factor(model: ModelConfig) -> float | None:
 
 
 def rotary_plan(model: ModelConfig, *, in_window: bool) -> RotaryPlan:
-    """Return the plan of a layer's rotary positions.
+    """Return the plan of a layer's rotary embeddings.
 
     Args:
         model: Resolved network flags.
@@ -392,7 +392,7 @@ def query_norm_plan(model: ModelConfig, *, rotates: bool) -> NormPlan | None:
 
     Args:
         model: Resolved network flags.
-        rotates: Whether the layer has rotary positions, in a model that uses them.
+        rotates: Whether the layer has rotary embeddings, in a model that uses them.
     """
     if model.qk_l2_norm:
         return NormPlan("RMSNorm", model.norm_epsilon, weight=False) if rotates else None
@@ -566,7 +566,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
     )
     encoding = replace(
         model,
-        position_embedding_type="learned_absolute",  # only the decoder has rotary positions
+        position_embedding_type="learned_absolute",  # only the decoder has rotary embeddings
         hidden_dropout=model.retro_encoder_hidden_dropout,
         attention_dropout=model.retro_encoder_attention_dropout,
     )

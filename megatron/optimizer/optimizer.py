@@ -1,14 +1,15 @@
-"""The optimizer: fp32 weights updated in place, 16-bit weights through fp32 masters.
+"""The optimizer: fp32 weights updated in place, 16-bit weights through fp32 master weights.
 
 A step runs on the device from start to end: norm, clipping, the non-finite check and the update
 follow one another without involving the host, which can read the outcome at any later time.
 
-With --optimizer-cpu-offload, fp32 weights (masters or copies) and moments are in host memory. The
-update runs there: gradients go to the host, new weights come back, and the step waits for both.
+With --optimizer-cpu-offload, fp32 weights (master weights or copies) and moments are in host
+memory. The update runs there: gradients go to the host, new weights come back, and the step waits
+for both.
 With --overlap-cpu-optimizer-d2h-h2d, the host updates some weights while others are copied.
 
-If the gradients are sharded over the processes that hold the same weights (ZeRO), masters and
-moments exist only for this process's shard. The process updates its shard of the weights and
+If the gradients are sharded over the processes that hold the same weights (ZeRO), master weights
+and moments exist only for this process's shard. The process updates its shard of the weights and
 gathers the other shards.
 
 fp16 gradients below 6e-8 vanish. The loss is therefore multiplied by a scale before the backward
@@ -197,7 +198,7 @@ class _OwnPart:
     def allocate(
         cls, group: ParameterGroup, gradients: Gradients, config: OptimizerConfig
     ) -> _OwnPart:
-        """Allocate masters and states for the shard that this process owns."""
+        """Allocate master weights and states for the shard that this process owns."""
         offload = config.optimizer_cpu_offload
 
         def new(kind: str, parameter: nn.Parameter) -> State:
@@ -308,7 +309,7 @@ class Optimizer:
         weights: SharedWeights | None = None,
         count_zeros: bool = False,
     ) -> None:
-        """Allocate masters and states for the parameters that this process updates."""
+        """Allocate master weights and states for the parameters that this process updates."""
         assert (weights is not None) == gradients.is_sharded, (
             "pass weights if and only if gradients are sharded"
         )
@@ -483,11 +484,11 @@ class Optimizer:
             self._shared_weights.wait()
 
     def reload_masters(self, *, include_16_bit: bool = True) -> None:
-        """Copy loaded weights to their fp32 masters or copies.
+        """Copy loaded weights to their fp32 master weights or copies.
 
         Args:
-            include_16_bit: Whether to overwrite the masters of 16-bit weights too. Pass False if
-                the masters themselves were loaded.
+            include_16_bit: Whether to also overwrite the master weights of 16-bit weights. Pass
+                False if the master weights themselves were loaded.
         """
         if self._shared_weights is not None:
             self._shared_weights.forget()

@@ -305,7 +305,7 @@ def choose_kernels(
 def attention_over(
     axis: Axis, comm_type: str, model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the attention implementation for a number of context ranks.
+    """Choose the attention implementation for a given number of context ranks.
 
     Args:
         axis: The context ranks. A single rank holds whole sequences.

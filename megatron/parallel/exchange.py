@@ -140,7 +140,7 @@ class Ledger:
         self._known = 0
 
     def open(self) -> int:
-        """Return the index of the next use."""
+        """Open the next use, and return its index."""
         assert len(self._open) < self._slots, "too many uses are open"
         use = self._opened
         self._opened += 1

@@ -8,6 +8,6 @@ Nothing here touches a GPU or needs `torch.distributed`.
     pipeline_balance    the bubble of a pipeline, and a distribution of layers that shrinks it
     prediction          the time of a whole update with a breakdown, its memory, and the time that
                         failures and checkpoints cost
-    search              all sensible layouts on a number of GPUs, and the fastest of them
+    search              all sensible layouts on a given number of GPUs, and the fastest of them
     command             `megatron plan`
 """

@@ -65,7 +65,7 @@ class Grid:
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> Grid:
-        """Return the sizes for a number of processes."""
+        """Return the sizes for a given number of processes."""
         sizes = config.parallel.sizes
         model = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
         return cls(**sizes, data=world_size // model)
@@ -397,9 +397,9 @@ class Failures:
     """The failures of a run and its recovery from them. Times are in seconds.
 
     Attributes:
-        between: Mean time between failures of the whole run.
-        checkpoint: Time that training waits for a checkpoint.
-        restart: Time from a failure until training continues from the last checkpoint.
+        between: Mean time between failures of the whole run, M.
+        checkpoint: Time that training waits for a checkpoint, C.
+        restart: Time from a failure until training continues from the last checkpoint, R.
     """
 
     between: float
@@ -410,7 +410,7 @@ class Failures:
         """Return the exact expected fraction of time spent on training that is not lost.
 
         Failures occur at a constant rate, even during checkpoints and restarts. A checkpoint
-        follows each `interval` of training, and a failure loses the training since the last
+        follows each `interval` T of training, and a failure loses the training since the last
         checkpoint. The expected time of an interval is then M e^(R/M) (e^((T+C)/M) - 1).
         """
         rate = 1 / self.between

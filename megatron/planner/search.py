@@ -1,4 +1,4 @@
-"""All sensible layouts of a run on a number of GPUs, and the fastest of them."""
+"""All sensible layouts of a run on a given number of GPUs, and the fastest of them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Plan:
 
 @dataclass
 class Search:
-    """The layouts of a run on a number of GPUs.
+    """The layouts of a run on a given number of GPUs.
 
     Attributes:
         start: The run, with any layout.

@@ -139,8 +139,8 @@ def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
 def _follow_launcher(done: threading.Event) -> None:
     """End this process once the launcher has ended, which nothing else would notice.
 
-    A rank that trains saves and exits, as on any SIGTERM. torchrun makes a rank that has finished
-    wait for all the others.
+    A rank that is training saves a checkpoint and exits, as on any SIGTERM. torchrun makes a rank
+    that has finished wait for all the others.
     """
     launcher = parent_process()
     assert launcher is not None, "torchrun starts this process"

@@ -109,7 +109,7 @@ def evenly_spaced(count: int, most: int) -> Iterator[slice]:
 def missing_blocks(
     blocks: Sequence[TableBlock], contents: Contents, world: Axis
 ) -> list[TableBlock]:
-    """Return the blocks that do not exist yet. All processes call this and get the same result.
+    """Return the blocks that do not exist yet. Collective. All get the same result.
 
     A damaged file counts as missing, with a warning. Nothing is removed: the new file replaces the
     damaged one when it is complete. The processes divide the files among themselves.
@@ -137,7 +137,7 @@ def missing_blocks(
 def blocks_to_do(
     blocks: Sequence[TableBlock], contents: Contents, world: Axis, what: str = ""
 ) -> Iterator[TableBlock]:
-    """Yield the missing blocks that this process must write. All processes call it.
+    """Yield the missing blocks that this process must write. Collective.
 
     The processes wait for each other after every round of blocks, including the last, so none waits
     longer than one block takes. When the iterator is exhausted, all blocks exist.
@@ -161,7 +161,7 @@ def blocks_to_do(
 def _bar(
     blocks: Sequence[TableBlock], missing: Sequence[TableBlock], what: str
 ) -> Iterator[Callable[[int], object]]:
-    """Yield a function that advances a progress bar by a number of rows."""
+    """Yield a function that advances a progress bar by a given number of rows."""
     if not what or not missing:
         yield lambda rows: None
         return
@@ -174,7 +174,7 @@ def _bar(
 
 
 def on_first(work: Callable[[], object], world: Axis) -> None:
-    """Run `work` on the first process while the others wait. All processes call this.
+    """Run `work` on the first process while the others wait. Collective.
 
     The others wait as long as needed, without a barrier, which would end the run after the timeout
     of collective operations.

@@ -190,7 +190,7 @@ class Preprocessing:
         self._embedder = cache(self._build_embedder)
 
     def run(self) -> None:
-        """Run the stages that the flags name. All processes call this method.
+        """Run the stages that the flags name. Collective.
 
         Raises:
             UserError: The working folder was made from other data or flags, or a file or flag is
@@ -315,7 +315,7 @@ class Preprocessing:
         )
 
     def _query_chunks(self) -> dict[str, QueryChunks]:
-        """Return the chunks of the GPT run's samples. All processes call this method."""
+        """Return the chunks of the GPT run's samples. Collective."""
         gpt, config = self.options.gpt, self._config
         evaluation = replace(
             config.evaluation,

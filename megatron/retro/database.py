@@ -278,7 +278,7 @@ def build_database(
     cutter: ChunkCutter,
     world: Axis,
 ) -> list[CorpusChunks]:
-    """Write everything in `db/` that is missing. All processes call this function.
+    """Write everything in `db/` that is missing. Collective.
 
     Args:
         options: The options of the preprocessing.

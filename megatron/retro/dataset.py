@@ -254,7 +254,7 @@ class RetroDataset:
 def build_retro_datasets(
     request: DataRequest, model: RetroOptions, tokenizer: Tokenizer, *, batch_size: int
 ) -> Datasets:
-    """Build the datasets of --retro-workdir. Every process calls this function.
+    """Build the datasets of --retro-workdir. Collective.
 
     Args:
         request: The data that the run needs. The seed is replaced by that of the working folder.

@@ -187,7 +187,7 @@ def train_index(
     build_embedder: BuildEmbedder,
     world: Axis,
 ) -> None:
-    """Embed the sampled chunks and train the index, unless it exists. All processes call it.
+    """Embed the sampled chunks and train the index, unless it exists. Collective.
 
     Args:
         workdir: The working folder.
@@ -222,7 +222,7 @@ def add_to_index(
     build_embedder: BuildEmbedder,
     world: Axis,
 ) -> None:
-    """Embed the database's chunks and add them to the trained index. All processes call it.
+    """Embed the database's chunks and add them to the trained index. Collective.
 
     Args:
         workdir: The working folder.
@@ -274,7 +274,7 @@ def _embed_blocks(
     build_embedder: BuildEmbedder,
     world: Axis,
 ) -> None:
-    """Write the vectors of all missing blocks. All processes call this function."""
+    """Write the vectors of all missing blocks. Collective."""
     # Megatron-LM reuses only vectors of BERT-large's width, and recomputes others.
     width = _MEGATRON_WIDTH if options.compatible else options.width
 
@@ -562,5 +562,5 @@ def faiss_threads(threads: int | None) -> Iterator[Any]:
 
 
 def _exists_on_first(path: Path, world: Axis) -> bool:
-    """Return on all processes whether a file exists on the first one. All processes call it."""
+    """Return on all processes whether a file exists on the first one. Collective."""
     return bool(broadcast(torch.tensor([int(path.exists())]), world))

@@ -87,7 +87,7 @@ class QueryOptions:
 
 
 def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
-    """Build the samples on which a Retro model is trained. Every process calls this function.
+    """Build the samples on which a Retro model is trained. Collective.
 
     Preprocessing and training call it with equal arguments. As in Megatron-LM, a single corpus also
     counts as a blend.
@@ -304,7 +304,7 @@ def query_chunks(
     tokenizer: Tokenizer,
     compatible: bool = False,
 ) -> dict[str, QueryChunks]:
-    """Build the chunks of each split that has samples. Every process calls this function.
+    """Build the chunks of each split that has samples. Collective.
 
     Args:
         request: The data that the run needs.
@@ -350,7 +350,7 @@ def query_neighbors(
     device: Device,
     world: Axis,
 ) -> None:
-    """Find and store the neighbors of all chunks that have none yet. All processes call it.
+    """Find and store the neighbors of all chunks that have none yet. Collective.
 
     Args:
         workdir: The working folder.

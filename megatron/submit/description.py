@@ -87,7 +87,7 @@ class SlurmConfig:
         module: Environment modules to load.
         requeue: Requeue the job when it is preempted or its time is up, until training is complete.
             Requires --load and --save.
-        chain: Number of jobs that continue one another, as an array that runs one job at a time.
+        chain: Number of jobs that run one after another and continue the same run, as an array.
             Requires --load and --save.
         save_seconds: Number of seconds before its time limit at which a job receives the signal to
             save.

@@ -69,7 +69,7 @@ _NO_MODEL = {
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Generate texts or evaluate them, and return the exit code. All processes call it.
+    """Generate texts or evaluate them, and return the exit code. Collective.
 
     Raises:
         UserError: A flag, the checkpoint or a file must be changed.
@@ -165,7 +165,7 @@ def _flag(name: str) -> str:
 
 
 def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
-    """Load the model and write a line for each dialogue. All processes call this function."""
+    """Load the model and write a line for each dialogue. Collective."""
     _, own = parsed.extra
     if layout.world.rank == 0:
         with closing(_open_part(own)) as part:  # before loading the model, to find mistakes

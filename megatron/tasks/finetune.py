@@ -240,7 +240,7 @@ class Finetuning(Extras):
             self._write(run, self.last)
 
     def evaluate(self, run: Run) -> None:
-        """Evaluate all files, print results and keep the best weights. All processes call it."""
+        """Evaluate all files, print results and keep the best weights. Collective."""
         found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
         self.last = Evaluated(self._iteration(run), found)
         if run.layout.world.rank == 0:
@@ -268,7 +268,7 @@ class Finetuning(Extras):
         return "\n".join(parts)
 
     def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
-        """Write `--save`/best if this evaluation has a better score. All processes call it."""
+        """Write `--save`/best if this evaluation has a better score. Collective."""
         if run.config.checkpoint.save is None or not self._epoch_ends:
             return
         root = Path(run.config.checkpoint.save) / BEST
@@ -318,7 +318,7 @@ class AtEpochsEnd(Callback):
 
     Args:
         ends: The updates, counted from 1, that end an epoch.
-        evaluate: The function that evaluates. All processes call it.
+        evaluate: The function that evaluates. It is collective.
     """
 
     def __init__(self, ends: Set[int], evaluate: Callable[[Run], object]) -> None:
@@ -337,7 +337,7 @@ class AtEpochsEnd(Callback):
 
 
 def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Guesses:
-    """Return the model's guess for every sample. All processes call this function."""
+    """Return the model's guess for every sample. Collective."""
     run.optimizer.wait_for_weights()
     each = run.batches.samples_per_pass
     passes_needed = -(-len(dataset) // each)

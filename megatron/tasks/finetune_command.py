@@ -91,7 +91,7 @@ RACE = Target("RACE", tuple("ABCD"), texts=4)
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Finetune and evaluate, and return the exit code. All processes call it.
+    """Finetune and evaluate, and return the exit code. Collective.
 
     Raises:
         UserError: A flag, a checkpoint or the data must be changed.

@@ -73,7 +73,7 @@ def parse(
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Evaluate, and return the exit code. All processes call it.
+    """Evaluate, and return the exit code. Collective.
 
     Raises:
         UserError: A flag, the checkpoint or a task file must be changed.
@@ -85,7 +85,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | None:
     """Load the model, run the harness, report, and return the metrics on rank 0.
 
-    All processes call this function.
+    Collective.
     """
     config = parsed.config
     options, own = parsed.extra
@@ -110,7 +110,7 @@ def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | Non
 
 
 class Backend:
-    """The work that all processes do for the harness. All processes call each method."""
+    """The work that all processes do for the harness. Every method is collective."""
 
     def __init__(self, loaded: Loaded, device: Device, micro_batch: int, log_interval: int) -> None:
         """Create the scorer. The generator, which needs a KV cache, is created on first use."""
@@ -226,7 +226,7 @@ class Generator:
     """
 
     def __init__(self, loaded: Loaded, device: Device) -> None:
-        """Build an engine for this copy of the model. All processes call it."""
+        """Build an engine for this copy of the model. Collective."""
         self._world = loaded.layout.world
         self._data = loaded.layout.data
         self._is_speaker = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first
@@ -237,7 +237,7 @@ class Generator:
         )
 
     def generate(self, requests: Sequence[TextToWrite]) -> list[str]:
-        """Return one text per request, in order, on every process. All processes call it.
+        """Return one text per request, in order, on every process. Collective.
 
         Raises:
             UserError: A request cannot be answered.

@@ -272,7 +272,7 @@ def parse(
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Evaluate, and return the exit code. All processes call it.
+    """Evaluate, and return the exit code. Collective.
 
     Raises:
         UserError: A flag, the checkpoint or the data must be changed.
@@ -282,7 +282,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
-    """Load the model, score the data, report, and return the metrics. All processes call it."""
+    """Load the model, score the data, report, and return the metrics. Collective."""
     config = parsed.config
     options, own = parsed.extra
     assert config.checkpoint.load is not None

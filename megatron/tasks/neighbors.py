@@ -83,7 +83,7 @@ def evaluate_neighbors(
     layout: Layout,
     prepare: Callable[[Tokenizer, int], Prepared] | None,
 ) -> Numbers:
-    """Score the samples three times, report, and return the metrics. All processes call it.
+    """Score the samples three times, report, and return the metrics. Collective.
 
     Args:
         parsed: The command line.
@@ -201,7 +201,7 @@ def _with_neighbors(
 
 
 def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> RetroDataset:
-    """Build the validation samples for which the working folder was made. All processes call it.
+    """Build the validation samples for which the working folder was made. Collective.
 
     Args:
         config: The resolved evaluation, with --retro-workdir.

@@ -124,7 +124,7 @@ def _question_files(own: RetrieverTaskConfig) -> dict[str, str]:
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Evaluate, and return the exit code. All processes call it.
+    """Evaluate, and return the exit code. Collective.
 
     Raises:
         UserError: A flag, the checkpoint or the data must be changed.
@@ -161,7 +161,7 @@ class LoadedTowers:
 
     @torch.no_grad()
     def vectors(self, tower: TextEncoder, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Return the vectors of texts, `[n, e]`. All tensor-parallel ranks call it."""
+        """Return the vectors of texts, `[n, e]`. Collective over tensor-parallel ranks."""
         batch: PaddedTexts = padded(texts, self.tokenizer, self.length)
         if excess := -batch.tokens.shape[1] % self.layout.sequence.size:
             columns = ((0, 0), (0, excess))  # sequence parallelism needs equal shares on all ranks
@@ -174,7 +174,7 @@ class LoadedTowers:
 
 
 def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) -> LoadedTowers:
-    """Load the bi-encoder in --load, whatever layout it was saved in. All processes call it.
+    """Load the bi-encoder in --load, whatever layout it was saved in. Collective.
 
     Args:
         config: The run's configuration.
@@ -215,7 +215,7 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
-    """Embed the passages, search them for all questions, and report. All processes call it.
+    """Embed the passages, search them for all questions, and report. Collective.
 
     Returns:
         The metrics on rank 0; empty on other ranks.
@@ -249,7 +249,7 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
 def _passage_vectors(
     loaded: LoadedTowers, config: RunConfig, own: RetrieverTaskConfig
 ) -> PassageVectors | None:
-    """Load the passages' vectors or compute them; return them on rank 0. All processes call it."""
+    """Load the passages' vectors or compute them; return them on rank 0. Collective."""
     path = None if own.embedding_path is None else Path(own.embedding_path)
     evidence = Path(own.evidence_data_path or "")
     status = evidence.stat()

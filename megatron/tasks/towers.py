@@ -262,7 +262,7 @@ class TowersRecipe:
         self._train, self._used, self._negatives = train, used, negatives
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the names of the loss and of the accuracy of finding the passages."""
+        """Return the names of the loss and of the retrieval accuracy."""
         return ("lm loss", "correct predictions")
 
     def build_part(
@@ -382,12 +382,12 @@ class TowersFinetuning(StartFromBert):
         report_results(path, content)
 
     def evaluate_all(self, run: Run) -> dict[str, Numbers]:
-        """Return the metrics from `evaluate` for each file. All processes call this method."""
+        """Return the metrics from `evaluate` for each file. Collective."""
         return {path: self.evaluate(run, path) for path in self._valid}
 
     @torch.no_grad()
     def evaluate(self, run: Run, path: str) -> Numbers:
-        """Print and return the right passages' mean rank and the accuracies. All processes call it.
+        """Print and return the right passages' mean rank and the accuracies. Collective.
 
         As in Megatron-LM, a question's passage is ranked among all passages of its group.
         """
@@ -436,7 +436,7 @@ def _embed(
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
-    """Finetune and evaluate, and return the exit code. All processes call it.
+    """Finetune and evaluate, and return the exit code. Collective.
 
     Raises:
         UserError: A flag, a checkpoint or the data must be changed.

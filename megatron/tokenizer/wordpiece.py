@@ -160,7 +160,7 @@ class EncDecTokenizer(Tokenizer):
         return tuple(ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, with a space between two words without Chinese characters."""
+        """Return the text of ids, with spaces between words except next to Chinese characters."""
         return "".join(self._spelled([int(i) for i in ids])).translate(
             str.maketrans(_SPACE + _NEWLINE, " \n")
         )

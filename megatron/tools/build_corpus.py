@@ -5,7 +5,7 @@ r"""Build a training corpus from crawl files: clean, deduplicate, decontaminate,
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 
 This writes corpus/text/*.jsonl, corpus/corpus_text_document.bin and .idx, and a report of what was
-removed and why. The same command continues an interrupted run.
+removed and why. To continue an interrupted run, give the same command again.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _PIXELS = 16  # side of an expert's square in the picture
 
 
 def mixtures_of(plan: ModelPlan) -> dict[int, int]:
-    """Return the number of experts of each mixture layer, by layer index from 0.
+    """Return the number of experts of each mixture layer, by 0-based layer index.
 
     Layers of multi-token prediction follow the model's other layers.
     """
@@ -72,7 +72,7 @@ class ExpertLoad:
     """The load of every expert since the last log line.
 
     Attributes:
-        layers: For each mixture layer, by its index from 0, the tokens of each expert divided by an
+        layers: For each mixture layer, by 0-based index, the tokens of each expert divided by an
             even share, `[experts]`: 1 if all experts have the same number of tokens, 0 for one
             without tokens.
     """

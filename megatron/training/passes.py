@@ -36,7 +36,7 @@ def _schedule(
 
 
 def schedule_of(run: Run, micro_batches: int, *, trains: bool = True) -> Schedule:
-    """Return every stage's operations for a number of micro-batches in training or evaluation."""
+    """Return every stage's operations for `micro_batches` micro-batches."""
     kind = pipeline.schedule_kind(run.config.parallel, len(run.parts))
     return _schedule(kind, run.layout.pipeline.size, len(run.parts), micro_batches, trains)
 

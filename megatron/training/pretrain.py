@@ -51,7 +51,7 @@ _LESS_MEMORY = (
 
 
 class Extras:
-    """Steps that a kind of training adds to pretraining. Collective: all ranks call all of them."""
+    """Steps that a kind of training adds to pretraining. Every method is collective."""
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
         """Do other work instead of training if the flags ask for it, and return whether they do.

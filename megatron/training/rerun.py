@@ -149,7 +149,7 @@ class Reruns:
     def try_first(self, passes: Passes) -> Passes:
         """Compute an update only for comparison, and return its passes to be run again.
 
-        Collective (report_stats).
+        Collective. Used with --rerun-mode report_stats.
         """
         run = self._run
         with self._as_before():

@@ -1,4 +1,4 @@
-"""Flags of windows and rotary positions: which layers have them, and how mistakes are reported."""
+"""Flags of windows and rotary embeddings: which layers have them, and how mistakes are reported."""
 
 import pytest
 

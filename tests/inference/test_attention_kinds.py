@@ -136,7 +136,7 @@ def test_texts_grow_beyond_the_trained_context() -> None:
     With drafts, with steps queued ahead, in small chunks, and after texts were preempted.
     """
     loaded = toy(LONG_ROPE)
-    shared = tuple(range(40, 60))  # as long as the trained context
+    shared = tuple(range(40, 60))  # as long as the training context
     asked = [*PROMPTS, shared, (*shared, 3), (*shared[:-1], 9), (*shared, 3, 8), *PROMPTS]
     requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
     known = {prompt: without_cache(loaded.model, prompt, 40) for prompt in dict.fromkeys(asked)}
@@ -159,7 +159,7 @@ def test_texts_grow_beyond_the_trained_context() -> None:
 
 
 def test_tokens_keep_the_rotation_that_they_had_when_they_were_new() -> None:
-    """Dynamic NTK is used beyond the trained context of 20 tokens.
+    """Dynamic NTK is used beyond the training context of 20 tokens.
 
     In small chunks, with drafts, with steps queued ahead, after texts were preempted, and
     with prompts that share a prefix.

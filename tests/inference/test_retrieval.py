@@ -222,7 +222,7 @@ class ToyRetriever:
 
 
 def modern(folder):
-    """Return a small Retro and its retriever: rotary positions, gated MLPs and grouped queries."""
+    """Return a small Retro and its retriever: rotary embeddings, gated MLPs and grouped queries."""
     network = small.config(**{**small.FLAGS, **small.LLAMA, "max_position_embeddings": 32})
     model = small.retro({**small.LLAMA, "max_position_embeddings": 32})
     config = load().config

@@ -144,7 +144,7 @@ def test_mask_and_position_ids_keep_documents_apart():
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("flags", [NO_DROPOUT, {**LLAMA, **NO_DROPOUT}], ids=["gpt2", "llama"])
 def test_samples_with_documents_may_run_as_one_row(flags, resets):
-    """GPUs run samples this way; learned or rotary positions are those of each sample."""
+    """GPUs run samples this way; positions, learned or rotary, are those of each sample."""
     model = gpt(flags)
     tokens, labels = batch()
     ends = torch.tensor([0, 5, SEQUENCE, *(SEQUENCE + torch.tensor([7, SEQUENCE]))])

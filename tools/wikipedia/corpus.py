@@ -3,8 +3,8 @@
     python tools/wikipedia/corpus.py --wiki simple --out corpora/simplewiki
 
 This downloads and verifies the newest dump, extracts the articles, joins them, trains a tokenizer
-unless --tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. If it is
-interrupted, the same command continues where the first one ended.
+unless --tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. To continue an
+interrupted run, give the same command again.
 """
 
 from __future__ import annotations

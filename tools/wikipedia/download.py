@@ -2,7 +2,7 @@
 
     python tools/wikipedia/download.py --wiki simple --output dumps
 
-The same command continues an interrupted download where it ended. The file gets its final name, for
+To continue an interrupted download, give the same command again. The file gets its final name, for
 example dumps/simplewiki-20261101-pages-articles.xml.bz2, once its checksum matches the dump's own
 list.
 """

@@ -60,7 +60,7 @@ def _append(path: Path, joined: BinaryIO) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Join a folder."""
+    """Join the files of a folder, and print their number."""
     durable.expect_no_file("--output", [options.output], overwrite=False)
     count = merge(options.folder, options.output)
     print(f"{options.output}: {count} files joined")

@@ -55,7 +55,7 @@ def has_separate_qkv(args: Mapping[str, Json]) -> bool:
 
 
 def has_unusual_angles(args: Mapping[str, Json]) -> bool:
-    """Return whether rotary positions were computed with angles that no other program uses.
+    """Return whether rotary embeddings were computed with angles that no other program uses.
 
     Without FPDT and without a PipelineModule, Megatron-DeepSpeed since commit 676a482c uses the
     cosines of the angles as the angles of queries, and reuses them for keys.

@@ -126,10 +126,10 @@ def is_gate(name: str) -> bool:
 
 
 def is_copy(name: str) -> bool:
-    """Return whether a parameter is a copy of an expert's parameter in a file of other weights.
+    """Return whether a parameter is a redundant copy of an expert's parameter.
 
-    Megatron-DeepSpeed leaves these copies there, as "encoderlayers.3.mlp...", in addition to the
-    experts' own files.
+    Megatron-DeepSpeed leaves such copies among the other weights, as "encoderlayers.3.mlp...", in
+    addition to the experts' own files.
     """
     return name.startswith("encoderlayers.") and f".{_EXPERTS}" in name
 

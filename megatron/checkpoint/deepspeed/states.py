@@ -110,7 +110,7 @@ def read_partitions(
 def _slices(
     file: StateFile, steps: list[tuple[TorchZip, Any]]
 ) -> Iterator[tuple[str, str, TensorRef]]:
-    """Yield the kind, name and elements of each state in a file, and collect its step counts."""
+    """Yield the kind, name and elements of each state in a file; add its step counts to `steps`."""
     tree = _optimizer(file)
     mappings, masters = (
         tree.get("param_slice_mappings"),
@@ -137,7 +137,7 @@ def _slices(
 def _states_of(
     file: StateFile, base: Any, groups: int, steps: list[tuple[TorchZip, Any]]
 ) -> list[Any]:
-    """Return the state of each group's flat partition, and collect the step counts of groups."""
+    """Return the state of each group's flat partition, and add the groups' counts to `steps`."""
     if isinstance(base, list):  # an elastic checkpoint has a list
         return base
     state = base.get("state") if isinstance(base, dict) else None
@@ -183,7 +183,7 @@ def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> di
 
 
 def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
-    """Return the states in the files of ZeRO 3. The masters are the weights in fp32.
+    """Return the states in the files of ZeRO 3. The master weights are the weights in fp32.
 
     Args:
         files: A model-parallel rank's files, by data-parallel rank.

@@ -79,7 +79,7 @@ class Gemma(LlamaLike):
         return read_alternating_windows(settings, layers, every=every, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary positions."""
+        """Return the flags of the rotary embeddings."""
         if self.version < 3:
             return super()._read_rotation(settings)
         base = settings.number("rope_theta", 1e6)

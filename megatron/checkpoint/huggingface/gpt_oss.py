@@ -85,7 +85,7 @@ class GptOss(Mixtral):
         return read_alternating_windows(settings, layers, every=2, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary positions."""
+        """Return the flags of the rotary embeddings."""
         if not {"rope_parameters", "rope_scaling"} & settings.values.keys():
             raise settings.error(
                 "rope_scaling", "is required: without it, versions of transformers disagree"

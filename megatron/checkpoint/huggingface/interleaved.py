@@ -99,7 +99,7 @@ class GPTJ(rules.Family):
 
     prefix: str = "transformer."
     keys: tuple[rules.Key, ...] = _J_KEYS
-    # Causal masks and rotary positions, in older files.
+    # Causal masks and rotary embeddings, in older files.
     derived: str = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
@@ -165,7 +165,7 @@ class Cohere(LlamaLike):
     Command R+ also normalizes queries and keys, with separate weights for each head.
 
     Attributes:
-        has_windows: Whether most layers have windows, and only these have rotary positions
+        has_windows: Whether most layers have windows, and only these have rotary embeddings
             (Command R7B, Command A).
     """
 

@@ -46,7 +46,7 @@ LAYER = {
 
 @dataclass(frozen=True)
 class LlamaLike(rules.Family):
-    """A family with RMSNorm, rotary positions, grouped queries, SwiGLU and no biases.
+    """A family with RMSNorm, rotary embeddings, grouped queries, SwiGLU and no biases.
 
     Attributes:
         qkv_bias: Whether queries, keys and values have biases.
@@ -151,7 +151,7 @@ class LlamaLike(rules.Family):
         return write_pattern(window, limited) if used and window < positions else {}
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary positions, from the keys of transformers 4 or 5."""
+        """Return the flags of the rotary embeddings, from the keys of transformers 4 or 5."""
         new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
         base = settings.number("rope_theta", self.rotary_base)
         flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
@@ -382,7 +382,7 @@ def write_alternating_windows(model: ModelConfig, window: int) -> dict[str, Any]
 
 
 def read_rope_by_kind(settings: Settings, base: float, local_base: float) -> dict[str, Any]:
-    """Return the flags of rotary positions that differ between kinds of layers.
+    """Return the flags of rotary embeddings that differ between kinds of layers.
 
     Args:
         settings: The keys of config.json.

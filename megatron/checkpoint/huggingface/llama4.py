@@ -134,7 +134,7 @@ def _pattern(chosen: Iterable[bool]) -> str:
 
 
 def _read_rotating(settings: Settings, layers: int) -> list[bool]:
-    """Return which layers have rotary positions. These, and no others, have chunks.
+    """Return which layers have rotary embeddings. These, and no others, have chunks.
 
     `transformers` calls the list of these layers no_rope_layers.
     """
@@ -146,7 +146,8 @@ def _read_rotating(settings: Settings, layers: int) -> list[bool]:
     kinds = [_CHUNKED if one else FULL for one in rotates]
     if settings.words("layer_types") not in ([], kinds):
         raise settings.error(
-            "layer_types", "only layers with rotary positions may have chunks, and all of them must"
+            "layer_types",
+            "only layers with rotary embeddings may have chunks, and all of them must",
         )
     return rotates
 

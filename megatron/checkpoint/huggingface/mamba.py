@@ -333,7 +333,7 @@ def _read_pattern(settings: Settings) -> str:
 
 
 def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
-    """Return the flags of the mixtures, which are those of DeepSeek-V3 without gates."""
+    """Return the flags of mixtures of experts, which are DeepSeek-V3's without gates."""
     if MIXTURE not in pattern:
         for key in (*_MIXTURE_KEYS, "moe_latent_size"):
             settings.must_be(key, settings.values.get(key))
@@ -378,7 +378,7 @@ def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
 
 
 def _write_mixture(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of the mixtures."""
+    """Return the keys of config.json that describe mixtures of experts."""
     experts = max(2, *(model.num_experts or (2,)))
     groups, best = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
     chosen = min(max(model.moe_router_topk, 2), experts)

@@ -117,7 +117,7 @@ class StableLm(LlamaLike):
         )
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary positions."""
+        """Return the flags of the rotary embeddings."""
         new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
         share = settings.number("partial_rotary_factor", 0.25)
         share = new.number("partial_rotary_factor", share)

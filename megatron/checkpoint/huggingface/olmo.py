@@ -33,7 +33,7 @@ class Olmo(LlamaLike):
     """A family without normalizations before attention and MLP.
 
     Attributes:
-        has_windows: Whether most layers have windows, and rotary positions that are not scaled
+        has_windows: Whether most layers have windows, and rotary embeddings that are not scaled
             (OLMo 3).
     """
 
@@ -52,7 +52,7 @@ class Olmo(LlamaLike):
         return read_alternating_windows(settings, layers, every=_EVERY, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary positions."""
+        """Return the flags of the rotary embeddings."""
         if not self.has_windows:
             return super()._read_rotation(settings)
         base = settings.number("rope_theta", self.rotary_base)

@@ -42,8 +42,8 @@ def _attention_factor(factor: float, original: int) -> float:
     """Return the factor applied to queries and keys if config.json does not give one.
 
     Args:
-        factor: The extended context divided by the trained one.
-        original: The trained context.
+        factor: The extended context length divided by the training context length.
+        original: The training context length in tokens.
     """
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
@@ -91,7 +91,7 @@ class Phi(LlamaLike):
         return replace(super().network(settings, flags), hidden_dropout=dropout)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary positions."""
+        """Return the flags of the rotary embeddings."""
         new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
         share = settings.number("partial_rotary_factor", 1.0)
         share = new.number("partial_rotary_factor", share)

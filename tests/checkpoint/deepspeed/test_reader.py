@@ -96,7 +96,7 @@ def test_it_holds_the_same_tensors_and_position(natives, tmp_path, network, form
         assert theirs.meta[key] == ours.meta[key], key
     notices = theirs.meta["notices"]
     assert notices[0] == "random states are not loaded: dropout follows from --seed"
-    # Rotary positions have been different since 2024, except in a PipelineModule.
+    # Rotary embeddings have been different since 2024, except in a PipelineModule.
     is_rotary = "rope" in " ".join(NETWORKS[network])
     assert len(notices) == 1 + (is_rotary and form.blocks and not form.stages)
 

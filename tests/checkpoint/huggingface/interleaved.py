@@ -129,7 +129,7 @@ def _cohere_shapes(config: Config) -> Shapes:
 
 
 def _cohere(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Return logits; if only some layers have windows, only those use rotary positions."""
+    """Return logits; if only some layers have windows, only those use rotary embeddings."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)

@@ -70,7 +70,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
         ("gpt-oss", {"rope_scaling": None}, "rope_scaling null: is required"),
         ("gpt-oss", {"quantization_config": {}}, "quantization_config: not supported"),
         ("llama 4", {"num_experts_per_tok": 2}, "num_experts_per_tok 2: only 1"),
-        ("llama 4", {"layer_types": [_FULL, _FULL]}, "only layers with rotary positions"),
+        ("llama 4", {"layer_types": [_FULL, _FULL]}, "only layers with rotary embeddings"),
         ("llama 4", {"no_rope_layers": [1]}, "no_rope_layers .1.: has 1 entries for 2 layers"),
         ("llama 4", {"moe_layers": []}, "moe_layers .*: at least one layer"),
         ("llama 4", {"attn_temperature_tuning": "no"}, "attn_temperature_tuning .no.: expected"),
