@@ -98,7 +98,7 @@ class Subject:
 
 
 def build_parser() -> ToolParser:
-    """Build the parser of the command line up to `--`."""
+    """Build the parser of the arguments before `--`."""
     parser = ToolParser("benchmark.py", __doc__)
     parser.usage = "%(prog)s --workload S|L|M6|M12|O|demo [options] [-- flags of pretrain_gpt.py]"
     add = parser.add_argument

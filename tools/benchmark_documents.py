@@ -44,7 +44,7 @@ _WAYS = {
 
 
 def build_parser() -> ToolParser:
-    """Build the parser of the command line up to `--`."""
+    """Build the parser of the arguments before `--`."""
     parser = ToolParser("benchmark_documents.py", __doc__)
     add = parser.add_argument
     add("--workload", choices=WORKLOADS, default="S", help="Model and batch (default: S).")

@@ -40,7 +40,7 @@ class Placement:
     Attributes:
         dtype: Safetensors' name for the dtype.
         shape: The shape of the part that the file contains.
-        start: The first byte, counted from the start of the file.
+        start: The offset of the first byte in the file.
         size: The number of bytes.
     """
 

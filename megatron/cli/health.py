@@ -28,7 +28,7 @@ _STANDS_OUT = 1  # the exit code if a rank was named
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("megatron health", __doc__)
     add = parser.add_argument
     add("--processes", type=int, help="Processes on this machine (default: one for each GPU).")

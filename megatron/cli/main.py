@@ -147,7 +147,11 @@ def generate(words: Sequence[str]) -> int:
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Run a process of the task named by `--task` or the first argument. Return the exit code."""
+    """Run one process of the task that `--task` or the first argument names.
+
+    Returns:
+        The exit code.
+    """
     from megatron.tasks.main import main as run
 
     return run(with_task(words), "megatron evaluate")

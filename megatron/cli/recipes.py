@@ -13,7 +13,7 @@ _HEAD = ("recipe", "parameters", "layers", "tokens", "GPUs", "model")
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("recipes", "List the named models, or show one recipe.")
     parser.add_argument("recipe", nargs="?",
         help="The recipe to show: a name, a YAML file, or a Hugging Face folder or "

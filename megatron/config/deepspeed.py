@@ -81,7 +81,7 @@ _DEFAULTS = (
 
 @dataclass(frozen=True)
 class KeyAnswer:
-    """The answer to a key that is not translated into flags.
+    """The handling of a key that is not translated into flags.
 
     Attributes:
         reason: Why the key changes nothing, or why it is refused and what to do instead.
@@ -101,7 +101,7 @@ class KeyAnswer:
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The contents of `deepspeed_keys.json`: translated keys, and answers to others."""
+    """The contents of `deepspeed_keys.json`: translated keys, and the handling of others."""
 
     translated: Mapping[str, str]
     answers: Mapping[str, KeyAnswer]

@@ -42,7 +42,7 @@ class FilePart(NamedTuple):
 
     Attributes:
         path: The file.
-        offset: The first byte.
+        offset: The offset of the first byte.
         size: The number of bytes, or -1 for the whole file.
     """
 

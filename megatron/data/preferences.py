@@ -91,7 +91,7 @@ class FittedPairs:
         self.shortened = len(long) - self.dropped
 
     def _lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens in both answers of each pair, prompt included, `[P, 2]`."""
+        """Return the number of tokens in each answer of each pair, prompt included, `[P, 2]`."""
         return np.asarray(self._examples.lengths).reshape(-1, 2)
 
     def desirable(self, i: int) -> bool:

@@ -105,7 +105,7 @@ class TFRecords:
         return len(self)
 
     def place(self, i: int) -> str:
-        """Return the file, index and first byte of record `i`, for messages."""
+        """Return the file, index and byte offset of record `i`, for messages."""
         file, number, start = self._find(i)
         return f"{self.paths[file]}: record {number} (byte {start})"
 
@@ -137,7 +137,7 @@ class TFRecords:
 
 
 def _record_starts(path: Path, content: mmap.mmap) -> Iterator[int]:
-    """Yield the first byte of each record.
+    """Yield the byte offset of each record.
 
     Raises:
         DataError: The file is not a TFRecord file, or is truncated.

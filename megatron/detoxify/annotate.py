@@ -226,7 +226,7 @@ def _end_of_last_line(path: Path) -> int:
 
 
 def build_parser() -> ToolParser:
-    """Build the parser of the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("perspective_api_annotate.py", __doc__)
     parser.add_argument(
         FLAG, required=True, metavar="FILE", help="texts to score, one JSON object per line"

@@ -271,7 +271,7 @@ def _annotated(source: Path, options: argparse.Namespace) -> Path:
 
 
 def build_parser() -> ToolParser:
-    """Build the parser of the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("perspective_api.py", __doc__)
     parser.add_argument(
         FLAG, required=True, nargs="+", metavar="FILE", help="continuations, one file per model"

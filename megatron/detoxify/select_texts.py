@@ -146,7 +146,7 @@ def _describe(name: str, scores: NDArray[np.float64]) -> None:
 
 
 def build_parser() -> ToolParser:
-    """Build the parser of the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("filter-selfgeneration.py", __doc__)
     parser.add_argument(FLAG, required=True, metavar="FILE", help="annotated texts")
     parser.add_argument(

@@ -95,7 +95,7 @@ class HostActivations:
         return self._begin if module in self._modules else nullcontext
 
     def begin_pass(self, weights: Iterable[nn.Parameter]) -> None:
-        """Record that a forward pass begins, whose backward pass needs no earlier tensors.
+        """Record the beginning of a forward pass whose backward pass needs no earlier tensors.
 
         Args:
             weights: The weights of its modules, which stay on the device.

@@ -60,7 +60,7 @@ _HOST_BOUND = 0.05  # smallest difference between hosts to report, as a fraction
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("plan", __doc__)
     add = parser.add_argument
     add("--model", metavar="MODEL",
@@ -527,7 +527,7 @@ def show_timeline(
 
 
 def write_settings(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> None:
-    """Write the complete run with the layout as YAML for --config.
+    """Write the run's complete configuration, with the layout, as YAML for --config.
 
     Raises:
         StorageError: The file cannot be written.

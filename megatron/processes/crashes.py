@@ -22,7 +22,7 @@ _MAX_BYTES = 2**20
 
 @dataclass(frozen=True)
 class _Record:
-    """The content of the file.
+    """The content of a crash log.
 
     Attributes:
         crashes: The failures since the run was started by hand, oldest first.

@@ -22,7 +22,7 @@ _DOC = """Write a report of a run as one HTML page.
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("megatron report", _DOC)
     add = parser.add_argument
     add(

@@ -68,7 +68,7 @@ _LINE = re.compile(
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("submit.py", __doc__)
     add = parser.add_argument
     add("--to", choices=TARGETS, required=True, help="Where the job runs.")

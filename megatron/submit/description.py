@@ -396,7 +396,7 @@ def _slurm_problems(run: Description) -> Iterator[str]:
 
 
 class Volume(NamedTuple):
-    """A folder in a container: its source, its path there, and whether it is read-only."""
+    """A volume of a container: its source, its mount path, and whether it is read-only."""
 
     source: str
     target: str
@@ -404,6 +404,6 @@ class Volume(NamedTuple):
 
 
 def volumes(run: Description) -> list[Volume]:
-    """Return the folders of the container."""
+    """Return the volumes to mount in the container."""
     parts = [volume.split(":") for volume in run.job.volume]
     return [Volume(source, target, bool(mode)) for source, target, *mode in parts]

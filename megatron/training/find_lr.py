@@ -63,7 +63,7 @@ class Finding:
 
 
 def build_parser() -> ToolParser:
-    """Define the command line."""
+    """Build the command-line parser."""
     parser = ToolParser("find_lr.py", __doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="Folder for the results.")

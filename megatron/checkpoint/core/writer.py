@@ -195,7 +195,7 @@ class CoreFiles:
         """Write and flush this rank's files.
 
         Returns:
-            The name, offset and shape of each chunk, its file, first byte and number of bytes.
+            The name, offset and shape of each chunk, its file, byte offset and number of bytes.
 
         Raises:
             StorageError: A file cannot be written.
