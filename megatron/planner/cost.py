@@ -30,14 +30,16 @@ from megatron.planner.memory import micro_batch
 # How many times kernels without matrix products read or write each byte of a kept activation.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1.3, 1.7
 # The sequence length at which attention reaches half of its full rate: causal and bidirectional.
-_CAUSAL_HALF, _SQUARE_HALF = 674, 450
+_CAUSAL_HALF, _SQUARE_HALF = 674, 225
 # Copies around attention with all-to-all (parallel/context/ring.py), forward and backward: copies
 # of queries, keys and values together, copies of results, and the number of their kernels in
 # addition to one per process.
 _FORWARD_COPIES, _BACKWARD_COPIES = (3, 3, 5), (4, 2, 7)
 _DROPOUT_PASSES = 2.5  # additional passes over a residual update with dropout, in each direction
 _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attention without it
-_SMALL_HEADS = 0.8  # rate of attention with heads of 64 channels, relative to 128
+# Rate of attention with heads of 64 channels, relative to 128: cuDNN's kernel and the flash kernel.
+_SMALL_HEADS, _SMALL_FLASH_HEADS = 0.6, 0.7
+_PRODUCT_START = 2e-6  # seconds that a product takes in addition to its time at the full rate
 _FORWARD_ATTENTION = 0.25  # fraction of attention's time that its forward pass takes
 # Bytes read and written to unpack a frozen weight for a product in 16 bits.
 _UNPACKED: dict[str | None, float] = {None: 0, "nf4": 2.5, "fp8": 3}
@@ -48,7 +50,7 @@ OPTIMIZER_BYTES = 32
 _OVERLAPPED = 0.25
 IN_BUCKETS = 0.8  # the same for gradients and weights that are sent in buckets
 # Kernels without matrix products in a sublayer, in each direction, and those that a mixture adds.
-_KERNELS, _MIXTURE_KERNELS = 4, 30
+_KERNELS, _MIXTURE_KERNELS = 4, 31
 # Bytes that the divergence from a teacher reads and writes per logit, forward and backward: for
 # whole distributions, and for the top k from files (parallel/distillation.py).
 _WHOLE_DIVERGENCE, _TOP_DIVERGENCE = (128, 88), (81, 63)
@@ -257,15 +259,16 @@ def _products(part: SublayerPlan, setting: Setting, fp8: bool) -> float:
     """Return the time of a sublayer's products in one of its three passes."""
     machine, batch = setting.machine, setting.batch
     work = class_of(part).work(part, batch.length, batch.encoder_length).products / 3
-    rate = machine.products
+    rate, start = machine.products, _PRODUCT_START
     if fp8:
         rate = machine.products_fp8 or machine.products
     if isinstance(part, MixturePlan):
         rate *= machine.grouped / machine.products
+        start = machine.kernel
     rate *= 1 - _RECEIVING * setting.receives
     matrices = class_of(part).matrices(part, WeightSplit())
     share = batch.sequences / (batch.tensor * batch.context)
-    return work * share / rate + len(matrices) * machine.kernel
+    return work * share / rate + len(matrices) * start
 
 
 def _attention(part: SublayerPlan, setting: Setting) -> float:
@@ -277,9 +280,10 @@ def _attention(part: SublayerPlan, setting: Setting) -> float:
     if isinstance(part, RecurrentPlan):
         ranks = batch.tensor * batch.context
         return scores * batch.sequences / ranks / (_SCAN_RATE * machine.products)
-    rate = machine.attention * (1.0 if part.head_size >= 128 else _SMALL_HEADS)
-    if setting.flash or (batch.context > 1 and setting.ring):
-        rate *= machine.ring
+    is_flash = setting.flash or (batch.context > 1 and setting.ring)
+    rate = machine.attention * (machine.ring if is_flash else 1.0)
+    small = _SMALL_FLASH_HEADS if is_flash else _SMALL_HEADS
+    rate *= 1 - (1 - small) * min(1.0, max(0.0, (128 - part.head_size) / 64))
     rate *= 1 - _RECEIVING * setting.receives
     if part.dropout > 0:
         rate *= _ATTENTION_DROPOUT

@@ -105,8 +105,7 @@ def test_time_and_memory_of_what_was_measured(capsys):
         if "fitted" not in row and not waits:
             held_out.append(abs(error))
         is_within = low * (1 - TIME) < seconds < high * (1 + TIME) if waits else abs(error) < TIME
-        # A row that is predicted correctly again must leave the list of misses.
-        if is_within == ("miss" in row):
+        if not is_within:
             wrong.append((row["name"], f"{error:+.1%}"))
         gib = found.memory.total / 2**30
         if "gib" in row and abs(gib / row["gib"] - 1) > MEMORY:
@@ -122,7 +121,6 @@ def test_time_and_memory_of_what_was_measured(capsys):
         print("\n" + "\n".join(lines))
     assert not wrong
     assert median(held_out) < 0.03
-    assert sum("miss" in row for row in MEASURED["rows"]) <= 1
     page = PAGE.read_text()
     missing = [line for line in lines if line not in page]
     assert not missing, "copy the lines that were printed into docs/planner.md"
@@ -291,9 +289,20 @@ def test_weight_gradients_of_experts_stay_in_16_bits():
 
 @pytest.mark.parametrize("flag", ["--deterministic-mode", "--use-flash-attn"])
 def test_attention_without_cudnn_has_the_rate_of_the_flash_kernel(flag):
-    with_cudnn, flash = (predicted([*SMALL, *more], 1) for more in ([], [flag]))
+    heads = "--num-attention-heads 8".split()  # of 128 channels
+    with_cudnn, flash = (predicted([*SMALL, *heads, *more], 1) for more in ([], [flag]))
     ratio = with_cudnn.parts["attention"] / flash.parts["attention"]
     assert ratio == pytest.approx(MACHINES["H200"].ring)
+
+
+def test_attention_is_slower_with_small_heads_most_of_all_without_the_flash_kernel():
+    def seconds(heads, *more):
+        flags = [*SMALL, "--hidden-size", "1536", "--num-attention-heads", str(heads), *more]
+        return predicted(flags, 1).parts["attention"]
+
+    for more, ratio in (((), 0.6), (("--use-flash-attn",), 0.7)):
+        assert seconds(12, *more) / seconds(24, *more) == pytest.approx(ratio)
+        assert seconds(12, *more) / seconds(16, *more) == pytest.approx((1 + ratio) / 2)
 
 
 def test_posted_receives_slow_the_passes_of_a_pipeline():
