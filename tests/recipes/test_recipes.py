@@ -44,6 +44,7 @@ ROUNDED = {
     "gpt-1.3b": 1.3e9,
     "gpt-13b": 13e9,
     "gpt-175b": 175e9,
+    "yuan-4.7b": 4.7e9,
     "yuan-13b": 13e9,
 }
 ACTIVE = {"qwen3-30b-a3b": 3.3e9, "mixtral-8x7b": 12.9e9}  # per token
