@@ -145,6 +145,8 @@ def dequantize(
         library: Compiled kernels; `None` means PyTorch's operations, which give the same bits.
     """
     dtype, device = scales.dtype, codes.device
+    if codes.is_meta:
+        library = None  # kernels need memory
     if library is not None and dtype in DTYPE_CODES and codes.numel() and aligned(codes, scales):
         levels = nf4_levels(dtype, device) if form == "nf4" else None
         return unpack_weight(library, codes, scales, levels)

@@ -181,6 +181,10 @@ class PackedWeight(torch.Tensor):
     def _store(self, values: Tensor) -> None:
         """Quantize the values of a tensor of any format into the weight."""
         if isinstance(values, PackedWeight):
+            if (values.form, values.dtype) == (self.form, self.dtype):
+                self.codes.copy_(values.codes)
+                self.scales.copy_(values.scales)
+                return
             values = values.values()
         values = values.to(self.device, self.dtype).expand(self.shape)
         codes, scales = quantize(values, self.form)

@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.grouped import Grouping
-from megatron.kernels.quantize import bytes_of, dequantize, quantize
+from megatron.kernels.quantize import BLOCK, bytes_of, dequantize, quantize
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_linear import ExpertLinear
 from megatron.parallel.layers import Linear
@@ -153,3 +153,20 @@ def test_experts_are_those_of_their_values(form):
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-6)
     assert _kept_bytes(kept) == layer.weight.packed_bytes + x.nbytes
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_codes_are_copied_as_they_are_and_without_memory_by_no_kernel(form):
+    """`fully_shard` copies shards of weights on the meta device, where a kernel has no memory."""
+    source = _weight((4, 2 * BLOCK), form)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    assert target.codes.equal(source.codes)
+    assert target.scales.equal(source.scales)
+    kernels = object()  # it would fail if it were launched
+    meta = PackedWeight.empty(
+        (4, 2 * BLOCK), form, dtype=torch.float32, device=torch.device("meta"), library=kernels
+    )
+    torch.empty_like(meta).copy_(meta)
+    assert meta.values().is_meta
+    assert meta.values().shape == meta.shape
