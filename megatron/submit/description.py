@@ -207,8 +207,6 @@ def read_description(
     return Description(*parts)
 
 
-# Words without characters that are special to a shell or to SLURM when it reads `#SBATCH` lines.
-_PLAIN = r"[\w.,:/=@%+&|()\[\]*-]+"
 _PATTERNS = {
     "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 lowercase letters, digits and "
              "hyphens, beginning with a letter and not ending with a hyphen"),
