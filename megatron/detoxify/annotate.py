@@ -212,7 +212,7 @@ def _rest(line: JsonLine) -> str:
 
 
 def _end_of_last_line(path: Path) -> int:
-    """Return the position of the end of the last complete line, in bytes."""
+    """Return the byte offset at which the last complete line ends."""
     with path.open("rb") as file:
         end = file.seek(0, 2)
         while end:

@@ -70,7 +70,7 @@ class EvaluatedPrompt(NamedTuple):
 
     @property
     def kind(self) -> str | None:
-        """The kind of the prompt, in addition to "all"; `None` if it is not known."""
+        """The prompt's kind, "toxic" or "non-toxic"; `None` if its score is not known."""
         if self.toxicity is None:
             return None
         return "toxic" if self.toxicity >= TOXIC else "non-toxic"

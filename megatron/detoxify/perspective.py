@@ -78,7 +78,7 @@ class RequestPace:
             raise ServiceError("stopped")
 
     def pause(self, seconds: float) -> None:
-        """Prevent requests from starting for some time."""
+        """Delay the next request by at least `seconds` seconds."""
         with self._lock:
             self._next = max(self._next, time.monotonic() + seconds)
 
@@ -243,7 +243,10 @@ class PerspectiveClient:
 
 
 def _seconds_of(retry_after: str | None) -> float | None:
-    """Return the delay in seconds that a Retry-After header requests, or `None` if it has none."""
+    """Return the delay in seconds that a Retry-After header requests.
+
+    The result is `None` if the header is missing or invalid.
+    """
     if retry_after is None:
         return None
     try:

@@ -132,7 +132,7 @@ def probability_in(score: Any) -> float | None:
 
 
 def choose(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` lowest scores; among equal scores, the earlier ones."""
+    """Return the sorted indices of the `count` lowest scores. Ties go to the earlier score."""
     return np.sort(np.argsort(scores, kind="stable")[:count])
 
 
