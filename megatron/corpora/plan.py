@@ -175,7 +175,8 @@ class CorpusPlan:
         input: Files, globs and folders.
         steps: The settings of each step by name, in the order of `STEPS`.
         text_key: The key of a document's text in JSON lines and parquet files.
-        id_key: The key of a document's name. Documents without one are named by file and byte.
+        id_key: The key of a document's name. Documents without one are named after
+            their file and line or byte offset.
         on_error: What to do with a line that is not a document: "stop" the run, or "skip" the line.
     """
 

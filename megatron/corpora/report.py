@@ -18,7 +18,8 @@ def summarize(ledgers: list[Path], pieces: int) -> dict[str, Any]:
     """Add up the ledgers of all stages and pieces.
 
     Args:
-        ledgers: The folder for dropped documents of each stage that writes documents, in order.
+        ledgers: For each stage that writes documents, the folder for its dropped documents, in
+            order.
         pieces: The number of pieces.
 
     Returns:
@@ -114,7 +115,8 @@ class ReportWriter(CorpusBlock):
 
     Args:
         folder: The folder of the corpus.
-        ledgers: The folder for dropped documents of each stage that writes documents, in order.
+        ledgers: For each stage that writes documents, the folder for its dropped documents, in
+            order.
         pieces: The number of pieces.
     """
 
