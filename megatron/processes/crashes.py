@@ -66,7 +66,7 @@ class CrashLog:
         return crashes[-1] if is_loop else None
 
     def skip(self, iteration: int) -> bool:
-        """From now on, skip an iteration, counted from 0. Return False if it was skipped before."""
+        """Skip an iteration, counted from 0, from now on. Return False if it is already skipped."""
         held = self._read()
         if iteration < 0 or iteration in held.skipped:
             return False

@@ -185,7 +185,7 @@ def _end(kind: str) -> None:
 
 
 def flip_bit(tensor: Tensor) -> None:
-    """Flip one bit of one element of a tensor in place: the highest bit of its fraction."""
+    """Flip the most significant fraction bit of one element of a tensor, in place."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     kind, bit = _FLIPPED[local.dtype]
     numbers = local.view(-1).view(kind)

@@ -47,7 +47,7 @@ class HangFiles:
     def write_report(
         self, report: str, states: Mapping[int, State | None], silent: frozenset[int]
     ) -> None:
-        """Write what this process found out about all ranks. If the disk fails, write nothing.
+        """Write what this process found out about all ranks. Errors in writing are ignored.
 
         Args:
             report: The report, as it is printed.
@@ -59,7 +59,7 @@ class HangFiles:
         self._write(REPORT, content)
 
     def write_own(self, reason: str) -> None:
-        """Write this process's stacks. If the disk fails, write nothing.
+        """Write this process's stacks. Errors in writing are ignored.
 
         Args:
             reason: The first line of the report, which distinguishes this hang from earlier ones.

@@ -213,8 +213,8 @@ def end_launcher(launch: Launch) -> None:
 def tell_saved(launch: Launch) -> None:
     """Tell our launcher that this run has saved because of a signal and is about to end.
 
-    If the launcher had passed the signal on, it ends too. Otherwise it restarts the processes of
-    this machine.
+    If the signal came through the launcher, the launcher ends too. Otherwise it restarts the
+    processes of this machine.
     """
     launcher = _running_launcher()
     if launcher is not None and _is_restarted(launch):

@@ -7,7 +7,7 @@ modules again (`warm`). torchrun itself exits with 1 whatever happened, so a sch
 run that saved and wants to continue (3) from one with a wrong flag (9). On SIGTERM it also kills
 the ranks after 30 seconds, which is too short for a large checkpoint. Here SIGTERM goes to the
 ranks, which save and exit together, and the scheduler's own limit decides how long that may take.
-They are not restarted then, whatever --max-restarts says.
+In that case they are not restarted, whatever --max-restarts says.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or the exit code of the first rank that failed, which is 128 plus the signal's number if
-        a signal killed it. If a signal other than SIGTERM ended this process, 128 plus that
-        signal's number; the ranks then had 30 seconds to save.
+        a signal killed it. If a signal other than SIGTERM ended this process, the result is 128
+        plus that signal's number, and the ranks had 30 seconds to save.
     """
     given = list(sys.argv[1:] if words is None else words)
     if given[:1] in (["-h"], ["--help"]):  # torchrun's own help imports torch

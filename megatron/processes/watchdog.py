@@ -216,8 +216,9 @@ class Verdict:
         code: The exit code of every process.
         rank: The rank that ended the run and printed the whole error.
         reason: The reason in one line.
-        iteration: The update of that rank when it ended the run, from 1; 0 before the first.
-        missing: The ranks that hung or disappeared, in words; "" if the rank itself failed.
+        iteration: The update during which that rank ended the run, counted from 1; 0 before the
+            first.
+        missing: The ranks that hung or disappeared, as text; "" if the rank itself failed.
     """
 
     code: int
