@@ -108,7 +108,7 @@ class PlanRequest:
     Attributes:
         start: The run that `words` describe.
         words: The run as flags, without a layout.
-        vocabulary: Entries of the vocabulary, without padding.
+        vocabulary: The number of entries in the vocabulary, without padding.
         gpus: The number of GPUs.
         machine: The machine.
         teacher: The network of --teacher; `None` if there is none.

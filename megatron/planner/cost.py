@@ -138,10 +138,10 @@ class Setting:
     Attributes:
         machine: The rates of the machine.
         batch: The micro-batch on a process.
-        expert: Expert-parallel processes.
-        tensor_link: Connection of the tensor-parallel processes.
-        context_link: Connection of the context-parallel processes.
-        expert_link: Connection of the expert-parallel processes.
+        expert: The number of expert-parallel processes.
+        tensor_link: The connection between tensor-parallel processes.
+        context_link: The connection between context-parallel processes.
+        expert_link: The connection between expert-parallel processes.
         fp8: Whether layers compute their matrix products in FP8.
         fp8_weights: Whether they also compute weight gradients in FP8.
         overlaps: Whether tensor-parallel messages overlap with products.
@@ -256,7 +256,7 @@ def _launches(part: SublayerPlan, setting: Setting) -> int:
 
 
 def _products(part: SublayerPlan, setting: Setting, fp8: bool) -> float:
-    """Return the time of a sublayer's products in one of its three passes."""
+    """Return the time of a sublayer's matrix products in one of its three passes."""
     machine, batch = setting.machine, setting.batch
     work = class_of(part).work(part, batch.length, batch.encoder_length).products / 3
     rate, start = machine.products, _PRODUCT_START
@@ -320,7 +320,8 @@ def _copies(part: SublayerPlan, setting: Setting, inputs: int, results: int, ker
         setting: Its setting.
         inputs: The number of times that queries, keys and values are copied.
         results: The number of times that results are copied.
-        kernels: Kernels of these copies, in addition to one per context-parallel process.
+        kernels: The number of kernels that make these copies, in addition to one per
+            context-parallel process.
     """
     batch, machine = setting.batch, setting.machine
     if batch.context == 1 or setting.ring or not isinstance(part, AttentionPlan):
@@ -331,7 +332,7 @@ def _copies(part: SublayerPlan, setting: Setting, inputs: int, results: int, ker
 
 
 def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[float, float, float]:
-    """Return the exposed time of messages in the forward, input-gradient and weight-gradient pass.
+    """Return the exposed message times of the forward, input-gradient and weight-gradient passes.
 
     `attention` is the time of the sublayer's attention, with which ring messages overlap.
     """

@@ -241,7 +241,10 @@ def estimate_memory(
 def _kept_for_teacher(
     config: RunConfig, teacher: ModelPlan | None, layout: Layout, batch: MicroBatch, held: int
 ) -> int:
-    """Return the bytes of a teacher on a process that keeps `held` micro-batches of its parts."""
+    """Return the bytes that a teacher takes on a process.
+
+    `held` is the number of (micro-batch, part) activations that the process keeps.
+    """
     if teacher is None:
         return 0
     count = len(plan_model(config.model, config.parallel))

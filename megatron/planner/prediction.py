@@ -48,12 +48,12 @@ class Grid:
     """The sizes of a run's process grid.
 
     Attributes:
-        tensor: Tensor-parallel processes.
-        context: Context-parallel processes.
-        pipeline: Pipeline stages.
-        data: Data-parallel processes.
-        expert: Expert-parallel processes.
-        expert_tensor: Tensor-parallel processes of each expert.
+        tensor: The number of tensor-parallel processes.
+        context: The number of context-parallel processes.
+        pipeline: The number of pipeline stages.
+        data: The number of data-parallel processes.
+        expert: The number of expert-parallel processes.
+        expert_tensor: The number of tensor-parallel processes that split each expert.
     """
 
     tensor: int

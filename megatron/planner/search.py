@@ -131,7 +131,7 @@ class Search:
 
     Attributes:
         start: The run, with any layout.
-        vocabulary: Entries of the vocabulary, without padding.
+        vocabulary: The number of entries in the vocabulary, without padding.
         gpus: The number of GPUs.
         machine: The machine.
         memory: Bytes that a process may use.
