@@ -109,7 +109,7 @@ def evenly_spaced(count: int, most: int) -> Iterator[slice]:
 def missing_blocks(
     blocks: Sequence[TableBlock], contents: Contents, world: Axis
 ) -> list[TableBlock]:
-    """Return the blocks that do not exist yet. Collective. All get the same result.
+    """Return the blocks that do not exist yet, the same on all processes. Collective.
 
     A damaged file counts as missing, with a warning. Nothing is removed: the new file replaces the
     damaged one when it is complete. The processes divide the files among themselves.

@@ -574,7 +574,7 @@ class ChunkDatabase:
         self.tokens(chosen[: len(self)])
 
     def documents(self, chunk_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the index of the dataset and the document of each chunk, `[n, 2]`.
+        """Return the indices of each chunk's dataset and document, `[n, 2]`.
 
         Raises:
             DataError: A row is damaged.

@@ -199,7 +199,7 @@ class Embedder(ABC):
 
     @torch.no_grad()
     def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yield the indices and vectors of each batch's texts. Vectors may still be in progress."""
+        """Yield the indices and vectors of each batch's texts, without waiting for the device."""
         row_unit, token_unit = self._units
         lengths = np.array([len(row) for row in piece.rows])
         padded = np.minimum(-(-lengths // token_unit) * token_unit, self.max_length)

@@ -52,7 +52,7 @@ class Database(ChunkTable, Protocol):
     """A table of the chunks that can be retrieved."""
 
     def documents(self, chunk_ids: Ids) -> Ids:
-        """Return the dataset and the document of each chunk, `[n, 2]`."""
+        """Return the indices of each chunk's dataset and document, `[n, 2]`."""
 
 
 @dataclass(frozen=True)
