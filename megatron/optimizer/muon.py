@@ -235,7 +235,7 @@ class RowExchange:
 
     @classmethod
     def plan(cls, places: Sequence[MatrixPlace]) -> RowExchange | None:
-        """Return the exchange for these parameters, or `None` if each process has all of them."""
+        """Return the exchange for these parameters, or `None` if each process has all rows."""
         axis = places[0].rows
         return None if axis is None else cls(places, axis)
 

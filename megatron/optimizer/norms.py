@@ -1,14 +1,14 @@
 """Norms and counts over all gradients or parameters of a model, however it is split.
 
-Each process sums over the tensors assigned to it, and the results are added over the tensor and
+Each process sums over the tensors assigned to it, and the results are summed over the tensor and
 pipeline axes, so every element of the model counts once. A tensor that is not split over the tensor
 ranks (`split_dim` None) is assigned to the first of them. A parameter with two uses (tied
 embeddings) is one tensor with one gradient and counts once. After the reduction, data and context
-ranks hold equal gradients, so nothing is added over these axes. If gradients are sharded, each rank
-holds its own shard, and the sums are added over these ranks too.
+ranks hold equal gradients, so nothing is summed over these axes. If gradients are sharded, each
+rank holds its own shard, and the results are summed over these ranks too.
 
 If processes divide the experts, expert weights have different replicas than the other weights. The
-first replica of each weight then counts it, and the sums are added over all processes.
+first replica of each weight then counts it, and the results are summed over all processes.
 
 Everything stays on the device. Only `parameters_norm` and `state_sizes` wait for it.
 """
@@ -55,7 +55,7 @@ def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = Fals
     Args:
         values: This process's sums.
         layout: The grid of processes and this process's position in it.
-        over_replicas: Whether to add over the replica axis too, because tensors are sharded.
+        over_replicas: Whether to sum over the replica axis too, because tensors are sharded.
     """
     axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
     if layout.divides_experts:
@@ -104,7 +104,7 @@ def state_sizes(
         tensors: The tensors that this process counts, by a name that is the same on all processes.
         layout: The grid of processes and this process's position in it.
         device: The device on which the sums are communicated.
-        over_replicas: Whether to add over the replica axis too, because tensors are sharded.
+        over_replicas: Whether to sum over the replica axis too, because tensors are sharded.
 
     Returns:
         For each name the L1 norm, the L2 norm and the largest magnitude, as `name_l1`, `name_l2`

@@ -444,7 +444,7 @@ class Optimizer:
         return torch.cat([torch.stack([norm, zeros]), flags])
 
     def _measure(self, scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the unscaled norm, the number of zeros, and whether anything is not finite.
+        """Return the unscaled norm, the number of zeros, and whether any gradient is not finite.
 
         All three are fp64 scalars, and the last is 0 or 1. A single inf or nan makes the sum of
         squares inf or nan, so a finite norm proves that every gradient is finite.

@@ -45,7 +45,7 @@ class StateFormat:
         normal: The smallest normal number of the codes; 0 for bf16, which has fp32's exponents.
         top: The power of two that the largest code of a block does not exceed; `None` if blocks
             have no scales.
-        least: The exponents of the smallest scale for values and the smallest for square roots.
+        least: The exponents of the smallest scales, first for values, then for square roots.
     """
 
     dtype: torch.dtype

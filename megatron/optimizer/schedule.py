@@ -1,9 +1,10 @@
 """Learning rate and weight decay as functions of the samples that successful updates consumed.
 
-Update k uses the values at the samples consumed before it, so the first update of a warm-up has the
-warm-up's first learning rate. All lengths are in samples, so they do not depend on the batch size.
-With --lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens of all updates
-count, and a sequence that a curriculum shortens advances the schedule less than a whole one.
+Update k uses the values for the number of samples consumed before it, so the first update of a
+warm-up has the warm-up's first learning rate. All lengths are in samples, so they do not depend on
+the batch size. With --lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens
+of all updates count, and a sequence that a curriculum shortens advances the schedule less than a
+whole one.
 """
 
 from __future__ import annotations
