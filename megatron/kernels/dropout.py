@@ -52,7 +52,7 @@ class _BiasDropoutAddForward(NamedTuple):
 
 
 class _BiasDropoutAddBackward(NamedTuple):
-    """The gradients of x and its bias. With a bias, a multiprocessor's threads form one block."""
+    """The gradients of x and its bias. With a bias, each multiprocessor runs one block."""
 
     grad: Pointer
     seed: Pointer

@@ -1,10 +1,10 @@
 """Casts to fp8, with scales that never leave the device and with transposed copies.
 
-A linear layer's other two products need the transposed copies. A cast computes values x * (largest
-fp8 value / amax), which saturate, and the inverse scale that restores x, in the form that
-`torch._scaled_mm` takes. The amax is the largest magnitude of the tensor itself (current scaling)
-or of earlier tensors (delayed scaling). With delayed scaling, the cast also measures the tensor
-while reading it. Sizes are multiples of 16, as fp8 products require.
+The two products in the backward pass of a linear layer need the transposed copies. A cast computes
+values x * (largest fp8 value / amax), which saturate, and the inverse scale that restores x, in the
+form that `torch._scaled_mm` takes. The amax is the largest magnitude of the tensor itself (current
+scaling) or of earlier tensors (delayed scaling). With delayed scaling, the cast also measures the
+tensor while reading it. Sizes are multiples of 16, as fp8 products require.
 """
 
 from __future__ import annotations
@@ -258,9 +258,9 @@ class Fp8Casts:
 
     Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2.
 
-    If the scale comes from another tensor, `found`, fp32 [], is given. It becomes the maximum of
-    its old value and the largest magnitude of x, where nan counts as the largest. Values that are
-    not finite become nan, because clamping would turn inf into a finite number.
+    If the scale comes from a different tensor, callers pass `found`, fp32 []. It becomes the
+    maximum of its old value and the largest magnitude of x, where nan counts as the largest. Values
+    of x that are not finite then become nan, because clamping would turn inf into a finite number.
     """
 
     def amax(self, x: Tensor) -> Tensor:

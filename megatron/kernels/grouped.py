@@ -450,7 +450,10 @@ class Fp8GroupedProduct(GroupedProduct):
         self._weight = None
 
     def _multiply(self, rows: Tensor, factors: Fp8, ends: Tensor) -> Tensor:
-        """Multiply each expert's rows, of [n, a], by its transposed matrix, of [experts, b, a]."""
+        """Multiply each expert's rows by the transpose of its matrix: [n, a] -> [n, b].
+
+        `factors` holds the matrices, [experts, b, a].
+        """
         left = self._casts.cast_rows(rows, E4M3)
         if not Device(rows.device).is_gpu:
             factor = factors.dequantized().mT

@@ -184,7 +184,7 @@ class LatentHeads(Protocol):
     linear map, to the vectors themselves, which is cheaper if there are few queries.
 
     Attributes:
-        rank: The number of channels, the first of each vector, from which values are computed.
+        rank: The number of leading channels of each vector from which values are computed.
     """
 
     rank: int

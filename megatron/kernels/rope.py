@@ -134,7 +134,7 @@ class Yarn(NamedTuple):
         original: The training context length in tokens.
         fast: The smallest number of turns within the training context at which a plane keeps its
             frequency.
-        slow: The largest number of turns at which a frequency is divided by all of `factor`.
+        slow: The largest number of turns at which a frequency is divided by the full `factor`.
         rounds: Whether these limits are rounded to whole planes.
         concentration: Factor applied to cosines and sines, and therefore to queries and keys.
     """
@@ -194,7 +194,8 @@ class DynamicNtk(NamedTuple):
     """Dynamic NTK: a base that grows with the length of the sequence (bloc97, emozilla, 2023).
 
     Attributes:
-        factor: How fast the base grows.
+        factor: How fast the base grows. For a sequence of l > `original` tokens, it is multiplied
+            by (1 + factor (l / original - 1))^(r / (r - 2)).
         original: The training context length. Sequences of up to this many tokens keep the base.
     """
 

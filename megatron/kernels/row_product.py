@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add in the same order: the id of the family, and the number of parts of k."""
+    """Kernels that add in the same order, identified by a family and a number of parts of k."""
 
     kind: int
     cut: int
