@@ -47,7 +47,7 @@ class AdapterPlan:
     """The settings of an adapter.
 
     Attributes:
-        rank: The rank.
+        rank: The rank of the product B A.
         scale: The factor by which the adapter's output is multiplied.
         dropout: The dropout probability of the adapter's input.
         is_dora: Whether the norms of the weight's rows are trained separately (DoRA).

@@ -417,7 +417,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 @torch.no_grad()
 def add_over_ranks(tensors: Iterable[Tensor], axis: Axis) -> None:
-    """Add tensors over an axis, in place, with one all-reduce for each dtype.
+    """Sum tensors over an axis, in place, with one all-reduce for each dtype.
 
     Collective over the axis; every rank gets the same bits.
     """

@@ -68,7 +68,7 @@ class Products:
     Attributes:
         keeps_input: Whether the weight's gradient needs the input itself.
         is_autograds: Whether `F.linear` under autograd computes the same products.
-        can_be_cut: Whether products may be computed from any part of the rows.
+        can_be_cut: Whether products may be computed for some of the rows at a time.
         handovers: The handovers in which kernels store the amaxes of the input and of the output's
             gradient, for a format that casts them.
     """

@@ -29,7 +29,7 @@ def derive_key(*parts: int | str) -> tuple[int, int]:
 
 
 def uniform(shape: Sequence[int], device: torch.device, *purpose: int | str) -> torch.Tensor:
-    """Return fp32 numbers from 0 to 1 that depend only on their purpose and position.
+    """Draw uniform fp32 numbers in [0, 1) that depend only on their purpose and position.
 
     Args:
         shape: The shape of the result.

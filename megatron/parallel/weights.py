@@ -7,7 +7,7 @@ Weights that only FP8 products read may be gathered in 8 bits. A scale applies t
 but a process knows only its own shard. With current scaling, the processes first take the maximum
 of their parts' amaxes, for all weights together. With delayed scaling they already know the scale,
 and a part's amax goes into the history, which takes the maximum later. Each process casts its shard
-and sends the cast, which has half the bytes. The result is bit for bit equal to a cast of the
+and sends the cast, which has half as many bytes. The result is bit for bit equal to a cast of the
 gathered weight. In 16 bits, a process then has only the weights that it updates, until `wait`
 gathers the rest.
 """
