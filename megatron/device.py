@@ -105,7 +105,7 @@ class Device:
 
     @property
     def block_memory(self) -> int:
-        """The bytes of shared memory available to a thread block. A CPU emulates a Hopper GPU."""
+        """The shared memory available to a thread block, in bytes. A CPU reports a Hopper GPU's."""
         if not self.is_gpu:
             return 227 * 1024
         found: Any = _properties(self.torch_device)  # the type stub lacks this property
@@ -148,7 +148,7 @@ class Device:
 
     @property
     def stream(self) -> int:
-        """The address of the GPU stream to which this thread submits work, or 0 on a CPU."""
+        """The handle of the GPU stream to which this thread submits work, or 0 on a CPU."""
         return stream_handle(self.torch_device.index or 0) if self.is_gpu else 0
 
     def seconds_between(self, start: Any, end: Any) -> float:

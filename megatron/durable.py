@@ -98,7 +98,7 @@ def create(path: Path, buffering: int = -1) -> BinaryIO:
 
 
 def open_trusted(path: Path, *owners: int) -> BufferedReader:
-    """Open a file for reading that only this user, root or one of `owners` can have written.
+    """Open a file that only this user, root or one of `owners` could have written, for reading.
 
     The check is made on the open file, so it holds even if another file takes the name in the
     meantime.

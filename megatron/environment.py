@@ -66,7 +66,7 @@ def cuda_home() -> Path | None:
 
 
 def corpora_file() -> Path | None:
-    """Return the YAML file of named corpora given by MEGATRON_CORPORA, if any."""
+    """Return the path of the YAML file of named corpora, if MEGATRON_CORPORA is set."""
     found = os.environ.get("MEGATRON_CORPORA")
     return Path(found).expanduser() if found else None
 

@@ -79,7 +79,10 @@ class NumericsError(UserError, exit_code=7):
 
 
 class SuspiciousResultError(NumericsError, exit_code=16):
-    """An update gave unusable values twice. A run elsewhere shows whether the data is at fault."""
+    """An update gave unusable values twice.
+
+    Repeating it on a different machine shows whether the data is at fault.
+    """
 
 
 class TransientFaultError(NumericsError, exit_code=17):

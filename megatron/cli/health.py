@@ -82,7 +82,7 @@ def _become_launcher(count: int | None, words: Sequence[str]) -> None:
 
 
 def _test(launch: Launch, folder: Path | None, factor: float) -> int:
-    """Test this process's device at the same time as all other ranks. Return the exit code."""
+    """Test this process's device while all other ranks test theirs, and return the exit code."""
     from megatron.config.parallel import ParallelConfig
     from megatron.device import Device
     from megatron.processes.groups import process_group

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]) -> int:
-    """Run one of the commands of a table.
+    """Run the command that the first word names.
 
     Args:
         program: The part of the command line before `words`, for messages.

@@ -28,9 +28,10 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         folder: The folder of the run.
 
     Returns:
-        For each rank, its `rank`; `iteration`, the last one in the trace; `total`, its duration in
-        ms; and `rows`, each with a name and spans. Times are measured from the start of the first
-        rank. The second result has a line for each trace that was not read.
+        For each rank, its `rank`; `iteration`, the last one in the trace; `total`, the iteration's
+        duration; and `rows`, each with a name and spans (start, duration, title). Times are in ms,
+        measured from the start of the first rank. The second result has a line for each trace that
+        was not read.
     """
     latest: dict[int, tuple[int, Path]] = {}
     for pattern in _PATTERNS:
@@ -116,10 +117,10 @@ def _read(rank: int, path: Path) -> dict[str, Any] | None:
 
 
 def _time(value: Any) -> float:
-    """Return a time or a duration.
+    """Return a time or a duration of a trace, in the unit in which the trace stores it.
 
     Raises:
-        ValueError: It is not between 0 and a million years.
+        ValueError: It is negative, too large, or not a number.
     """
     time = float(value) if len(str(value)) < _LONGEST_NUMBER else math.inf
     if not 0 <= time < _LATEST:

@@ -150,7 +150,8 @@ class HostsConfig:
     Attributes:
         hostfile: File with one machine per line, as for MPI or DeepSpeed: HOST, HOST slots=8
             or HOST:8. It determines the number of nodes.
-        launcher: How processes are started: by a launcher on each machine, over ssh, or by mpirun.
+        launcher: How processes are started: by one launcher per machine, which ssh starts (ssh), or
+            by mpirun (mpi).
         ssh_config: Configuration file for ssh. Default: the user's own.
         port: Port through which the processes find each other.
     """
