@@ -258,7 +258,7 @@ class Epochs:
 
     Args:
         dataset: The samples of one epoch.
-        seed: The seed of the shuffles.
+        seed: The seed for shuffling.
         length: The total number of samples.
         used: The number of samples to use in each epoch, so that the epoch ends with a full batch.
             `None` uses all.

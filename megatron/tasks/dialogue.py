@@ -72,7 +72,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """Generate texts or evaluate them, and return the exit code. Collective.
 
     Raises:
-        UserError: A flag, the checkpoint or a file must be changed.
+        UserError: A flag, the checkpoint or a file is invalid.
     """
     parsed = parse(task, arguments, launch.world_size)
     options, own = parsed.extra
@@ -111,7 +111,7 @@ def parse(
     """Parse and check the command line, as in `parse_evaluation`. Only prompting loads a model.
 
     Raises:
-        UserError: A flag or the checkpoint must be changed.
+        UserError: A flag or the checkpoint is invalid.
     """
     check = partial(_mistakes, task)
     if task == "MSDP-PROMPT" and "--api-prompt" not in arguments:
@@ -176,7 +176,7 @@ def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
 
 
 def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile | None) -> None:
-    """Continue the prompts that have no line in `part` yet; only the first process has `part`."""
+    """Continue the prompts without a line in the partial output, which only rank 0 opens."""
     _, own = parsed.extra
     prompts = read_prompts(own)
     if part is not None:
@@ -235,7 +235,7 @@ def _begin_output(options: TaskConfig, own: DialogueConfig) -> None:
 
 
 def _open_part(own: DialogueConfig) -> SampleFile:
-    """Open the file that an interrupted run leaves behind, with its lines and their prompts."""
+    """Open the partial output, which an interrupted run leaves behind: prompts and their lines."""
     path = _output_path(own)
     part = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
     if part.done:
@@ -248,10 +248,10 @@ def _write(part: SampleFile, prompt: str, line: str) -> None:
 
 
 def _write_lines(own: DialogueConfig) -> None:
-    """Write the output, and remove the file of `_open_part`.
+    """Write the output from the partial output (`_open_part`), which is then removed.
 
     Raises:
-        DataError: The lines of that file have been changed.
+        DataError: A line of the partial output has no text.
     """
     path = _output_path(own)
     part = path.with_name(f"{path.name}.part.jsonl")
@@ -349,7 +349,7 @@ def word_splitter() -> Callable[[str], list[str]]:
     """Return NLTK's `word_tokenize` for English, which also separates punctuation.
 
     Raises:
-        ConfigError: Punkt's data, which detect the ends of sentences, are not installed.
+        ConfigError: The data of Punkt, which detects the ends of sentences, is not installed.
     """
     from nltk.tokenize import NLTKWordTokenizer
 

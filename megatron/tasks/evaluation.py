@@ -94,7 +94,7 @@ def run_evaluation(
     """Evaluate as one of the launched processes, and return the exit code.
 
     Raises:
-        UserError: A flag, the checkpoint or the data must be changed.
+        UserError: A flag, the checkpoint or the data is invalid.
     """
     show_notices(parsed.notices, launch)
     if launch.rank == 0:

@@ -151,7 +151,7 @@ class FinetuneRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run a micro-batch through a part of the model. The last part returns guesses, `[b]`."""
+        """Run a micro-batch through a model part. The last part returns predictions, `[b]`."""
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
@@ -170,14 +170,14 @@ _PASSES = 16  # micro-batches between two updates of the progress
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The guesses of one evaluation for all files."""
+    """The predictions of one evaluation, by file."""
 
     iteration: int
     by_file: Mapping[str, Guesses]
 
     @property
     def all_files(self) -> Guesses:
-        """The guesses for all files together."""
+        """The predictions for all files, concatenated."""
         return Guesses.joined(self.by_file.values())
 
 
@@ -337,7 +337,7 @@ class AtEpochsEnd(Callback):
 
 
 def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Guesses:
-    """Return the model's guess for every sample. Collective."""
+    """Return the model's prediction for every sample. Collective."""
     run.optimizer.wait_for_weights()
     each = run.batches.samples_per_pass
     passes_needed = -(-len(dataset) // each)
@@ -372,7 +372,7 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
         The iteration of the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint holds a different network.
+        CheckpointError: The checkpoint's network differs from the run's.
     """
     flag = "--pretrained-checkpoint"
     allow_foreign = run.config.checkpoint.allow_foreign_checkpoints

@@ -94,7 +94,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """Finetune and evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: A flag, a checkpoint or the data must be changed.
+        UserError: A flag, a checkpoint or the data is invalid.
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
@@ -127,7 +127,7 @@ def prepare(
     """Read the data, which determines the run's length, and return the arguments of `pretrain`.
 
     Raises:
-        ConfigError: A flag does not fit that length.
+        ConfigError: A flag does not fit the run's length.
         DataError: A file is not in the format of the task.
     """
     options, own = parsed.extra
@@ -236,7 +236,8 @@ def with_length(
     is used, and only the last batch of the run is completed with samples from another epoch.
 
     Raises:
-        ConfigError: A flag does not fit that length, or the samples do not fill a batch.
+        ConfigError: A flag does not fit the resulting number of iterations, or the samples do not
+            fill a batch.
     """
     batch = config.training.global_batch_size
     epochs = own.epochs or 0

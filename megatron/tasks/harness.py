@@ -76,7 +76,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """Evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: A flag, the checkpoint or a task file must be changed.
+        UserError: A flag, the checkpoint or a task file is invalid.
     """
     parsed = parse(task, arguments, launch.world_size)
     return run_evaluation(parsed, launch, partial(evaluate, parsed))

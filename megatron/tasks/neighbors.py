@@ -93,7 +93,7 @@ def evaluate_neighbors(
             `None` scores the validation samples of the working folder.
 
     Raises:
-        UserError: The checkpoint, the texts or the working folder must be changed.
+        UserError: The checkpoint, the texts or the working folder is invalid.
     """
     config = parsed.config
     options, own = parsed.extra
@@ -167,7 +167,7 @@ def _with_neighbors(
     """Find the neighbors of samples made from any texts. Each process handles some of the chunks.
 
     Raises:
-        UserError: No text has a whole chunk, or the working folder must be changed.
+        UserError: No text has a whole chunk, or the working folder is invalid.
     """
     config, world = loaded.config, loaded.layout.world
     m = config.model.chunk_length

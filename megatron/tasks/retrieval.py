@@ -127,7 +127,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """Evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: A flag, the checkpoint or the data must be changed.
+        UserError: A flag, the checkpoint or the data is invalid.
     """
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
@@ -338,6 +338,12 @@ def search(
     passages: PassageVectors, queries: NDArray[np.float32], k: int, *, use_gpu: bool = False
 ) -> NDArray[np.int64]:
     """Return the ids of the k passages with the highest inner products, best first, `[q, k]`.
+
+    Args:
+        passages: The passages to search.
+        queries: The vectors of the questions, `[q, e]`.
+        k: The number of passages to return for each question.
+        use_gpu: Whether to search on a GPU.
 
     Raises:
         ConfigError: faiss is missing, or cannot use a GPU.

@@ -1,4 +1,4 @@
-"""The class or value that a finetuned model has to predict, and metrics of its guesses."""
+"""The class or value that a finetuned model has to predict, and metrics of its predictions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HEADS = ("classification_head", "multichoice_head")  # Megatron's names
 
 @dataclass(frozen=True)
 class Guesses:
-    """The labels and guesses of some samples in the same order, as class indexes or values."""
+    """The labels and predictions of samples, in the same order, as class indices or values."""
 
     labels: tuple[float, ...]
     guesses: tuple[float, ...]
 
     @staticmethod
     def joined(parts: Iterable[Guesses]) -> Guesses:
-        """Return the guesses of all parts together."""
+        """Return the labels and predictions of all parts, concatenated."""
         every = list(parts)
         return Guesses(
             tuple(label for part in every for label in part.labels),
@@ -86,7 +86,7 @@ class Target:
         return format_table(CLASS_TITLES, rows)
 
     def details(self, found: Guesses) -> dict[str, Any]:
-        """Return the confusion matrix, [class][guess], or an empty dictionary for values."""
+        """Return the confusion matrix, [class][prediction], or an empty dictionary for values."""
         if self.span is not None:
             return {}
         return {"classes": list(self.classes), "counts": self._matrix(found)}
@@ -95,12 +95,12 @@ class Target:
         return count_classes(found.labels, found.guesses, len(self.classes))
 
 
-Matrix = Sequence[Sequence[int]]  # [class][guess]
+Matrix = Sequence[Sequence[int]]  # [class][prediction]
 CLASS_TITLES = ("class", "examples", "correct", "precision", "recall", "F1")
 
 
 def count_classes(labels: Sequence[float], guesses: Sequence[float], size: int) -> Matrix:
-    """Return the confusion matrix of `size` classes, [class][guess]."""
+    """Return the confusion matrix of `size` classes, [class][prediction]."""
     matrix = [[0] * size for _ in range(size)]
     for label, guess in zip(labels, guesses, strict=True):
         matrix[int(label)][int(guess)] += 1
@@ -108,12 +108,12 @@ def count_classes(labels: Sequence[float], guesses: Sequence[float], size: int) 
 
 
 def accuracy(matrix: Matrix) -> float:
-    """Return the fraction of correct guesses."""
+    """Return the fraction of correct predictions."""
     return sum(matrix[i][i] for i in range(len(matrix))) / _total(matrix)
 
 
 def matthews(matrix: Matrix) -> float:
-    """Return Matthews' correlation for any number of classes; 0 is chance level."""
+    """Return the Matthews correlation coefficient of any number of classes; 0 is chance level."""
     total, right = _total(matrix), sum(matrix[i][i] for i in range(len(matrix)))
     true = [sum(row) for row in matrix]
     guessed = [sum(column) for column in zip(*matrix, strict=True)]
@@ -199,7 +199,7 @@ def band_rows(
 
     Args:
         labels: The labels.
-        guesses: The guesses, in the same order.
+        guesses: The predictions, in the same order.
         span: The lowest and highest label. The highest belongs to the last row.
     """
     x, y = np.array(labels), np.array(guesses)

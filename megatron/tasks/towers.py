@@ -208,7 +208,7 @@ class TrainingQuestions:
         order: The index of the question of each sample.
         negatives: The number of wrong passages per question. If a question has fewer, the missing
             rows are masked.
-        seed: The seed of the random draws.
+        seed: The seed for the random draws.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class TowersRecipe:
         layout: Layout,
     ) -> Mapping[str, Tensor]:
         """Run a micro-batch, and return the loss over all ranks."""
-        # The right passages come first, as in Megatron-LM.
+        # The correct passages come first, as in Megatron-LM.
         passages, mask = (
             batch[f"context_{name}"].transpose(0, 1).flatten(0, 1)
             for name in ("tokens", "pad_mask")
@@ -387,7 +387,7 @@ class TowersFinetuning(StartFromBert):
 
     @torch.no_grad()
     def evaluate(self, run: Run, path: str) -> Numbers:
-        """Print and return the right passages' mean rank and the accuracies. Collective.
+        """Print and return the mean rank of the correct passages and the accuracies. Collective.
 
         As in Megatron-LM, a question's passage is ranked among all passages of its group.
         """
@@ -439,7 +439,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """Finetune and evaluate, and return the exit code. Collective.
 
     Raises:
-        UserError: A flag, a checkpoint or the data must be changed.
+        UserError: A flag, a checkpoint or the data is invalid.
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
@@ -460,7 +460,7 @@ def prepare(parsed: ParsedRun, world_size: int) -> tuple[RunConfig, TowersRecipe
     """Read the data, which determines the run's length, and return the arguments of `pretrain`.
 
     Raises:
-        ConfigError: A flag does not fit that length.
+        ConfigError: A flag does not fit the run's length.
         DataError: A file is not in DPR's format.
     """
     options, tuning, own, texts = parsed.extra
