@@ -11,7 +11,7 @@ The native format, safetensors and JSON:
     manifest       manifest.json: every file and tensor of a checkpoint with digests
     plan           which process writes which part of which tensor
     exchange       JSON messages between processes
-    non_persistent frequent checkpoints on local disks or in memory, with copies elsewhere
+    non_persistent frequent checkpoints on local disks or in memory, with copies on other machines
     store          write a checkpoint collectively; convert any checkpoint to this format
     background     save while training continues
     trust          which files may be read at all

@@ -28,7 +28,7 @@ _STATE_SETTINGS = ("optimizer.optimizer", "precision.fp16", "precision.bf16")
 def check_network(
     config: RunConfig, reader: Reader, flag: str = "--load", *, finetunes: bool = False
 ) -> list[str]:
-    """Check that a checkpoint's network is the run's network.
+    """Check that a checkpoint's network matches the run's.
 
     The context length may grow if positions have no weights.
 

@@ -93,7 +93,7 @@ class SavedSchedule(TypedDict, total=False):
 
 
 class RandomState(TypedDict):
-    """The random state that a checkpoint stores: the seed of dropout."""
+    """The random state that a checkpoint stores: the seed for dropout."""
 
     seed: _Seed
 

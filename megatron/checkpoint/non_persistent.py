@@ -47,7 +47,7 @@ class NonPersistentStore:
     """The non-persistent checkpoints of a run. All methods are collective.
 
     Args:
-        root: This process's folder of these checkpoints, created if it is missing.
+        root: This process's folder for these checkpoints, created if it is missing.
         run: The run's identity. Checkpoints of other runs are not touched.
         layout: The ranks that take part.
         copies: The number of folders in which each file is stored, including the rank's own.
@@ -224,7 +224,7 @@ class NonPersistentStore:
         return found
 
     def _complete(self, one: _HeldFiles, has: list[set[str]], knows: list[bool]) -> str | None:
-        """Fetch the files of a checkpoint that this machine lacks from other machines.
+        """Fetch from other machines the files of a checkpoint that this machine lacks.
 
         Args:
             one: The checkpoint.

@@ -384,7 +384,7 @@ def restore(
         prefixes: Prefixes ("model.") under which every tensor of the checkpoint must have an entry.
             Use this only on ranks that hold the whole model, not with pipeline parallelism.
         cast: Allow a different dtype in the checkpoint.
-        cast_below: Prefixes under which a different dtype is allowed in any case.
+        cast_below: Prefixes under which a different dtype is allowed even without `cast`.
 
     Raises:
         CheckpointError: Tensors are missing, left over, or have a different shape or type. The
@@ -446,7 +446,7 @@ def find_problems(
         entries: The tensors to fill.
         prefixes: Prefixes under which every tensor of the checkpoint must have an entry.
         cast: Allow a different dtype in the checkpoint.
-        cast_below: Prefixes under which a different dtype is allowed in any case.
+        cast_below: Prefixes under which a different dtype is allowed even without `cast`.
 
     Returns:
         One line for each problem.

@@ -1,8 +1,8 @@
 """Checks that checkpoint files are safe to read: regular files that no other user could change.
 
 The files of all formats are opened here. A FIFO or a device would make the reader wait forever. A
-link leads to files that a copy of the folder lacks. A file that another user owns or can write to
-may contain whatever that user wants.
+link may lead to files that a copy of the folder lacks. A file that another user owns or can write
+to may contain whatever that user wants.
 
 A path may point to a different file from one moment to the next, so whatever is read is checked
 through its descriptor (`open_trusted`). In addition, `check_folder` checks all paths of a folder,

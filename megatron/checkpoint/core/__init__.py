@@ -1,7 +1,7 @@
 """Megatron Core's checkpoints in its format `torch_dist`, read without executing their content.
 
 A folder contains `.metadata` (a pickle that says where each box of each tensor is),
-`__<rank>_<n>.distcp` (files of torch.save, one after the other), `common.pt` (the command line, the
+`__<rank>_<n>.distcp` (the concatenated output of torch.save), `common.pt` (the command line, the
 schedule, counters) and `metadata.json` (the format's version). Random states and extra states are
 never read.
 

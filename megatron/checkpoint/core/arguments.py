@@ -132,7 +132,7 @@ def core_arguments(
 def layer_frequency(model: ModelConfig) -> int | list[int]:
     """Return which layers are mixtures, as Megatron Core's `moe_layer_freq`: N, or ones and zeros.
 
-    Core stacks the layers' tensors only if it is 1.
+    Core stacks the layers' tensors only if the result is 1.
     """
     pattern = model.moe_layer_freq.strip()
     if pattern.isdigit() and len(set(model.num_experts or ())) < 2:

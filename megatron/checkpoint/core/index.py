@@ -53,7 +53,7 @@ _NAMES: dict[tuple[str, str], Factory] = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and the bytes of a file that hold it as torch.save wrote it."""
+    """A box of a tensor, and the byte range of a file to which torch.save wrote its values."""
 
     box: Box
     file: str
@@ -113,7 +113,7 @@ class Index:
             verify: Compare the bytes with their CRC-32.
 
         Raises:
-            CheckpointError: These bytes of the file are not the chunk.
+            CheckpointError: The bytes are damaged, or contain a different tensor.
         """
         path = self._folder / chunk.file
         window = memoryview(self._files[chunk.file])[chunk.start : chunk.start + chunk.length]

@@ -158,7 +158,7 @@ class Location:
     """Where one of our tensors is stored in Megatron Core's files.
 
     Attributes:
-        name: Megatron Core's name of the tensor that holds it.
+        name: Megatron Core's name for the tensor that contains ours.
         layer: The index in that tensor's first dimension, or `None` if it does not stack layers.
         gate_dim: The dimension of our tensor that separates gate and up; `None` without gates.
         shape: The shape of our tensor.

@@ -75,7 +75,7 @@ def flatten(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, 
 
 
 def first_layer(names: Iterable[str]) -> int:
-    """Return the number of the first transformer layer in a PipelineModule."""
+    """Return the index of the first transformer layer in a PipelineModule."""
     matches = (_IN_PIPELINE.fullmatch(name) for name in names)
     layers = (int(one[1]) for one in matches if one and one[2] == _FIRST_OF_LAYER)
     return min(layers, default=0)
@@ -86,7 +86,7 @@ def whole_name(name: str, first: int) -> str:
 
     Args:
         name: The name in the file.
-        first: The number of the first transformer layer of the PipelineModule.
+        first: The index of the first transformer layer in the PipelineModule.
     """
     if name.startswith(_TIED):
         return f"{_MODEL}embedding.{name.removeprefix(_TIED)}"
@@ -104,17 +104,17 @@ def whole_name(name: str, first: int) -> str:
 
 
 def local_expert(name: str) -> int | None:
-    """Return the number of the expert in a parameter's name, or `None` for other parameters."""
+    """Return the index of the expert in a parameter's name, or `None` for other parameters."""
     match = _EXPERT.fullmatch(name)
     return int(match[2]) if match else None
 
 
 def shift_expert(name: str, by: int) -> str:
-    """Return a parameter's name with `by` added to the number of its expert, if it has one.
+    """Return a parameter's name with `by` added to the index of its expert, if it has one.
 
     Args:
-        name: A name with the number of the expert in its process.
-        by: The number of the process's first expert.
+        name: A name with the index of the expert among those of its process.
+        by: The global index of the process's first expert.
     """
     match = _EXPERT.fullmatch(name)
     return f"{match[1]}{_EXPERTS}{int(match[2]) + by}.{match[3]}" if match else name

@@ -54,7 +54,7 @@ class TensorPart:
     Attributes:
         value: The elements as stored in the file.
         dense: The name that the parameter would have in a dense layer.
-        box: The part of the whole tensor.
+        box: The box that the elements cover in the whole tensor.
     """
 
     value: Value

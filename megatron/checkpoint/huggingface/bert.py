@@ -65,7 +65,7 @@ class Bert(rules.Family):
         )
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the `transformers` class that has these optional parts."""
+        """Return the name of the `transformers` class that has these optional parts."""
         if _ORDER in pieces:
             both = _MASKED in pieces
             return self.language_model if both else "BertForNextSentencePrediction"

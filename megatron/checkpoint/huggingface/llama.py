@@ -80,7 +80,7 @@ class LlamaLike(rules.Family):
         return self.language_model.replace("ForCausalLM", "ForSequenceClassification")
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the `transformers` class of a model."""
+        """Return the name of a model's `transformers` class."""
         return self.reward_model if _SCORE in pieces else super().architecture(pieces)
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:

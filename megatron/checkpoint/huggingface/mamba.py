@@ -68,7 +68,7 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
-    """Return the conversion of projections that files store in sequence and we order by group.
+    """Return the conversion of projections that files store one by one and we order by group.
 
     Args:
         groups: The number of groups.

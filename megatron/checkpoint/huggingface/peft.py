@@ -144,7 +144,7 @@ def _module(name: str, family: Family) -> str:
 
 
 def tensor_names(path: Path, *, allow_foreign: bool = False) -> frozenset[str]:
-    """Return PEFT's names of the tensors in a folder, or none if its file is missing.
+    """Return PEFT's names for the tensors in a folder, or none if its file is missing.
 
     Raises:
         CheckpointError: The file is damaged, or may not be used.
@@ -165,7 +165,7 @@ def family_in(
     """Return the family whose modules PEFT's files name, among those that can express a network.
 
     Args:
-        theirs: PEFT's names of the tensors.
+        theirs: PEFT's names for the tensors.
         model: The network with adapters.
         layers: Its layers that have adapters, by name.
         rows: Rows of the word embedding.
@@ -197,7 +197,7 @@ def _experts_module(
     PEFT wraps the module of the experts once for each weight, the last one outermost.
 
     Args:
-        ours: Our name of the layer.
+        ours: Our name for the layer.
         theirs: The Hugging Face module of its first tensor.
         layers: The layers that have adapters.
     """
@@ -239,7 +239,7 @@ def _target_of(ours: str, theirs: str) -> str:
     """Return the module, or the weight of experts, that one of PEFT's tensors adapts.
 
     Args:
-        ours: Our name of an adapter's tensor.
+        ours: Our name for an adapter's tensor.
         theirs: PEFT's name.
     """
     module = theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]
@@ -334,7 +334,7 @@ class PeftReader(Reader):
     def _check_scale(
         self, said: dict[str, Any], model: ModelConfig, name: str, one: PeftTensor
     ) -> None:
-        """Check that a tensor has the rank in the settings, and that the scale is our adapters'."""
+        """Check that a tensor's rank matches the settings, and its scale that of our adapters."""
         target = _target_of(name, one.name)
         rank = _in_pattern(said, "rank_pattern", target, said.get("r", 8))
         alpha = _in_pattern(said, "alpha_pattern", target, said.get("lora_alpha", 8))
@@ -420,7 +420,7 @@ class PeftReader(Reader):
         return used[0] if used else min(one.place.index, len(blocks) - 1)
 
     def _check_others(self, one: PeftTensor) -> None:
-        """Refuse a module's B that changes rows of projections that have no adapter here."""
+        """Refuse a module's B that changes rows of projections without an adapter in this run."""
         assert one.place is not None
         if one.place.index > 0 or one.place.count == one.place.most:
             return
@@ -650,7 +650,7 @@ class AdapterExport:
         }
 
     def _counts(self) -> dict[str, int]:
-        """Return how many of our adapters a module's adapter combines, if several, by module.
+        """Return, for each module whose adapter combines several of ours, their number.
 
         A name may be a suffix that the modules of all layers share.
         """

@@ -60,7 +60,7 @@ class HFReader(Reader):
         family: The family of the model.
         vocab: Rows of the word embedding.
         bare_names: Whether tensor names in the files lack the family's prefix.
-        notices: Lines that tell the user what differs in this package.
+        notices: Lines for the user about differences from the model in `transformers`.
         architecture: The `transformers` class of the folder's model.
     """
 

@@ -225,7 +225,7 @@ class Described:
     Attributes:
         model: The network, described by our flags.
         vocab: Rows of the word embedding.
-        notices: Lines that tell the user what differs in this package.
+        notices: Lines for the user about differences from the model in `transformers`.
     """
 
     model: ModelConfig
@@ -277,7 +277,7 @@ class Family(ABC):
     whole_names: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the `transformers` class of a model.
+        """Return the name of a model's `transformers` class.
 
         Args:
             pieces: The optional parts that the model has.

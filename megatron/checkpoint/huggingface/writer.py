@@ -124,7 +124,7 @@ def write_folder(
         folder: The folder, which must not exist or must be empty.
         export: The checkpoint to write.
         companions: Additional files by name, including config.json.
-        max_shard_bytes: Largest size of a shard, unless a single tensor is larger.
+        max_shard_bytes: Maximum size of a shard in bytes, unless a single tensor is larger.
         check: Check to run on the folder before it gets its name (`durable.check_unpublished`).
 
     Raises:
@@ -172,7 +172,7 @@ def plan_shards(tensors: Tensors, most: int) -> dict[str, Tensors]:
 
     Args:
         tensors: All tensors.
-        most: Largest size of a file in bytes, unless a single tensor is larger.
+        most: Maximum size of a file in bytes, unless a single tensor is larger.
     """
     groups: list[Tensors] = [{}]
     for name, tensor in tensors.items():

@@ -154,7 +154,7 @@ def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str
 
 
 def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:
-    """Yield our names of the layers inside a Retro's layer that encode neighbors."""
+    """Yield our names for the layers of the neighbor encoder inside a Retro layer."""
     for number in itertools.count():
         name = f"{layer}.retriever.{number}"
         if f"{name}.attention_norm.weight" not in shapes:

@@ -221,7 +221,7 @@ def list_parameters(
 
 
 def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
-    """Return our name for a parameter of Megatron Core, and its expert's number in the file.
+    """Return our name for a parameter of Megatron Core, and its expert's index in the file.
 
     Raises:
         CheckpointError: Our networks have no such parameter.

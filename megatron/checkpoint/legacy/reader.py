@@ -53,8 +53,8 @@ _Part = tuple[RankFile, TensorRef, int | None]  # the last one is an expert's in
 class LegacyReader(Reader):
     """A checkpoint of Megatron-LM under our names.
 
-    It may be a GPT, BERT or T5 of v1.0 to 23.08 or of the Llama-2 fork, or the weights of Megatron
-    Core's GPT in its `torch` format.
+    It may be a GPT, BERT, T5, Retro or bi-encoder of v1.0 to 23.08, a GPT of the Llama-2 fork, or
+    the weights of Megatron Core's GPT in its `torch` format.
 
     `meta` contains iteration, consumed_train_samples, skipped_train_samples, padded_vocab_size,
     optimizer (None if its state is not available), schedule (Megatron's fields), config (the

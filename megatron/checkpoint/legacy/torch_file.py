@@ -1,4 +1,4 @@
-"""Read and write the files of torch.save, and find the files of a Megatron-LM checkpoint.
+"""Read and write files in torch.save's format, and find the files of a Megatron-LM checkpoint.
 
 A file is a zip of uncompressed records:
 

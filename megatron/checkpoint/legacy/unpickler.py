@@ -142,10 +142,10 @@ def read_pickle(
 
     Args:
         data: The pickle.
-        source: The file's name in messages.
+        source: The file's name, for messages.
         names: Our stand-ins for the only names that the file may use, in addition to the number
-            types of torch. `None` stands for the names that files of torch.save use.
-        most_instructions: The largest number of instructions.
+            types of torch. `None` stands for the names that torch.save uses.
+        most_instructions: The maximum number of instructions to run.
 
     Raises:
         CheckpointError: The pickle is damaged, or asks for something that no checkpoint needs.
@@ -440,7 +440,7 @@ def _tuple(values: Any) -> tuple[Any, ...]:
 
 _ARRAY = Factory("ndarray", lambda *_: Array())
 SIZE = Factory("size", _tuple)
-# Our stand-ins for the names that files of torch.save use.
+# Our stand-ins for the names that torch.save uses.
 NAMES: dict[tuple[str, str], Any] = {
     **{
         (module, name): StorageType(dtype)
