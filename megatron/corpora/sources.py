@@ -60,7 +60,7 @@ class Raw(NamedTuple):
     Attributes:
         place: The file and the line or byte offset.
         text: The text, or "" if there is a problem.
-        name: The name given in the record, or otherwise the place.
+        name: The name in the record, or `place` if it has none.
         fields: The other fields of the record.
         is_html: Whether the text is HTML.
         problem: The reason why the record is not a document, or "".

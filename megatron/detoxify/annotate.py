@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: A flag is missing or out of range.
         DataError: The input or the classifier cannot be read.
-        StorageError: The output belongs to other texts or settings, or cannot be written.
+        StorageError: The output was made from other texts or settings, or cannot be written.
     """
     source = Path(options.data_path)
     if not source.is_file():  # report this before loading the classifier
@@ -87,7 +87,7 @@ def annotate(
     Raises:
         ConfigError: Source and target are the same file.
         DataError: A line of the source has no text.
-        StorageError: The target belongs to other texts or settings, or cannot be written.
+        StorageError: The target was made from other texts or settings, or cannot be written.
         UserError: The scorer failed. The message names the line.
     """
     check_output(source, target)
@@ -180,7 +180,7 @@ def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
     If the last line was not written completely, it is removed.
 
     Raises:
-        StorageError: A line of the target belongs to another text.
+        StorageError: A line of the target was made from another text.
     """
     if not target.is_file():
         return 0

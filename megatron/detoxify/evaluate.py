@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: A flag is missing or out of range.
-        DataError: A file cannot be read, or files do not belong together.
+        DataError: A file cannot be read, or the files do not match.
         UserError: The scorer failed.
     """
     sources = [Path(path) for path in options.data_path]

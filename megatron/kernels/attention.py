@@ -484,8 +484,8 @@ class _FlashCall(NamedTuple):
     dropout (`torch.nn.attention.varlen`), and have no gradient for sinks.
 
     Attributes:
-        places: The ends of segments of queries and of keys, both `None` for whole samples, and the
-            longest of each.
+        places: The ends of the query and key segments, both `None` for whole samples, and the
+            lengths of the longest query and key segments.
         dropout: The probability of dropping an attention weight.
         causal: Whether a query attends only to its own token and earlier ones.
         factors: The scale, and the window if there is one, keyed by the kernel's argument names.

@@ -75,7 +75,7 @@ class Compiler:
 
 
 def find_compiler(release: str = "") -> Compiler:
-    """Return the NVRTC of CUDA_HOME, of PyTorch's packages, or of /usr/local/cuda.
+    """Return the NVRTC library from CUDA_HOME, PyTorch's packages or /usr/local/cuda.
 
     Args:
         release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.

@@ -147,7 +147,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """A plan's launches in the driver's form, for one thread only, because calls write to them.
+    """A plan's launches as driver structures, for one thread only, because calls write to them.
 
     Attributes:
         packer: The packer that writes a call's values into `values`.

@@ -245,7 +245,7 @@ def choose_paged_attention(
         latent: The sizes of latent vectors, if they are cached instead of keys and values.
         batch_invariant: Whether results must be bitwise identical to those of training.
         has_slopes: Whether ALiBi's biases are added to the scores.
-        chunk_remainder: Number of tokens of a chunk that do not fill a whole block of the cache.
+        chunk_remainder: The number of tokens in a chunk, modulo the size of a cache block.
     """
     if batch_invariant:
         return BatchInvariantPaged()

@@ -65,7 +65,7 @@ class KernelLaunch:
         grid: The number of blocks in up to three dimensions.
         block: The number of threads of a block in up to three dimensions.
         parameters: The kernel's parameters.
-        shared: The bytes of dynamic shared memory of a block.
+        shared: The number of bytes of dynamic shared memory per block.
         early: Whether the kernel may start before the previous one in the stream ends, because it
             calls `wait_for_previous` (common.cuh).
     """

@@ -409,7 +409,7 @@ def orthogonalize(
 ) -> Tensor:
     """Return matrices with the singular vectors of `x` and singular values near 1.
 
-    Collective over `axis`, if it is given: each process then has a part of every matrix.
+    With `axis`, each process has a part of every matrix, and the call is collective over the axis.
 
     Args:
         x: Equally shaped matrices, [k, rows, columns]: bf16 if `precision` is "medium", otherwise

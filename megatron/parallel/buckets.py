@@ -52,7 +52,7 @@ class Span:
         return Span(self.start - outer.start, self.end - outer.start)
 
     def shard(self, rank: int, shards: int) -> Span:
-        """Return part number `rank` of `shards` equal parts."""
+        """Return shard number `rank` of `shards` equal shards."""
         size = self.size // shards
         assert size * shards == self.size, f"{self} does not divide into {shards} equal parts"
         return Span(self.start + rank * size, self.start + (rank + 1) * size)

@@ -40,7 +40,7 @@ def vocabulary_cross_entropy(
     """Return -log softmax(logits)[label] over the whole vocabulary.
 
     Args:
-        logits: This rank's part of the (padded) vocabulary's logits, [s, b, v/t].
+        logits: This rank's shard of the logits over the padded vocabulary, [s, b, v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
         axis: The tensor axis.
         form: The implementation, a kernel or plain PyTorch.

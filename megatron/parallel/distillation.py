@@ -79,7 +79,7 @@ def distillation_losses(
     token. Their divergence never exceeds the divergence over the whole vocabulary.
 
     Args:
-        logits: This rank's part of the (padded) vocabulary's logits, [s, b, v/t].
+        logits: This rank's shard of the logits over the padded vocabulary, [s, b, v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
         teacher: The teacher's logits [s, b, v/t], or its top k for [s, b] tokens at `temperature`.
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
@@ -114,7 +114,7 @@ def top_log_probs(
     """Return the top k of softmax(logits / temperature), equal on every tensor rank.
 
     Args:
-        logits: This rank's part of the logits of n tokens, [n, v/t].
+        logits: This rank's shard of the logits of n tokens, [n, v/t].
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
         k: The largest number of entries per token; all entries if k exceeds the vocabulary.
         p: The probability to cover. Entries beyond those needed to reach it are left out.
@@ -272,7 +272,7 @@ def _gather(x: Tensor, filler: float, k: int, axis: Axis) -> Tensor:
 
 
 def _log_sum(x: Tensor, axis: Axis) -> Tensor:
-    """Return the log of the sum of exponentials of rows, [n]; -inf for rows without entries."""
+    """Return the log-sum-exp of each row, [n]; -inf for rows without entries."""
     mine = x.logsumexp(1)
     if axis.size == 1:
         return mine

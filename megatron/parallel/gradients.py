@@ -99,7 +99,7 @@ class Reducer:
         overlap: Whether to send during the backward pass of the last micro-batch.
 
     Attributes:
-        overlap: As given, but False if no other process holds the same weights.
+        overlap: The argument, or False if no other process holds the same weights.
         uses: For each parameter with slots, by `id`, how many times a backward pass adds to its
             gradient. Every other parameter's gradient is added to once. This mapping is read again
             at each call of `expect`.

@@ -136,7 +136,13 @@ def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -
 
 
 def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
-    """Fill `tensor` with the part, given by `spec`, of the whole tensor that `key` identifies."""
+    """Fill `tensor` with its initial values.
+
+    Args:
+        tensor: The part of a whole tensor that this process stores.
+        spec: The position of this part in the whole tensor, and the distribution of its values.
+        key: Two 32-bit words that identify the whole tensor (`derive_key`).
+    """
     constants = {"zeros": 0, "ones": 1}
     if spec.init.kind in constants:
         tensor.fill_(constants[spec.init.kind])

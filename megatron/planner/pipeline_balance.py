@@ -86,7 +86,7 @@ class Costs:
 
     @cached_property
     def head_in_layers(self) -> float:
-        """The head's time as a number of average layers."""
+        """The head's time, in multiples of an average layer's."""
         return sum(self.head) * len(self.layers) / math.fsum(map(sum, self.layers))
 
     def part_times(self, counts: Counts) -> list[Durations]:

@@ -57,7 +57,7 @@ def first_line(error: Exception) -> str:
 
 
 def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchdog) -> SystemExit:
-    """End the run of all processes because of an error in this one.
+    """End the run on all processes because of an error in this one.
 
     Only the first process to fail prints its error. Errors that other processes raise because that
     process is gone add no information.

@@ -346,7 +346,7 @@ class Watchdog:
             reason: A function of the ranks that no longer publish their state, which returns the
                 reason in one line.
             about_another: Whether the error seems to be caused by another process. If so, first
-                give that process time to announce its own error, or to be found silent.
+                give that process time to announce its own error, or to fall silent.
 
         Returns:
             The verdict that applies, and whether this call announced it (always true if no other

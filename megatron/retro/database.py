@@ -248,7 +248,7 @@ def read_chunks(block: TableBlock, data: IndexedDataset, chunk_length: int) -> A
     """Return the data sets of a block, checked against the dataset.
 
     Raises:
-        DataError: The file is missing or damaged, or belongs to other data.
+        DataError: The file is missing or damaged, or was made from other data.
     """
     arrays = read_block(block, block_contents)
     valid = arrays["chunks_valid"] = arrays["chunks_valid"].reshape(-1, 4)
@@ -556,7 +556,7 @@ class ChunkDatabase:
         return wrong
 
     def check(self) -> None:
-        """Check that the table and the datasets are intact and belong together.
+        """Check that the table and the datasets are intact and match.
 
         All rows are compared with the documents in one pass over the file, which takes 1.4 seconds
         and reads 2 GB for 100 million chunks. In tables of more than `_CHECKED` rows, about as many

@@ -135,7 +135,7 @@ class IndexOptions:
         )
 
     def share(self, block: TableBlock, fraction: float) -> Rows:
-        """Return the rows of a block that belong to a fraction of all rows, in ascending order."""
+        """Return the ascending rows of a block to use if only a fraction of all rows is used."""
         if self.compatible:
             return np.arange(block.start, block.start + int(fraction * block.rows))
         rows = np.arange(block.start, block.stop)
