@@ -219,7 +219,7 @@ class PlainAnswer(Answer):
 
 
 class _Beginning(NamedTuple):
-    """The beginning of an answer in a beam search: a beam, or a continuation of one.
+    """A partial answer in a beam search: a beam, or a continuation of one.
 
     Attributes:
         sequence: Sequence of the beam, or of the beam that is continued.

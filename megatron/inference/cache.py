@@ -167,7 +167,7 @@ class CacheMemory:
     Attributes:
         shapes: The shape of a token's entry in the cache, by 0-based layer index
             (`AttentionPlan.cached`).
-        paged: Attention that writes to the cache and serves sequences that add one token.
+        paged: Paged attention, which writes to the cache and serves sequences that add one token.
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.
         device: Device of the memory.
@@ -245,7 +245,7 @@ class StepCache:
     Attributes:
         memory: The cache.
         positions: Position of each token in its sequence, int64 [s].
-        lengths: Sequence length that determines how each token rotates, int64 [s].
+        lengths: Sequence length that determines each token's rotary frequencies, int64 [s].
         slots: Slot of each token's key and value, int64 [s].
         outputs: Indices of the tokens whose logits are computed, int64 [k].
         singles: Sequences that add one token, which come first, or `None` if there are none.

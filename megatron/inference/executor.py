@@ -241,7 +241,7 @@ class Executor:
         return tokens.unsqueeze(0), cache
 
     def _lengths(self, row: Row, places: Integers) -> Integers:
-        """Return, for each token of a row, the sequence length that determines its rotation."""
+        """Return the sequence length that determines each token's rotary frequencies."""
         if self.model.plan.dynamic_context is None:
             return np.full(len(places), len(row.sequence.tokens))
         # A token keeps the rotation that it had when it was new, even if it is computed again.
@@ -301,8 +301,8 @@ def row_counts(most: int) -> list[int]:
 def lengths_to_record(most: int) -> list[int]:
     """Return the maximum sequence lengths for which to record, each four times the previous one.
 
-    A recording for longer sequences is only slightly slower for shorter ones. Keys up to the first
-    length are a single part, so no partial results have to be merged.
+    A recording for longer sequences is only slightly slower for shorter ones. Up to the first
+    length, a single block of threads processes all keys, so no partial results have to be merged.
     """
     lengths = [PART]
     while lengths[-1] < most:

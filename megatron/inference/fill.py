@@ -55,7 +55,8 @@ class Filler:
                 likely token.
 
         Raises:
-            UserError: The text has no `[MASK]`, or is longer than the model's window.
+            UserError: The text has no `[MASK]`, or is longer than the model's context
+                window.
         """
         model, tokenizer = self.model, self.tokenizer
         first, *others = [tokenizer.tokenize_spelled(part) for part in text.split(MARK)]

@@ -79,8 +79,8 @@ class Loaded:
 def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:
     """Return the context for building a model that generates text.
 
-    If the device allows it, each row of a matrix product has the same bits regardless of the other
-    rows in the batch.
+    If the device allows it, each row of a matrix product is bitwise independent of the other rows
+    in the batch.
 
     Args:
         config: Configuration that the model was trained with.
@@ -194,11 +194,11 @@ def open_existing(
 def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load") -> ModelRun:
     """Return the resolved configuration with which a checkpoint's model runs.
 
-    It has the network, precision, tokenizer and window of the run that wrote the checkpoint. FP8 is
-    left out, because it is an approximation that speeds up training, and the weights have 16 bits.
-    Settings for how that run started, or how it computed on its device, are also left out, because
-    this device may be different. Experts have no capacity limit, because the tokens that it drops
-    depend on the rest of the batch.
+    It has the network, precision, tokenizer and sequence length of the run that wrote the
+    checkpoint. FP8 is left out, because it is an approximation that speeds up training, and the
+    weights have 16 bits. The settings of that run's initialization are left out, and so are those
+    of its kernels, because this device may be different. Experts have no capacity limit, because
+    the tokens that such a limit drops depend on the rest of the batch.
 
     Args:
         reader: Reader of the checkpoint.

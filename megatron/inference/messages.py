@@ -83,7 +83,7 @@ class Report:
 
 
 class MessageError(UserError):
-    """An error about received bytes that are not a valid message."""
+    """Raised when received bytes are not a valid message."""
 
 
 def pack(kind: Any, *records: Any) -> bytes:

@@ -107,7 +107,8 @@ class RetroStepCache(StepCache):
         neighbor_singles: For each sequence that adds one token, the chunk that it reads, as a
             sequence of keys; `None` if there are no such sequences.
         groups: Blocks of the chunks that the other sequences' tokens read, int64 [G].
-        places: The index of each of these tokens among the queries of all groups, [G m].
+        places: For each of these tokens, its index among the G m queries of all groups, int64
+            [tokens].
     """
 
     chunk_memory: ChunkMemory
@@ -293,7 +294,8 @@ def build_any_engine(
 
     Raises:
         CheckpointError: There is no embedding network.
-        ConfigError: A flag must be changed.
+        ConfigError: Not even one block fits in memory, or the working folder of a Retro does not
+            fit the embedding network.
         DataError: The working folder of a Retro is damaged or belongs to a different model.
     """
     model, config = loaded.model, loaded.config
@@ -364,8 +366,8 @@ def _grouped(rows: StepPlan, blocks: Sequence[Integers], m: int) -> tuple[Intege
         m: Number of tokens in a chunk.
 
     Returns:
-        The block of each of G groups, and the index of each token among the [G m] positions of all
-        groups.
+        The block of each group, [G], and the index of each token among the G m positions of all
+        groups, [tokens].
     """
     groups, places, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for row, each in zip(rows, blocks, strict=True):

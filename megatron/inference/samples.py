@@ -237,7 +237,7 @@ class SampleInbox:
         sampling: Settings for continuing a prompt.
         limits: Limits of the engine. Longer prompts are errors, and longer answers are cut off.
         write: Function that is called with each text, in the order of the prompts.
-        at_a_time: Number of requests to keep under way.
+        at_a_time: Maximum number of requests in progress.
         adapter: Index of the adapter to use, counted from 1; 0 is the base model.
     """
 
@@ -250,7 +250,7 @@ class SampleInbox:
     adapter: int = 0
 
     def __post_init__(self) -> None:
-        """Start with no requests under way."""
+        """Start with no requests in progress."""
         self._under_way: dict[str, _UnfinishedText] = {}
         self._due: deque[int] = deque()  # indices of prompts whose texts have not been written yet
         self._complete: dict[int, GeneratedText] = {}  # texts that wait for earlier ones

@@ -193,7 +193,7 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Return log probabilities [k, v] of logits. A row's bits do not depend on the other rows."""
+    """Return log probabilities [k, v] of logits, each row bitwise independent of the others."""
     if Device(logits.device).is_gpu:  # a plain sum's order depends on the number of rows
         return logits.log_softmax(dim=-1)
     # The same computation as in `kernels/cross_entropy.py`, so that training has the same bits.

@@ -35,8 +35,8 @@ class Sample(NamedTuple):
     """A sequence of tokens, the last of which are to be scored.
 
     Attributes:
-        tokens: Token ids. There may be one more than fits in the model's window, because the last
-            one is only a target.
+        tokens: Token ids. There may be one more than fits in the model's context window, because
+            the last one is only a target.
         scored: Number of tokens to score, counted from the end. Each needs a token before it.
         neighbors: For a Retro, a function that returns the tokens [l, k, r] of the neighbors of the
             sample's chunks, called when they are needed. The last chunk may be incomplete.

@@ -2,8 +2,8 @@
 
 Every copy claims the next prompt as soon as it has room, so a copy with long texts does not delay
 the others. All texts are sent to rank 0, which writes them in the order of their prompts. After an
-interruption, the file is therefore always the beginning of the result. A text depends on the seed
-and on its prompt's index, so it is the same for any number of copies.
+interruption, the file therefore always contains the first texts, without gaps. A text depends on
+the seed and on its prompt's index, so it is the same for any number of copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WAIT = 0.05  # seconds between checks for the texts of other copies
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """A line of the result.
+    """The text generated for one prompt, which is one line of the output.
 
     Attributes:
         prompt: The prompt, or `None` if there is none.

@@ -55,10 +55,10 @@ def describe_drafts(stats: Stats) -> str:
 
 @dataclass
 class _Endings:
-    """The latest occurrence of each run of tokens in a sequence.
+    """The latest occurrence of each n-gram in a sequence.
 
     Attributes:
-        after: For each run of tokens, the index of the token that follows its latest occurrence. An
+        after: For each n-gram, the index of the token that follows its latest occurrence. An
             occurrence without a next token does not count.
         known: Number of tokens of the sequence that have been read.
     """
@@ -71,13 +71,13 @@ class NgramDrafter:
     """A drafter that looks for an earlier occurrence of the last tokens.
 
     It guesses that the tokens after that occurrence will follow again (Saxena, "Prompt Lookup
-    Decoding", 2023). Longer runs of equal tokens are tried first, and the latest of several
-    occurrences is used.
+    Decoding", 2023). Longer n-grams are tried first, and the latest of several occurrences is
+    used.
 
     Args:
         tokens: Maximum number of drafts.
-        longest: Length of the longest run of tokens to look for.
-        shortest: Length of the shortest run to look for.
+        longest: Length of the longest n-gram to look for.
+        shortest: Length of the shortest n-gram to look for.
     """
 
     def __init__(self, tokens: int, longest: int, shortest: int) -> None:
@@ -94,7 +94,7 @@ class NgramDrafter:
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
         tokens = sequence.tokens
         endings = self._endings.setdefault(sequence, _Endings())
-        for end in range(max(1, endings.known), len(tokens)):  # runs that end before `end`
+        for end in range(max(1, endings.known), len(tokens)):  # n-grams that end before `end`
             for size in self._sizes:
                 if size <= end:
                     endings.after[tuple(tokens[end - size : end])] = end
