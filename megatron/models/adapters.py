@@ -253,7 +253,7 @@ def network_without_memory(config: ModelConfig, vocabulary: int) -> Network:
 
     Args:
         config: The network's flags. Its architecture must be in `NETWORKS`.
-        vocabulary: Rows of the word embedding.
+        vocabulary: Number of rows in the word embedding.
     """
     context = BuildContext(Layout.single(), parameter_device=torch.device("meta"))
     model = NETWORKS[config.architecture](model_plan(config, vocabulary), context)
@@ -267,7 +267,7 @@ def adapted_layers(config: ModelConfig, vocabulary: int) -> dict[str, AnyLinear]
 
     Args:
         config: The flags of a network with adapters.
-        vocabulary: Rows of the word embedding.
+        vocabulary: Number of rows in the word embedding.
     """
     model = network_without_memory(config, vocabulary)
     return {name: layer for name, layer in linear_layers(model) if layer.adapter is not None}
@@ -279,7 +279,7 @@ def count_adapters(config: ModelConfig, vocabulary: int) -> int:
 
     Args:
         config: The network's flags.
-        vocabulary: Rows of the word embedding.
+        vocabulary: Number of rows in the word embedding.
     """
     layers = adapted_layers(config, vocabulary).values()
     adapters = (layer.adapter for layer in layers)

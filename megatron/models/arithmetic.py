@@ -60,7 +60,7 @@ def count_active_parameters(plan: ModelPlan) -> int:
 
 
 def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
-    """Count the parameters that one process holds of a part of the model.
+    """Count the parameters of a model part on one process.
 
     If a model with tied embeddings or multi-token prediction is cut into several parts, the last
     one holds a second copy of the word embedding. Every part with layers of a stack holds a copy of
@@ -84,7 +84,7 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) 
 
 
 def count_depth_parameters(plan: ModelPlan, split: WeightSplit) -> int:
-    """Count the parameters that one process holds of the multi-token prediction layers."""
+    """Count the parameters of the multi-token prediction layers on one process."""
     ahead = multi_token_plan(plan)
     if ahead is None:
         return 0
@@ -93,14 +93,14 @@ def count_depth_parameters(plan: ModelPlan, split: WeightSplit) -> int:
 
 
 def count_part_experts(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
-    """Count the parameters that one process holds of the experts in a part of the model."""
+    """Count the parameters of a model part's experts on one process."""
     mlps = [layer.mlp for layer in layers_of(plan, part)]
     mixtures = [mlp for mlp in mlps if isinstance(mlp, MixturePlan)]
     return plan.towers * sum(Mixture.expert_parameters(mixture, split) for mixture in mixtures)
 
 
 def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
-    """Count the elements that one process holds of the layer matrices in a part of the model."""
+    """Count the elements of a model part's layer matrices on one process."""
     own = sum(Block.matrix_parameters(layer, split) for layer in layers_of(plan, part))
     ahead = multi_token_plan(plan)
     return plan.towers * own + (MultiToken.matrix_parameters(ahead) if ahead and part.head else 0)
@@ -150,8 +150,8 @@ def part_activations(
         part: The part of the model.
         batch: The micro-batch. Its lengths are ignored; the last two arguments replace them.
         recompute: Activations that are recomputed instead of kept; `None` keeps all of them.
-        seq_length: Tokens of a sequence, or of the encoder's sequence.
-        decoder_seq_length: Tokens of the decoder's sequence, if there is one.
+        seq_length: Number of tokens in a sequence, or in the encoder's sequence.
+        decoder_seq_length: Number of tokens in the decoder's sequence, if there is one.
     """
     passing = replace(batch, length=seq_length + (decoder_seq_length or 0))  # T5 sends both states
     boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
@@ -207,8 +207,8 @@ def flops_per_token(
 
     Args:
         plan: The whole network.
-        seq_length: Tokens of a sequence, or of the encoder's sequence.
-        decoder_seq_length: Tokens of the decoder's sequence, if there is one.
+        seq_length: Number of tokens in a sequence, or in the encoder's sequence.
+        decoder_seq_length: Number of tokens in the decoder's sequence, if there is one.
         trains_adapters: Whether only adapters are trained. Frozen weights need no gradients, so
             only two thirds of their operations are counted. The adapters' own operations are not
             counted.

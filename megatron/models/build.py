@@ -96,7 +96,7 @@ def build_model(
         network: A model class such as `GPTModel`, or a callable that takes the same arguments.
         config: Resolved configuration of the run.
         context: Context in which the layers are built, usually from `run_context`.
-        padded_vocab_size: Entries of the vocabulary, padding included.
+        padded_vocab_size: Number of vocabulary entries, padding included.
         part: Part of the model that this process holds; `None` builds the whole model.
         head: Purpose of the model's heads.
     """

@@ -27,9 +27,9 @@ class WeightSplit:
     """The numbers of processes over which weights are split.
 
     Attributes:
-        tensor: Tensor-parallel processes, which split every layer except the experts.
-        expert: Expert-parallel processes, which divide the experts of a mixture.
-        expert_tensor: Tensor-parallel processes of each expert.
+        tensor: Number of tensor-parallel processes, which split every layer except the experts.
+        expert: Number of expert-parallel processes, which divide the experts of a mixture.
+        expert_tensor: Number of tensor-parallel processes of each expert.
     """
 
     tensor: int = 1
@@ -47,9 +47,9 @@ class MicroBatch:
     """The properties of a micro-batch that determine the activation memory of a process.
 
     Attributes:
-        sequences: Sequences in the micro-batch.
-        length: Tokens of each sequence in the layer.
-        encoder_length: Tokens of each encoder sequence that a decoder layer attends to.
+        sequences: Number of sequences in the micro-batch.
+        length: Number of tokens in each of the layer's sequences.
+        encoder_length: Number of tokens in each encoder sequence that a decoder layer attends to.
         tensor: Number of tensor-parallel ranks.
         sequence: Number of ranks that share a sequence outside split layers; 1 without sequence
             parallelism.
@@ -59,8 +59,8 @@ class MicroBatch:
         keeps_scores: Whether attention keeps every score for the backward pass.
         recomputed: The parts of a layer that the backward pass recomputes (--recompute-modules).
         imbalance: Rows that this process's experts receive, as a multiple of an even share.
-        losses: Micro-batches whose losses are in memory at the same time, waiting for their
-            backward pass.
+        losses: Number of micro-batches whose losses are in memory at the same time, waiting for
+            their backward pass.
         chunked_loss: Whether the loss is computed in chunks, so that only part of the logits is in
             memory at any time.
     """
@@ -81,15 +81,15 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens on this process."""
+        """Number of tokens on this process."""
         return self.sequences * self.length // self.context
 
     @property
     def expert_tokens(self) -> int:
-        """Tokens sent to experts by this process and the ranks that split experts with it."""
+        """Number of tokens sent to experts by this process and the ranks that split its experts."""
         return self.tokens * self.expert_tensor // self.tensor
 
     @property
     def encoder_tokens(self) -> int:
-        """Encoder tokens on this process."""
+        """Number of encoder tokens on this process."""
         return self.sequences * self.encoder_length // self.context

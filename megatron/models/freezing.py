@@ -70,7 +70,7 @@ def frozen_format(config: ModelConfig) -> FrozenFormat | None:
 
 
 def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPart]) -> float:
-    """Return the fraction of the parameters in some parts of a model that are trained.
+    """Return the trained fraction of the parameters in some parts of a model.
 
     Adapters count as trained but are not part of the total. The fraction is 1 if nothing is frozen,
     and always 1 for Retro and bi-encoders.

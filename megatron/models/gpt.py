@@ -201,7 +201,7 @@ class GPTModel(Network):
 
 
 def _may_join_samples(plan: ModelPlan, context: BuildContext, part: ModelPart) -> bool:
-    """Return whether a batch of samples with documents may run as one row.
+    """Return whether a batch of samples with documents may be packed into one long sequence.
 
     This requires that no layer's result for a token depends on where its document is in the batch.
     """

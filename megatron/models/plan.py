@@ -27,8 +27,8 @@ class HeadSpec:
     Attributes:
         outputs: Number of scores that a task head computes for each sequence. `None` means a
             language-model head, which scores every vocabulary entry for each token.
-        sequences: Sequences per sample. In a multiple-choice task, each question-answer pair is a
-            sequence.
+        sequences: Number of sequences per sample. In a multiple-choice task, each question-answer
+            pair is a sequence.
         compares: Whether the losses compare documents instead of measuring token likelihoods.
     """
 
@@ -92,7 +92,7 @@ class NormPlan:
     Attributes:
         kind: "LayerNorm" or "RMSNorm".
         epsilon: Number added to the variance.
-        offset: Whether the stored weight is the distance from one (LayerNorm-1p).
+        offset: Whether the stored weight is an offset from one (LayerNorm-1p).
         bias: Whether it has a bias. An RMSNorm never has one.
         weight: Whether it has a weight.
     """
@@ -113,7 +113,8 @@ class RotaryPlan:
         channels: Number of each head's channels that rotate.
         base: Base of the rotary frequencies.
         interpolation: Number by which positions are divided; `None` leaves them unchanged.
-        planes: Number of planes that rotate, those with the highest frequencies; `None` for all.
+        planes: Number of channel pairs that rotate, those with the highest frequencies; `None` for
+            all.
         scaling: Llama 3.1's changes to the frequencies; `None` for none.
         yarn: YaRN's changes to the frequencies; `None` for none.
         long_rope: LongRoPE's changes to the frequencies; `None` for none.
@@ -185,7 +186,7 @@ class AttentionPlan(MixerPlan):
     Attributes:
         heads: Number of query heads.
         kv_heads: Number of key-value heads.
-        head_size: Channels of a query, a key and a value.
+        head_size: Number of channels in each query, key and value.
         dropout: Dropout probability of the attention weights.
         scale: Factor applied to the scores; `None` means 1 / sqrt(head_size).
         output_gate: Whether a gate that is computed with the query multiplies each head's result.
@@ -269,9 +270,9 @@ class LatentAttentionPlan(AttentionPlan):
     Attributes:
         query_rank: Size of the latent vector of queries; `None` if they are computed directly.
         rank: Size of the latent vector of keys and values.
-        nope_size: Channels of a query or key that never rotate.
-        rope_size: Additional channels with rotary embeddings. For keys, all heads share them.
-        value_size: Channels of a value.
+        nope_size: Number of channels in a query or key that never rotate.
+        rope_size: Number of additional channels that rotate. All heads share those of keys.
+        value_size: Number of channels in a value.
         query_scale: Factor applied to queries. The core divides scores by sqrt(head_size), and this
             factor corrects them for the true size of a key and for YaRN.
     """
@@ -299,9 +300,9 @@ class RetrievalPlan:
     """The sizes of Retro's chunks and of the neighbors retrieved for each chunk.
 
     Attributes:
-        chunk: Tokens per chunk, m.
-        neighbors: Neighbors per chunk, k.
-        retrieved: Tokens per neighbor, r.
+        chunk: Number of tokens per chunk, m.
+        neighbors: Number of neighbors per chunk, k.
+        retrieved: Number of tokens per neighbor, r.
     """
 
     chunk: int
@@ -439,11 +440,11 @@ class EmbeddingPlan:
     """The embedding before the first layer.
 
     Attributes:
-        vocabulary: Rows of the word embedding table, padding included.
+        vocabulary: Number of rows in the word embedding table, padding included.
         hidden: Width of a vector.
         init: Distribution of the initial tables.
-        positions: Rows of the table of learned positions; 0 if there is none.
-        token_types: Rows of the table of token types; 0 if there is none.
+        positions: Number of rows in the table of learned positions; 0 if there is none.
+        token_types: Number of rows in the table of token types; 0 if there is none.
         calls: Number of lookups per pass: an encoder and a decoder make one each.
         ahead: Number of additional lookups in the last part of the model (`multi_token`).
         dropout: Dropout probability of the sum.
@@ -656,8 +657,8 @@ class ModelPlan:
 
         Args:
             layer: Index of the layer in the model, from 0.
-            encoder: Tokens of a sequence, or of an encoder's sequence.
-            decoder: Tokens of a decoder's sequence, if there is one.
+            encoder: Number of tokens in a sequence, or in an encoder's sequence.
+            decoder: Number of tokens in a decoder's sequence, if there is one.
         """
         if decoder is None or layer < self.encoder_layers:
             return encoder, 0

@@ -413,7 +413,7 @@ def embedding_plan(
 
     Args:
         model: Resolved network flags.
-        vocabulary: Entries of the vocabulary, padding included.
+        vocabulary: Number of vocabulary entries, padding included.
         token_types: Number of token types; 0 for a model without them.
         calls: Number of lookups per pass: an encoder and a decoder make one each.
     """
@@ -438,7 +438,7 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
     Args:
         model: Resolved network flags.
-        vocabulary: Entries of the vocabulary, padding included.
+        vocabulary: Number of vocabulary entries, padding included.
         bias: Whether each entry has a bias.
     """
     hidden = model.hidden_size
@@ -622,7 +622,7 @@ def model_plan(
 
     Args:
         model: Resolved network flags.
-        padded_vocab_size: Entries of the vocabulary, padding included.
+        padded_vocab_size: Number of vocabulary entries, padding included.
         head: Purpose of the model's heads.
     """
     return PLANS[model.architecture](model, padded_vocab_size, head)

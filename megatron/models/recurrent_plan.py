@@ -36,8 +36,8 @@ class RecurrentPlan(MixerPlan, ABC):
 
     Attributes:
         convolution: Number of tokens that the causal convolution before the recurrence reads.
-        chunk: Number of tokens that are computed together in training and in prompts. It affects
-            only the last bits of the results.
+        chunk: Number of tokens that are computed together in training and prefill. It affects only
+            the last bits of the results.
     """
 
     convolution: int = 4
@@ -71,7 +71,7 @@ class MambaPlan(RecurrentPlan):
 
     Attributes:
         heads: Number of heads.
-        head_size: Channels of a head.
+        head_size: Number of channels per head.
         groups: Number of groups of heads. The heads of a group share the vectors B and C.
         state: Size of the vectors B and C, which is the number of values in the state of each
             channel.
@@ -139,8 +139,8 @@ class GatedDeltaNetPlan(RecurrentPlan):
     Attributes:
         key_heads: Number of query heads, which equals the number of key heads.
         value_heads: Number of value heads. Each query and key serves the same number of them.
-        key_size: Channels of a query or key.
-        value_size: Channels of a value.
+        key_size: Number of channels in a query or key.
+        value_size: Number of channels in a value.
         epsilon: Number added to the variance in the normalization of each head's output.
     """
 

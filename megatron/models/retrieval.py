@@ -291,7 +291,7 @@ def _with_chunks_before(states: Tensor, batch: int, axis: Axis) -> Tensor:
 
     Args:
         states: [r k, b l, h].
-        batch: Sequences in the micro-batch, b.
+        batch: Number of sequences in the micro-batch, b.
         axis: The context ranks; rank i of C holds slices i and 2C - 1 - i.
 
     Returns:

@@ -305,7 +305,7 @@ def capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | N
     """Return the largest number of tokens of a rank's micro-batch that an expert keeps.
 
     Args:
-        tokens: Tokens of the micro-batch on this rank.
+        tokens: Number of tokens in this rank's micro-batch.
         plan: The plan of the router.
         training: Whether the pass is part of training.
 
