@@ -96,7 +96,7 @@ class BatchPlan:
         return self.seq_length if self.curriculum is None else self.curriculum.at(iteration + 1)
 
     def tokens_at(self, iteration: int, consumed_samples: int) -> int:
-        """Return the number of tokens in the update after these iterations and samples."""
+        """Return the number of tokens in the update after this many iterations and samples."""
         return self.global_batch_at(consumed_samples) * self.length_at(iteration)
 
     def iterations_of(self, training: TrainingConfig, start: Progress) -> int:

@@ -541,7 +541,7 @@ def rewind_run(run: Run, found: Reader) -> int:
 
 
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
-    """Return the parts that are new in finetuning, and the weights to load. Collective."""
+    """Return the parts of the model that finetuning adds, and the weights to load. Collective."""
     new_parts = _lacking_heads(run, reader, state)
     if new_parts and run.config.model.lora_rank is not None:
         lacking = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
@@ -571,11 +571,11 @@ def _load_adapter(
     Args:
         run: The run.
         folder: The files.
-        new_parts: The parts that the checkpoint does not hold.
+        new_parts: The parts of the model that the checkpoint lacks.
         base: The checkpoint, with the model that the adapter was trained for.
 
     Returns:
-        The parts that the files do not hold either.
+        The parts of the model that the files also lack.
     """
     # Few runs need these modules.
     from megatron.checkpoint.huggingface.peft import (

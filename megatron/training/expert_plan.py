@@ -25,10 +25,10 @@ class ExchangePlan:
     """The exchange of tokens in one mixture layer and one micro-batch, for one process.
 
     Attributes:
-        local: Experts on each process.
+        local: Number of experts on each process.
         groups: The processes that exchange tokens, for the first few groups.
         group_count: Number of such groups in the run.
-        tokens: Tokens that a process has.
+        tokens: Number of tokens on a process.
         others: Average number of other processes to which a token is sent, if all choices are
             equally likely.
         most_others: The maximum number of other processes to which a token is sent.

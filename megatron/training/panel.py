@@ -89,7 +89,7 @@ def _describe_data(run: Run) -> str:
 
 
 def finetuning_rows(run: Run) -> list[PanelRow]:
-    """Return the rows about finetuning on conversations: which tokens count, how full rows are."""
+    """Return the rows about finetuning on conversations: data, loss and packing."""
     options, training = run.config.finetuning, run.config.training
     if not options.sft:
         return []

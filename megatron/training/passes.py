@@ -133,7 +133,7 @@ class Passes:
         )
 
     def begin(self) -> None:
-        """Run the first forward pass ahead of `forward_backward`. The whole model must be here."""
+        """Run the first forward pass ahead of time. This process must hold the whole model."""
         journal = self._run.layout.journal
         with torch.enable_grad(), self._run.timers.measure("forward-backward"):
             journal.enter("first forward pass, ahead of time")
@@ -254,7 +254,7 @@ class Passes:
         run.device.seed(derive_seed(seed, "place", *place) if any(place) else seed)
 
     def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
-        """Return the micro-batch on the device. It is kept until the last part here has used it."""
+        """Return the micro-batch on the device. It is kept until its last use on this process."""
         while len(self.sample_ids) <= micro_batch:
             loading = f"loading of micro-batch {len(self.sample_ids)}"
             with (

@@ -135,7 +135,7 @@ class Run(ParallelModel):
 
     @property
     def next_length(self) -> int | None:
-        """The tokens that the next update uses from each sample; `None` without a curriculum."""
+        """Number of tokens per sample in the next update; `None` without a curriculum."""
         has_curriculum = self.batches.curriculum is not None
         return self.batches.length_at(self.progress.iteration) if has_curriculum else None
 

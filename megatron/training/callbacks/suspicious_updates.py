@@ -191,7 +191,7 @@ def _words(numbers: dict[str, float]) -> str:
 
 
 def _read(path: Path) -> dict[str, object] | None:
-    """Return the content of the file, or `None` if there is no file that we wrote."""
+    """Return the contents of the file, or `None` if it is missing or not in our format."""
     try:
         with open_trusted(path) as file:
             held = json.loads(file.read(_MAX_BYTES))
