@@ -24,8 +24,9 @@ from megatron.data.tfrecord import TFRecordDataset, TFRecordOptions
 from megatron.tokenizer.base import Tokenizer
 
 _ADDED_TOKENS = 3  # [CLS] and two [SEP]
-# A masked run has 1, 2 or 3 words, with probabilities in the ratio 1 : 1/2 : 1/3. They are computed
-# with the same floating-point operations as in numpy's choice(), so that the draws are identical.
+# A masked span has 1, 2 or 3 words, with probabilities in the ratio 1 : 1/2 : 1/3. They are
+# computed with the same floating-point operations as in numpy's choice(), so that the draws are
+# identical.
 _SHARES = 1.0 / np.arange(1, 4)
 _SHARES /= _SHARES.sum()
 _CUMULATIVE = (_SHARES / _SHARES.sum()).cumsum()

@@ -152,7 +152,7 @@ class FillInMiddleDataset:
 
 
 def _split(tokens: Tokens, end: int) -> Iterator[Tokens]:
-    """Yield the runs of `tokens` that the token `end` separates, without that token."""
+    """Split `tokens` at each token `end`, and yield the pieces without it."""
     start = 0
     for position in np.flatnonzero(tokens == end).tolist():
         yield tokens[start:position]

@@ -77,7 +77,8 @@ def keep_settings(path: Path, settings: Mapping[str, Setting], done: int, made: 
     """Save the settings next to a new file, or compare them with those of an existing file.
 
     The settings are stored in `FILE.settings.json`, as a JSON object from flag to value. Nothing is
-    saved next to a device. If the file has lines but its settings are missing, print a warning.
+    saved if the path is not a regular file, such as /dev/null. If the file has lines but its
+    settings are missing, print a warning.
 
     Args:
         path: The file.

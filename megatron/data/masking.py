@@ -1,6 +1,6 @@
-"""Selection of the tokens to mask in a BERT or T5 sample: runs of whole words.
+"""Selection of the tokens to mask in a BERT or T5 sample: spans of whole words.
 
-Both models choose tokens in the same way. They differ in the length of a run and in its
+Both models choose tokens in the same way. They differ in the length of a span and in its
 replacement. A word consists of a token and the `##` pieces that continue it. It is masked as a
 whole or not at all. Random draws are in the same order as in Megatron-LM, so the same tokens are
 masked.
@@ -31,7 +31,7 @@ class SpecialIds(NamedTuple):
         continues: Whether each entry continues a word, `[size]` bool.
         pad, cls, sep, mask, eos: The ids of the special tokens with these names, or -1.
         bos: The first id that a T5 decoder reads, or -1.
-        sentinels: The ids with which T5 replaces masked runs, in order.
+        sentinels: The ids with which T5 replaces masked spans, in order.
         encoder_end: The ids that follow the text in T5's encoder input.
     """
 
@@ -122,20 +122,20 @@ def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
 def choose_runs(
     words: Words, budget: float, draw_words: Callable[[], int], random: np.random.RandomState
 ) -> Iterator[list[int]]:
-    """Yield the positions of each run of words to mask, until `budget` positions are chosen.
+    """Yield the positions of each span of words to mask, until `budget` positions are chosen.
 
-    Words are tried in random order as the start of a run. A run that would exceed the budget is
+    Words are tried in random order as the start of a span. A span that would exceed the budget is
     shortened. If it still exceeds the budget, or contains a word that has been chosen already, it
     is skipped.
 
-    The caller may draw from `random` between two runs: as in Megatron, the draws for the tokens of
-    a run precede those for the next run.
+    The caller may draw from `random` between two spans: as in Megatron, the draws for the tokens of
+    a span precede those for the next span.
 
     Args:
         words: The positions of each word of the sample.
         budget: The number of positions that may be chosen.
-        draw_words: A function that draws the length of a run in words. It is called for every word
-            that is tried.
+        draw_words: A function that draws the length of a span in words. It is called for every
+            word that is tried.
         random: The generator that shuffles the words to try.
     """
     order = np.arange(len(words))

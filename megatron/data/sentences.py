@@ -128,7 +128,7 @@ class SentenceSamples(ABC):
     def _choose_runs(
         self, text: NDArray[np.int64], target: int, draw_words: Callable[[], int]
     ) -> Iterator[list[int]]:
-        """Yield the positions in `text` of each run of words to mask."""
+        """Yield the positions in `text` of each span of words to mask."""
         budget = masking_budget(self.options.mask_prob, len(text), target)
         return choose_runs(whole_words(text, self.ids), budget, draw_words, self._random)
 

@@ -1,4 +1,4 @@
-"""T5 samples: runs of words are removed from a text, and the model has to restore them.
+"""T5 samples: spans of words are removed from a text, and the model has to restore them.
 
     text            the cat sat on the mat
     encoder reads   the <0> on <1> mat
@@ -30,7 +30,7 @@ from megatron.tokenizer.base import Tokenizer
 # [CLS] and [SEP], but does not write them. T5's own samples need one, for [EOS].
 _RESERVED_TOKENS = 2
 _LONGEST_RUN = 10  # words
-_RUN_END = 0.2  # the probability that a run ends after a word
+_RUN_END = 0.2  # the probability that a span ends after a word
 
 
 class T5Options(NamedTuple):
@@ -80,7 +80,7 @@ class T5Dataset(SentenceSamples):
         room = d - 1
         for run in self._choose_runs(text, target, draw_words):
             room -= 1 + len(run)
-            # Megatron fails with an error if it draws more runs than the decoder's length or the
+            # Megatron fails with an error if it draws more spans than the decoder's length or the
             # number of sentinels allows.
             if room < 0 or len(runs) == len(self.ids.sentinels):
                 break
@@ -101,7 +101,7 @@ class T5Dataset(SentenceSamples):
 def replace_runs(
     text: NDArray[np.int64], runs: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
-    """Replace each run by a sentinel; return the new text, and the runs preceded by sentinels."""
+    """Replace each span by a sentinel; return the new text, and the spans preceded by sentinels."""
     left: list[int] = []
     taken_out: list[int] = []
     start = 0

@@ -12,15 +12,15 @@ A piece in which no line begins is empty. In a small corpus, a stream may get on
 epoch. It then continues with the next epoch, in which it gets other pieces. A split without any
 tokens is refused.
 
-Neighboring samples thus come from many places in the corpus. A sample depends only on the seed, the
+Neighboring samples thus come from many parts of the corpus. A sample depends only on the seed, the
 text and its index, whatever the number of processes. The data-parallel processes and their loading
 processes take samples in turn, so each one usually reads only its own share of the streams.
 
 The beginning of a row depends on the lengths of all documents before it. Each sample therefore
-records the place where the next row of its stream begins. The training process remembers these
-places. Loading processes that start later begin there, and so does a run that continues from a
-checkpoint. Without a place, a stream is read from its beginning, which takes longer and gives the
-same samples.
+records the position at which the next row of its stream begins. The training process stores these
+positions. Loading processes that start later begin there, and so does a run that continues from a
+checkpoint. Without a stored position, a stream is read from its beginning, which takes longer and
+gives the same samples.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LEAST, _MOST = 1 << 10, 1 << 20  # the smallest and largest number of bytes in 
 _PROBE = 1 << 12  # bytes of text to read at a time until the first token is found
 _STREAMS = 128  # each stream holds the tokens of a block, at most a few MB
 _REPORTED = 3  # bad lines of each file that a loading process reports
-_KEPT = 8192  # places to remember: more samples than are loaded before an update is complete
+_KEPT = 8192  # positions to store: more samples than are loaded before an update is complete
 
 
 class RowPlace(NamedTuple):
@@ -164,7 +164,7 @@ class TextDataset:
         seed: The seed of all shuffles.
         encoder: The encoder, which turns text into ids.
         skip_bad_lines: Whether to skip lines without a document. The first such lines of each file
-            are reported, and all are counted in the places.
+            are reported, and the positions count all of them.
         number: The index of this dataset in its blend.
     """
 
@@ -258,17 +258,17 @@ class TextDataset:
             return False
 
     def _known_place(self, stream: int, row: int) -> RowPlace:
-        """Return the last known place of a stream that is not after the given row."""
+        """Return the last known position in a stream that is not after the given row."""
         known = (place for place in self._places.get(stream, ()) if place.row <= row)
         return max(known, default=RowPlace())
 
     def remember(self, stream: int, place: RowPlace) -> None:
-        """Remember where a row of a stream begins."""
+        """Store the position at which a row of a stream begins."""
         kept = max(64, _KEPT // self.streams)
         self._places.setdefault(stream, deque(maxlen=kept)).append(place)
 
     def places_after(self, samples: int) -> list[RowPlace]:
-        """Return the last known place of each stream up to its first row after `samples`."""
+        """Return the last known position in each stream up to its first row after `samples`."""
         return [
             self._known_place(stream, max(0, -(-(samples - stream) // self.streams)))
             for stream in range(self.streams)
@@ -279,7 +279,7 @@ class TextDataset:
         return [(self, samples)]
 
     def _rows(self, stream: int, place: RowPlace) -> Iterator[tuple[NDArray[np.int64], RowPlace]]:
-        """Yield the rows of a stream, `[s + 1]`, each with the place of the next row."""
+        """Yield the rows of a stream, `[s + 1]`, each with the position of the next row."""
         row, begin = place.row, place
         # The blocks with unused tokens, and the number of these tokens.
         held: deque[tuple[RowPlace, NDArray[Any]]] = deque()
@@ -397,7 +397,7 @@ def text_members(dataset: SampleDataset | None, samples: int) -> list[tuple[Text
 
 
 def take_places(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, Tensor]:
-    """Remove the places from a batch, store them in the text datasets, and return the batch."""
+    """Remove the positions from a batch, store them in the text datasets, and return the batch."""
     places = batch.pop(PLACE, None)
     if places is not None:
         members = {member.number: member for member, _ in text_members(dataset, 0)}
@@ -407,7 +407,7 @@ def take_places(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, T
 
 
 def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dict[str, Any] | None:
-    """Return the place of every stream after `samples` samples, as JSON. Collective.
+    """Return the position in every stream after `samples` samples, as JSON. Collective.
 
     Args:
         dataset: The training or validation data.
@@ -434,20 +434,20 @@ def count_bad_lines(dataset: SampleDataset | None, samples: int, world: Axis) ->
 
 
 def _places(members: Sequence[tuple[TextDataset, int]], world: Axis) -> list[list[list[int]]]:
-    """Return the last place of each stream that any process knows. Collective."""
+    """Return the last position in each stream that any process knows. Collective."""
     places = []
     for member, count in members:
         known = torch.tensor(member.places_after(count), dtype=torch.int64)
         if world.size > 1:
             rows = all_reduce(known[:, 0].clone(), world, ReduceOp.MAX)
-            known[known[:, 0] < rows] = -1  # another process knows a later place
+            known[known[:, 0] < rows] = -1  # another process knows a later position
             known = all_reduce(known, world, ReduceOp.MAX)
         places.append(known.tolist())
     return places
 
 
 def load_places(dataset: SampleDataset | None, saved: Mapping[str, Any] | None) -> bool:
-    """Restore the places in a checkpoint, and return whether they belong to this text."""
+    """Restore the positions in a checkpoint, and return whether they belong to this text."""
     members = text_members(dataset, 0)
     if not members or saved is None or saved["plan"] != _plan_digest(members):
         return not members
