@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure once and print the results.
 
     Raises:
-        ConfigError: The model's window is too short for the requested lengths.
+        ConfigError: The model's context window is too short for the requested lengths.
     """
     for flag, value, least in (
         ("--adapters", options.adapters, 0),

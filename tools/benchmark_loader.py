@@ -4,7 +4,7 @@ r"""Measure how many tokens per second the loading processes of a GPT run supply
         --vocab-file vocab.json --merge-file merges.txt --workers 0 1 2
 
 --data-path names text, which is tokenized during loading, or an indexed dataset. The first 20
-micro-batches, for which every stream of a text tokenizes its first piece, are timed separately.
+micro-batches, during which every text stream tokenizes its first piece, are timed separately.
 """
 
 from __future__ import annotations

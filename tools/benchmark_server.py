@@ -107,7 +107,7 @@ class Load:
     Attributes:
         host: Name or address of the server.
         port: Port of the server.
-        tokens: Max new tokens of an answer.
+        tokens: Maximum number of new tokens in an answer.
         prompt_words: Average number of words in a prompt.
         random: Source of the prompts.
         answers: The answers so far.

@@ -319,7 +319,7 @@ def steps_of(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, A
 def goodput(lines: Sequence[dict[str, Any]], seconds: float) -> float:
     """Return the share of the time that was spent in steps whose results were kept.
 
-    Of a step that was repeated after a restart, only the last repetition counts.
+    If a step was repeated after a restart, only the last repetition counts.
     """
     kept = {iteration: spent for iteration, _, spent in steps_of(lines)}
     return sum(kept.values()) / max(seconds, 1e-9)

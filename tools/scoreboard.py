@@ -97,7 +97,7 @@ def read_page(path: Path) -> str:
 
 
 def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
-    """Return the page with these lines, by row number, added or in place of those it has."""
+    """Return the page with these lines, by row number, added or replacing existing ones."""
     head, begin, rest = page.partition(_BEGIN)
     before, end, tail = rest.partition(_END)
     held = {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run tests with the oldest network libraries that pyproject.toml allows.
+"""Run tests with the oldest server libraries that pyproject.toml allows.
 
 make test-lowest
 
@@ -32,7 +32,7 @@ sys.exit(main())
 
 
 def lowest() -> list[str]:
-    """Return the network libraries, each pinned to the lowest allowed version.
+    """Return the server libraries, each pinned to the lowest allowed version.
 
     Raises:
         KeyError: A library is not in pyproject.toml, or has no lowest version there.

@@ -93,7 +93,7 @@ def vocabulary_multiple(rows: int) -> int:
     the result is the number of rows. Otherwise, there is no padding, and the result is 1.
 
     Args:
-        rows: Rows of the word embedding.
+        rows: Number of rows in the word embedding.
     """
     return rows if rows % _MOST_RANKS == 0 else 1
 
@@ -121,7 +121,7 @@ class NullTokenizer(Tokenizer):
         return {str(i): i for i in range(self.vocab_size)}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the numbers of `text`; as in Megatron-LM, they may be outside the vocabulary.
+        """Return the numbers in `text`; as in Megatron-LM, they may be outside the vocabulary.
 
         Raises:
             DataError: A word is not a number, or is a number that the dataset cannot store.

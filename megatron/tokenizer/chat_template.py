@@ -1,4 +1,4 @@
-"""Chat templates, which turn a conversation into the text form that a chat model was trained on.
+"""Chat templates, which turn a conversation into the text format that a chat model was trained on.
 
 Templates come with models, so they are not trusted. Jinja's sandbox denies them access to files and
 to Python's internals, the size of a product is checked before it is computed, and the length of the

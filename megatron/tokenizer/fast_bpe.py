@@ -98,7 +98,7 @@ def compiled_encoder(key: str) -> tuple[GigatokenEncoder, int, int] | None:
 
 
 class GigatokenEncoder:
-    """A gigatoken encoder with GPT-2's split. Threads can share it: a lock admits one at a time.
+    """A gigatoken encoder with GPT-2's split pattern. A lock admits one thread at a time.
 
     Args:
         load: A function that creates a fresh encoder.

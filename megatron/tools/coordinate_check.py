@@ -236,7 +236,7 @@ def table(found: Mapping[int, Changes], powers: Mapping[str, float]) -> list[str
 
 
 def draw(found: Mapping[int, Changes], output: Path) -> None:
-    """Plot the mean change over the width, with a line for each activation."""
+    """Plot the mean change against the width, with a line for each activation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

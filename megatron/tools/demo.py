@@ -281,7 +281,7 @@ Your own text  the same command with --input my.jsonl --out runs/mine, or
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
-    """Format nats per token as bits per byte, or return "" for a model of masked tokens."""
+    """Format nats per token as bits per byte, or return "" for a masked language model."""
     if kind.sentences:
         return ""
     return f", {nats / (math.log(2) * validation.bytes_per_token):.3f} bits per byte"

@@ -137,8 +137,8 @@ class Corpus(NamedTuple):
             location.
         counts: The numbers of documents and tokens and the dtype of the tokens, if the file format
             provides them.
-        lengths: The number of tokens of each document, `[documents]`, if the file format provides
-            them. Otherwise, the lengths are counted at the beginning of the text.
+        lengths: The number of tokens in each document, `[documents]`, if the file format provides
+            it. Otherwise, only the documents at the beginning of the text are counted.
     """
 
     name: str

@@ -41,7 +41,7 @@ class Ceilings:
         products: FLOP/s of a layer's matrix products, for the output and both gradients.
         products_fp8: The same as `products`, in FP8.
         head: FLOP/s of the output head's products.
-        attention_forward: FLOP/s of causal attention, counting half of the square.
+        attention_forward: FLOP/s of causal attention, counting half of the score matrix.
         attention_backward: The same for the backward pass, counted as 2.5 forward passes.
         copy: Bytes/s of a copy on the device, counting bytes read and bytes written.
         layer_seconds: Time of one micro-batch through one layer, forward and backward.

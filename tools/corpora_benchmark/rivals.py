@@ -1,4 +1,4 @@
-"""Deduplication of a folder of JSON lines by other programs, two processes each.
+"""Deduplication of a folder of JSON lines by other programs, with two processes each.
 
     python tools/corpora_benchmark/rivals.py datatrove folder output
 

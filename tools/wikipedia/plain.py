@@ -132,7 +132,7 @@ def _unclosed(wikitext: str) -> int:
 
 
 def _apostrophes(run: re.Match[str]) -> str:
-    """Return the apostrophes of a run that are not markup: none of 2, 3 or 5, and one of 4."""
+    """Return a run's apostrophes that are not markup: one of 4, and those beyond the fifth."""
     length = len(run.group())
     return "'" if length == 4 else "'" * (length - 5)
 

@@ -189,7 +189,7 @@ def load_own(options: argparse.Namespace) -> SourceModel:
 
 
 def _complete(config: RunOptions, reader: Reader) -> ModelRun:
-    """Resolve a model's configuration: derived sizes, window and precision."""
+    """Resolve a model's configuration: derived sizes, sequence length and precision."""
     if config.model.architecture == "ict":
         raise CheckpointError(
             f"{reader.path}: bi-encoders cannot be converted: pretrain_ict.py and tasks/main.py "
