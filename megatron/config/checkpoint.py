@@ -88,7 +88,7 @@ class CheckpointConfig:
             non_persistent in --save.
         non_persistent_local_ckpt_dir: Folder for local non-persistent checkpoints, for example in
             /dev/shm.
-        replication: Copy each process's local checkpoint to the folder of other processes, so that
+        replication: Copy each process's local checkpoint to the folders of other processes, so that
             it survives the loss of a machine.
         replication_jump: Distance in ranks between a process and the one that keeps its copy.
             Default: the processes per machine, so that the copy is on the next machine.

@@ -27,8 +27,8 @@ class DistillationConfig:
             same tokenizer.
         kd_loss_alpha: Weight of the divergence from the teacher in the loss. The cross entropy with
             the data gets the remaining weight, which is 0 if this is 1.
-        kd_temperature: Divide the logits of teacher and student by this number for the divergence,
-            which is multiplied by its square.
+        kd_temperature: Divide the logits of teacher and student by this number T before computing
+            the divergence, and multiply the divergence by T squared.
         logits_save_dir: Write the teacher's most likely tokens of every training sample to this
             folder, instead of training. The teacher is the model in --teacher-load or, without that
             flag, in --load. Files that are already in the folder are not computed again.

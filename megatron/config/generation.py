@@ -58,10 +58,10 @@ class Speculation:
     """The settings in --speculative-config, under vLLM's names.
 
     Attributes:
-        method: "ngram" finds an earlier occurrence of the latest tokens in the text and guesses
-            that the same tokens follow again; "mtp" takes the guesses of the model's multi-token
-            prediction layers (--mtp-num-layers).
-        num_speculative_tokens: Maximum number of guesses for each step.
+        method: "ngram" finds an earlier occurrence of the latest tokens in the text and drafts the
+            tokens that followed it; "mtp" drafts tokens with the model's multi-token prediction
+            layers (--mtp-num-layers).
+        num_speculative_tokens: Maximum number of draft tokens for each step.
         prompt_lookup_max: For ngram: length of the longest run of tokens to look for.
         prompt_lookup_min: For ngram: length of the shortest run.
     """
@@ -135,7 +135,7 @@ class SpeculationOptions:
     """Speculative decoding.
 
     Attributes:
-        speculative_config: Guess several tokens and check them in one pass, which does not change
+        speculative_config: Draft several tokens and verify them in one pass, which does not change
             the text. A JSON object with vLLM's keys, such as '{"method": "ngram",
             "num_speculative_tokens": 4}' or '{"method": "mtp", "num_speculative_tokens": 1}'.
             Default: one token at a time.

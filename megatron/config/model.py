@@ -106,7 +106,7 @@ class DenseOptions:
         parallel_residual: Compute attention and MLP of a layer from the same input, and add both
             (GPT-NeoX).
         shared_parallel_norm: Make attention and MLP of --parallel-residual read the same normalized
-            input (Falcon-7B), instead of normalizing it for each.
+            input (Falcon-7B), instead of normalizing it separately for each.
         apply_residual_connection_post_layernorm: Take the residual after the normalization
             (original BERT order).
         openai_gelu: Use the tanh approximation of GeLU, as OpenAI's GPT-2 does.

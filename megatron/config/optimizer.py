@@ -170,9 +170,8 @@ class ScheduleConfig:
         lr_wsd_decay_iters: With --lr-decay-style WSD: length of the decay at the end.
         lr_wsd_decay_samples: With --lr-decay-style WSD: length of the decay at the end.
         lr_wsd_branch_from: With --lr-decay-style WSD: start this run as a branch of another one. It
-            continues from the newest checkpoint in this folder and begins the final decay there. It
-            ends with the decay, so no length is given. If the run is started again, it continues
-            from --save.
+            begins the final decay at the newest checkpoint in this folder and ends with the decay,
+            so no length is given. If the run is started again, it continues from --save.
         lr_wsd_branch_step: Iteration of the checkpoint in --lr-wsd-branch-from. Default: the
             newest.
         lr_range_test_min_lr: First learning rate of a range test, which keeps raising the rate to

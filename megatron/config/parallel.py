@@ -26,7 +26,7 @@ class ParallelOptions:
         tensor_model_parallel_size: Number of processes that split each layer.
         pipeline_model_parallel_size: Number of processes that split the layers into stages.
         context_parallel_size: Number of processes that split each sequence.
-        expert_model_parallel_size: Number of processes that divide the experts of a mixture layer.
+        expert_model_parallel_size: Number of processes that share the experts of a mixture layer.
         expert_tensor_parallel_size: Number of processes that split each expert: 1, or
             --tensor-model-parallel-size. Default: --tensor-model-parallel-size.
         num_layers_per_virtual_pipeline_stage: Split each stage into virtual stages of this many

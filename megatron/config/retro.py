@@ -65,7 +65,7 @@ class RetroDataOptions:
 
     Attributes:
         retro_workdir: Working folder that tools/retro/main.py made. It determines the data, the
-            split, the seed of the data and the length of a chunk.
+            split, the data seed and the chunk length.
         retro_cyclic_train_iters: Number of iterations whose samples have retrieved neighbors.
             --dataloader-type cyclic repeats these samples. Default: the iterations of the run.
         retro_compatible: Read missing neighbors as Megatron-LM 23.08 does, which replaces each of

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
 from megatron.config.fields import MOST_IDS, fields_of, flag
 
-# The tasks that --retro-tasks accepts, in order, and the tasks of which combined ones consist.
+# The tasks that --retro-tasks accepts, in order, with the components of combined tasks.
 STAGES = ("db-build", "index-train", "index-add", "query-pretraining-neighbors")
 _TASKS: Mapping[str, tuple[str, ...]] = {
     "build": STAGES,
@@ -62,7 +62,7 @@ class RetroGPTConfig:
         retro_gpt_data_path: Indexed datasets, as WEIGHT PREFIX WEIGHT PREFIX ... or one PREFIX.
         retro_gpt_split: Shares of the documents for training, validation and test. Only chunks of
             training documents are retrieved.
-        retro_gpt_seed: Seed of the order of the samples.
+        retro_gpt_seed: Seed for the sample order.
         retro_gpt_seq_length: Sequence length.
         retro_gpt_chunk_length: Length of a chunk. It divides the sequence length.
         retro_gpt_eval_interval: Number of iterations between evaluations of the training run.

@@ -186,7 +186,7 @@ def _rotary_channels(model: ModelOptions) -> int:
 
 
 def _scaled_twice(model: ModelOptions) -> Iterator[str]:
-    """Yield an error if another flag lowers the frequencies of --rope-type too."""
+    """Yield an error if another flag also lowers the frequencies that --rope-type changes."""
     factor = model.rotary_seq_len_interpolation_factor or 1
     if model.use_rope_scaling or factor > 1:
         other = f"--rotary-seq-len-interpolation-factor {factor:g}"

@@ -68,7 +68,7 @@ def _discrete(asked: CurriculumConfig, longest: int) -> Iterator[str]:
 
 
 def _lengths(asked: CurriculumConfig, longest: int) -> Iterator[tuple[str, int]]:
-    """Yield the numbers that all lengths are multiples of, with their flags."""
+    """Yield the flag and value of each length, and of the step between lengths if there is one."""
     for length in asked.curriculum_lengths or ():
         yield "--curriculum-lengths", length
     if asked.curriculum_schedule != "fixed_discrete":

@@ -40,7 +40,7 @@ def retention(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each text that is not UTF-8.
+    """Yield an error for each path or other string that is not UTF-8.
 
     Indexes, logs and safetensors require UTF-8. A checkpoint's absolute path must be UTF-8 too,
     because safetensors opens it.

@@ -59,7 +59,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun(RunOptions):
-    """A run of which only the model must be resolved. The training options may be unknown.
+    """A run in which only the model needs to be resolved. The training options may be unknown.
 
     This is enough for programs that build or convert a model without training it.
     """

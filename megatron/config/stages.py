@@ -271,7 +271,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
 
 
 def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[int]:
-    """Return layer counts with the encoder on stages below the split rank and the decoder above."""
+    """Return layer counts, with the encoder before the split rank and the decoder from it on."""
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
     shown = f"--pipeline-model-parallel-split-rank {split}"
@@ -328,8 +328,8 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
     """Return the number of layers in each part of a string such as `Ett|tt|tt|ttL`.
 
     `E` stands for the embedding, `t` for a layer and `L` for the loss. `|` starts the next part.
-    The layers of multi-token prediction may be written as `m` before the loss, to which they belong
-    in any case. `t*3` and `(tt|)*2` are repetitions. Parts are in the order of the model, with T5's
+    The layers of multi-token prediction may be written as `m` before the loss, to which they always
+    belong. `t*3` and `(tt|)*2` are repetitions. Parts are in the order of the model, with T5's
     encoder first.
 
     Args:

@@ -77,7 +77,7 @@ class DialogueConfig:
         num_prompt_examples: Lines of --prompt-file to use, with --prompt-type response.
         sample_input_file: Dialogues to continue. The columns are separated by tabs: topic, turns
             separated by " [SEP] ", and, for responses, knowledge.
-        sample_output_file: File for what the model writes, one line for each dialogue. Default:
+        sample_output_file: File for the generated texts, one line for each dialogue. Default:
             --sample-input-file with .out added.
         out_seq_length: Maximum number of tokens to write for a dialogue.
         api_prompt: Ask the server at --megatron-api-url instead of loading a model.

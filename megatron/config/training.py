@@ -66,7 +66,7 @@ class TrainingOptions:
         iterations_to_skip: Iterations to skip. Their samples are passed over, and nothing is
             updated, evaluated or saved. Iterations count from 0 as in Megatron Core: N is iteration
             N + 1 in the log.
-        seed: Seed of weights, sample order and dropout.
+        seed: Seed for initial weights, sample order and dropout.
         deterministic_mode: Use only algorithms that give bitwise identical results on every run of
             the same layout.
         recompute_activations: Recompute the attention core in the backward pass. Same as
