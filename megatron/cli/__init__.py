@@ -5,5 +5,5 @@
     recipes          `megatron recipes`
     health           `megatron health`
 
-A command that is a module elsewhere needs only a line in the table.
+A command that a module outside this folder implements needs only a line in the table.
 """

@@ -162,7 +162,7 @@ def averages(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def coarse_variance(config: RunOptions) -> Iterator[str]:
-    """Yield a notice if an 8-bit second moment would average over too many coarse steps."""
+    """Yield a notice if rounding errors of an 8-bit second moment add up over too many steps."""
     optimizer = config.optimizer
     if optimizer.exp_avg_sq_dtype == "fp8" and optimizer.adam_beta2 > _FP8_BETA2:
         yield (

@@ -178,7 +178,7 @@ class CoreReader(Reader):
     def _sources_in(
         self, name: str, stored: StoredTensor, place: names.OurName
     ) -> Iterator[tuple[str, Source]]:
-        """Yield the name and source of each of our tensors that a tensor on disk holds."""
+        """Yield the name and source of each of our tensors that a tensor on disk contains."""
         shape, chunks = stored.shape, list(stored.chunks)
         if place.is_stacked:
             if not shape or shape[0] != self._layers:
