@@ -359,7 +359,7 @@ class DocumentEnds:
 
 
 class TokenBatch(NamedTuple):
-    """A GPT micro-batch in the form that the model expects (b micro-batch, s sequence).
+    """A GPT micro-batch in the format that the model expects (b micro-batch, s sequence).
 
     Attributes:
         tokens: The inputs, `[b, s]` int64.

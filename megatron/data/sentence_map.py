@@ -8,10 +8,10 @@ sentence, last sentence + 1, target length` per sample, `[n, 3]`. The rules and 
 draws are the same as in Megatron-LM, and so are the samples and the maps on disk.
 
 The construction is fast without a compiler. The sentences of the usable documents, and the end of
-each document, are numbered consecutively as *places*. A random number is drawn at every place
-where a sample starts, and an unused one at the end of each document. The next place, if the target
-is the longest, is computed for all places at once. After that, the code hops from place to place
-with one draw per hop, and only short targets need a search.
+each document, are numbered consecutively as *positions*. A random number is drawn at every position
+where a sample starts, and an unused one at the end of each document. The next position, if the
+target is the longest, is computed for all positions at once. After that, the code hops from
+position to position with one draw per hop, and only short targets need a search.
 
 Megatron-LM draws random numbers in C++, so the same maps need the same generators: `std::mt19937`,
 which is numpy's own Mersenne Twister, and `std::mt19937_64`, which is at the end of this file.
@@ -87,11 +87,11 @@ class DocumentSentences(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """The places where samples can start and documents end. Each array is `[places]`."""
+    """The positions where samples can start and documents end. Each array is `[places]`."""
 
     sentence: NDArray[np.int64]  # the sentence; at a document's end, one past its last sentence
-    tokens: NDArray[np.int64]  # the number of tokens before the place in all usable documents
-    end: NDArray[np.int64]  # the place of the document's end
+    tokens: NDArray[np.int64]  # the number of tokens before the position in all usable documents
+    end: NDArray[np.int64]  # the position of the document's end
     hop: NDArray[np.int64]  # the end of a sample that starts here with the longest target
 
 
@@ -111,7 +111,7 @@ def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArra
 
 
 def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
-    """Number the places in the usable documents, and find the longest hop from each."""
+    """Number the positions in the usable documents, and find the longest hop from each."""
     usable = text.usable(plan.min_sentences)
     assert usable.any(), "without a usable document there is no map"
     starts, counts = text.documents[:-1][usable], np.diff(text.documents)[usable]
@@ -125,7 +125,7 @@ def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
     tokens = np.cumsum(sizes) - sizes
     # A sample ends after the sentence that reaches its target if at least two more sentences
     # remain, otherwise with the document. The end of a document leads to the next document, and
-    # the end of the last document leads to the first place.
+    # the end of the last document leads to the first position.
     reached = np.searchsorted(tokens, tokens + plan.max_length)
     reached = np.maximum(reached, number + plan.min_sentences)
     hop = np.where(inside, np.where(end - reached > 1, reached, end), number + 1)
@@ -161,7 +161,7 @@ def _walk(
     """Hop once for each target, starting from `place`.
 
     Returns:
-        The visited places, and the place reached at the end.
+        The visited positions, and the position reached at the end.
     """
     # Reading single numbers is slow in numpy arrays, but not in memory views.
     hops, tokens, ends = places.hop.data, places.tokens.data, places.end.data

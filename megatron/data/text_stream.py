@@ -412,11 +412,11 @@ def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dic
     Args:
         dataset: The training or validation data.
         samples: The number of samples that all processes together have consumed.
-        world: All processes. Each process knows the streams of its own samples.
+        world: All processes. Each has recorded positions only in the streams of its own samples.
 
     Returns:
-        A digest of everything that determines the meaning of places, and the places of the streams
-        of each text dataset, `[members, streams, 5]`. `None` if there is no text.
+        A digest of everything that determines the meaning of positions, and the positions in the
+        streams of each text dataset, `[members, streams, 5]`. `None` if there is no text.
     """
     members = text_members(dataset, samples)
     if not members:
@@ -434,13 +434,13 @@ def count_bad_lines(dataset: SampleDataset | None, samples: int, world: Axis) ->
 
 
 def _places(members: Sequence[tuple[TextDataset, int]], world: Axis) -> list[list[list[int]]]:
-    """Return the last position in each stream that any process knows. Collective."""
+    """Return the last position that any process has recorded in each stream. Collective."""
     places = []
     for member, count in members:
         known = torch.tensor(member.places_after(count), dtype=torch.int64)
         if world.size > 1:
             rows = all_reduce(known[:, 0].clone(), world, ReduceOp.MAX)
-            known[known[:, 0] < rows] = -1  # another process knows a later position
+            known[known[:, 0] < rows] = -1  # another process has a later position
             known = all_reduce(known, world, ReduceOp.MAX)
         places.append(known.tolist())
     return places

@@ -320,7 +320,7 @@ def at_segments(batch: Batch, name: str) -> Tensor:
 
 
 def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
-    """Return the values of the answers of each pair, given a value for each of k segments.
+    """Return the values of each pair's answers, given a value for each of k segments.
 
     The results have the shape [k - 1]. It does not depend on the number of pairs, because the host
     would have to wait for that number. Entries without a pair are -1, for which every loss has a

@@ -6,7 +6,7 @@ it. An unused block keeps its content until the block is needed. The block that 
 longest is reused first.
 
 The states of a recurrent layer have a constant size for each sequence. Every sequence in the batch
-has its own place, an index into the tensors of states, to which its new states are written after
+has its own state slot, an index into the tensors of states. Its new states are written there after
 each step.
 """
 
@@ -128,7 +128,7 @@ class BlockPool:
 
 
 class Snapshots:
-    """Snapshots of sequences' states at the ends of blocks, and their places. It has no tensors.
+    """Snapshots of sequences' states at the ends of blocks, and their slots. It has no tensors.
 
     A new snapshot replaces the least recently used one.
     """
@@ -137,7 +137,7 @@ class Snapshots:
         """Start without snapshots.
 
         Args:
-            places: The places to which states can be copied.
+            places: The state slots for snapshots.
         """
         self._empty = list(places)
         self._places: OrderedDict[BlockKey, int] = OrderedDict()  # the one unused longest is first
@@ -147,12 +147,12 @@ class Snapshots:
         return key in self._places
 
     def use(self, key: BlockKey) -> int:
-        """Return the place of an existing snapshot, and mark it as the most recently used."""
+        """Return the slot of an existing snapshot, and mark it as the most recently used."""
         self._places.move_to_end(key)
         return self._places[key]
 
     def take(self, key: BlockKey) -> int | None:
-        """Return a place for a new snapshot, or `None` if it already exists or none can be kept."""
+        """Return a slot for a new snapshot, or `None` if it already exists or none can be kept."""
         if key in self._places or not (self._empty or self._places):
             return None
         place = self._empty.pop() if self._empty else self._places.popitem(last=False)[1]
@@ -173,7 +173,7 @@ class CacheMemory:
         device: Device of the memory.
         dtype: Number format of keys and values.
         recurrent: Specs of a sequence's states in each recurrent layer, by 0-based layer index.
-        places: Number of places for the states of a sequence, snapshots included. One more is
+        places: Number of state slots, each for one sequence or snapshot. One more is
             allocated for padding.
         layers: Keys and values [2, slots, g, d], or latent vectors [1, slots, 1, w], by 1-based
             layer number.
@@ -212,7 +212,7 @@ class CacheMemory:
         self.size_bytes = sum(memory.nbytes for memory in held)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the states in all layers from one place to another, for each pair of places."""
+        """Copy the states in all layers from one slot to another, for each pair of slots."""
         if not pairs:
             return
         source, target = torch.tensor(pairs, device=self.device).unbind(1)
@@ -226,7 +226,7 @@ class StateRows:
     """The sequences of a step, for layers with states.
 
     Attributes:
-        places: Place of each sequence's states, int64 [sequences]. Sequences that add one token
+        places: State slot of each sequence, int64 [sequences]. Sequences that add one token
             come first.
         singles: Number of sequences that add one token.
         chunks: For each other sequence, the number of tokens that it adds, and whether these are

@@ -80,7 +80,7 @@ class Executor:
     Attributes:
         model: This process's part of the model, in evaluation mode; with virtual pipeline stages,
             the last of its parts.
-        layout: This process's place in the parallel layout.
+        layout: This process's position in the parallel layout.
         memory: The KV cache of the layers in this part.
         device: Device of the model and the cache.
         channel: Connection to the neighboring stages.

@@ -60,7 +60,7 @@ class Loaded:
         tokenizer: The tokenizer that the model was trained with.
         config: The run's configuration, without settings that only training needs (`saved_config`).
         iteration: Number of training steps taken.
-        layout: This process's place in the parallel layout.
+        layout: This process's position in the parallel layout.
         adapters: The model's adapters, of which each request chooses one or none
             (`adapters.add_to`); `None` if it has none.
         earlier: The model parts on this process that run before `model`, if a training run has
@@ -84,7 +84,7 @@ def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildCo
 
     Args:
         config: Configuration that the model was trained with.
-        layout: This process's place in the parallel layout.
+        layout: This process's position in the parallel layout.
         device: Device to run on.
     """
     row_product = choose_row_product(device.torch_device)
@@ -110,7 +110,7 @@ def load_gpt(
     Args:
         folder: Folder of checkpoints.
         device: Device to run on.
-        layout: This process's place in the parallel layout. `None` means a single process.
+        layout: This process's position in the parallel layout. `None` means a single process.
         config: A resolved run to use instead of the checkpoint's. It must describe the same
             network, have the layout's parallel sizes, and give each stage a single part of the
             model.

@@ -140,10 +140,10 @@ class NeighborPassage:
     """A passage that a Retro has read.
 
     Attributes:
-        chunk: Index of the chunk of the text for which it was found, from 0.
+        chunk: Index of the chunk of the text for which it was retrieved, from 0.
         corpus: Index of its corpus in the working folder.
         document: Index of its document in the corpus.
-        text: Text of the chunk that was found and of the chunks after it.
+        text: Text of the retrieved chunk and of the chunks after it.
     """
 
     chunk: int

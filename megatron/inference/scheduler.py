@@ -132,8 +132,8 @@ class Row(NamedTuple):
             the same object until the blocks change.
         is_last: Whether this row has the last known token, so that the next can be chosen.
         drafts: Number of tokens at the end that are guesses, after the last known token.
-        restored: Place of the snapshot whose states the sequence starts from; -1 for none.
-        kept: Place for a snapshot of the states after the row; -1 for none.
+        restored: State slot of the snapshot from which the sequence starts; -1 for none.
+        kept: State slot for a snapshot after the row; -1 for none.
     """
 
     sequence: Sequence
@@ -183,7 +183,7 @@ class Scheduler:
         self.pool = BlockPool(settings.blocks)
         self.preempted = 0
         self.running: list[Sequence] = []  # sequences in the batch, in the order they began
-        # Free places for the states of running sequences. The places of snapshots follow them.
+        # Free state slots of running sequences. The slots of snapshots follow them.
         self._places = list(range(settings.max_sequences))
         self._snapshots = Snapshots(
             range(settings.max_sequences, settings.max_sequences + settings.snapshots)
@@ -356,7 +356,7 @@ class Scheduler:
         """Give a sequence its cached blocks if there is also room for the rest of its tokens.
 
         Returns:
-            The place of the snapshot that it starts from, or -1 for none. `None` if there is no
+            The slot of the snapshot that it starts from, or -1 for none. `None` if there is no
             room.
         """
         size, tokens = self.settings.block_size, sequence.tokens
@@ -400,7 +400,7 @@ class Scheduler:
         return min(count, left) if self.settings.snapshots and left > 0 else count
 
     def _with_snapshot(self, row: Row) -> Row:
-        """Return the row, with a place for a snapshot if it ends where one is worth keeping."""
+        """Return the row, with a slot for a snapshot if it ends where one is worth keeping."""
         sequence, size = row.sequence, self.settings.block_size
         end = row.start + row.size
         if not self.settings.snapshots or not 0 < end == self._last_block(sequence):

@@ -66,7 +66,7 @@ class Shown(NamedTuple):
 class StopStrings:
     """A filter that ends a text at its first stop string, and holds back any possible start of one.
 
-    Held text is released as soon as it can no longer belong to a stop string.
+    Held-back text is released as soon as it can no longer belong to a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> Shown:
-        """Add text, and return the part of the held and new text that may be shown now."""
+        """Add text, and return the part of the held-back and new text that may be shown."""
         self._held += text
         met = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if met:

@@ -1,8 +1,8 @@
 """Transformer layers: one `Block` for each `LayerPlan`, and the stack that runs them.
 
-Each mixer and each MLP is a class, found in `MIXERS` or `MLPS` under the `kind` of its plan. The
-class also states its costs: `matrices`, `vectors`, `work` and `activation_bytes` are functions of
-the plan, so counting needs no model.
+Each mixer and each MLP is a class, registered in `MIXERS` or `MLPS` under the `kind` of its plan.
+The class also states its costs: `matrices`, `vectors`, `work` and `activation_bytes` are functions
+of the plan, so counting needs no model.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
-    """Return the configuration of a run of a given width.
+    """Return the configuration of a run with a given width.
 
     Args:
         options: The command line.

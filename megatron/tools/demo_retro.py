@@ -1,6 +1,6 @@
 """Show what neighbors contribute: `make demo MODEL=retro`.
 
-The documents repeat passages of each other, so a passage found elsewhere shows how a text
+The documents repeat passages of each other, so a retrieved passage shows how a text
 continues. A small BERT embeds their chunks, and tools/retro/main.py finds the neighbors of each.
 Then a Retro and a GPT with at least as many parameters train on the same number of tokens. At each
 evaluation the Retro also predicts the same validation samples with the neighbors of other chunks.

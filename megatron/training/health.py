@@ -144,7 +144,7 @@ def _speeds_of(device: Device) -> dict[str, float]:
 
 
 def _digest(device: Device) -> int:
-    """Return a digest of the bits of a product of fixed random matrices."""
+    """Return a bitwise digest of the product of fixed random matrices."""
     generator = torch.Generator().manual_seed(1234)
     a, b = (torch.randn(512, 512, generator=generator).to(device.torch_device) for _ in range(2))
     return zlib.crc32((a @ b).cpu().numpy().tobytes())

@@ -436,8 +436,8 @@ def pack_losses(
     """Return the losses on the device, and for each flag the number of ranks that set it.
 
     With --calculate-per-token-loss, losses are multiplied by their weights, and the mean weight is
-    appended to them. This takes a single all-reduce over the world: the ranks that hold the end of
-    the model know the losses, and one tensor rank contributes on behalf of all. Each data and
+    appended to them. This takes a single all-reduce over the world: the ranks with the last part
+    of the model have the losses, and one tensor rank contributes on behalf of all. Each data and
     context rank contributes its mean over micro-batches. `others`, summed over all ranks, come
     last.
     """

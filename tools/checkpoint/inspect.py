@@ -4,9 +4,9 @@
     python tools/checkpoint/inspect.py --no-verify --details runs/demo/checkpoints
     python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
-A folder is one that was given to --save or --load of this program or Megatron-LM, or a Hugging Face
-folder; for `diff` it may also be a single checkpoint. Tensors are read in parts. Exit code 0: all
-checkpoints are intact, or both are the same; 1: the two differ; 4: one is damaged, the tracker
+A folder is one that was passed to --save or --load of this program or Megatron-LM, or a Hugging
+Face folder; for `diff` it may also be a single checkpoint. Tensors are read in chunks. Exit code 0:
+all checkpoints are intact, or both are the same; 1: the two differ; 4: one is damaged, the tracker
 names one that does not exist, or there is no checkpoint.
 """
 
