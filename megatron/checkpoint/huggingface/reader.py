@@ -54,13 +54,12 @@ class _FileTensor:
 class HFReader(Reader):
     """A Hugging Face folder of a known family, with its tensors under our names.
 
-    `meta` contains the network's configuration, notices and a description of the folder.
+    `meta` contains the network's configuration and a description of the folder.
 
     Attributes:
         family: The family of the model.
         vocab: Rows of the word embedding.
         bare_names: Whether tensor names in the files lack the family's prefix.
-        notices: Lines for the user about differences from the model in `transformers`.
         architecture: The `transformers` class of the folder's model.
     """
 
@@ -84,7 +83,7 @@ class HFReader(Reader):
         self.family = family_named(values.get("model_type"), config_path)
         described = self.family.read(Settings(values, config_path))
         head = self.family.tied_head
-        self.vocab, self.notices = described.vocab, described.notices
+        self.vocab = described.vocab
         self._files = _open_shards(path, shards, allow_foreign)
         model = self.family.held_in(self._files, described.model)
         prefix = self.family.prefix
@@ -130,7 +129,6 @@ class HFReader(Reader):
             "consumed_train_samples": 0,
             "padded_vocab_size": self.vocab,
             "config": to_dict(RunOptions(model=model)),
-            "notices": list(self.notices),
             "huggingface": origin,
         }
 

@@ -225,12 +225,10 @@ class Described:
     Attributes:
         model: The network, described by our flags.
         vocab: Rows of the word embedding.
-        notices: Lines for the user about differences from the model in `transformers`.
     """
 
     model: ModelConfig
     vocab: int
-    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
