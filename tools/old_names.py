@@ -154,7 +154,7 @@ def run_old_name(script: str) -> NoReturn:
 
 
 def translated(old: OldName, words: Sequence[str]) -> list[str]:
-    """Translate the words of an old command line to the flags of the current script."""
+    """Translate the arguments of an old command line to the flags of the current script."""
     if not (old.drops or old.only or old.renames or old.adds):
         return list(words)
     now: list[str] = []

@@ -240,12 +240,12 @@ def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list
     """Parse phases from `START:WEIGHT,WEIGHT,... START:WEIGHT,WEIGHT,...`.
 
     Args:
-        words: The words of --blend-schedule.
+        words: The phases in --blend-schedule.
         datasets: The number of training datasets, d.
         unit: The number of samples in a unit of START.
 
     Raises:
-        ConfigError: A word is malformed, the starts do not ascend from 0, or a phase does
+        ConfigError: A phase is malformed, the starts do not ascend from 0, or a phase does
             not have a weight for each dataset.
     """
     phases: list[BlendPhase] = []

@@ -1,6 +1,6 @@
 """Files with a teacher's most likely tokens for every training sample.
 
-A folder holds `logits.json`, which describes how and from what the logits were computed, and one
+A folder holds `logits.json`, which names the teacher, data and settings of the logits, and one
 safetensors file per `samples_per_file` samples, in the order of training. The files do not depend
 on the layout of the processes that write or read them. With n samples of s tokens, and m entries
 in total:
@@ -48,7 +48,7 @@ _SHORT_IDS = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsHeader:
-    """The content of `logits.json`: how and from what the logits in a folder were computed.
+    """The content of `logits.json`: the teacher, data and settings of the logits in a folder.
 
     Attributes:
         seed: --seed, which determines the order of samples.

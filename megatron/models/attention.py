@@ -182,7 +182,7 @@ class AttentionCore(nn.Module):
         )
 
     def _in_chunks(self, query: Tensor, mask: Mask | None, chunk: int) -> Mask | None:
-        """Return a mask with which tokens attend only within chunks of this size."""
+        """Return a mask that restricts attention to chunks of this size."""
         length, samples = len(query) * self.context_ranks, query.shape[1]
         if length <= chunk:
             return mask

@@ -171,7 +171,7 @@ def compared(words: Sequence[str]) -> dict[str, Points]:
     """Return the validation losses in the files given as LABEL=FILE, by label.
 
     Raises:
-        ConfigError: A word is not of the form LABEL=FILE.
+        ConfigError: An argument is not of the form LABEL=FILE.
         DataError: A file cannot be read, or has no validation loss.
     """
     found = {}

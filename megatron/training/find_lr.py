@@ -3,7 +3,7 @@ r"""Find a learning rate: train briefly at growing rates, and see where the loss
     python tools/find_lr.py --output runs/rates -- pretrain_gpt.py --config examples/gpt_tiny.yaml
     python tools/find_lr.py --output runs/rates -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
-The words after `--` are any command that trains, with its flags. It starts from random weights
+The arguments after `--` form a training command with its flags. It starts from random weights
 (finetuning starts from the weights in --load) and saves nothing. The folder receives rates.json,
 rates.png and the run's metrics.jsonl.
 """

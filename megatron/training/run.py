@@ -65,7 +65,7 @@ class ParallelModel:
         parts: The modules.
         layers: The registry of their layers.
         ties: The parameters that other pipeline stages also hold.
-        amax_history: The amaxes by which fp8 layers scale; empty if they use current amaxes.
+        amax_history: The amaxes that set the scales of fp8 layers; empty with current scaling.
         weight_gradients: The queue in which a zero-bubble schedule defers weight gradients.
         gradients: The parts' gradients.
         forward: A function that runs a micro-batch through a part in training.

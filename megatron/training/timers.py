@@ -200,7 +200,7 @@ class SectionClock:
 
 
 class ReadyClock:
-    """A clock of the time in which this thread was ready but had no core, as counted by Linux."""
+    """A clock that measures how long this thread was ready but had no core, as counted by Linux."""
 
     def __init__(self) -> None:
         """Open the thread's counters, if the system has them."""
