@@ -135,4 +135,4 @@ def test_the_command_compares_two_models_that_are_there(tmp_path: Path, capsys) 
         assert verify.main([str(checkpoint), str(folder)]) == 0
         assert capsys.readouterr().out.startswith("logits differ by at most ")
     assert verify.main([str(tmp_path / "b"), str(other)]) == CheckpointError.exit_code
-    assert "of it" in capsys.readouterr().err
+    assert "of the largest" in capsys.readouterr().err
