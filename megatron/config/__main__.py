@@ -123,18 +123,16 @@ def _old() -> Iterator[str]:
     yield from _table(("Flag", "Last seen", "Remedy"), gone)
 
 
-def _cell(text: str) -> str:
-    """Return the text of a cell, in which Markdown finds neither columns nor tags outside code."""
-    parts = text.split("`")
-    parts[::2] = [part.replace("|", r"\|").replace("<", "&lt;") for part in parts[::2]]
-    return "`".join(parts)
-
-
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(titles)} |"
     yield f"|{'|'.join(' --- ' for _ in titles)}|"
     for row in rows:
-        yield f"| {' | '.join(map(_cell, row))} |"
+        cells = []
+        for cell in row:  # outside code, Markdown must find neither columns nor tags
+            parts = cell.split("`")
+            parts[::2] = [part.replace("|", r"\|").replace("<", "&lt;") for part in parts[::2]]
+            cells.append("`".join(parts))
+        yield f"| {' | '.join(cells)} |"
     yield ""
 
 
