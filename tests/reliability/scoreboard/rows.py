@@ -356,11 +356,11 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         35,
-        "half an hour with a SIGKILL to one of four ranks about every minute, with non-persistent "
+        "an hour with a SIGKILL to one of four ranks about every minute, with non-persistent "
         "checkpoints every 25 iterations: goodput is at least 80%, at most 50 steps are repeated "
         "at a time, and the losses are those of an undisturbed run, bit for bit",
         soaked,
-        full=30,
+        full=60,
         quick=0,
     ),
     Row(
