@@ -214,7 +214,10 @@ BAD: dict[str, tuple[Build, str]] = {
         data(json.dumps({"chosen": TURNS[1], "rejected": TURNS[1]}), "a.jsonl", *DPO),
         ":1: .*no prompt: write it in 'messages'",
     ),
-    "mixed pairs": (data(json.dumps({**PAIR, "chosen": TURNS}), "a.jsonl", *DPO), ":1: .*same type"),
+    "mixed pairs": (
+        data(json.dumps({**PAIR, "chosen": TURNS}), "a.jsonl", *DPO),
+        ":1: .*same type",
+    ),
     "long pairs": (
         data(json.dumps({**PAIR, "chosen": "y " * 99}), "a.jsonl", *DPO),
         ":1: .*--trun",

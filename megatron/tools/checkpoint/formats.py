@@ -69,7 +69,6 @@ class SourceModel:
             tokenizer files), if any.
         family: The original `model_type`, or `None` if the model is not from Hugging Face.
         bare_names: Whether the Hugging Face tensor names lacked the family's prefix.
-        notices: Messages to print for the user.
     """
 
     reader: Reader
@@ -77,7 +76,6 @@ class SourceModel:
     companions: Path | None = None
     family: str | None = None
     bare_names: bool = False
-    notices: tuple[str, ...] = ()
 
     def companion_files(self) -> Iterator[tuple[str, bytes]]:
         """Yield the name and content of each companion file."""
@@ -138,7 +136,6 @@ def load_hf(options: argparse.Namespace) -> SourceModel:
         companions=reader.path,
         family=reader.family.name,
         bare_names=reader.bare_names,
-        notices=reader.notices,
     )
 
 

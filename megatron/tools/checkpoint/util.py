@@ -173,7 +173,6 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             f"--true-vocab-size {options.true_vocab_size}: {source.reader.path} has {source.rows} "
             "rows: give at most that many"
         )
-    yield from source.notices
     if options.saver == "megatron":
         yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
     elif options.saver == "torch_dist" and options.keep_optimizer:
