@@ -277,7 +277,8 @@ def test_mixers(kernels: RecurrenceKernels, kind: str, has_documents: bool) -> N
         )
         print(f"{name}: {ours:.1e}, reference in bf16: {theirs:.1e}")
         # The gradient of the time steps' biases is a sum that nearly cancels.
-        assert ours < max(2.5 * theirs, 0.02), (name, ours, theirs)
+        most = 2.5 if name == "d time_step" else 2
+        assert ours < max(most * theirs, 0.02), (name, ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "delta net"])
