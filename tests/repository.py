@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import gc
+import os
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +44,18 @@ def tree(file: Path) -> ast.Module:
 def name(file: Path) -> str:
     """Return a path relative to the root, with forward slashes."""
     return file.relative_to(ROOT).as_posix()
+
+
+def command_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a command that runs this checkout, with one thread per process.
+
+    Args:
+        more: Further variables.
+    """
+    programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    modules = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours = {"PATH": os.pathsep.join(programs), "PYTHONPATH": os.pathsep.join(modules)}
+    return {**os.environ, **ours, "OMP_NUM_THREADS": "1", **more}
 
 
 def tracked_files() -> list[Path]:

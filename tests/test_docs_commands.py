@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import pytest
 from megatron.errors import ConfigError
 from tests.documented import Command, all_commands, blocks_of, pages
 from tests.launch import run_ranks
-from tests.repository import ROOT, name, tracked_files
+from tests.repository import ROOT, command_environment, name, tracked_files
 
 _GRPO = "examples/grpo/grpo.py"
 _SERVER = "tools/run_text_generation_server.py"
@@ -30,11 +29,6 @@ _RETRO = "tools/retro/main.py"
 _SYSTEM = {"apt-get", "mkdir", "paste", "source", "cd", "python3", "docker", "openssl"}
 # Its Python blocks are clients of a server that does not run here.
 _CLIENTS = {ROOT / "docs" / "generation.md"}
-
-
-def _environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def _check_make(words: list[str]) -> None:
@@ -70,7 +64,7 @@ def _check_python(words: list[str]) -> None:
         module = words[1].replace(".", "/")
         is_package = (ROOT / module).is_dir()
         words = [f"{module}/__main__.py" if is_package else f"{module}.py", *words[2:]]
-    done = run_ranks(words, _environment(), before=_leave_after_parsing)
+    done = run_ranks(words, command_environment(), before=_leave_after_parsing)
     assert done.returncode == 0, done.stdout
 
 
@@ -262,7 +256,7 @@ def _check_megatron(words: list[str]) -> None:
 
 def _check_tensorboard(words: list[str]) -> None:
     assert words[0] == "--logdir"
-    assert shutil.which("tensorboard", path=_environment()["PATH"])
+    assert shutil.which("tensorboard", path=command_environment()["PATH"])
 
 
 _CHECKS = {
@@ -422,7 +416,7 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=tmp_path,
-        env=_environment(),
+        env=command_environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -20,7 +20,7 @@ from megatron.environment import with_our_programs
 from megatron.errors import ConfigError
 from tests.launch import fork_steps, run_ranks, run_script
 from tests.ports import free_port
-from tests.repository import ROOT, name
+from tests.repository import ROOT, command_environment, name
 
 # Those of the text generation server are tested in tests/inference/server/test_processes.py, those
 # of downstream tasks in tests/tasks/test_examples.py, those of detoxification in tests/detoxify,
@@ -89,12 +89,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     with IndexedDatasetBuilder(folder / "corpus_text_document", np.uint16) as builder:
         for _ in range(60):
             builder.add_documents(generator.integers(3, 200, size=50), [50], [1])
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {
-        **os.environ,
-        "PATH": path,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
+        **command_environment(),
         "DATA_PATH": str(folder / "corpus_text_document"),
         "VOCAB_FILE": str(folder / "vocab.json"),
         "MERGE_FILE": str(folder / "merges.txt"),

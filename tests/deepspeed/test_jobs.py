@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.launch import run_ranks
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 
 JOBS = sorted(Path(__file__).parent.glob("*.sh"))
 # Replaces the launcher and records its arguments.
@@ -78,8 +78,7 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(words: list[str], count: int) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = run_ranks([str(ROOT / "pretrain_gpt.py"), *words], environment, count)
+    done = run_ranks([str(ROOT / "pretrain_gpt.py"), *words], command_environment(), count)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

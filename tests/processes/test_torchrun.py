@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.reliability.processes import until
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 
 _RANK = """
 import os, signal, sys, time
@@ -41,11 +41,9 @@ def _start(folder: Path, code: int, count: int, *flags: str) -> subprocess.Popen
     words += [str(folder / "rank.py"), str(folder)]
     # torchrun would kill the ranks one second after a signal, before they have saved.
     # It also prints a warning if OMP_NUM_THREADS is not set.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
     return subprocess.Popen(
         [sys.executable, "-m", "megatron.processes.torchrun", *words, str(code)],
-        env=environment,
+        env=command_environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1"),
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.launch import start_ranks
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 
 TIMEOUT = 4.0  # seconds that a rank may keep others waiting
 TOY = [
@@ -46,13 +46,7 @@ class Outcome:
 
 def environment(fault: str, log: Path) -> dict[str, str]:
     """Return the environment of a process that gets `fault`, "kind:rank:iteration"."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "FAULT": fault,
-        "FAULT_LOG": str(log),
-    }
+    return command_environment(FAULT=fault, FAULT_LOG=str(log))
 
 
 def run_ranks(count: int, fault: str, folder: Path, *flags: str) -> list[Outcome | None]:

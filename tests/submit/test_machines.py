@@ -19,7 +19,7 @@ from tests.launch import run_ranks
 from tests.ports import free_port
 from tests.reliability.machines import Machine, machines
 from tests.reliability.processes import until
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 from tests.submit.descriptions import job_file
 
 __all__ = ["machines"]  # a fixture
@@ -131,7 +131,7 @@ def test_machines_of_a_hostfile_train_save_on_a_signal_and_continue(
         with _running(job, log) as process:
             assert process.wait(timeout=90) == 0, log.read_text()
     words = [str(ROOT / _TRAINING[0]), *_TRAINING[1:], "--save", str(tmp_path / "other")]
-    done = run_ranks(words, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, 2)
+    done = run_ranks(words, command_environment(), 2)
     assert done.returncode == 0, done.stdout
     assert _losses(log.read_text()) == _losses(done.stdout)
     assert len(_losses(done.stdout)) == 150

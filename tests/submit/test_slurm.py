@@ -22,7 +22,7 @@ import pytest
 from tests.launch import run_ranks
 from tests.ports import free_port
 from tests.reliability.processes import until
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 from tests.submit.descriptions import job_file
 
 _PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
@@ -195,7 +195,7 @@ def test_a_preempted_job_ends_with_the_losses_of_an_uninterrupted_one(
     stopped = int(re.findall(r"exiting program at iteration (\d+)", _log(tmp_path))[0])
     assert 20 < stopped < _ITERATIONS
     words = [str(ROOT / _TRAINING[0]), *_TRAINING[1:], "--save", str(tmp_path / "other")]
-    done = run_ranks(words, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, 2)
+    done = run_ranks(words, command_environment(), 2)
     assert done.returncode == 0, done.stdout
     assert losses == _losses(done.stdout)
     assert [iteration for iteration, _ in losses] == list(range(1, _ITERATIONS + 1))

@@ -114,7 +114,7 @@ def test_shards_are_packed_and_gathered_as_such(form: str, bits: float, tmp_path
         assert gathered * 8 == bits * elements / 4  # one of two layers, of which it has half
     reader = open_root(tmp_path)
     assert reader is not None
-    assert all(reader.read(f"model.{n}").equal(w.values()) for n, w in weights.items())
+    assert all(reader.read(f"model.{n}").equal(w.values().cpu()) for n, w in weights.items())
     flags += f" --load {tmp_path} --ckpt-step 2"
     resumed = run_distributed(2, _train_shards, flags)
     assert [one[1] for one in resumed] == [one[1] for one in found]

@@ -9,12 +9,11 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 
 TOOL = str(ROOT / "tools" / "run_text_generation_server.py")
 SHAPE = (
@@ -41,13 +40,6 @@ def write_checkpoint(folder: Path, tokenizer: Path, *more: str) -> str:
     return checkpoints
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Return the environment for a command in this checkout."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **ours, **more}
-
-
 @contextlib.contextmanager
 def server_process(
     words: Sequence[str], folder: Path, cwd: Path = ROOT, **variables: str
@@ -58,7 +50,7 @@ def server_process(
         process = subprocess.Popen(
             [*words, "--port", "0"],
             cwd=cwd,
-            env=environment(**variables),
+            env=command_environment(**variables),
             stdout=output,
             stderr=output,
             text=True,
@@ -103,7 +95,7 @@ def on_terminal(
 ) -> Iterator[tuple[subprocess.Popen[bytes], Terminal]]:
     """Run a process on a terminal of its own, with its history in `cache`."""
     main, side = pty.openpty()
-    variables = environment(MEGATRON_CACHE=str(cache))
+    variables = command_environment(MEGATRON_CACHE=str(cache))
     process = subprocess.Popen(
         [*words], cwd=ROOT, env=variables, stdin=side, stdout=side, stderr=side
     )

@@ -21,11 +21,10 @@ from tests.inference.server.fuzz import fuzz
 from tests.inference.server.processes import (
     SHAPE,
     TOOL,
-    environment,
     server_process,
     write_checkpoint,
 )
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("run_text_generation_server*.sh"))
 TEXT = "Hello, world!"
@@ -85,7 +84,12 @@ def test_a_small_load_has_no_failure(alone: str) -> None:
     words = [sys.executable, "tools/benchmark_server.py", alone.removeprefix("http://")]
     flags = "--clients 20 --requests 40 --tokens 4 --prompt-words 4 --hostile 1".split()
     done = subprocess.run(
-        [*words, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+        [*words, *flags],
+        cwd=ROOT,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"failures +0\n", done.stdout)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.device import Device, gpu_count
 from tests.reliability.scoreboard.score import Trials, expect
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 from tools import chaos
 from tools.bench.workloads import PRECISIONS, WORKLOADS
 
@@ -41,8 +41,7 @@ def _command(folder: Path, *flags: str, restarts: int = 0) -> list[str]:
 
 
 def _job(folder: Path, command: Sequence[str]) -> chaos.Job:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYTHONPATH"] = command_environment()["PYTHONPATH"]
     return chaos.Job(chaos.Plan(command, ["kill"], 1.0, 0.0, folder / "save", folder / "out"))
 
 

@@ -27,7 +27,7 @@ from tests.launch import run_ranks
 from tests.reliability.processes import TOY
 from tests.reliability.scoreboard.commands import run_training
 from tests.reliability.scoreboard.score import Trials, expect
-from tests.repository import ROOT
+from tests.repository import ROOT, command_environment
 from tests.training.toy import build_toy
 from tools import chaos
 
@@ -60,9 +60,8 @@ def _calm(folder: Path, processes: int, *flags: str) -> tuple[Path, float]:
     """Return an undisturbed run's metrics, and the seconds that its steps took."""
     folder.mkdir()
     words = _command(folder, processes, 0, *flags)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     first = next(number for number, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
-    done = run_ranks(words[first:], environment, processes, seconds=7200.0)
+    done = run_ranks(words[first:], command_environment(), processes, seconds=7200.0)
     expect(done.returncode == 0, f"the undisturbed run failed: {done.stdout[-500:]}")
     steps = chaos.steps_of(chaos.read_metrics(folder / "metrics"))
     return folder / "metrics", sum(seconds for _, _, seconds in steps)
@@ -104,7 +103,7 @@ def killed_ranks(folder: Path, count: int) -> Trials:
 
 
 def _started(plan: chaos.Plan) -> chaos.Job:
-    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    os.environ |= command_environment()
     return chaos.Job(plan)
 
 
@@ -122,7 +121,7 @@ def soaked(folder: Path, count: int) -> Trials:
     command = _command(inner, 4, 10_000, *common, *length, *local, launcher=_LAUNCHERS[1])
     plan = chaos.Plan(command, ["kill"], 60.0, 120.0 * count, inner / "save", inner / "out")
     with trials.trial("soak"):
-        os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        os.environ |= command_environment()
         outcome = chaos.run_under_faults(plan, seed=35)
         problems, numbers = chaos.judge(inner / "save", inner / "metrics", outcome, calm)
         trials.note("kills", numbers["faults"])
@@ -182,8 +181,7 @@ def _trained(folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
     """Train six iterations and save the last; return the exit code and the output."""
     words = [str(ROOT / "pretrain_gpt.py"), *TOY, "--train-iters", "6", "--save-interval", "10000"]
     words += ["--save", str(folder), "--distributed-timeout-minutes", "1", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = run_ranks(words, environment, ranks)
+    done = run_ranks(words, command_environment(), ranks)
     return done.returncode, done.stdout
 
 
