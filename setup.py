@@ -33,7 +33,7 @@ class BuildWithKernels(build_py):
             # that. Compiling them here saves 30 ms per start.
             compileall.compile_dir(HERE / "megatron", quiet=1)
         sys.path.insert(0, str(HERE))
-        from megatron.errors import say_on_stderr
+        from megatron.errors import print_to_stderr
         from megatron.kernels import build
 
         root = HERE if self.editable_mode else Path(self.build_lib)
@@ -42,9 +42,9 @@ class BuildWithKernels(build_py):
         for architecture in asked or build.detect_architectures():
             try:
                 name = build.looked_up_as(architecture)
-                build.build(name, folder, say_on_stderr, say_on_stderr)
+                build.build(name, folder, print_to_stderr, print_to_stderr)
             except Exception as error:  # the package works without kernels
-                say_on_stderr(f"fused kernels: not compiled for {architecture}: {error}")
+                print_to_stderr(f"fused kernels: not compiled for {architecture}: {error}")
         for left in (*folder.glob("*.lock"), *folder.glob("*.failed")):
             left.unlink()  # leftovers of the build are not part of the package
 

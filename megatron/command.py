@@ -21,25 +21,26 @@ from megatron.errors import (
     ShortageError,
     UserError,
     drop_unwritten,
-    say_on_stderr,
+    print_to_stderr,
     shortage_of,
     warn,
 )
 
 PanelRow = tuple[str, str]  # a row of a start-up panel: name and value
-_SPARE = 16 << 20  # bytes of address space that a rehearsal must leave free
+_MIN_FREE_BYTES = 16 << 20  # bytes of address space that a rehearsal must leave free
 _rehearsal: list[mmap.mmap] = []  # memory reserved by a rehearsing process; empty in others
-_without_output: list[Callable[[], object]] = []  # the callbacks of `outliving_output`
+_on_output_closed: list[Callable[[], object]] = []  # the callbacks of `surviving_closed_output`
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line immediately, above the progress bar if there is one.
 
     If standard output cannot be written (full disk), the line goes to the error stream. If that
     also fails, the line is dropped, because a run must not end because of its log.
 
     Raises:
-        OutputClosedError: The reader of standard output is gone (but see `outliving_output`).
+        OutputClosedError: The reader of standard output is gone, outside
+            `surviving_closed_output`.
     """
     try:
         if sys.stderr.isatty():
@@ -50,33 +51,33 @@ def say(text: str) -> None:
             sys.stdout.write(text + "\n")  # a single write, so ranks do not mix lines
         sys.stdout.flush()
     except BrokenPipeError as error:
-        if not _lost_its_reader():
+        if not _is_output_closed():
             raise
         closed = OutputClosedError(
             "the program that read this run's log has ended, as `| head` does after its last "
             "line, so the run ends too: to keep it running, write the log to a file (> log.txt)"
         )
-        if not _without_output:
+        if not _on_output_closed:
             raise closed from error
         warn(str(closed))
-        for tell in _without_output:
-            tell()
+        for on_close in _on_output_closed:
+            on_close()
     except OSError as error:
         drop_unwritten(sys.stdout)
-        say_on_stderr(f"(log: {error.strerror}) {text}")
+        print_to_stderr(f"(log: {error.strerror}) {text}")
 
 
 @contextmanager
-def outliving_output(tell: Callable[[], object]) -> Iterator[None]:
-    """If stdout's reader goes away inside the block, make `say` warn, call `tell`, and continue.
+def surviving_closed_output(on_close: Callable[[], object]) -> Iterator[None]:
+    """If stdout's reader goes away inside the block, warn, call `on_close`, and continue.
 
     A training run uses this to write a checkpoint before it exits.
     """
-    _without_output.append(tell)
+    _on_output_closed.append(on_close)
     try:
         yield
     finally:
-        _without_output.remove(tell)
+        _on_output_closed.remove(on_close)
 
 
 def format_panel(title: str, rows: Sequence[PanelRow]) -> str:
@@ -110,7 +111,7 @@ def _end_without_memory(
     if shortage is None:
         sys.__excepthook__(kind, error, trace)
     else:
-        say_on_stderr(f"error: {shortage}")
+        print_to_stderr(f"error: {shortage}")
         os._exit(shortage.exit_code)
 
 
@@ -158,7 +159,7 @@ def _begin_rehearsal() -> None:
     os.dup2(null, 2)
     atexit.register(os._exit, EXIT_OK)
     try:
-        _rehearsal.append(mmap.mmap(-1, _SPARE))
+        _rehearsal.append(mmap.mmap(-1, _MIN_FREE_BYTES))
     except OSError:
         os._exit(ShortageError.exit_code)
 
@@ -178,14 +179,14 @@ def begin_command() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end(number: int, frame: object) -> NoReturn:
-    os._exit(128 + number)
+def _end(signum: int, frame: object) -> NoReturn:
+    os._exit(128 + signum)
 
 
-def _unwind(number: int, frame: object) -> NoReturn:
+def _unwind(signum: int, frame: object) -> NoReturn:
     # `timeout` sends SIGTERM twice. The second one must not stop the removal of temporary files.
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
+    signal.signal(signum, signal.SIG_IGN)
+    sys.exit(128 + signum)
 
 
 def run_command(work: Callable[[], int | None]) -> int:
@@ -210,17 +211,17 @@ def run_command(work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if not _lost_its_reader():
+        if not _is_output_closed():
             raise
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        shown = shortage_of(error) or error
-        if not isinstance(shown, UserError):
+        reported = shortage_of(error) or error
+        if not isinstance(reported, UserError):
             raise
-        say_on_stderr(f"error: {shown}")
-        return shown.exit_code
+        print_to_stderr(f"error: {reported}")
+        return reported.exit_code
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -245,7 +246,7 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _lost_its_reader() -> bool:
+def _is_output_closed() -> bool:
     """Return whether the reader of stdout is gone (`| head`).
 
     If so, the remaining output is dropped, because Python would fail to print it at exit.
@@ -258,7 +259,7 @@ def _lost_its_reader() -> bool:
     return True
 
 
-def leave(code: int) -> NoReturn:
+def exit_immediately(code: int) -> NoReturn:
     """End the process immediately, once a command is done and its files are closed.
 
     Python would first free every object one by one, which takes 35 ms with a vocabulary loaded.

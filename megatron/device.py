@@ -42,7 +42,7 @@ _properties = cache(torch.cuda.get_device_properties)
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryStats:
     """Bytes allocated and reserved, currently and at the peak, and the number of allocations.
 
     On a CPU, allocated and reserved both mean resident memory, and allocations are not counted.
@@ -52,7 +52,7 @@ class MemoryReport:
     peak_allocated: int
     reserved: int
     peak_reserved: int
-    pieces: int | None = None
+    allocations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Device:
         """The shared memory available to a thread block, in bytes. A CPU reports a Hopper GPU's."""
         if not self.is_gpu:
             return 227 * 1024
-        found: Any = _properties(self.torch_device)  # the type stub lacks this property
-        return int(found.shared_memory_per_block_optin)
+        properties: Any = _properties(self.torch_device)  # the type stub lacks this property
+        return int(properties.shared_memory_per_block_optin)
 
     @property
     def has_flash(self) -> bool:
@@ -219,28 +219,28 @@ class Device:
         """Return the number of bytes of GPU memory; `None` for a CPU."""
         return torch.cuda.mem_get_info(self.torch_device)[1] if self.is_gpu else None
 
-    def memory(self) -> MemoryReport:
+    def memory(self) -> MemoryStats:
         """Return the memory that the process uses: GPU memory, or resident memory on a CPU."""
         if self.is_gpu:
-            numbers = torch.cuda.memory_stats(self.torch_device)
-            return MemoryReport(
-                allocated=numbers.get("allocated_bytes.all.current", 0),
-                peak_allocated=numbers.get("allocated_bytes.all.peak", 0),
-                reserved=numbers.get("reserved_bytes.all.current", 0),
-                peak_reserved=numbers.get("reserved_bytes.all.peak", 0),
-                pieces=numbers.get("allocation.all.current", 0),
+            stats = torch.cuda.memory_stats(self.torch_device)
+            return MemoryStats(
+                allocated=stats.get("allocated_bytes.all.current", 0),
+                peak_allocated=stats.get("allocated_bytes.all.peak", 0),
+                reserved=stats.get("reserved_bytes.all.current", 0),
+                peak_reserved=stats.get("reserved_bytes.all.peak", 0),
+                allocations=stats.get("allocation.all.current", 0),
             )
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        now, pages = peak, Path("/proc/self/statm")
+        resident, pages = peak, Path("/proc/self/statm")
         if pages.exists():  # on Linux only
-            now = int(pages.read_text().split()[1]) * resource.getpagesize()
-            peak = max(peak, now)  # the system's count of the peak is coarser
-        return MemoryReport(now, peak, now, peak)
+            resident = int(pages.read_text().split()[1]) * resource.getpagesize()
+            peak = max(peak, resident)  # the system's count of the peak is coarser
+        return MemoryStats(resident, peak, resident, peak)
 
 
-class CopyQueue:
+class CopyStream:
     """Copies between a device and pinned host memory that overlap with the device's other work.
 
     On a CPU, which has no queues, each copy is done immediately.
@@ -253,22 +253,22 @@ class CopyQueue:
         """Create the queue."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def follow(self) -> None:
+    def wait_for_device(self) -> None:
         """Make later copies wait for the work queued on the device so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def copy(self, target: Tensor, source: Tensor) -> Copied:
+    def copy(self, target: Tensor, source: Tensor) -> QueuedCopy:
         """Queue a copy. Neither tensor may be freed or written to before the copy is done."""
         if self._stream is None:
             target.copy_(source)
-            return Copied(None)
+            return QueuedCopy(None)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return Copied(self._stream.record_event())
+            return QueuedCopy(self._stream.record_event())
 
 
-class Copied:
+class QueuedCopy:
     """A queued copy whose completion other code can wait for.
 
     Args:
@@ -284,13 +284,13 @@ class Copied:
         if self._event is not None:
             self._event.synchronize()
 
-    def lead(self) -> None:
+    def delay_device(self) -> None:
         """Make work that is queued on the device from now on wait for the copy."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
 
-class Ferry:
+class StagingBuffer:
     """Double-buffered copying between a GPU and the host for one thread, through pinned memory.
 
     While the thread uses one chunk, the next one is copied.
@@ -298,7 +298,7 @@ class Ferry:
     Args:
         device: The GPU, which becomes the thread's current device. Otherwise, the thread would also
             create a context on the first GPU.
-        size: The number of bytes in a chunk. Twice this many stay pinned while the ferry exists.
+        size: The number of bytes in a chunk. Twice this many stay pinned while the buffer exists.
 
     Raises:
         MemoryError: There is not enough host memory.
@@ -311,29 +311,29 @@ class Ferry:
         self._stream = torch.cuda.Stream(device.torch_device)
         self._arrived = torch.cuda.Event(), torch.cuda.Event()
 
-    def take(self, data: Tensor) -> Iterator[memoryview]:
+    def download(self, data: Tensor) -> Iterator[memoryview]:
         """Yield all bytes in order, in chunks. Each is valid until the next one is requested.
 
         Args:
             data: A 1-D uint8 tensor on the device. It is read after the work already queued there,
                 and must not change before the last chunk is yielded.
         """
-        pieces, places = data.split(self._size), self._memory.split(self._size)
+        chunks, slots = data.split(self._size), self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
         try:
-            for index in range(len(pieces) + 1):
-                if index < len(pieces):  # begin to copy this chunk
+            for index in range(len(chunks) + 1):
+                if index < len(chunks):  # begin to copy this chunk
                     with torch.cuda.stream(self._stream):
-                        place = places[index % 2][: len(pieces[index])]
-                        place.copy_(pieces[index], non_blocking=True)
+                        slot = slots[index % 2][: len(chunks[index])]
+                        slot.copy_(chunks[index], non_blocking=True)
                         self._arrived[index % 2].record(self._stream)
                 if index > 0:  # meanwhile, the caller uses the previous one
                     self._arrived[(index - 1) % 2].synchronize()
-                    yield places[(index - 1) % 2][: len(pieces[index - 1])].numpy().data
+                    yield slots[(index - 1) % 2][: len(chunks[index - 1])].numpy().data
         finally:  # even on an early exit, because the target of an ongoing copy must not be freed
             self._stream.synchronize()
 
-    def bring(self, data: Tensor, target: Tensor) -> None:
+    def upload(self, data: Tensor, target: Tensor) -> None:
         """Copy bytes from any host memory to the device, and wait until they have arrived.
 
         The driver does the same for unpinned memory, but only for one thread at a time.
@@ -342,36 +342,36 @@ class Ferry:
             data: A 1-D uint8 tensor on the CPU.
             target: A tensor of the same size on the device.
         """
-        places = self._memory.split(self._size)
+        slots = self._memory.split(self._size)
         self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
         pairs = zip(data.split(self._size), target.split(self._size), strict=True)
-        for index, (piece, there) in enumerate(pairs):
-            place, gone = places[index % 2][: len(piece)], self._arrived[index % 2]
-            gone.synchronize()
-            np.copyto(place.numpy(), piece.numpy())  # runs in this thread only, unlike torch's copy
+        for index, (source, destination) in enumerate(pairs):
+            slot, copied = slots[index % 2][: len(source)], self._arrived[index % 2]
+            copied.synchronize()
+            np.copyto(slot.numpy(), source.numpy())  # runs in this thread only, unlike torch's copy
             with torch.cuda.stream(self._stream):
-                there.copy_(place, non_blocking=True)
-                gone.record(self._stream)
+                destination.copy_(slot, non_blocking=True)
+                copied.record(self._stream)
         self._stream.synchronize()
 
 
-class Ferries(threading.local):
-    """One ferry per thread, created on first use and kept for the life of the thread.
+class StagingBuffers(threading.local):
+    """One staging buffer per thread, created on first use and kept for the life of the thread.
 
     Args:
-        size: The number of bytes in a chunk (see `Ferry`).
+        size: The number of bytes in a chunk (see `StagingBuffer`).
     """
 
     def __init__(self, size: int) -> None:
-        """Create the object without any ferry."""
+        """Create the object without any buffer."""
         self._size = size
-        self._ferry: Ferry | None = None
+        self._buffer: StagingBuffer | None = None
 
-    def to(self, device: torch.device) -> Ferry:
-        """Return this thread's ferry between the host and this device."""
-        if self._ferry is None:
-            self._ferry = Ferry(Device(device), self._size)
-        return self._ferry
+    def for_device(self, device: torch.device) -> StagingBuffer:
+        """Return this thread's buffer for copies between the host and this device."""
+        if self._buffer is None:
+            self._buffer = StagingBuffer(Device(device), self._size)
+        return self._buffer
 
 
 class Recorder:
@@ -422,21 +422,21 @@ class Recorder:
 
     def __call__(self, work: Work[Result]) -> Work[Result]:
         """Run the work once, record it, and return a function that repeats it."""
-        here, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
+        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
             work()
-        here.wait_stream(aside)
+        current.wait_stream(side)
         result, replay = self.record(work)
 
-        def again() -> Result:
+        def repeat() -> Result:
             replay()
             return result
 
-        return again
+        return repeat
 
 
-class Reading:
+class AsyncRead:
     """An ongoing copy of values from a device to the host.
 
     Args:
@@ -474,10 +474,10 @@ class StreamMarks:
 
     def put(self, number: int) -> None:
         """Queue a number, which must increase from call to call."""
-        place = number % self._NUMBERS
-        self._arrived.copy_(self._numbers[place : place + 1], non_blocking=True)
+        index = number % self._NUMBERS
+        self._arrived.copy_(self._numbers[index : index + 1], non_blocking=True)
 
-    def behind(self, number: int) -> int:
+    def lag(self, number: int) -> int:
         """Return how many marks the device is behind `number`, the last one queued."""
         return (number - int(self._arrived.item())) % self._NUMBERS
 
@@ -504,8 +504,8 @@ def library_versions() -> dict[str, str]:
         versions["CUDA"] = torch.version.cuda or ""
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         with suppress(OSError):
-            found = re.search(r"Module\s+(\S+)", Path("/proc/driver/nvidia/version").read_text())
-            versions["driver"] = found[1] if found else ""
+            match = re.search(r"Module\s+(\S+)", Path("/proc/driver/nvidia/version").read_text())
+            versions["driver"] = match[1] if match else ""
     return versions
 
 

@@ -21,7 +21,7 @@ from megatron.errors import ConfigError, StorageError, warn
 
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
-PICTURES = (".png", ".pdf", ".svg")  # allowed file extensions of plots
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")  # allowed file extensions of plots
 
 # A check of a complete folder before it gets its final name. It rejects a folder by raising.
 Check = Callable[[Path], None] | None
@@ -66,14 +66,14 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
         raise ConfigError(f"{flag}: {existing} already exists: {remedy}")
 
 
-def picture_problems(flag: str, path: Path) -> list[str]:
+def plot_name_problems(flag: str, path: Path) -> list[str]:
     """Return an error line if the file name of a plot does not have a supported extension."""
-    if path.suffix.lower() in PICTURES:
+    if path.suffix.lower() in PLOT_SUFFIXES:
         return []
-    return [f"{flag} {path}: give a name that ends in {', '.join(PICTURES)}"]
+    return [f"{flag} {path}: give a name that ends in {', '.join(PLOT_SUFFIXES)}"]
 
 
-def beside(path: Path, kind: str) -> Path:
+def unique_sibling(path: Path, kind: str) -> Path:
     """Return the path with `kind` and a random suffix appended, so that it is unique."""
     return path.with_name(f"{path.name}{kind}{uuid.uuid4().hex}")
 
@@ -111,9 +111,9 @@ def open_trusted(path: Path, *owners: int) -> BufferedReader:
     def open_checked(name: str, flags: int) -> int:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-        found = os.fstat(descriptor)
-        is_ours = found.st_uid in (os.getuid(), 0, *owners) and not found.st_mode & 0o022
-        if not (stat.S_ISREG(found.st_mode) and is_ours):
+        status = os.fstat(descriptor)
+        is_trusted = status.st_uid in (os.getuid(), 0, *owners) and not status.st_mode & 0o022
+        if not (stat.S_ISREG(status.st_mode) and is_trusted):
             os.close(descriptor)
             raise PermissionError(errno.EPERM, "other users may have written it", name)
         return descriptor
@@ -131,8 +131,8 @@ def private_folder(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(errno.EPERM, "it is not a private folder of this user", str(path))
     return path
 
@@ -147,12 +147,12 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that gets its final name if the body succeeds and is removed if it fails.
 
     Its folder is not flushed.
     """
-    temporary = beside(path, TEMPORARY)
+    temporary = unique_sibling(path, TEMPORARY)
     try:
         with new_file(temporary) as file:
             yield file
@@ -165,7 +165,7 @@ def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replace a file. Readers see the old or the new content, even after a power failure."""
-    with renamed_when_done(path) as file:
+    with atomic_file(path) as file:
         file.write(data)
     sync_folder(path.parent)
 
@@ -186,12 +186,12 @@ def check_unpublished(check: Check, temporary: Path, final: Path) -> None:
     try:
         check(temporary)
     except BaseException:
-        aside = beside(final, UNVERIFIED)
+        unverified = unique_sibling(final, UNVERIFIED)
         with storage_errors(final):
-            temporary.rename(aside)
+            temporary.rename(unverified)
             sync_folder(final.parent)
         remedy = "inspect it, or delete it"
-        warn(f"{final} was not verified: the unverified output is in {aside}: {remedy}")
+        warn(f"{final} was not verified: the unverified output is in {unverified}: {remedy}")
         raise
 
 

@@ -61,14 +61,14 @@ def cores_per_process() -> int:
 
 def cuda_home() -> Path | None:
     """Return the CUDA toolkit named by CUDA_HOME or CUDA_PATH, if any."""
-    found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return Path(found) if found else None
+    path = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return Path(path) if path else None
 
 
 def corpora_file() -> Path | None:
     """Return the path of the YAML file of named corpora, if MEGATRON_CORPORA is set."""
-    found = os.environ.get("MEGATRON_CORPORA")
-    return Path(found).expanduser() if found else None
+    path = os.environ.get("MEGATRON_CORPORA")
+    return Path(path).expanduser() if path else None
 
 
 def perspective_api_key() -> str | None:
@@ -89,8 +89,8 @@ def private_cache(name: str) -> Path:
         OSError: The folder cannot be created, or other users have access to it.
         RuntimeError: The user has no home folder.
     """
-    if asked := os.environ.get("MEGATRON_CACHE"):
-        base = Path(asked).expanduser()
+    if root := os.environ.get("MEGATRON_CACHE"):
+        base = Path(root).expanduser()
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"
     return private_folder(base / f"{name}-{os.getuid()}")

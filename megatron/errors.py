@@ -19,7 +19,7 @@ EXIT_OK = 0
 EXIT_SAVED_ON_SIGNAL = 3
 
 
-def say_on_stderr(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print a line to the error stream immediately, even if output is piped.
 
     If the disk that holds the log is full, the line is dropped, so that neither the work nor its
@@ -36,20 +36,20 @@ def drop_unwritten(stream: TextIO) -> None:
 
     Python would otherwise try to write it again with the next line and at exit.
     """
-    number = stream.fileno()
-    kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+    descriptor = stream.fileno()
+    saved, null = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(null, number)
+        os.dup2(null, descriptor)
         stream.flush()
     finally:
-        os.dup2(kept, number)
-        os.close(kept)
+        os.dup2(saved, descriptor)
+        os.close(saved)
         os.close(null)
 
 
 def warn(text: str) -> None:
     """Print a warning that the user may act on while the work continues."""
-    say_on_stderr(f"WARNING: {text}")
+    print_to_stderr(f"WARNING: {text}")
 
 
 class UserError(Exception):
@@ -124,14 +124,14 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     if cause is None:
         return None
-    if _lacks_files(cause):
+    if _is_out_of_descriptors(cause):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return ShortageError(f"too many open files: raise the limit (`ulimit -n` is {limit})")
-    asked = re.search(r"allocate ([\d.]+ \w+)", str(cause))
+    request = re.search(r"allocate ([\d.]+ \w+)", str(cause))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return ShortageError(
         "out of memory"
-        + (f": cannot allocate {asked[1]}" if asked else "")
+        + (f": cannot allocate {request[1]}" if request else "")
         + (f" (`ulimit -v` gives each process {limit / 1e9:.2f} GB)" if limit > 0 else "")
         + f". {remedy}"
     )
@@ -140,11 +140,11 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
 def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, UserError):  # its message may quote a file that mentions memory
         return isinstance(error, ShortageError)
-    is_told = isinstance(error, MemoryError) or _SHORTAGE.search(str(error)) is not None
-    return is_told or _lacks_files(error)
+    is_about_memory = isinstance(error, MemoryError) or _SHORTAGE.search(str(error)) is not None
+    return is_about_memory or _is_out_of_descriptors(error)
 
 
-def _lacks_files(error: BaseException) -> bool:
+def _is_out_of_descriptors(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 

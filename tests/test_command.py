@@ -53,10 +53,10 @@ sys.exit(run_process([], lambda launch: say("iteration 1")))
 def test_a_run_outlives_its_log_only_until_its_training_is_over(place: str, code: int) -> None:
     script = f"""
 import sys
-from megatron.command import outliving_output, say
+from megatron.command import surviving_closed_output, say
 from megatron.processes.process import run_process
 def work(launch):
-    with outliving_output(lambda: print("told", file=sys.stderr)):
+    with surviving_closed_output(lambda: print("told", file=sys.stderr)):
         {'say("iteration 1")' if place == "inside" else "pass"}
     say("iteration 2")
     return 0

@@ -48,7 +48,7 @@ def test_a_new_file_is_read_and_written_and_belongs_to_this_user_alone(tmp_path:
 
 
 def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
-    names = {durable.beside(tmp_path / "x", ".tmp-").name for _ in range(1000)}
+    names = {durable.unique_sibling(tmp_path / "x", ".tmp-").name for _ in range(1000)}
     assert len(names) == 1000
     assert not any(str(os.getpid()) == name.removeprefix("x.tmp-") for name in names)
 

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command, say
+from megatron.command import print_line, run_command
 from megatron.config.arguments import ToolParser
 from tools.bench.launch import entry_command, measure, run_process
 from tools.bench.workloads import PRECISIONS, WORKLOADS, corpus_prefix, training_flags
@@ -162,11 +162,11 @@ def run(options: argparse.Namespace) -> None:
             }
     gpt, retro = results["gpt"], results["retro"]
     names = list(gpt)
-    say(f"{'':6}" + "".join(f"{name:>21}" for name in names) + f"{'of expected':>13}")
+    print_line(f"{'':6}" + "".join(f"{name:>21}" for name in names) + f"{'of expected':>13}")
     for kind, values in results.items():
         share = values["TFLOP/s"] / gpt["TFLOP/s"]
         shown = "".join(f"{values[name]:>21,.1f}" for name in names)
-        say(f"{kind:6}{shown}{share:>13.1%}")
+        print_line(f"{kind:6}{shown}{share:>13.1%}")
     if options.output is not None:
         options.output.write_text(json.dumps({"gpt": gpt, "retro": retro}, indent=2) + "\n")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megatron.config.arguments import split
-from megatron.errors import ConfigError, say_on_stderr
+from megatron.errors import ConfigError, print_to_stderr
 
 ROOT = Path(__file__).resolve().parents[1]
 _PREPROCESS = "tools/preprocess_data.py"
@@ -139,7 +139,7 @@ def run_old_name(script: str) -> NoReturn:
         print(f"usage: {name} [flags of {old.era}]\n\n{name} is an old name that {is_now}.")
         sys.exit(0)
     if not old.now:
-        say_on_stderr(f"error: {name} ({old.era}) was removed: {old.remedy}")
+        print_to_stderr(f"error: {name} ({old.era}) was removed: {old.remedy}")
         sys.exit(ConfigError.exit_code)
     rank = int(os.environ.get("RANK") or 0)
     if old.once and rank > 0:
@@ -147,7 +147,9 @@ def run_old_name(script: str) -> NoReturn:
     now = translated(old, words)
     if rank == 0:
         shown = f" {' '.join(now)}" if now != words else ""
-        say_on_stderr(f"note: {name} is an old name ({old.era}) of {old.now}: running that{shown}")
+        print_to_stderr(
+            f"note: {name} is an old name ({old.era}) of {old.now}: running that{shown}"
+        )
     before, script_words = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) :]
     options = before if script_words == sys.argv else []  # not with `python -m`
     os.execv(sys.executable, [sys.executable, *options, str(ROOT / old.now), *now])

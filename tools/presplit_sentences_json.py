@@ -21,7 +21,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import MAX_LINE_MB, ToolParser, add_max_line_mb
-from megatron.durable import expect_no_file, renamed_when_done, writing_to
+from megatron.durable import atomic_file, expect_no_file, writing_to
 from megatron.errors import DataError
 
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     )
     with (
         writing_to("OUTPUT", options.output),
-        renamed_when_done(Path(options.output)) as file,
+        atomic_file(Path(options.output)) as file,
     ):
         for record in _records(paths, key, options.max_line_mb):
             text = record[key]

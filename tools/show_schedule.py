@@ -23,7 +23,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import expect_no_file, picture_problems
+from megatron.durable import expect_no_file, plot_name_problems
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.check import check, check_bounds
 from megatron.parallel.pipeline.draw import as_text, draw
@@ -156,7 +156,7 @@ def check_can_show(arguments: argparse.Namespace) -> None:
         )
     if arguments.output is None:
         return
-    if problems := picture_problems("--output", arguments.output):
+    if problems := plot_name_problems("--output", arguments.output):
         raise ConfigError(problems)
     expect_no_file("--output", [arguments.output], overwrite=arguments.overwrite)
 

@@ -93,7 +93,7 @@ class NonPersistentStore:
         """
         exchange, name = self._exchange, iteration_folder(snapshot.iteration)
         final = self.root / name
-        unique = exchange.on_main(lambda: durable.beside(final, durable.TEMPORARY).name)
+        unique = exchange.on_main(lambda: durable.unique_sibling(final, durable.TEMPORARY).name)
         temporary = self.root / unique
 
         def write() -> Json:

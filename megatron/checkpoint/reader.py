@@ -22,7 +22,7 @@ from megatron.checkpoint.retention import hold_for_reading
 from megatron.checkpoint.shard import Placement
 from megatron.checkpoint.trust import open_trusted
 from megatron.config.retriever import TOWERS
-from megatron.device import Device, Ferries
+from megatron.device import Device, StagingBuffers
 from megatron.errors import CheckpointError
 from megatron.parallel.quantized import PackedWeight
 
@@ -398,7 +398,7 @@ def restore(
         )
     # A native checkpoint's values are read from disk when they are copied: copy several at a time.
     copying: deque[Future[None]] = deque()
-    ferries = Ferries(shard.PIECE)
+    buffers = StagingBuffers(shard.PIECE)
     with ThreadPoolExecutor(shard.THREADS) as pool:
         for name, entry in flatten(entries):
             tensor, is_packed = entry.tensor, isinstance(entry.tensor, PackedWeight)
@@ -410,7 +410,7 @@ def restore(
                     continue
                 values = reader.read(name, part, global_shape=entry.global_shape)
                 target = tensor[part.within(entry.box)]
-                copying.append(pool.submit(_copy, target, values, ferries))
+                copying.append(pool.submit(_copy, target, values, buffers))
                 if len(copying) > shard.THREADS:  # limits the values that wait in memory
                     copying.popleft().result()
             if is_packed:
@@ -422,13 +422,13 @@ def restore(
 
 
 @torch.no_grad()  # the setting is per thread
-def _copy(tensor: Tensor, values: Tensor, ferries: Ferries) -> None:
+def _copy(tensor: Tensor, values: Tensor, buffers: StagingBuffers) -> None:
     is_plain = tensor.is_contiguous() and values.is_contiguous() and tensor.numel() > 0
     if tensor.device.type == "cpu" or tensor.dtype != values.dtype or not is_plain:
         with Device(tensor.device).as_current():  # a new thread's current device is the first GPU
             tensor.copy_(values)
     else:
-        ferries.to(tensor.device).bring(shard.bytes_of(values), shard.bytes_of(tensor))
+        buffers.for_device(tensor.device).upload(shard.bytes_of(values), shard.bytes_of(tensor))
 
 
 def find_problems(

@@ -28,7 +28,7 @@ from megatron.checkpoint.find import COMPLETE, FoundCheckpoint, iteration_folder
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.shard import digest_of
 from megatron.checkpoint.trust import open_descriptor, open_plain
-from megatron.durable import TEMPORARY, beside, remove_tree, sync_folder
+from megatron.durable import TEMPORARY, remove_tree, sync_folder, unique_sibling
 from megatron.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
         try:
             if not _lock(descriptor, fcntl.LOCK_EX):
                 continue
-            nameless = beside(one.path, TEMPORARY)
+            nameless = unique_sibling(one.path, TEMPORARY)
             os.rename(one.path, nameless)
             sync_folder(root)
             remove_tree(nameless)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.entries import LazyTensor, dtype_name
-from megatron.device import Ferries
+from megatron.device import StagingBuffers
 from megatron.durable import create
 from megatron.environment import usable_cores
 
@@ -132,14 +132,14 @@ def write_shard(
         OSError: Writing failed in one of the threads, so the file is incomplete.
     """
     # Write the largest first, so that the threads finish at about the same time.
-    order, ferries = sorted(places, key=lambda name: -places[name].size), Ferries(PIECE)
+    order, buffers = sorted(places, key=lambda name: -places[name].size), StagingBuffers(PIECE)
     with create(path, buffering=0) as file:
         descriptor = file.fileno()
         _write_at(descriptor, memoryview(header), 0)
 
         def write(name: str) -> str:
             digest, position = hashlib.sha256(), places[name].start
-            for data in _pieces(tensors[name], ferries):
+            for data in _pieces(tensors[name], buffers):
                 _write_at(descriptor, data, position)
                 digest.update(data)
                 position += len(data)
@@ -151,7 +151,7 @@ def write_shard(
     return digests
 
 
-def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
+def _pieces(tensor: torch.Tensor, buffers: StagingBuffers) -> Iterable[memoryview]:
     """Return a tensor's bytes in row-major order in host memory, in chunks.
 
     Each chunk is valid until the next one is requested.
@@ -160,7 +160,7 @@ def _pieces(tensor: torch.Tensor, ferries: Ferries) -> Iterable[memoryview]:
         return (piece for part in tensor.parts() for piece in _cut(memory_of(part)))
     if tensor.device.type == "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return _cut(memory_of(tensor))
-    return ferries.to(tensor.device).take(bytes_of(tensor))
+    return buffers.for_device(tensor.device).download(bytes_of(tensor))
 
 
 def _cut(data: memoryview) -> Iterable[memoryview]:

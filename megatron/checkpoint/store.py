@@ -186,7 +186,7 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
             what = f"the checkpoint needs {need:,} bytes, and {_SPARE:,} bytes must stay free"
             remedy = "make room, or give another folder to --save"
             raise StorageError(f"{root}: {what}, but only {free:,} are free: {remedy}")
-        temporary = durable.beside(final, durable.TEMPORARY)
+        temporary = durable.unique_sibling(final, durable.TEMPORARY)
         temporary.mkdir(mode=0o775)
     return str(temporary)
 
@@ -262,7 +262,7 @@ def _publish(root: Path, temporary: Path, folder: str, check: Check) -> None:
     with durable.storage_errors(root):
         durable.sync_folder(temporary)
         if final.exists():
-            replaced = durable.beside(final, find.REPLACED)
+            replaced = durable.unique_sibling(final, find.REPLACED)
             os.rename(final, replaced)
         try:
             os.rename(temporary, final)

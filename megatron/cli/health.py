@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.command import run_command, say
+from megatron.command import print_line, run_command
 from megatron.config.arguments import ToolParser
 from megatron.config.reliability import HEALTH_FACTOR
 from megatron.environment import module_command
@@ -96,11 +96,11 @@ def _test(launch: Launch, folder: Path | None, factor: float) -> int:
         rows = check_health(layout, device, folder)
     problems = problems_of(rows, factor)
     if launch.rank == 0:
-        say(health_table(rows))
+        print_line(health_table(rows))
         for problem in problems:
-            say(f"WARNING: {problem}")
+            print_line(f"WARNING: {problem}")
         if not problems:
-            say("nothing stands out")
+            print_line("nothing stands out")
     if problems:
         leave_message("; ".join(problems))  # for torchrun's report
     return _STANDS_OUT if problems else 0

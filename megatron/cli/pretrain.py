@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.main import with_task
-from megatron.command import run_command, say
+from megatron.command import print_line, run_command
 from megatron.config.arguments import Given, split
 from megatron.config.fields import suggestion
 from megatron.config.finetuning import finetuning_words
@@ -122,7 +122,7 @@ def _become(words: Sequence[str], *, finetunes: bool = False) -> None:
     if not is_launched():
         here = Path.cwd()
         shown = script.relative_to(here) if script.is_relative_to(here) else script
-        say(f"$ {shlex.join([*program, str(shown), *flags])}\n")
+        print_line(f"$ {shlex.join([*program, str(shown), *flags])}\n")
     start = [sys.executable]
     if len(program) > 1:
         start = [*module_command(_LAUNCHER), *program[3:]]

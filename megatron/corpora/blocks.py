@@ -41,7 +41,7 @@ from megatron.corpora.sources import Piece, read_piece
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.preprocess import BlockEncoder, EncodingOptions, preprocess
 from megatron.data.text_input import load_line
-from megatron.durable import TEMPORARY, renamed_when_done, writing_to
+from megatron.durable import TEMPORARY, atomic_file, writing_to
 from megatron.errors import DataError
 from megatron.extras import packages_of
 
@@ -79,7 +79,7 @@ def output(path: Path) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{path.name}{TEMPORARY}*"):
             left.unlink()
-        with renamed_when_done(path) as file:
+        with atomic_file(path) as file:
             yield file
 
 

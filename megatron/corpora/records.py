@@ -14,7 +14,7 @@ import orjson
 
 from megatron.data.preprocess import map_in_order
 from megatron.data.text_input import TextBlock, load_line, read_blocks
-from megatron.durable import renamed_when_done, writing_to
+from megatron.durable import atomic_file, writing_to
 from megatron.errors import ConfigError, DataError
 
 Record = dict[str, Any]
@@ -87,7 +87,7 @@ def transform_records(
         files = []
         for name in outputs:
             stack.enter_context(writing_to("output", name))
-            files.append(stack.enter_context(renamed_when_done(Path(name))))
+            files.append(stack.enter_context(atomic_file(Path(name))))
         for results, found in map_records(path, transform, keys, workers):
             counts += found
             for file, records in zip(files, results, strict=True):
@@ -115,7 +115,7 @@ def map_records(
 def write_records(path: str, records: Iterator[Record]) -> int:
     """Write records to a JSON lines file atomically, and return their number."""
     count = 0
-    with writing_to("output", path), renamed_when_done(Path(path)) as file:
+    with writing_to("output", path), atomic_file(Path(path)) as file:
         for record in records:
             file.write(dump_record(record))
             count += 1

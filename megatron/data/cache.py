@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.durable import open_trusted, renamed_when_done
+from megatron.durable import atomic_file, open_trusted
 from megatron.environment import cores_per_process
 from megatron.errors import DataError, warn
 
@@ -96,7 +96,7 @@ class IndexCache(NamedTuple):
         for files in places[-1:]:
             with saving(f"index cache {files.stem.parent}", warns=self.warns):
                 mapped = files.save(arrays)
-                with renamed_when_done(Path(f"{files.stem}.dsc")) as file:
+                with atomic_file(Path(f"{files.stem}.dsc")) as file:
                     file.write(description.encode())
                 return mapped
         return arrays
@@ -224,9 +224,9 @@ class ArrayFiles(NamedTuple):
         """
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         for suffix, array in zip(self.suffixes, arrays, strict=True):
-            with renamed_when_done(Path(f"{self.stem}{suffix}.npy")) as file:
+            with atomic_file(Path(f"{self.stem}{suffix}.npy")) as file:
                 np.save(file, array, allow_pickle=False)
-        with renamed_when_done(Path(f"{self.stem}.sha256")) as file:
+        with atomic_file(Path(f"{self.stem}.sha256")) as file:
             file.write(digest_of(self.origin, arrays).encode())
         mapped = self.load()
         if mapped is None:

@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.durable import TEMPORARY, beside, create, sync_folder, writing_to
+from megatron.durable import TEMPORARY, create, sync_folder, unique_sibling, writing_to
 from megatron.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -432,7 +432,7 @@ class IndexedDatasetBuilder:
 
     def _create(self, suffix: str) -> BinaryIO:
         # The file is in the same folder, so that the last step is a rename.
-        return create(beside(Path(f"{self.prefix}.{suffix}"), TEMPORARY), buffering=1 << 20)
+        return create(unique_sibling(Path(f"{self.prefix}.{suffix}"), TEMPORARY), buffering=1 << 20)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         """Return the builder."""

@@ -40,7 +40,7 @@ from megatron.errors import (
     DataError,
     ShortageError,
     UserError,
-    say_on_stderr,
+    print_to_stderr,
     shortage_errors,
     shortage_of,
 )
@@ -147,7 +147,7 @@ def find_punkt(
     punkt = installed_punkt(language)
     if punkt is not None:
         return punkt
-    say_on_stderr(
+    print_to_stderr(
         f"NLTK's Punkt for {language} is not installed: training Punkt on the beginning of the "
         "input"
     )

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron.durable import renamed_when_done, sync_folder
+from megatron.durable import atomic_file, sync_folder
 from megatron.errors import ConfigError, DataError, StorageError
 
 _BLOCK = 8 << 20  # bytes read at a time
@@ -97,7 +97,7 @@ def _copy(system: Any, file: str, size: int, target: Path, flag: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed or this process ends
         if target.exists():
             return
-        with _writing(target), renamed_when_done(target) as out:
+        with _writing(target), atomic_file(target) as out:
             copied = 0
             for data in _blocks(system, file, flag):
                 out.write(data)

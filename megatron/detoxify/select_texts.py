@@ -23,7 +23,7 @@ from megatron.config.arguments import ToolParser
 from megatron.data.json_lines import JsonLine, read_objects
 from megatron.detoxify.annotate import FLAG, OUT
 from megatron.detoxify.scorers import TOXICITY
-from megatron.durable import expect_no_file, renamed_when_done, sync_folder, writing_to
+from megatron.durable import atomic_file, expect_no_file, sync_folder, writing_to
 from megatron.errors import ConfigError, DataError
 
 TOXIC = 0.5  # texts with at least this score count as toxic
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     with (
         writing_to(OUT, target),
         source.open("rb") as file,
-        renamed_when_done(target) as result,
+        atomic_file(target) as result,
     ):
         for index in order:
             file.seek(int(found.starts[index]))

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.config.distillation import DistillationConfig
 from megatron.data.gpt import TokenBatch
@@ -161,7 +161,7 @@ class Distillation(Extras):
             shape = (*rows, hidden + teacher.hidden)
             run.channel = run.channel.with_shapes(lambda micro_batch: shape)
         if run.layout.world.rank == 0:
-            say(f"  teacher: {teacher.name}, {teacher.description}")
+            print_line(f"  teacher: {teacher.name}, {teacher.description}")
 
 
 def split_message(message: Tensor, theirs: int) -> tuple[Tensor, Tensor]:

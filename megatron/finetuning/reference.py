@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.config.adapters import is_adapter_parameter
 from megatron.data.preferences import PAIRS, PreferenceDataset, preference_members
@@ -82,7 +82,9 @@ class ReferenceLogProbs(Extras):
             if run.layout.world.rank == 0:
                 count = sum(member.packing.rows for member in members)
                 off = " with the adapters off" if is_base else ""
-                say(f"  computing the reference model's log-probabilities of {count} rows{off} ...")
+                print_line(
+                    f"  computing the reference model's log-probabilities of {count} rows{off} ..."
+                )
             with without_adapters(run.parts if is_base else ()):
                 kept = np.concatenate([reference_of(run, member) for member in members])
             source = None
@@ -239,11 +241,11 @@ def _read(path: Path | None, data: str, weights: str, pairs: int) -> NDArray[np.
         return None
     held = _load(path)
     if held is None:
-        say(f"WARNING: {path}: not a file of log-probabilities; it will be replaced")
+        print_line(f"WARNING: {path}: not a file of log-probabilities; it will be replaced")
         return None
     fits = held.values.shape == (pairs, 2) and held.values.dtype == np.float64
     if not fits or held.data != data or (weights and held.weights != weights):
-        say(f"  {path} is for other data or weights; it will be replaced")
+        print_line(f"  {path} is for other data or weights; it will be replaced")
         return None
     return held.values
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import RunConfig, rules_model, rules_parallel
 from megatron.config.checks import find_problems
 from megatron.config.data import TokenizerConfig
@@ -249,7 +249,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     header = new_header(config, tokenizer, samples=samples, teacher=teacher.name)
     begin_folder(folder, header)  # on every process: all of them write the same header
     if layout.world.rank == 0:
-        say(f"teacher: {teacher.name}, {teacher.description}")
+        print_line(f"teacher: {teacher.name}, {teacher.description}")
     channel = None
     if layout.pipeline.size > 1:
         channel = PipelineChannel(
@@ -263,7 +263,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     layout.wait_for_all()
     if layout.world.rank == 0:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        say(f"the logits of {samples:,} samples are in {folder} ({size / 1e9:.3g} GB)")
+        print_line(f"the logits of {samples:,} samples are in {folder} ({size / 1e9:.3g} GB)")
 
 
 class _Writer(NamedTuple):
@@ -369,4 +369,4 @@ def _write_missing(
             write_file(header.path(folder, samples.start), header, tops, digests)
         if layout.world.rank == 0 and time.monotonic() - said > _SAY_EVERY:
             said = time.monotonic()
-            say(f"  {number + 1} of this process's {len(mine)} files are written")
+            print_line(f"  {number + 1} of this process's {len(mine)} files are written")

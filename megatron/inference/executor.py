@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.device import Device, Reading
+from megatron.device import AsyncRead, Device
 from megatron.inference.cache import CacheMemory, StateRows, StepCache
 from megatron.inference.request import Retrieved
 from megatron.inference.sampling import Choice, Chosen, choose, result_width, unpack
@@ -161,7 +161,7 @@ class Executor:
             tokens = tokens[self.device.send(np.array(nexts, dtype=np.int64))]
         self._chosen = tokens.long().clamp(min=0)  # a negative "token" ends its request
         self._places = {plan[wanted[i].row].sequence: place for place, i in enumerate(nexts)}
-        reading = Reading(result.flatten())
+        reading = AsyncRead(result.flatten())
         return lambda: unpack(reading.wait(), choices)
 
     def retrieved(self, plan: StepPlan) -> list[Retrieved]:

@@ -28,7 +28,14 @@ from megatron.config.generation import (
 from megatron.config.parser import Program
 from megatron.data.json_lines import Setting, json_object, keep_settings
 from megatron.durable import storage_errors
-from megatron.errors import EXIT_OK, ConfigError, DataError, StorageError, UserError, say_on_stderr
+from megatron.errors import (
+    EXIT_OK,
+    ConfigError,
+    DataError,
+    StorageError,
+    UserError,
+    print_to_stderr,
+)
 from megatron.inference.adapters import OpenedAdapter, add_to, open_adapters
 from megatron.inference.build import EngineOptions, check_speculation, ranks_of_copy
 from megatron.inference.engine import BatchEngine
@@ -97,7 +104,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     options = _engine_options(samples, config)
     adapters = open_adapters(samples.serve_adapter, config)
     # On stderr like the panel, because the samples on stdout may be piped into another program.
-    show_notices((*parsed.notices, *find_sample_notices(samples)), launch, say_on_stderr)
+    show_notices((*parsed.notices, *find_sample_notices(samples)), launch, print_to_stderr)
     prompts = _prompts_of(samples) if launch.rank == 0 else []  # finds mistakes early
     source = samples.sample_input_file
     target = samples.sample_output_file or f"{source}.out" if source else samples.genfile
@@ -126,7 +133,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             settings = settings_of(sampling, seed) | _sources_of(workdir, adapters)
             answers = ", ".join(f"{name} {value}" for name, value in settings.items())
             panel = [("answers", answers), *engine_rows(loaded, engine, device)]
-            say_on_stderr(format_panel(program, panel))
+            print_to_stderr(format_panel(program, panel))
             write = printer(len(prompts))
             if target is not None:
                 file = stack.enter_context(closing(SampleFile(Path(target))))
@@ -166,9 +173,9 @@ def _serve_and_tell(engine: BatchEngine, inbox: SampleInbox, *, has_drafts: bool
     serve(engine, inbox)
     seconds, new = time.perf_counter() - begun, engine.stats.new_tokens
     if new:
-        say_on_stderr(f"{new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s")
+        print_to_stderr(f"{new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s")
     if has_drafts:
-        say_on_stderr(describe_drafts(engine.stats))
+        print_to_stderr(describe_drafts(engine.stats))
 
 
 def _prompts_of(samples: SamplesConfig) -> list[str | None]:

@@ -405,7 +405,7 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
 
 
 def say_nothing(line: str) -> None:
-    """Print nothing. Used instead of `errors.say_on_stderr` when another process prints."""
+    """Print nothing. Used instead of `errors.print_to_stderr` when another process prints."""
 
 
 def detect_architectures() -> list[str]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron.device import Device, cuda_release, current_gpu, stream_handle
 from megatron.environment import local_rank, private_cache
-from megatron.errors import say_on_stderr
+from megatron.errors import print_to_stderr
 from megatron.kernels.build import (
     PREBUILT,
     BuildError,
@@ -459,7 +459,7 @@ def find_library(device: torch.device) -> LibraryChoice:
         except (BuildError, OSError) as error:  # OSError: the file system has failed
             reason = str(error)
     if local_rank() == 0:
-        say_on_stderr(f"fused kernels: off, using plain PyTorch: {reason}")
+        print_to_stderr(f"fused kernels: off, using plain PyTorch: {reason}")
     return LibraryChoice(None, reason)
 
 
@@ -487,7 +487,7 @@ def find_or_build(architecture: str) -> Path:
     Raises:
         BuildError: There is no file, and it cannot be compiled.
     """
-    say = say_on_stderr if local_rank() == 0 else say_nothing
+    say = print_to_stderr if local_rank() == 0 else say_nothing
     installed = find_built(architecture, PREBUILT, say)
     if installed is not None:
         return installed
@@ -501,5 +501,5 @@ def find_or_build(architecture: str) -> Path:
             "to another folder"
         ) from None
     return find_built(architecture, folder, say) or build(
-        architecture, folder, say_on_stderr, say, cuda_release()
+        architecture, folder, print_to_stderr, say, cuda_release()
     )

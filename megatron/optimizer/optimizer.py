@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.device import CopyQueue
+from megatron.device import CopyStream
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.averages import new_average
@@ -246,7 +246,7 @@ class _OwnPart:
         layout: Layout,
         library: KernelLibrary | None,
         config: OptimizerConfig,
-        queues: tuple[CopyQueue, CopyQueue],
+        queues: tuple[CopyStream, CopyStream],
     ) -> Update:
         """Bind the group's update rule to its tensors."""
         rule, rows = self.group.rule, gradients.shares_weights
@@ -331,7 +331,7 @@ class Optimizer:
         counted_ids = {id(p) for p in counted}
         self._device = groups[0].parameters[0].device
         library = find_library(self._device).library
-        queues = CopyQueue(self._device), CopyQueue(self._device)
+        queues = CopyStream(self._device), CopyStream(self._device)
         self._updates = [
             (own.group, own.bind(gradients, layout, library, config, queues))
             for own in self._owned

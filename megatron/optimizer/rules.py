@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.device import CopyQueue, Device
+from megatron.device import CopyStream, Device
 from megatron.kernels.adam import AdamNumbers, AdamTensors, choose_adam, copy_weights
 from megatron.kernels.library import KernelLibrary
 from megatron.optimizer.muon import Muon
@@ -234,7 +234,7 @@ class OverlappedUpdate:
         tensors: UpdateTensors,
         parts: Sequence[Tensor],
         *,
-        queues: tuple[CopyQueue, CopyQueue],
+        queues: tuple[CopyStream, CopyStream],
         piece_bytes: int = _PIECE_BYTES,
     ) -> None:
         """Divide the tensors into pieces."""
@@ -257,12 +257,12 @@ class OverlappedUpdate:
 
         Later work on the device waits for the new weights.
         """
-        self._arrivals.follow()  # the gradients are complete
+        self._arrivals.wait_for_device()  # the gradients are complete
         arrived = [
             [self._arrivals.copy(received, gradient) for received, gradient in piece.received]
             for piece in self._pieces
         ]
-        self._departures.follow()  # nothing reads the old weights anymore
+        self._departures.wait_for_device()  # nothing reads the old weights anymore
         sent = []
         for piece, copies in zip(self._pieces, arrived, strict=True):
             for copied in copies[-1:]:  # a queue finishes its copies in order
@@ -270,7 +270,7 @@ class OverlappedUpdate:
             piece.on_host(step, weight_decay=weight_decay)
             sent += [self._departures.copy(part, weight) for part, weight in piece.sent]
         for copied in sent[-1:]:
-            copied.lead()
+            copied.delay_device()
 
 
 def _pieces(sizes: Sequence[int], most: int) -> list[slice]:

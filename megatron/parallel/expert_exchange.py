@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.device import Reading
+from megatron.device import AsyncRead
 from megatron.kernels.grouped import Grouping, Spreading, spread, unite
 from megatron.kernels.library import KernelLibrary
 from megatron.parallel.collectives import (
@@ -190,7 +190,7 @@ class ExpertExchange:
         """
         choices = gather_rows_to(choices, axis)
         choices = self._here(choices, axis.rank)
-        reading = Reading((choices >= 0).sum().view(1))
+        reading = AsyncRead((choices >= 0).sum().view(1))
         return Arrived(
             start_gather_rows(tokens, axis, self._exchange),
             choices,
@@ -208,7 +208,7 @@ class ExpertExchange:
         goes = (owners.unsqueeze(-1) == ranks).sum(1)  # [T, ranks], a token's experts per rank
         counts = torch.stack(((goes > 0).sum(0), goes.sum(0)), dim=1)  # [ranks, 2]
         counts_in = all_to_all_rows(counts, axis, [1] * axis.size, [1] * axis.size)
-        reading = Reading(torch.cat((counts[:, 0], counts_in.t().flatten())))
+        reading = AsyncRead(torch.cat((counts[:, 0], counts_in.t().flatten())))
         grouping = Grouping.of(torch.where(goes > 0, ranks, -1), axis.size)
         numbers = [int(number) for number in reading.wait()]
         sent, received, rows = (

@@ -176,14 +176,14 @@ class Journal:
         """The latest line that the process or, if there are marks, its device has reached."""
         if self._marks is None:
             return self._place
-        behind = self._marks.behind(self._place.number)
+        behind = self._marks.lag(self._place.number)
         places = list(self._places)
         return places[max(0, len(places) - 1 - behind)]
 
     @property
     def device_is_behind(self) -> bool:
         """Whether the device still has work that the process has queued."""
-        return self._marks is not None and self._marks.behind(self._place.number) > 0
+        return self._marks is not None and self._marks.lag(self._place.number) > 0
 
     @property
     def progress(self) -> tuple[float, int]:

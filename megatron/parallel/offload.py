@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from megatron.device import Copied, CopyQueue
+from megatron.device import CopyStream, QueuedCopy
 
 # The number of module calls whose tensors may be in transit to the host. The device waits for the
 # copies of the call before these.
@@ -34,8 +34,8 @@ class _Kept:
         """Start with the tensor on the device only."""
         self.source: Tensor | None = source
         self.host, self.call = host, call
-        self.left: Copied | None = None
-        self.returned: Copied | None = None
+        self.left: QueuedCopy | None = None
+        self.returned: QueuedCopy | None = None
 
 
 class _Call:
@@ -77,7 +77,7 @@ class HostActivations:
     ) -> None:
         """Create an object without tensors."""
         self._device, self._modules, self._least = device, modules, least
-        self._out, self._back = CopyQueue(device), CopyQueue(device)
+        self._out, self._back = CopyStream(device), CopyStream(device)
         self._last: _Call | None = None
         self._under_way: deque[_Call] = deque()
         self._weights = set[int]()
@@ -112,7 +112,7 @@ class HostActivations:
         while len(self._under_way) > _UNDER_WAY:
             for kept in self._under_way.popleft().tensors():
                 assert kept.left is not None
-                kept.left.lead()  # before other tensors use the memory
+                kept.left.delay_device()  # before other tensors use the memory
                 kept.source = None
 
         def pack(x: Tensor) -> Tensor | _Kept:
@@ -131,7 +131,7 @@ class HostActivations:
             return known
         host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
         kept = _Kept(x, host, call)
-        self._out.follow()  # the module has computed the tensor by now
+        self._out.wait_for_device()  # the module has computed the tensor by now
         kept.left = self._out.copy(host, x)
         self.bytes_sent += host.numel() * host.itemsize
         call.kept.append(weakref.ref(kept))
@@ -147,7 +147,7 @@ class HostActivations:
             self._fetch(kept.call.before)
         assert kept.source is not None
         if kept.returned is not None:
-            kept.returned.lead()
+            kept.returned.delay_device()
         return kept.source
 
     def _fetch(self, call: _Call) -> None:
@@ -157,7 +157,7 @@ class HostActivations:
             return
         for kept in away:
             kept.source = torch.empty_like(kept.host, device=self._device)
-        self._back.follow()  # the memory may have belonged to other tensors
+        self._back.wait_for_device()  # the memory may have belonged to other tensors
         for kept in away:
             assert kept.source is not None
             kept.returned = self._back.copy(kept.source, kept.host)

@@ -28,7 +28,7 @@ from megatron.config.parser import Program, parse_config
 from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig, RunOptions, field_at, narrow
 from megatron.config.stages import chunks_of
-from megatron.durable import expect_no_file, picture_problems, replace_file, writing_to
+from megatron.durable import expect_no_file, plot_name_problems, replace_file, writing_to
 from megatron.errors import ConfigError
 from megatron.models.arithmetic import count_parameters
 from megatron.models.plan import ModelPlan
@@ -208,7 +208,7 @@ def check(options: argparse.Namespace) -> None:
         if not math.isfinite(getattr(options, name))
     ]
     if options.draw is not None:
-        problems += picture_problems("--draw", options.draw)
+        problems += plot_name_problems("--draw", options.draw)
     if problems:
         raise ConfigError(problems)
     if predicts_only(options):

@@ -20,7 +20,7 @@ from megatron.errors import (
     NumericsError,
     OutputClosedError,
     UserError,
-    say_on_stderr,
+    print_to_stderr,
 )
 from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch, leave_message
@@ -42,7 +42,7 @@ def report(error: Exception, launch: Launch) -> None:
     else:
         text = f"{where}error: this is a bug, not a mistake on your part\n"
         text += "".join(traceback.format_exception(error)).removesuffix("\n")
-    say_on_stderr(text)
+    print_to_stderr(text)
     leave_message(text)
 
 
@@ -87,12 +87,12 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
 
     verdict, is_own = watchdog.end_run(code, reason, about_another=about_another)
     if is_own and about_another:
-        say_on_stderr(f"[rank {launch.rank}] error: {verdict.reason}: {LOST}")
+        print_to_stderr(f"[rank {launch.rank}] error: {verdict.reason}: {LOST}")
     elif is_own:
         report(error, launch)
     exit_message = watchdog.exit_message(verdict)
     if exit_message is not None:
-        say_on_stderr(exit_message)
+        print_to_stderr(exit_message)
     watchdog.end_within(GRACE, verdict.code, None)  # the reason has been printed
     watchdog.delay_exit()
     return SystemExit(verdict.code)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron.config.reliability import Fault
 from megatron.device import StreamMarks
-from megatron.errors import say_on_stderr
+from megatron.errors import print_to_stderr
 from megatron.parallel.journal import Journal, Transfer
 
 _EXIT_CODE = 1
@@ -135,7 +135,7 @@ class FaultyJournal(Journal):
             if fault.point != point or not is_time or in_hook != (damages and point != "step"):
                 continue
             if not is_slow or self.iteration == fault.step:
-                say_on_stderr(f"fault injected at {time.time():.3f}: {fault}")
+                print_to_stderr(f"fault injected at {time.time():.3f}: {fault}")
             if not is_slow:
                 self._faults.remove(fault)
             due.append(fault)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.command import begin_command, prepare_streams, say
+from megatron.command import begin_command, prepare_streams, print_line
 from megatron.config import RunConfig, rules_parallel
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device
@@ -66,7 +66,9 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         return shown.exit_code
 
 
-def show_notices(notices: Iterable[str], launch: Launch, tell: Callable[[str], None] = say) -> None:
+def show_notices(
+    notices: Iterable[str], launch: Launch, tell: Callable[[str], None] = print_line
+) -> None:
     """Print the notices of the command line on rank 0, one per line."""
     if launch.rank == 0:
         for notice in notices:

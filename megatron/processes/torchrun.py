@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from megatron.errors import EXIT_SAVED_ON_SIGNAL, CrashLoopError, say_on_stderr
+from megatron.errors import EXIT_SAVED_ON_SIGNAL, CrashLoopError, print_to_stderr
 from megatron.processes.launch import SAVED, name_launcher, name_ranks
 from megatron.processes.warm import ranks, start_warm
 
@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if failure.exitcode != EXIT_SAVED_ON_SIGNAL:
-            say_on_stderr(str(error))  # the table of all ranks, which torchrun prints too
+            print_to_stderr(str(error))  # the table of all ranks, which torchrun prints too
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:  # the ranks have already reported it
         if error.sigval == signal.SIGUSR2:  # `end_launcher`

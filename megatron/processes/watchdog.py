@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from megatron.errors import HangError, say_on_stderr
+from megatron.errors import HangError, print_to_stderr
 from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch
 
@@ -430,7 +430,7 @@ class Watchdog:
         states, silent = self._survey()
         missing, report = explain(states, silent, self._seconds)
         if self._publish_verdict(HangError.exit_code, report.splitlines()[0], missing):
-            say_on_stderr(f"error: {report}")
+            print_to_stderr(f"error: {report}")
             if self._files is not None:
                 self._files.write_report(report, states, silent)
                 self._files.write_own(report.splitlines()[0])
@@ -450,7 +450,7 @@ class Watchdog:
             f"{place.iteration}, {place.operation}"
         )
         if self._publish_verdict(CRASHED, reason, ended):
-            say_on_stderr(f"[rank {self._rank}] error: {reason}: {LOST}")
+            print_to_stderr(f"[rank {self._rank}] error: {reason}: {LOST}")
             time.sleep(_LINGER)
             self._leave(CRASHED)
 

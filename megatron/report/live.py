@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config.generation import ServerConfig
 from megatron.errors import DataError
 from megatron.inference.server.address import take_address, url_of
@@ -130,6 +130,6 @@ def serve(paths: Sequence[Path], port: int) -> None:
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    say(f"live report: {url_of(listener)}/ (this machine only; Ctrl-C ends it)")
+    print_line(f"live report: {url_of(listener)}/ (this machine only; Ctrl-C ends it)")
     with suppress(KeyboardInterrupt):
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.durable import renamed_when_done, sync_folder, writing_to
+from megatron.durable import atomic_file, sync_folder, writing_to
 from megatron.errors import DataError, warn
 from megatron.extras import packages_of
 from megatron.parallel.collectives import all_reduce
@@ -217,7 +217,7 @@ def new_hdf5(path: Path) -> Iterator[h5py.File]:
         import h5py
     with writing_to("--retro-workdir", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with renamed_when_done(path) as file, h5py.File(file, "w") as content:
+        with atomic_file(path) as file, h5py.File(file, "w") as content:
             yield content
         sync_folder(path.parent)
 

@@ -20,7 +20,7 @@ import torch
 
 from megatron.checkpoint.legacy.arguments import megatron_arguments
 from megatron.checkpoint.lock import save_lock
-from megatron.command import format_panel, say
+from megatron.command import format_panel, print_line
 from megatron.config import ParsedRun, Program, RunConfig, parse_config, rules_training
 from megatron.config.checks import RULES
 from megatron.config.data import DataConfig
@@ -249,7 +249,7 @@ class Preprocessing:
             ("Megatron-LM's bugs", "reproduced" if self._compatible else "fixed"),
             ("processes", f"{self._world.size}, {self._device.description}"),
         ]
-        say(format_panel(f"{PROGRAM}: {self.workdir}", [*about, *rows]))
+        print_line(format_panel(f"{PROGRAM}: {self.workdir}", [*about, *rows]))
         for path in self.workdir.rglob(f"*{TEMPORARY}*"):
             with suppress(OSError):
                 path.unlink()
@@ -342,4 +342,4 @@ class Preprocessing:
 
     def _say(self, text: str) -> None:
         if self._world.is_first:
-            say(text)
+            print_line(text)

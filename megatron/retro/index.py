@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config.retro_preprocessing import RetroPreprocessing
 from megatron.device import Device
-from megatron.durable import open_trusted, renamed_when_done, sync_folder, writing_to
+from megatron.durable import atomic_file, open_trusted, sync_folder, writing_to
 from megatron.environment import cores_per_process
 from megatron.errors import ConfigError, DataError
 from megatron.extras import packages_of
@@ -264,7 +264,7 @@ def _logged(found: Iterator[TableBlock], blocks: Sequence[TableBlock], done: str
     """Yield blocks, and print the progress after each."""
     for block in found:
         yield block
-        say(f"  {done} {block.start:,} to {block.stop - 1:,} of {blocks[-1].stop:,} chunks")
+        print_line(f"  {done} {block.start:,} to {block.stop - 1:,} of {blocks[-1].stop:,} chunks")
 
 
 def _embed_blocks(
@@ -315,7 +315,7 @@ def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
         def contents(block: TableBlock) -> dict[str, DataSet]:
             return {"data": DataSet("f4", (block.rows, options.width))}
 
-        with writing_to("--retro-workdir", paths.merged), renamed_when_done(paths.merged) as file:
+        with writing_to("--retro-workdir", paths.merged), atomic_file(paths.merged) as file:
             for block in blocks:
                 rows = options.share(block, options.train_fraction) - block.start
                 with open_block(block, contents) as sets:
@@ -326,7 +326,7 @@ def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
         )
     vectors = np.memmap(paths.merged, np.float32, "r").reshape(-1, options.width)
     with faiss_threads(options.threads) as faiss:
-        say(f"  training {options.factory} on {len(vectors):,} vectors")
+        print_line(f"  training {options.factory} on {len(vectors):,} vectors")
         index = faiss.index_factory(options.width, options.factory)
         inverted = faiss.try_extract_index_ivf(index)
         clustering = None
@@ -360,7 +360,7 @@ def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
                 with open_block(block, codec.contents) as sets:
                     data = sets["data"][low:high][some - block.start - low]
                 codec.add(data, some)
-        say(f"  {index.ntotal:,} of {blocks[-1].stop:,} chunks are in the index")
+        print_line(f"  {index.ntotal:,} of {blocks[-1].stop:,} chunks are in the index")
         _write_index(faiss, index, paths.added)
 
 
@@ -509,7 +509,7 @@ def on_device(index: Any, device: Device, neighbors: int) -> Any:
     if not device.is_gpu:
         return index
     if number >= _gpus(faiss):
-        say(
+        print_line(
             "  the index stays on the CPU (this faiss cannot use GPUs: install a package that can, "
             "such as faiss-gpu-cu12, in place of faiss-cpu)"
         )
@@ -518,7 +518,7 @@ def on_device(index: Any, device: Device, neighbors: int) -> Any:
         there = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
         there.search(np.zeros((1, index.d), np.float32), neighbors)
     except RuntimeError as error:  # unsupported type, too large, or too many neighbors or probes
-        say(f"  the index stays on the CPU ({_reason(error)})")
+        print_line(f"  the index stays on the CPU ({_reason(error)})")
         return index
     return there
 
@@ -531,7 +531,7 @@ def _gpus(faiss: Any) -> int:
 def _write_index(faiss: Any, index: Any, path: Path) -> None:
     with writing_to("--retro-workdir", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with renamed_when_done(path) as file:
+        with atomic_file(path) as file:
             try:
                 faiss.write_index(index, f"/dev/fd/{file.fileno()}")
             except RuntimeError as error:  # a full disk, for example

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config.data import SPLIT_NAMES
 from megatron.config.retro_preprocessing import RetroPreprocessing
 from megatron.data.datasets import BlendedDataset, DataRequest, Datasets, parse_weighted_paths
@@ -389,4 +389,6 @@ def query_neighbors(
             searcher, embedder = tools
             vectors = embedder.embed(chunks.texts(block.start, block.stop))
             write_block(block, {"neighbors": searcher.neighbors(vectors, chunks, block.start)})
-            say(f"  {split}: neighbors of {block.start:,} to {block.stop - 1:,} of {len(chunks):,}")
+            print_line(
+                f"  {split}: neighbors of {block.start:,} to {block.stop - 1:,} of {len(chunks):,}"
+            )

@@ -32,7 +32,7 @@ from megatron.errors import (
     NumericsError,
     ShortageError,
     StorageError,
-    say_on_stderr,
+    print_to_stderr,
 )
 from megatron.submit.description import (
     SECTIONS,
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
         replace_file(options.output, text.encode())
     words = submit_command(options.to, options.output)
     if not options.submit:
-        say_on_stderr(f"wrote {options.output}; submit it with: {shlex.join(words)}")
+        print_to_stderr(f"wrote {options.output}; submit it with: {shlex.join(words)}")
         return
     program, remedy = _PROGRAMS[options.to]
     if shutil.which(program) is None:

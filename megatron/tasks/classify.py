@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.data.sample import Sample, SampleDataset, pad_to
 from megatron.data.text_input import load_line
 from megatron.errors import DataError
@@ -110,7 +110,7 @@ def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]
             "format of this task"
         )
     if wrong:
-        say(f"WARNING: {len(wrong):,} broken lines are skipped: {wrong[0]}")
+        print_line(f"WARNING: {len(wrong):,} broken lines are skipped: {wrong[0]}")
     if not examples:
         raise DataError(f"--task {task}: {path}: this file has no examples: give another file")
     return examples

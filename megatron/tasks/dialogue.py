@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron import __version__
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import ParsedRun, Program, parse_config
 from megatron.config.run import RunOptions, with_values
 from megatron.config.tasks import DialogueConfig, TaskConfig
@@ -200,7 +200,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile 
     room = config.data.seq_length - min(own.out_seq_length, config.data.seq_length - 1)
     cut = sum(len(request.prompt) > room for request in requests)
     if cut and layout.world.rank == 0:
-        say(
+        print_line(
             f"WARNING: {cut:,} of {len(left):,} prompts are cut at the beginning: they do not fit "
             f"into a window of {config.data.seq_length} with {own.out_seq_length} new tokens: "
             "give fewer examples"
@@ -239,7 +239,7 @@ def _open_part(own: DialogueConfig) -> SampleFile:
     path = _output_path(own)
     part = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
     if part.done:
-        say(f"{part.path}: {part.done:,} lines already exist; continuing with the rest")
+        print_line(f"{part.path}: {part.done:,} lines already exist; continuing with the rest")
     return part
 
 
@@ -263,7 +263,7 @@ def _write_lines(own: DialogueConfig) -> None:
         replace_file(path, "".join(f"{line}\n" for line in lines).encode())
         part.unlink()
         part.with_name(f"{part.name}.settings.json").unlink(missing_ok=True)
-    say(f"{len(lines):,} lines written to {path}")
+    print_line(f"{len(lines):,} lines written to {path}")
 
 
 def read_prompts(own: DialogueConfig) -> list[str]:
@@ -432,10 +432,10 @@ def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
     scores = [f1_score(*pair) for pair in pairs]
     means = [sum(column) / len(pairs) for column in zip(*scores, strict=True)]
     numbers: Numbers = dict(zip(("precision", "recall", "f1"), means, strict=True))
-    say("Precision: {:.4f}; recall: {:.4f}; f1: {:.4f}".format(*means))
+    print_line("Precision: {:.4f}; recall: {:.4f}; f1: {:.4f}".format(*means))
     numbers["pairs"] = len(pairs)
     rows = [(name, format_number(value)) for name, value in numbers.items()]
-    say(format_table(("MSDP-EVAL-F1", ""), rows))
+    print_line(format_table(("MSDP-EVAL-F1", ""), rows))
     if options.results is not None:
         content = {
             "task": "MSDP-EVAL-F1",

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron import __version__
-from megatron.command import format_panel, say
+from megatron.command import format_panel, print_line
 from megatron.config import ParsedRun, Program, parse_config
 from megatron.config.run import RunOptions
 from megatron.config.tasks import TaskConfig
@@ -110,7 +110,7 @@ def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
         return
     window = f"{loaded.config.data.seq_length:,} tokens"
     rows = [("data", data), ("window", window), *model_rows(loaded, device)]
-    say(format_panel(f"{PROGRAM}: {task}", rows))
+    print_line(format_panel(f"{PROGRAM}: {task}", rows))
 
 
 def publish(
@@ -123,7 +123,9 @@ def publish(
     """
     if loaded.layout.world.rank:
         return
-    say(format_table((task, ""), [(key, format_number(value)) for key, value in numbers.items()]))
+    print_line(
+        format_table((task, ""), [(key, format_number(value)) for key, value in numbers.items()])
+    )
     load = loaded.config.checkpoint.load
     assert load is not None
     path = results_path(options.results, load, task, loaded.iteration)
@@ -144,4 +146,4 @@ def publish(
     except StorageError as error:
         if options.results is not None:
             raise
-        say(f"WARNING: {error}: the results are not saved: give --results FILE to save them")
+        print_line(f"WARNING: {error}: the results are not saved: give --results FILE to save them")

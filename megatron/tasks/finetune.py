@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.compatibility import check_network
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.reader import PaddedReader
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.config.tasks import TaskConfig
@@ -244,7 +244,7 @@ class Finetuning(Extras):
         found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
         self.last = Evaluated(self._iteration(run), found)
         if run.layout.world.rank == 0:
-            say(self._table(run, self.last))
+            print_line(self._table(run, self.last))
         self._keep_if_best(run, self.last)
 
     def _iteration(self, run: Run) -> int:
@@ -281,7 +281,7 @@ class Finetuning(Extras):
         if run.layout.world.rank == 0:
             record = {"iteration": evaluated.iteration, "score": score, "of": target.scores}
             write_results(root / _RECORD, record)
-            say(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
+            print_line(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
 
     def _write(self, run: Run, evaluated: Evaluated) -> None:
         asked, save = self._options.results, run.config.checkpoint.save

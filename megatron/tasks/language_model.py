@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import ParsedRun
 from megatron.config.parser import asks_for
 from megatron.config.run import RunOptions
@@ -303,7 +303,7 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Nu
     seconds = time.monotonic() - started
     numbers = prepared.summarize(scores)
     if is_main:
-        say(megatron_line(task, prepared.headline, numbers))
+        print_line(megatron_line(task, prepared.headline, numbers))
     details = {"options": asdict(own), "seconds": round(seconds, 3)}
     publish(task, loaded, options, numbers, details)
     return numbers

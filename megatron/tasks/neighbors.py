@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import ParsedRun, RunConfig
 from megatron.config.retro import ARGUMENTS, read_arguments
 from megatron.data.datasets import DataRequest
@@ -114,7 +114,7 @@ def evaluate_neighbors(
     others: Numbers = {}
     for name, read in _READ.items():
         if is_main:
-            say(f"scoring with {name.strip(', ') or 'the correct neighbors'} ...")
+            print_line(f"scoring with {name.strip(', ') or 'the correct neighbors'} ...")
         table = read(scored.table)
         texts = scored.texts if name != _EMPTY else replace(scored.texts, compatible=False)
         samples = [
@@ -131,7 +131,7 @@ def evaluate_neighbors(
     found = scored.table.rows(0, scored.rows[-1][1])
     numbers |= {"neighbors found": float((found >= 0).mean()), **others}
     if is_main:
-        say(megatron_line(TASK, {"loss": "avg loss", "perplexity": "ppl"}, numbers))
+        print_line(megatron_line(TASK, {"loss": "avg loss", "perplexity": "ppl"}, numbers))
     details = {"options": asdict(own), "seconds": round(seconds, 3)}
     publish(TASK, loaded, options, numbers, details)
     return numbers

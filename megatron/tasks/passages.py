@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.durable import renamed_when_done, storage_errors
+from megatron.durable import atomic_file, storage_errors
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
 
@@ -183,7 +183,7 @@ class PassageVectors(NamedTuple):
         """
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with renamed_when_done(path) as file:
+            with atomic_file(path) as file:
                 text = np.array(json.dumps(origin, sort_keys=True))
                 np.savez(file, numbers=self.numbers, vectors=self.vectors, origin=text)
 

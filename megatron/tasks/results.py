@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config.tasks import TaskConfig
 from megatron.durable import expect_no_file, replace_file, storage_errors, writing_to
 from megatron.errors import ConfigError
@@ -107,7 +107,7 @@ def report_results(path: Path, content: Mapping[str, Any]) -> None:
     """
     note = ", replacing earlier ones" if path.exists() else ""
     write_results(path, content)
-    say(f"results written to {path}{note}")
+    print_line(f"results written to {path}{note}")
 
 
 def write_results(path: Path, content: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ class TaskProgress:
         if sys.stderr.isatty():
             self._draw(batches, of)
         elif batches % self._log_interval == 0 or batches == of:
-            say(f"> batch {batches:,} of {of:,}")
+            print_line(f"> batch {batches:,} of {of:,}")
 
     def _draw(self, batches: int, of: int) -> None:
         from tqdm import tqdm

@@ -22,7 +22,7 @@ from megatron.checkpoint.compatibility import check_network
 from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.reader import PaddedReader, restore
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import ParsedRun, Program, RunConfig, parse_config
 from megatron.config.run import RunOptions
 from megatron.config.tasks import RetrieverTaskConfig, RetrieverTextConfig, TaskConfig
@@ -268,9 +268,11 @@ def _passage_vectors(
         vectors, made_from = PassageVectors.load(path)
         if made_from == origin:
             kept.append(vectors)
-            say(f"  {path}: {len(vectors.numbers):,} vectors for these passages and this model")
+            print_line(
+                f"  {path}: {len(vectors.numbers):,} vectors for these passages and this model"
+            )
         else:
-            say(f"  {path}: replacing vectors of other passages or of another model")
+            print_line(f"  {path}: replacing vectors of other passages or of another model")
         return bool(kept)
 
     if exchange.on_main(find):
@@ -288,7 +290,7 @@ def _passage_vectors(
         )
         if path is not None:
             kept[0].save(path, origin)
-            say(f"  {len(kept[0].numbers):,} vectors of passages written to {path}")
+            print_line(f"  {len(kept[0].numbers):,} vectors of passages written to {path}")
         shutil.rmtree(parts)
 
     exchange.on_main(join)
@@ -303,7 +305,7 @@ def _embed(loaded: LoadedTowers, own: RetrieverTaskConfig) -> PassageVectors:
     passages = read_passages(own.evidence_data_path or "")
     for count, batch in enumerate(_batches(passages, own.indexer_batch_size)):
         if loaded.layout.world.rank == 0 and count and count % own.indexer_log_interval == 0:
-            say(f"> batch {count:,}, passage {count * own.indexer_batch_size:,}")
+            print_line(f"> batch {count:,}, passage {count * own.indexer_batch_size:,}")
         if count % data.size != data.rank:
             continue
         texts = [ids_of_passage(one.title, one.text, loaded.tokenizer) for one in batch]
@@ -426,7 +428,7 @@ def _publish(
         return
     options, load = parsed.extra[0], parsed.config.checkpoint.load
     rows = [(key, format_number(value)) for key, value in numbers.items()]
-    say(format_table((task, ""), rows))
+    print_line(format_table((task, ""), rows))
     path = results_path(options.results, load or "", task, loaded.iteration)
     content = {
         "task": task,

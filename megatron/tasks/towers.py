@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.compatibility import check_network
 from megatron.checkpoint.reader import PaddedReader
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import ParsedRun, Program, RunConfig, parse_config
 from megatron.config.checks import RULES
 from megatron.config.fields import fields_of
@@ -413,7 +413,7 @@ class TowersFinetuning(StartFromBert):
         numbers |= {f"top{k}_acc": 100 * hit for k, hit in zip(tops, hits, strict=True)}
         if run.layout.world.rank == 0:
             shown = " | ".join(f"{name} {format_number(n)}" for name, n in numbers.items())
-            say(f"RET-FINETUNE-NQ at iteration {run.progress.iteration}: {path}: {shown}")
+            print_line(f"RET-FINETUNE-NQ at iteration {run.progress.iteration}: {path}: {shown}")
         return numbers
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.durable import open_trusted, renamed_when_done
+from megatron.durable import atomic_file, open_trusted
 from megatron.environment import private_cache
 from megatron.tokenizer.files import digest
 
@@ -167,7 +167,7 @@ def _keep_compiled(
     pieces = [base64.b64encode(bytes(table[character] for character in e)) for e in entries]
     data = b"".join(b"%b %d\n" % (piece, rank) for rank, piece in enumerate(pieces))
     path = private_cache("tokenizers") / _compiled_name(key, len(vocab), end, data)
-    with renamed_when_done(path) as file:
+    with atomic_file(path) as file:
         file.write(data)
         file.flush()
         if _load_compiled(file.name).merges != encoder.merges:

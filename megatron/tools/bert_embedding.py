@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.command import run_command, say
+from megatron.command import print_line, run_command
 from megatron.config.arguments import ToolParser
 from megatron.durable import replace_file, writing_to
 from megatron.errors import ConfigError, DataError
@@ -128,7 +128,9 @@ def run(options: argparse.Namespace) -> None:
         batch = list(islice(texts, block.start - place, block.stop - place))
         place = block.stop
         write_block(block, {"data": embedder.embed(batch)})
-        say(f"{block.path}: {block.rows:,} of {count:,} vectors, {embedder.width} numbers each")
+        print_line(
+            f"{block.path}: {block.rows:,} of {count:,} vectors, {embedder.width} numbers each"
+        )
 
 
 # The flags that determine the vectors.

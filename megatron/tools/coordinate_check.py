@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.config.parser import parse_config
-from megatron.durable import PICTURES, expect_no_file, replace_file, writing_to
+from megatron.durable import PLOT_SUFFIXES, expect_no_file, replace_file, writing_to
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _check(options: argparse.Namespace) -> None:
     for word in options.words:
         if word.partition("=")[0] in _OURS:
             problems.append(f"{word}: the check sets it: drop it")
-    if options.output.suffix.lower() in PICTURES:
+    if options.output.suffix.lower() in PLOT_SUFFIXES:
         problems.append(
             f"--output {options.output}: give a folder; coordinates.png is written to it"
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import expect_no_file, picture_problems, writing_to
+from megatron.durable import expect_no_file, plot_name_problems, writing_to
 from megatron.errors import ConfigError, DataError
 from megatron.report.history import MALFORMED, History
 
@@ -218,7 +218,7 @@ def run(options: argparse.Namespace) -> None:
         )
     if options.compare and options.curve:
         raise ConfigError("--curve works only with --metrics: drop --compare")
-    if problems := picture_problems("--output", options.output):
+    if problems := plot_name_problems("--output", options.output):
         raise ConfigError(problems)
     expect_no_file("--output", [options.output], overwrite=options.overwrite)
     title, curve, output = options.title, options.curve, options.output

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import expect_no_file, renamed_when_done, writing_to
+from megatron.durable import atomic_file, expect_no_file, writing_to
 from megatron.errors import ConfigError, DataError
 
 _NAMES = ("train.json", "dev.json", "test.json")
@@ -85,8 +85,8 @@ def run(options: argparse.Namespace) -> None:
         for path, map_path, chosen in zip(
             paths, maps, np.split(order, [train, train + dev]), strict=True
         ):
-            out = stack.enter_context(renamed_when_done(path))
-            origin = stack.enter_context(renamed_when_done(map_path))
+            out = stack.enter_context(atomic_file(path))
+            origin = stack.enter_context(atomic_file(map_path))
             origin.write(b"file\tline #\n")
             for file, line in zip(files[chosen].tolist(), lines[chosen].tolist(), strict=True):
                 start, end = starts[file][line : line + 2].tolist()

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.command import run_command, say
+from megatron.command import print_line, run_command
 from megatron.config.arguments import ToolParser
 from megatron.environment import module_command, private_cache
 from megatron.errors import CheckpointError, ConfigError, UserError
@@ -467,7 +467,7 @@ def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
     Raises:
         CheckpointError: The server exited before it was ready. The message is its last lines.
     """
-    say(f"loading {checkpoints} ...")
+    print_line(f"loading {checkpoints} ...")
     with tempfile.TemporaryFile("w+b") as log:
         words = ["serve", "--load", str(checkpoints), "--port", "0"]
         words += [word for each in adapters for word in ("--serve-adapter", each)]

@@ -26,7 +26,7 @@ from megatron.checkpoint.non_persistent import RUN
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.checkpoint.retention import Keep
 from megatron.checkpoint.store import STATES, Snapshot, write_checkpoint
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter
 from megatron.config.checkpoint import CheckpointConfig
@@ -124,7 +124,7 @@ def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
 def report_saved(saved: Saved) -> None:
     """Print which checkpoint was published and how long it took."""
     speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"
-    say(
+    print_line(
         f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {saved.path} "
         f"({speed}; training waited {saved.waited:.2f} s)"
     )
@@ -231,7 +231,7 @@ def _average_from(run: Run, reader: Reader) -> State:
         lambda prefix: there > 0 and any(name.startswith(prefix) for name in reader.held), there
     )
     if not average.count and run.layout.world.rank == 0:
-        say("  the checkpoint holds no average of this kind: the average starts here")
+        print_line("  the checkpoint holds no average of this kind: the average starts here")
     return _average_state(run, sets)
 
 
@@ -249,7 +249,9 @@ def _history_from(run: Run, reader: Reader) -> State:
     ours, held = _history_state(run), set(reader.names())
     if held.isdisjoint(ours):
         if ours and run.layout.world.rank == 0:
-            say("  the checkpoint holds no fp8 history: the first iteration uses current scales")
+            print_line(
+                "  the checkpoint holds no fp8 history: the first iteration uses current scales"
+            )
         return {}
     state: State = {}
     for name, entry in flatten(ours):
@@ -351,19 +353,19 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
                 "that resumes itself gives the same folder to --save)"
             )
         if layout.world.rank == 0:
-            say(f"  --load {root} holds no checkpoint yet: this is the run's first start")
+            print_line(f"  --load {root} holds no checkpoint yet: this is the run's first start")
         return None
     if config.checkpoint.load_averaged_weights:
         reader = AveragedReader(reader)
     told = check_network(config, reader, finetunes=config.checkpoint.finetune)
     if layout.world.rank == 0:
         for line in told:
-            say(line)
+            print_line(line)
         seconds = time.perf_counter() - started
         size = sum(file.stat().st_size for file in reader.path.rglob("*")) / 1e9
         # Hugging Face files have no digests.
         done = "opened" if reader.format == "hf" else "verified"
-        say(f"  {reader.path}: {size:.3g} GB {done} in {seconds:.2f} s")
+        print_line(f"  {reader.path}: {size:.3g} GB {done} in {seconds:.2f} s")
     return reader
 
 
@@ -481,14 +483,14 @@ def restore_run(run: Run, reader: Reader) -> None:
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
         drawn = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
-        say(
+        print_line(
             f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
             f"(read in {seconds:.2f} s)"
             + f"; not in the checkpoint, initialized anew: {drawn}" * bool(new_parts)
             + "; the output layer is dropped" * is_dropped
         )
         for line in reader.meta.get("notices", ()):
-            say(f"  {line}")
+            print_line(f"  {line}")
 
 
 def _updated_state(
@@ -597,7 +599,7 @@ def _load_adapter(
     restore(reader, {name: state[name] for name in state.keys() & reader.names()}, cast=True)
     has_head = any(name.startswith(_SCORE) for name in reader.names())
     if run.layout.world.rank == 0:
-        say(f"  adapters{' and score' * has_head} loaded from {folder}")
+        print_line(f"  adapters{' and score' * has_head} loaded from {folder}")
     return tuple(
         name for name in new_parts if name != _ADAPTERS and not (has_head and name == _SCORE)
     )
@@ -637,7 +639,7 @@ def _check_tokenizer(run: Run, reader: Reader) -> None:
             f"{told}: give its vocabulary files, or --finetune to continue with the new one"
         )
     if run.layout.world.rank == 0:
-        say(
+        print_line(
             f"WARNING: {told}: --finetune continues with the run's tokenizer, but the rows of its "
             f"{run.tokenizer.vocab_size:,} entries were learned for different entries"
         )
@@ -660,9 +662,9 @@ def _restore_position(run: Run, reader: Reader) -> None:
     is_placed = load_places(run.datasets[0], meta.get("text"))
     if run.layout.world.rank == 0:
         if not is_placed:
-            say(
+            print_line(
                 "  the checkpoint does not record a position in this text: the text is read again "
                 "from its beginning, up to the next sample"
             )
         for line in (*changed_settings(run.config, reader), *changed_corpus(run.corpus, reader)):
-            say(line)
+            print_line(line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.data.sample import ControlledDataset, SampleDataset
 from megatron.errors import EXIT_OK
 from megatron.training.batches import batches_from, evaluation_position
@@ -87,7 +87,7 @@ def evaluate_and_report(
                 return
             found |= {f"{name} of averaged weights": value for name, value in losses.items()}
     if run.is_log_rank:
-        say(validation_lines(where, found, has_perplexity=run.recipe.head.has_perplexity))
+        print_line(validation_lines(where, found, has_perplexity=run.recipe.head.has_perplexity))
     scalars.after_evaluation(run, split, found, at_end_of_training=at_end_of_training)
     if run.config.training.empty_unused_memory_level == 2:
         run.device.empty_cache()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron.config.arguments import ToolParser
 from megatron.config.parser import asks_for
-from megatron.durable import PICTURES, expect_no_file, replace_file, writing_to
+from megatron.durable import PLOT_SUFFIXES, expect_no_file, replace_file, writing_to
 from megatron.errors import ConfigError, DataError
 
 _LEAST_ITERATIONS = 30  # fewer points do not distinguish a trend from noise
@@ -114,7 +114,7 @@ def _check(options: argparse.Namespace) -> None:
     problems = []
     if not options.words:
         problems.append("the command is missing: give it after --, such as -- pretrain_gpt.py ...")
-    if options.output.suffix.lower() in PICTURES:
+    if options.output.suffix.lower() in PLOT_SUFFIXES:
         problems.append(f"--output {options.output}: give a folder; rates.png is written to it")
     if not 0 < options.min_lr < options.max_lr < math.inf:
         problems.append(

@@ -12,7 +12,7 @@ from megatron.checkpoint.entries import Box
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.merged import without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config.model import with_article
 from megatron.config.retriever import CONTEXT, QUERY, TOWERS
 from megatron.errors import CheckpointError
@@ -68,7 +68,7 @@ class StartFromBert(Extras):
         )
         run.pretrained = str(reader.path)
         if run.layout.world.rank == 0:
-            say(f"  the towers start from {reader.path}")
+            print_line(f"  the towers start from {reader.path}")
 
 
 class _InTowers(Reader):

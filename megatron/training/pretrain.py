@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import save_lock
-from megatron.command import outliving_output, say
+from megatron.command import print_line, surviving_closed_output
 from megatron.config import RunConfig
 from megatron.config.parser import Program, parse_config
 from megatron.config.yaml_file import dump
@@ -130,7 +130,7 @@ def dry_run(config: RunConfig, recipe: Recipe, launch: Launch, extras: Extras | 
     plan = replace(model_plan(config.model, vocabulary, recipe.head), teacher=teacher)
     size = config.training.dry_run_memory_gib
     rows = size_rows(config, world_size, plan, memory=None if size is None else size * 2**30)
-    say(format_panel("Dry run: the configuration is valid", rows))
+    print_line(format_panel("Dry run: the configuration is valid", rows))
     return EXIT_OK
 
 
@@ -182,7 +182,7 @@ def pretrain(
             from megatron.processes.faults import attach_faults  # other runs do not load this code
 
             attach_faults(layout.journal, run.parts)
-        stack.enter_context(outliving_output(run.exit.log_is_unread))
+        stack.enter_context(surviving_closed_output(run.exit.log_is_unread))
         at_end.callback(run.forward.release)
         _warn_of_newer(run)
         extras.begin(run)
@@ -212,7 +212,9 @@ def _end_crash_loop(
             return None, crashes.skipped
         told = f"iteration {loop.iteration} failed twice in the same way: {loop.reason}"
         if skips and crashes.skip(loop.iteration - 1):
-            say(f"WARNING: {told}. --on-crash-loop skip: its samples are skipped from now on")
+            print_line(
+                f"WARNING: {told}. --on-crash-loop skip: its samples are skipped from now on"
+            )
             return None, crashes.skipped
         remedy = "fix the cause, and start the run by hand"
         if not skips:
@@ -234,7 +236,7 @@ def _close(writer: Writer) -> None:
     try:
         writer.close()
     except StorageError as error:
-        say(f"WARNING: {error}")
+        print_line(f"WARNING: {error}")
 
 
 def _warn_of_newer(run: Run) -> None:
@@ -244,7 +246,7 @@ def _warn_of_newer(run: Run) -> None:
         return
     later = [found.iteration for found in scan(Path(root))[0] if found.iteration > start]
     if later:
-        say(
+        print_line(
             f"WARNING: --save {root} holds checkpoints up to iteration {max(later)}, and this run "
             f"starts at {start}: they remain until this run replaces them, but --load no longer "
             f"selects them{_how_to_resume(run.config, root)}"
@@ -267,10 +269,10 @@ def _how_to_resume(config: RunConfig, root: str) -> str:
 
 def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Sequence[Writer]) -> int:
     if run.layout.world.rank == 0:
-        say(start_panel(run, time.monotonic() - started))
+        print_line(start_panel(run, time.monotonic() - started))
         if run.finished and not run.config.training.skip_train:
             done, asked = run.progress.iteration, run.train_iterations
-            say(f"the checkpoint is at iteration {done} of {asked}: nothing left to train")
+            print_line(f"the checkpoint is at iteration {done} of {asked}: nothing left to train")
     callbacks, scalars = standard_callbacks(run, writers)
     callbacks += extras.callbacks(run)
     leave = None if run.config.training.skip_train else train(run, callbacks)
@@ -278,7 +280,7 @@ def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Seque
         final_evaluation(run, scalars)
         extras.end(run)
     elif run.layout.world.rank == 0:
-        say(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
+        print_line(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
     if leave is None or leave.code == EXIT_OK:
         return EXIT_OK
     run.exit.close()

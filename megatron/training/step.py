@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.command import say
-from megatron.device import Reading
+from megatron.command import print_line
+from megatron.device import AsyncRead
 from megatron.models.arithmetic import flops_per_token
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
@@ -239,7 +239,7 @@ def skip_iteration(run: Run) -> None:
     progress.consumed_samples += samples
     progress.skipped_samples += samples
     if run.is_log_rank:
-        say(skipped_line(progress.iteration, run.train_iterations, samples))
+        print_line(skipped_line(progress.iteration, run.train_iterations, samples))
 
 
 def _next_passes(run: Run) -> Passes:
@@ -310,7 +310,7 @@ class _Reading:
         """Start reading, together with the results of the optimizer's step."""
         parts = [ended, self._packed, self._ordinary.double()]
         self._sizes = [part.numel() for part in parts]
-        self._reading = Reading(torch.cat(parts))
+        self._reading = AsyncRead(torch.cat(parts))
 
     def wait(
         self,

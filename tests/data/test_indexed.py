@@ -361,7 +361,9 @@ def test_links_under_temporary_names_are_not_followed(
     tokens = write_random(tmp_path / "out")
     assert sum(read_all(tmp_path / "out"), []) == tokens.tolist()
     # Not even under a name that an attacker has guessed.
-    monkeypatch.setattr(indexed, "beside", lambda path, kind: path.with_name(f"{path.name}.tmp"))
+    monkeypatch.setattr(
+        indexed, "unique_sibling", lambda path, kind: path.with_name(f"{path.name}.tmp")
+    )
     for suffix in suffixes:
         (tmp_path / f"out.{suffix}.tmp").symlink_to(victim)
         with pytest.raises(StorageError, match=r"out\.\w+\.tmp: File exists"):

@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint import shard
 from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry
-from megatron.device import Device, Ferry, gpu_count
+from megatron.device import Device, StagingBuffer, gpu_count
 from megatron.parallel.layout import Layout
 from tests.checkpoint.states import save
 
@@ -64,19 +64,19 @@ def test_pieces_are_the_tensors_bytes_and_a_writer_may_leave_early():
     tensor = torch.randint(0, 256, (10_000,), device=DEVICE.torch_device).to(torch.uint8)
     expected = tensor.cpu().numpy().tobytes()
     for size in (1, 4096, 10_000, 1 << 20):
-        ferry, part = Ferry(DEVICE, size), 50 if size == 1 else 10_000
-        assert b"".join(map(bytes, ferry.take(tensor[:part]))) == expected[:part]
-        first = ferry.take(tensor)
+        buffer, part = StagingBuffer(DEVICE, size), 50 if size == 1 else 10_000
+        assert b"".join(map(bytes, buffer.download(tensor[:part]))) == expected[:part]
+        first = buffer.download(tensor)
         assert bytes(next(first)) == expected[:size]
         first.close()
-        assert b"".join(map(bytes, ferry.take(tensor[:part]))) == expected[:part]
+        assert b"".join(map(bytes, buffer.download(tensor[:part]))) == expected[:part]
 
 
 def test_bytes_of_any_host_memory_are_brought():
     data = torch.randint(0, 256, (10_000,)).to(torch.uint8)
     for size in (999, 5000, 10_000, 1 << 20):
         target = torch.empty(10_000, dtype=torch.uint8, device=DEVICE.torch_device)
-        Ferry(DEVICE, size).bring(data, target.zero_())
+        StagingBuffer(DEVICE, size).upload(data, target.zero_())
         assert torch.equal(target.cpu(), data)
 
 

@@ -4,7 +4,7 @@ A mutation changes one operator, number, condition or statement of `megatron/`, 
 These rules leave out what cannot matter, or cannot matter to a test on a CPU:
 
 - Types, decorators and assertions, including the `strict` of `zip`.
-- Messages: f-strings, `raise` statements with what they raise, calls of `print`, `say`,
+- Messages: f-strings, `raise` statements with what they raise, calls of `print`, `print_line`,
   `warn` and loggers, and help texts.
 - Time and memory: `time.sleep`, the garbage collector, arguments and constants whose names denote a
   timeout, a pause, an interval, or the size of a chunk, block, buffer or cache; and constants that
@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 _LINE = 100  # characters of code shown
-_SAYS = {"print", "say", "say_on_stderr", "warn", "debug", "info", "warning", "exception"}
+_SAYS = {"print", "print_line", "print_to_stderr", "warn", "debug", "info", "warning", "exception"}
 _TIME_AND_MEMORY = {"sleep", "collect", "freeze", "unfreeze"}
 _ARGUMENTS = (
     "help metavar timeout interval maxsize chunk_size buffering flush daemon strict non_blocking "

@@ -42,8 +42,8 @@ def test_work_that_is_only_recorded_sends_no_marks() -> None:
 
 def test_marks_tell_how_far_behind_a_device_is() -> None:
     marks = StreamMarks(torch.device("cpu"))
-    assert marks.behind(2) == 2
+    assert marks.lag(2) == 2
     for number in (3, 2**16, 2**16 + 1):  # more numbers than there are marks
         marks.put(number)
-        assert marks.behind(number) == 0
-        assert marks.behind(number + 5) == 5  # queued, but not reached
+        assert marks.lag(number) == 0
+        assert marks.lag(number + 5) == 5  # queued, but not reached

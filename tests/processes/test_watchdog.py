@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.errors import say_on_stderr
+from megatron.errors import print_to_stderr
 from megatron.parallel.journal import Journal, Transfer
 from megatron.processes import watchdog
 from megatron.processes.launch import Launch
@@ -232,7 +232,7 @@ def test_output_that_nobody_reads_keeps_no_process_that_is_to_end(tmp_path: Path
     def hang() -> None:
         _fill_errors()
         Watchdog(Launch(0, 2), 9.0).end_within(0.5, 5, "a report that does not fit")
-        say_on_stderr("another that does not fit")
+        print_to_stderr("another that does not fit")
 
     assert _ended(hang, tmp_path).code == 5
 
@@ -311,7 +311,7 @@ def test_a_process_whose_output_nobody_reads_keeps_others_waiting(tmp_path: Path
     def hang() -> None:
         _fill_errors()
         Watchdog(Launch(0, 2), 0.5).begin(Journal())
-        say_on_stderr("a line that does not fit")
+        print_to_stderr("a line that does not fit")
 
     assert _ended(hang, tmp_path).code == 5
 

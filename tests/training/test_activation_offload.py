@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config.training import OFFLOADED_MODULES
-from megatron.device import Copied
+from megatron.device import QueuedCopy
 from megatron.parallel import offload
 from megatron.parallel.layout import Layout
 from megatron.parallel.offload import HostActivations
@@ -46,7 +46,7 @@ class _LateQueue:
     def __init__(self, device):
         self.waiting = []
 
-    def follow(self):
+    def wait_for_device(self):
         pass
 
     def copy(self, target, source):
@@ -55,12 +55,12 @@ class _LateQueue:
         return copied
 
 
-class _Late(Copied):
+class _Late(QueuedCopy):
     def __init__(self, queue):
         super().__init__(None)
         self.queue = queue
 
-    def lead(self):
+    def delay_device(self):
         waiting = self.queue.waiting
         while any(copied is self for copied, _, _ in waiting):
             _, target, source = waiting.pop(0)
@@ -78,7 +78,7 @@ def _train(layout, words):
 
 @pytest.fixture
 def late(monkeypatch):
-    monkeypatch.setattr(offload, "CopyQueue", _LateQueue)
+    monkeypatch.setattr(offload, "CopyStream", _LateQueue)
 
 
 @pytest.mark.parametrize("network", NETWORKS)

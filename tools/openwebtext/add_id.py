@@ -17,7 +17,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megatron.command import leave, run_command
+from megatron.command import exit_immediately, run_command
 from megatron.config.arguments import ToolParser
 
 
@@ -56,4 +56,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_immediately(main())

@@ -17,7 +17,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megatron.command import leave, run_command
+from megatron.command import exit_immediately, run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     """
     from megatron.corpora.cleaning import judge_url
     from megatron.corpora.plan import UrlStep
-    from megatron.durable import renamed_when_done, writing_to
+    from megatron.durable import atomic_file, writing_to
 
     path = Path(options.path)
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"{path}: no such file, or a folder without .txt files")
     seen: set[str] = set()
     counts: Counter[str] = Counter()
-    with writing_to("output", options.output), renamed_when_done(Path(options.output)) as output:
+    with writing_to("output", options.output), atomic_file(Path(options.output)) as output:
         for file in files:
             for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
                 url = line.strip()
@@ -73,4 +73,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_immediately(main())

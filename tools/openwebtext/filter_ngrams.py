@@ -22,7 +22,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megatron.command import leave, run_command
+from megatron.command import exit_immediately, run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError
 
@@ -197,9 +197,9 @@ def _task_files(options: argparse.Namespace) -> list[str]:
 def _save(file: str, ngrams: Any) -> None:
     import numpy as np
 
-    from megatron.durable import renamed_when_done, writing_to
+    from megatron.durable import atomic_file, writing_to
 
-    with writing_to("--save-dictionary", file), renamed_when_done(Path(file)) as target:
+    with writing_to("--save-dictionary", file), atomic_file(Path(file)) as target:
         np.savez(target, **{str(size): known for size, known in ngrams.hashes.items()})
 
 
@@ -225,4 +225,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_immediately(main())

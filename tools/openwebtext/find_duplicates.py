@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megatron.command import leave, run_command
+from megatron.command import exit_immediately, run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError
 
@@ -150,12 +150,12 @@ def _save(file: str, part: tuple[list[str], Any, Any], settings: Any) -> None:
 
     import numpy as np
 
-    from megatron.durable import renamed_when_done, writing_to
+    from megatron.durable import atomic_file, writing_to
 
     names, counts, signatures = part
     data = np.frombuffer(json.dumps(names).encode(), np.uint8)
     made = np.array([settings.bands, settings.rows, settings.seed])
-    with writing_to("--save-fingerprints", file), renamed_when_done(Path(file)) as target:
+    with writing_to("--save-fingerprints", file), atomic_file(Path(file)) as target:
         np.savez(target, names=data, counts=counts, signatures=signatures, made=made)
 
 
@@ -190,4 +190,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_immediately(main())

@@ -16,7 +16,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megatron.command import leave, run_command
+from megatron.command import exit_immediately, run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError
 
@@ -83,4 +83,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_immediately(main())

@@ -136,7 +136,7 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
                 break
             counts = Counter[str]()
             with durable.writing_to("--output", output):
-                with durable.renamed_when_done(unfinished / f"part-{number:05d}.jsonl") as file:
+                with durable.atomic_file(unfinished / f"part-{number:05d}.jsonl") as file:
                     for lines, found in itertools.chain([first], mine):
                         file.write(lines)
                         counts += found

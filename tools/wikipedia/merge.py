@@ -44,7 +44,7 @@ def merge(folder: Path, output: Path) -> int:
         free = shutil.disk_usage(output.parent).free
         if free < needed:
             raise StorageError(f"{needed:,} bytes are needed, but only {free:,} are free")
-        with durable.renamed_when_done(output) as joined:
+        with durable.atomic_file(output) as joined:
             for path in files:
                 _append(path, joined)
         durable.sync_folder(output.parent)

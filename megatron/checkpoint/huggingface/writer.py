@@ -138,7 +138,7 @@ def write_folder(
     if SINGLE in shards:
         shards = {export.single: shards[SINGLE]}
     total = sum(map(_size, shards.values()))
-    temporary = durable.beside(folder, durable.TEMPORARY)
+    temporary = durable.unique_sibling(folder, durable.TEMPORARY)
     try:
         with durable.storage_errors(folder):
             temporary.mkdir(parents=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.huggingface.files import COMPANION_FOLDER, GENERATION_CONFIG
-from megatron.command import PanelRow, format_panel, say
+from megatron.command import PanelRow, format_panel, print_line
 from megatron.config.generation import (
     ServerConfig,
     named_adapters,
@@ -110,7 +110,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
             retrieves=parsed.config.model.architecture == "retro",
             adapters=tuple(one.name for one in adapters),
         )
-        say(_panel(settings, url, engine_rows(loaded, engine, device)))
+        print_line(_panel(settings, url, engine_rows(loaded, engine, device)))
         with suppress(BrokenPipeError):  # the web server has died, which the inbox will notice
             connection.sendall(pack(FrontSettings, settings))
         with closing(SocketInbox(connection, lambda: engine.stats)) as inbox:

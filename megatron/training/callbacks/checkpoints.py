@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.checkpoint.background import BackgroundSaver, Saved
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import scan
-from megatron.command import say
+from megatron.command import print_line
 from megatron.errors import ConfigError, StorageError
 from megatron.training import checkpointing
 from megatron.training.callbacks.base import Callback, Leave
@@ -101,14 +101,14 @@ class Checkpoints(Callback):
                 left=run.train_iterations - run.progress.iteration,
             )
             if line is not None:
-                say(line)
+                print_line(line)
 
     def _settle(self, run: Run) -> bool:
         """Wait for any background save, and return whether background saving works."""
         if self._background is None:
             return True
         if self._background.is_busy and run.layout.world.rank == 0:
-            say("  waiting for the previous background save: only one can run at a time")
+            print_line("  waiting for the previous background save: only one can run at a time")
         try:
             self._background.wait()
         except StorageError:  # `_report` has printed the reason
@@ -133,7 +133,7 @@ class Checkpoints(Callback):
         try:
             self._settle(run)
         except Exception as error:  # the error that ended training must be the one that is reported
-            say(f"WARNING: {error}")
+            print_line(f"WARNING: {error}")
 
 
 def _continued(run: Run) -> tuple[Path, int] | None:
@@ -189,7 +189,9 @@ def _background_saver(run: Run) -> BackgroundSaver:
         ) from error
     if run.layout.world.rank == 0:
         size, seconds = saver.host_bytes / 1e9, time.perf_counter() - started
-        say(f"  --async-save: {size:.3g} GB of host memory per process, ready in {seconds:.2f} s")
+        print_line(
+            f"  --async-save: {size:.3g} GB of host memory per process, ready in {seconds:.2f} s"
+        )
     return saver
 
 
@@ -198,7 +200,7 @@ def _report(iteration: int, outcome: Saved | Exception) -> None:
     if isinstance(outcome, Saved):
         checkpointing.report_saved(outcome)
     else:
-        say(
+        print_line(
             f"WARNING: the checkpoint of iteration {iteration} could not be written: {outcome}. "
             "Nothing was published; the previous checkpoint remains the newest. The next save is "
             "not made in the background and ends the run if it fails too"

@@ -7,7 +7,7 @@ import time
 from megatron.checkpoint.non_persistent import NonPersistentStore
 from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.store import Snapshot
-from megatron.command import say
+from megatron.command import print_line
 from megatron.errors import StorageError
 from megatron.training import checkpointing
 from megatron.training.callbacks.base import Callback, Leave
@@ -70,14 +70,16 @@ class NonPersistentCheckpoints(Callback):
             except StorageError as error:  # on all ranks
                 self._scalars.event(run, "failed non-persistent checkpoint", str(error))
                 if run.layout.world.rank == 0:
-                    say(f"WARNING: no non-persistent checkpoint was written: {error}")
+                    print_line(f"WARNING: no non-persistent checkpoint was written: {error}")
                 return
         seconds = time.perf_counter() - since
         self._scalars.event(run, "non-persistent checkpoint", f"saved in {seconds:.2f} s")
         if not self._is_told and run.layout.world.rank == 0:
             self._is_told = True
             size = snapshot.plan.total_bytes / 1e9
-            say(f"  first non-persistent checkpoint: {path} ({size:.3g} GB in {seconds:.2f} s)")
+            print_line(
+                f"  first non-persistent checkpoint: {path} ({size:.3g} GB in {seconds:.2f} s)"
+            )
 
 
 def _is_due(run: Run, iteration: int) -> bool:
@@ -112,7 +114,7 @@ class Goodput(Callback):
         if share is None or record is None or not run.is_log_rank or not (often or run.was_resumed):
             return
         seconds = time.time() - record.began
-        say(
+        print_line(
             f"  goodput: {share:.1%} of the {seconds:,.0f} s since the run was first started were "
             "spent in steps whose results were kept"
         )

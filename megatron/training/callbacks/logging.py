@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.training.callbacks.base import Callback, Leave
 from megatron.training.log_line import training_line, update_figures
 from megatron.training.run import Run
@@ -48,17 +48,17 @@ class LogLine(Callback):
             return
         norm = run.parameters_norm() if options.log_params_norm else None
         if run.is_log_rank:
-            say(self._line(run, outcome, norm))
+            print_line(self._line(run, outcome, norm))
             if outcome.expert_load is not None:
-                say(outcome.expert_load.line())
+                print_line(outcome.expert_load.line())
                 warning = outcome.expert_load.warning()
                 if warning is not None:
-                    say(warning)
+                    print_line(warning)
         if options.timing_log_level > 0:
             over_ranks = run.timers.over_ranks()
             run.timers.reset()
             if run.is_log_rank:
-                say(format_timers(over_ranks, options.timing_log_option, self._iterations))
+                print_line(format_timers(over_ranks, options.timing_log_option, self._iterations))
         self._report_memory(run)
         self.on_start(run)
 
@@ -94,7 +94,7 @@ class LogLine(Callback):
             return
         self._memory_reported = True
         memory = run.device.memory()
-        say(
+        print_line(
             f"[Rank {run.layout.world.rank}] (after {run.progress.iteration} iterations) "
             f"memory (MB) | allocated: {memory.allocated / _MIB:.1f} | "
             f"max allocated: {memory.peak_allocated / _MIB:.1f} | "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.durable import writing_to
 from megatron.parallel.collectives import all_gather
@@ -94,8 +94,8 @@ class Profile(Callback):
         rank, last = run.layout.world.rank, run.progress.iteration
         path = profile_folder(run.config) / f"rank{rank}.{last}.pt.trace.json"
         self._profiler.export_chrome_trace(str(path))
-        say(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
-        say(f"profile of rank {rank}: {path}")
+        print_line(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
+        print_line(f"profile of rank {rank}: {path}")
         self._profiler = None
 
 
@@ -126,7 +126,7 @@ class PipelineBubble(Callback):
         for writer in self._writers:
             writer.write(scalars, run.progress.iteration, run.progress.consumed_samples)
         if run.progress.iteration % run.config.logging.log_interval == 0:
-            say(bubble_line(self._bubbles))
+            print_line(bubble_line(self._bubbles))
             self._bubbles = []
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.entries import buffer_state, flatten
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.command import say
+from megatron.command import print_line
 from megatron.errors import NumericsError
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.layout import Axis
@@ -44,7 +44,9 @@ class ReplicaHashes(Callback):
     def on_start(self, run: Run) -> None:
         """Compare the initial or loaded values. Collective."""
         if max(run.layout.replica.size, run.layout.expert_replica.size) == 1 and run.is_log_rank:
-            say(f"  {_FLAG}: there is only one replica of the weights, so nothing is compared")
+            print_line(
+                f"  {_FLAG}: there is only one replica of the weights, so nothing is compared"
+            )
         self.compare(run)
 
     def interrupts(self, run: Run) -> bool:

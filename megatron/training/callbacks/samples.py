@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.inference.request import Sampling
 from megatron.inference.samples import read_prompts
 from megatron.training.callbacks.base import Callback, Leave
@@ -58,5 +58,7 @@ class SampleAnswers(Callback):
             shown = [token for token in found.tokens if token not in self._generator.ends]
             answer = found.problem or run.tokenizer.detokenize(shown)
             if run.is_log_rank:
-                say(f" sample at iteration {run.progress.iteration} | {text!r} -> {answer!r}")
+                print_line(
+                    f" sample at iteration {run.progress.iteration} | {text!r} -> {answer!r}"
+                )
             self._scalars.event(run, "sample", f"{text} -> {answer}")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron import __version__
-from megatron.command import say
+from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.config.run import flatten, values_of
 from megatron.durable import writing_to
@@ -418,7 +418,9 @@ class Scalars(Callback):
             except StorageError as error:
                 if writer not in self._failed:
                     self._failed.add(writer)
-                    say(f"WARNING: {error}. Training continues, but later values may be missing")
+                    print_line(
+                        f"WARNING: {error}. Training continues, but later values may be missing"
+                    )
 
 
 def step_scalars(
@@ -438,7 +440,7 @@ def step_scalars(
             "mem-reserved-bytes": memory.reserved,
             "mem-allocated-bytes": memory.allocated,
             "mem-max-allocated-bytes": memory.peak_allocated,
-            "mem-allocated-count": memory.pieces,
+            "mem-allocated-count": memory.allocations,
         }
     is_wanted = {
         "learning-rate": options.log_learning_rate_to_tensorboard,

@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.reader import Reader
-from megatron.command import say
+from megatron.command import print_line
 from megatron.errors import NumericsError
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, Leave
@@ -86,7 +86,7 @@ class SkippedUpdates(Callback):
             if outcome.found_spike and run.config.training.on_spike == "rewind":
                 self._rewind(run, reason)
             elif run.is_log_rank:
-                say(f" skipped the update: {reason.what}")
+                print_line(f" skipped the update: {reason.what}")
             return
         remedy = reason.remedy
         if reason.skips:
@@ -99,7 +99,9 @@ class SkippedUpdates(Callback):
         found = self._newest(run)
         if found is None:
             if run.is_log_rank:
-                say(f" skipped the update: {reason.what}; there is no checkpoint yet to go back to")
+                print_line(
+                    f" skipped the update: {reason.what}; there is no checkpoint yet to go back to"
+                )
             return
         iteration = found.iteration
         count = self._rewinds[iteration] = self._rewinds.get(iteration, 0) + 1
@@ -111,7 +113,7 @@ class SkippedUpdates(Callback):
         samples = rewind_run(run, found)
         self._scalars.event(run, "rewind", f"to the weights of iteration {iteration}")
         if run.is_log_rank:
-            say(
+            print_line(
                 f" went back to the weights of iteration {iteration}: {reason.what}; the "
                 f"{samples} samples read since then are not trained on again"
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.command import say
+from megatron.command import print_line
 from megatron.data.text_stream import count_bad_lines
 from megatron.errors import warn
 from megatron.parallel.collectives import all_gather
@@ -111,9 +111,9 @@ class HealthCheck(Callback):
         save = run.config.checkpoint.save
         rows = check_health(run.layout, run.device, None if save is None else Path(save))
         if run.layout.world.is_first:
-            say(health_table(rows))
+            print_line(health_table(rows))
             for problem in problems_of(rows):
-                say(f"WARNING: {problem}")
+                print_line(f"WARNING: {problem}")
 
 
 class ProgressBar(Callback):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.command import say
+from megatron.command import print_line
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.layout import Layout
 from megatron.processes.watchdog import ranks_text
@@ -176,7 +176,7 @@ class Stragglers(Callback):
         self._watch = StragglerWatch.of(run.layout, list(self._clock.axes))
         self._hosts = JsonExchange(run.layout.world).gather(platform.node())
         if run.layout.world.size == 1:
-            say("  --log-straggler: there is only one rank, so nothing is compared")
+            print_line("  --log-straggler: there is only one rank, so nothing is compared")
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         """Read the clock, and compare the ranks or report their times if due. Collective."""
@@ -185,7 +185,7 @@ class Stragglers(Callback):
             self._compare(run)
         is_due = run.progress.iteration % run.config.logging.log_interval == 0
         if run.is_log_rank and self._times and is_due:
-            say(times_line(self._times, run.config.logging.straggler_minmax_count))
+            print_line(times_line(self._times, run.config.logging.straggler_minmax_count))
             self._times = {}
 
     def _compare(self, run: Run) -> None:
@@ -199,10 +199,10 @@ class Stragglers(Callback):
             told = self._describe(straggler)
             self._scalars.event(run, "straggler", told)
             if run.is_log_rank:
-                say(f"WARNING: iteration {run.progress.iteration}: {told}")
+                print_line(f"WARNING: iteration {run.progress.iteration}: {told}")
         for text in gone:
             if run.is_log_rank:
-                say(f" no longer slow: {text}")
+                print_line(f" no longer slow: {text}")
 
     def _describe(self, found: Straggler) -> str:
         hosts = ", ".join(dict.fromkeys(self._hosts[rank] for rank in found.ranks))

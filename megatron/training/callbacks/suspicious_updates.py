@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.command import say
+from megatron.command import print_line
 from megatron.durable import open_trusted, replace_file, writing_to
 from megatron.errors import SuspiciousResultError, TransientFaultError
 from megatron.processes.watchdog import ranks_text
@@ -151,7 +151,7 @@ class SuspiciousUpdates(Callback):
     def _tell(self, run: Run, text: str) -> None:
         self._scalars.event(run, "rerun", text)
         if run.is_log_rank:
-            say(f"WARNING: {text}")
+            print_line(f"WARNING: {text}")
 
 
 class ResultDifferences(Callback):
@@ -168,7 +168,7 @@ class ResultDifferences(Callback):
         if run.progress.iteration % run.config.logging.log_interval:
             return
         if run.is_log_rank:
-            say(
+            print_line(
                 f" computed twice | updates: {len(self._found)} | with different losses: "
                 f"{sum(one > 0 for one in self._found)} | largest relative difference: "
                 f"{max(self._found):.3g} |"

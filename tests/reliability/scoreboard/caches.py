@@ -232,8 +232,8 @@ def _guessed_names(folder: Path, rng: random.Random) -> str:
     right = rng.random() < 0.5  # whether the attacker guesses the random part
     with contextlib.ExitStack() as stack:
         if right:
-            stack.enter_context(patch.object(durable, "beside", guessed))
-            stack.enter_context(patch.object(indexed, "beside", guessed))
+            stack.enter_context(patch.object(durable, "unique_sibling", guessed))
+            stack.enter_context(patch.object(indexed, "unique_sibling", guessed))
         expect(cache.read(folder) == expected, f"{cache.name}: a link's target was used")
         with (
             contextlib.suppress(StorageError),
