@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.checkpoint.entries import DTYPES, Json, State
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.plan import describe, share_of
-from megatron.checkpoint.retention import Keep
+from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.shard import plan_shard
 from megatron.checkpoint.store import Snapshot, agree, write_checkpoint
 from megatron.device import Device
@@ -33,7 +33,7 @@ _NICENESS = 5  # training's own threads have priority
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A published checkpoint.
 
     Attributes:
@@ -41,17 +41,17 @@ class Saved:
         path: The checkpoint's folder.
         size: Bytes of all tensors.
         seconds: Seconds from the end of the copy until the checkpoint was published.
-        waited: Seconds for which training was paused, on the rank that waited longest.
+        pause: Seconds for which training was paused, on the rank that waited longest.
     """
 
     iteration: int
     path: Path
     size: int
     seconds: float
-    waited: float
+    pause: float
 
 
-class HostCopy:
+class HostBuffer:
     """Host memory for one set of tensors, reused for every copy.
 
     Attributes:
@@ -64,19 +64,19 @@ class HostCopy:
         Raises:
             MemoryError: There is not enough memory.
         """
-        _, self._places = plan_shard(tensors)
-        ends = (place.start + place.size for place in self._places.values())
+        _, self._placements = plan_shard(tensors)
+        ends = (placement.start + placement.size for placement in self._placements.values())
         self._buffer = device.host_buffer(max(ends, default=0))
         self.size = self._buffer.numel()
         self._device = device
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy_from(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of the tensors, which are valid until the next call."""
-        assert tensors.keys() == self._places.keys()
+        assert tensors.keys() == self._placements.keys()
         copies = {}
-        for name, place in self._places.items():
-            held = self._buffer[place.start : place.start + place.size]
-            copies[name] = held.view(DTYPES[place.dtype]).view(place.shape)
+        for name, placement in self._placements.items():
+            slot = self._buffer[placement.start : placement.start + placement.size]
+            copies[name] = slot.view(DTYPES[placement.dtype]).view(placement.shape)
             copies[name].copy_(tensors[name].detach(), non_blocking=True)
         self._device.synchronize()
         return copies
@@ -96,12 +96,12 @@ class BackgroundSaver:
         root: Path | str,
         entries: State,
         layout: Layout,
-        beside: Layout,
+        thread_layout: Layout,
         device: Device,
         *,
-        keep: Keep | None,
+        keep: RetentionPolicy | None,
         write: Callable[..., Path] = write_checkpoint,
-        report: Callable[[int, Saved | Exception], None],
+        report: Callable[[int, SavedCheckpoint | Exception], None],
     ) -> None:
         """Plan the saves and allocate memory for the copies.
 
@@ -109,7 +109,7 @@ class BackgroundSaver:
             root: Folder of checkpoints.
             entries: This rank's tensors. Every save has the same names, types and boxes.
             layout: The ranks that take part.
-            beside: The same ranks with process groups for the thread (`Layout.beside`).
+            thread_layout: The same ranks with process groups for the thread (`Layout.beside`).
             device: Device of the tensors.
             keep: Which older checkpoints to keep. None keeps all of them.
             write: `write_checkpoint`, or a function with the same arguments that writes another
@@ -122,9 +122,9 @@ class BackgroundSaver:
         self._root = Path(root).absolute()  # before the process changes its working folder
         self._description = describe(entries)
         self._plan = agree(entries, layout)
-        self._copy = HostCopy(share_of(self._plan, entries, layout.world.rank), device)
+        self._copy = HostBuffer(share_of(self._plan, entries, layout.world.rank), device)
         self.host_bytes = self._copy.size
-        self._layout = beside
+        self._layout = thread_layout
         self._write = partial(write, keep=keep)
         self._report = report
         self._thread: threading.Thread | None = None
@@ -144,7 +144,7 @@ class BackgroundSaver:
         """
         assert self._thread is None, "one save at a time"
         assert describe(entries) == self._description, "the state differs from the planned one"
-        tensors = self._copy.take(share_of(self._plan, entries, self._layout.world.rank))
+        tensors = self._copy.copy_from(share_of(self._plan, entries, self._layout.world.rank))
         waited = time.perf_counter() - since
         snapshot = Snapshot(iteration, self._plan, tensors, meta, self._layout)
         self._thread = threading.Thread(
@@ -180,17 +180,17 @@ class BackgroundSaver:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         exchange, started = JsonExchange(snapshot.layout.world), time.perf_counter()
         iteration = snapshot.iteration
-        outcome: Saved | Exception
+        outcome: SavedCheckpoint | Exception
         try:
-            longest = max(exchange.gather(waited))
+            pause = max(exchange.gather(waited))
             path = self._write(self._root, snapshot)
             seconds = time.perf_counter() - started
-            outcome = Saved(iteration, path, snapshot.plan.total_bytes, seconds, longest)
+            outcome = SavedCheckpoint(iteration, path, snapshot.plan.total_bytes, seconds, pause)
         except UserError as error:
             outcome = self._failure = error
         except Exception as error:
-            what = f"the save of iteration {iteration} failed in the background"
-            outcome = CheckpointError(f"{what}: {type(error).__name__}: {error}")
+            failure = f"the save of iteration {iteration} failed in the background"
+            outcome = CheckpointError(f"{failure}: {type(error).__name__}: {error}")
             outcome.__cause__ = error
             self._failure = outcome
         if exchange.is_main:

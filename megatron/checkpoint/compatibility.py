@@ -61,8 +61,8 @@ def check_network(
     }
     speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
     if finetunes and len(speeds) == len(differing):
-        told = "the rotary frequencies differ from those that the weights were trained with"
-        return [f"  --finetune: {line}: {told}" for line in speeds]
+        reason = "the rotary frequencies differ from those that the weights were trained with"
+        return [f"  --finetune: {line}: {reason}" for line in speeds]
     if differing:
         or_else = ""
         if flag == "--load":
@@ -100,7 +100,7 @@ def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
 
 def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
     """Return whether a saved setting means the same as the model's."""
-    here = getattr(model, name)
+    value = getattr(model, name)
     if name == "num_experts":
         saved = from_yaml(field_at(f"model.{name}"), saved)  # a single number in older checkpoints
     # Patterns of layers may be written in many ways.
@@ -111,13 +111,13 @@ def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
         of_layers = layer_windows
     if of_layers is not None:
         try:
-            there = replace(model, **{name: saved})
-            return of_layers(there, model.num_layers) == of_layers(model, model.num_layers)
+            saved_model = replace(model, **{name: saved})
+            return of_layers(saved_model, model.num_layers) == of_layers(model, model.num_layers)
         except ValueError:
             return False
     if name == "moe_ffn_hidden_size":
-        return bool((saved or model.ffn_hidden_size) == (here or model.ffn_hidden_size))
-    return bool((tuple(saved) if isinstance(saved, list) else saved) == here)
+        return bool((saved or model.ffn_hidden_size) == (value or model.ffn_hidden_size))
+    return bool((tuple(saved) if isinstance(saved, list) else saved) == value)
 
 
 def check_states(config: RunConfig, reader: Reader) -> None:

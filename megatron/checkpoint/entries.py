@@ -82,7 +82,7 @@ class Box(NamedTuple):
         shape = tuple(stop - begin for begin, stop in zip(start, end, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Return the slices that select this box from a tensor that holds `outer`."""
         starts = (o - p for o, p in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(o, o + s) for o, s in zip(starts, self.shape, strict=True))
@@ -119,8 +119,8 @@ State = dict[str, Entry | Sequence[Entry]]
 
 def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str, Entry]]:
     """Yield every entry with its name. A name with several entries is yielded once for each."""
-    for name, held in state.items():
-        for entry in [held] if isinstance(held, Entry) else held:
+    for name, value in state.items():
+        for entry in [value] if isinstance(value, Entry) else value:
             yield name, entry
 
 

@@ -34,9 +34,9 @@ class JsonExchange:
         sizes = torch.zeros(self.world.size, dtype=torch.int64, device=device)
         sizes[self.world.rank] = data.numel()
         all_reduce(sizes, self.world)
-        mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
-        mine[: data.numel()] = data.to(device)
-        texts = all_gather(mine, self.world).chunk(self.world.size)
+        payload = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+        payload[: data.numel()] = data.to(device)
+        texts = all_gather(payload, self.world).chunk(self.world.size)
         return [
             json.loads(text[:length].cpu().numpy().tobytes())
             for text, length in zip(texts, sizes.tolist(), strict=True)

@@ -99,29 +99,39 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
         CheckpointError: There are incomplete checkpoints but no complete one.
     """
     found, problems = scan(root)
-    named, complaint = read_tracker(root)
+    tracked, tracker_problem = read_tracker(root)
     if not found:
-        told = [f"{name} {problem}" for name, problem in problems.items()]
-        if complaint or (named is not None and named not in problems):
-            told.insert(0, complaint or f"{TRACKER} names {named!r}, which does not exist")
-        if told:
+        lines = [f"{name} {problem}" for name, problem in problems.items()]
+        if tracker_problem or (tracked is not None and tracked not in problems):
+            lines.insert(0, tracker_problem or f"{TRACKER} names {tracked!r}, which does not exist")
+        if lines:
             raise CheckpointError(
-                f"{root}: no complete checkpoint: " + "; ".join(told) + ". Restore one from a "
+                f"{root}: no complete checkpoint: " + "; ".join(lines) + ". Restore one from a "
                 "copy, or name an empty folder to start from scratch"
             )
         return []
-    current = next((one for one in found if one.name == named), None)
-    if current is None and named is not None:  # Megatron-DeepSpeed writes both trackers
-        twin = f"{DEEPSPEED}{iteration_of(named)}"
-        current = next((one for one in found if one.name == twin), None)
+    current = next((checkpoint for checkpoint in found if checkpoint.name == tracked), None)
+    if current is None and tracked is not None:  # Megatron-DeepSpeed writes both trackers
+        deepspeed_name = f"{DEEPSPEED}{iteration_of(tracked)}"
+        current = next(
+            (checkpoint for checkpoint in found if checkpoint.name == deepspeed_name), None
+        )
     if current is None:
         if not quiet:
-            why = problems.get(named or "", "is missing or incomplete")
-            unnamed = f"{TRACKER} names {named}, which {why}" if named else f"{TRACKER} is missing"
-            warn(f"{root}: {complaint or unnamed}; trying the newest complete checkpoint")
+            problem = problems.get(tracked or "", "is missing or incomplete")
+            reason = (
+                f"{TRACKER} names {tracked}, which {problem}"
+                if tracked
+                else f"{TRACKER} is missing"
+            )
+            warn(f"{root}: {tracker_problem or reason}; trying the newest complete checkpoint")
         return found
-    older = [one for one in found if one is not current and one.iteration <= current.iteration]
-    newer = [one for one in found if one.iteration > current.iteration]
+    older = [
+        checkpoint
+        for checkpoint in found
+        if checkpoint is not current and checkpoint.iteration <= current.iteration
+    ]
+    newer = [checkpoint for checkpoint in found if checkpoint.iteration > current.iteration]
     return [current, *older, *newer]
 
 
@@ -143,8 +153,8 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
         text = data.decode("ascii", errors="replace")
         match = pattern.fullmatch(text)
         if len(data) > _TRACKER_BYTES or match is None:
-            shown = f"it holds {text[:_TRACKER_BYTES]!r}, not an iteration"
-            return None, f"{name} is damaged: {shown}"
+            content = f"it holds {text[:_TRACKER_BYTES]!r}, not an iteration"
+            return None, f"{name} is damaged: {content}"
         word = match.group(1)
         return (iteration_folder(int(word)) if word.isdigit() else word), None
     return None, None
@@ -172,7 +182,13 @@ def scan(root: Path) -> tuple[list[FoundCheckpoint], dict[str, str]]:
         else:
             found.append(FoundCheckpoint(kind, iteration_of(path.name), path))
     # A replaced checkpoint sorts after its replacement, because ".old-" makes its name longer.
-    found.sort(key=lambda one: (-one.iteration, len(one.path.name), one.path.name))
+    found.sort(
+        key=lambda checkpoint: (
+            -checkpoint.iteration,
+            len(checkpoint.path.name),
+            checkpoint.path.name,
+        )
+    )
     return found, problems
 
 
@@ -201,28 +217,31 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
     if not root.is_dir():
         raise CheckpointError(f"{flag}: there is no such folder")
     found, problems = scan(root)
-    for one in found:
-        if one.iteration == iteration and one.path.name != RELEASE:
-            return one
-    wanted = iteration_folder(iteration)
-    why = f" ({wanted} {problems[wanted]})" if wanted in problems else ""
-    there = [tracker_text(name).decode() for name in dict.fromkeys(one.name for one in found)]
-    if len(there) > _NAMED:
-        there[_NAMED:] = [f"{len(there) - _NAMED} older ones"]
-    remedy = f"available iterations: {', '.join(there)}: give one of them"
-    remedy = remedy if there else "the folder holds no checkpoints"
+    for checkpoint in found:
+        if checkpoint.iteration == iteration and checkpoint.path.name != RELEASE:
+            return checkpoint
+    folder = iteration_folder(iteration)
+    why = f" ({folder} {problems[folder]})" if folder in problems else ""
+    available = [
+        tracker_text(name).decode()
+        for name in dict.fromkeys(checkpoint.name for checkpoint in found)
+    ]
+    if len(available) > _NAMED:
+        available[_NAMED:] = [f"{len(available) - _NAMED} older ones"]
+    remedy = f"available iterations: {', '.join(available)}: give one of them"
+    remedy = remedy if available else "the folder holds no checkpoints"
     raise CheckpointError(f"{flag} holds no checkpoint of this iteration{why}: {remedy}")
 
 
 def _classify(path: Path) -> tuple[str | None, str]:
     """Return a checkpoint folder's format and "", or None and the reason why we do not read it."""
-    is_kind = {
+    matches = {
         "native": (path / MANIFEST).is_file(),
-        "legacy": any(not one.name.endswith(_STATES) for one in path.glob("mp_rank_*")),
+        "legacy": any(not child.name.endswith(_STATES) for child in path.glob("mp_rank_*")),
         "core": (path / ".metadata").exists(),
         "deepspeed": any(path.glob(f"*{_STATES}")),
     }
-    kinds = [kind for kind, is_it in is_kind.items() if is_it]
+    kinds = [kind for kind, is_match in matches.items() if is_match]
     if len(kinds) == 1:
         return kinds[0], ""
     if kinds:

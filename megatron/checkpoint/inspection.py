@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.checkpoint import find
 from megatron.checkpoint.entries import boxes_of_range
 from megatron.checkpoint.huggingface.files import is_model_folder
-from megatron.checkpoint.loading import nothing_at, open_found, open_hf
+from megatron.checkpoint.loading import open_found, open_hf, why_no_checkpoint
 from megatron.checkpoint.reader import NativeReader, Reader, is_vocabulary_table
 from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
@@ -24,12 +24,12 @@ _ELEMENTS = 4 << 20  # elements of a tensor compared at a time
 _COUNTERS = ("iteration", "consumed_train_samples", "padded_vocab_size")
 
 
-def compare(one: Reader, other: Reader, *, only: str = "") -> tuple[list[str], int]:
+def compare(first: Reader, second: Reader, *, only: str = "") -> tuple[list[str], int]:
     """Compare two checkpoints: first their tensors, then their counters and configurations.
 
     Args:
-        one: An opened checkpoint.
-        other: Another opened checkpoint.
+        first: An opened checkpoint.
+        second: Another opened checkpoint.
         only: Compare only tensors whose names begin with this. "" compares everything.
 
     Returns:
@@ -37,36 +37,41 @@ def compare(one: Reader, other: Reader, *, only: str = "") -> tuple[list[str], i
         for the signs of zeros.
     """
     lines, equal = list[str](), 0
-    mine, theirs = ({n for n in reader.held if n.startswith(only)} for reader in (one, other))
-    for reader, alone in ((one, mine - theirs), (other, theirs - mine)):
-        lines += [f"{name}: only in {reader.path}" for name in sorted(alone)]
-    for name in sorted(mine & theirs):
-        line = _compare_tensor(one, other, name)
+    first_names, second_names = (
+        {n for n in reader.tensors if n.startswith(only)} for reader in (first, second)
+    )
+    for reader, unmatched in (
+        (first, first_names - second_names),
+        (second, second_names - first_names),
+    ):
+        lines += [f"{name}: only in {reader.path}" for name in sorted(unmatched)]
+    for name in sorted(first_names & second_names):
+        line = _compare_tensor(first, second, name)
         if line is None:
             equal += 1
         else:
             lines.append(f"{name}: {line}")
     if not only:  # Megatron's files store fewer settings, so only keys in both are compared
-        sides = _settings(one.meta), _settings(other.meta)
+        sides = _settings(first.meta), _settings(second.meta)
         for key in sorted(sides[0].keys() & sides[1].keys()):
             if sides[0][key] != sides[1][key]:
-                shown = (json.dumps(side[key], sort_keys=True) for side in sides)
-                lines.append(f"{key}: {' -> '.join(shown)}")
+                values = (json.dumps(side[key], sort_keys=True) for side in sides)
+                lines.append(f"{key}: {' -> '.join(values)}")
     return lines, equal
 
 
-def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
+def _compare_tensor(first: Reader, second: Reader, name: str) -> str | None:
     """Return how a tensor differs, or None if it does not. Read it one part at a time."""
-    mine, theirs = one.held[name], other.held[name]
-    parts = [] if mine == theirs else [f"{mine} -> {theirs}"]
-    differs = mine.shape != theirs.shape
-    if differs and not (is_vocabulary_table(name) and mine.shape[1:] == theirs.shape[1:]):
+    meta, other_meta = first.tensors[name], second.tensors[name]
+    parts = [] if meta == other_meta else [f"{meta} -> {other_meta}"]
+    differs = meta.shape != other_meta.shape
+    if differs and not (is_vocabulary_table(name) and meta.shape[1:] == other_meta.shape[1:]):
         return parts[0]
-    shape = min(mine.shape, theirs.shape)
+    shape = min(meta.shape, other_meta.shape)
     total, changed, largest = math.prod(shape), 0, 0.0
     for start in range(0, total, _ELEMENTS):
         for box in boxes_of_range(shape, start, min(start + _ELEMENTS, total)):
-            count, difference = _differences(one.read(name, box), other.read(name, box))
+            count, difference = _differences(first.read(name, box), second.read(name, box))
             changed += count
             largest = difference if math.isnan(difference) else max(largest, difference)
     if changed:
@@ -76,25 +81,25 @@ def _compare_tensor(one: Reader, other: Reader, name: str) -> str | None:
     return ", ".join(parts) or None
 
 
-def _differences(one: Tensor, other: Tensor) -> tuple[int, float]:
+def _differences(first: Tensor, second: Tensor) -> tuple[int, float]:
     """Return how many values differ, and the largest difference. Two NaNs count as equal."""
-    if one.dtype == other.dtype and torch.equal(one, other):
+    if first.dtype == second.dtype and torch.equal(first, second):
         return 0, 0.0
-    one, other = one.double(), other.double()
-    differs = (one != other) & ~(one.isnan() & other.isnan())
+    first, second = first.double(), second.double()
+    differs = (first != second) & ~(first.isnan() & second.isnan())
     count = int(differs.sum())
-    return count, (one - other).abs()[differs].max().item() if count else 0.0
+    return count, (first - second).abs()[differs].max().item() if count else 0.0
 
 
 def _settings(meta: dict[str, Any]) -> dict[str, Any]:
     """Return the counters and the configuration of a checkpoint's metadata by name."""
-    found = {key: meta[key] for key in _COUNTERS if meta.get(key) is not None}
+    settings = {key: meta[key] for key in _COUNTERS if meta.get(key) is not None}
     for part in ("optimizer", "schedule"):
         if isinstance(meta.get(part), dict):
-            found |= {f"{part}.{key}": value for key, value in meta[part].items()}
+            settings |= {f"{part}.{key}": value for key, value in meta[part].items()}
     for section, values in (meta.get("config") or {}).items():
-        found |= {f"config.{section}.{key}": value for key, value in values.items()}
-    return found
+        settings |= {f"config.{section}.{key}": value for key, value in values.items()}
+    return settings
 
 
 def summarize(
@@ -122,7 +127,7 @@ def summarize(
         headline = f"{root}  {reader.architecture}  {len(reader.names())} tensors  {state}"
         return [headline, *(_details(reader) if details else ())], True
     if root.is_file():
-        raise CheckpointError(f"{root}: {nothing_at(root)}")
+        raise CheckpointError(f"{root}: {why_no_checkpoint(root)}")
     single = find.checkpoint_at(root)
     if single is not None:
         return _summarize_all([single], verify=verify, details=details, allow_foreign=allow_foreign)
@@ -130,7 +135,7 @@ def summarize(
     named, complaint = find.read_tracker(root)
     checkpoints = find.list_checkpoints(root, quiet=True)
     if not checkpoints:
-        raise CheckpointError(f"{root}: {nothing_at(root)}")
+        raise CheckpointError(f"{root}: {why_no_checkpoint(root)}")
     problems = find.scan(root)[1]
     incomplete = [f"{name} {problem}: never loaded" for name, problem in problems.items()]
     incomplete += [
@@ -183,5 +188,5 @@ def _details(reader: Reader) -> Iterator[str]:
                 yield f"  {key}.{section}: {json.dumps(fields, sort_keys=True)}"
         else:
             yield f"  {key}: {json.dumps(value, sort_keys=True)}"
-    for name, held in sorted(reader.held.items()):
-        yield f"  {name}  {held}"
+    for name, meta in sorted(reader.tensors.items()):
+        yield f"  {name}  {meta}"

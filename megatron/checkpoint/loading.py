@@ -58,7 +58,10 @@ def open_checkpoint(
 
     problems: list[str] = []
     for kind, iteration, path in exchange.on_main(
-        lambda: [[one.format, one.iteration, str(one.path)] for one in candidates()]
+        lambda: [
+            [checkpoint.format, checkpoint.iteration, str(checkpoint.path)]
+            for checkpoint in candidates()
+        ]
     ):
         found = find.FoundCheckpoint(kind, iteration, Path(path))
         reader, problem = None, None
@@ -226,11 +229,11 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
     if not path.is_file():
         reader = open_root(path, verify=verify, allow_foreign=allow_foreign)
     if reader is None:
-        raise CheckpointError(f"{path}: {nothing_at(path)}")
+        raise CheckpointError(f"{path}: {why_no_checkpoint(path)}")
     return reader
 
 
-def nothing_at(path: Path) -> str:
+def why_no_checkpoint(path: Path) -> str:
     """Explain why there is no checkpoint at a path, and where there may be one."""
     if not path.exists():
         return "there is no such folder"
@@ -250,6 +253,10 @@ def checkpoints_below(root: Path) -> list[str]:
         is_root = (folder / find.TRACKER).is_file() or is_model_folder(folder)
         return is_root or find.checkpoint_at(folder) is not None
 
-    folders = (one for one in root.iterdir() if one.is_dir())
-    named = (one for one in folders if TEMPORARY not in one.name and UNVERIFIED not in one.name)
-    return sorted(one.name for one in named if is_accepted(one))
+    folders = (folder for folder in root.iterdir() if folder.is_dir())
+    named = (
+        folder
+        for folder in folders
+        if TEMPORARY not in folder.name and UNVERIFIED not in folder.name
+    )
+    return sorted(folder.name for folder in named if is_accepted(folder))

@@ -78,8 +78,8 @@ def _take(path: Path, descriptor: int, flag: str) -> None:
 def _refusal(path: Path, holder: Json, flag: str) -> str:
     who = "another job" if holder is None else f"process {holder['pid']} on {holder['host']}"
     remedy = f"wait for it to end, or give another folder to {flag}"
-    told = f"{path}: {who} is saving into this folder: {remedy}"
-    return f"{told}. If that job is gone, delete the file"
+    problem = f"{path}: {who} is saving into this folder: {remedy}"
+    return f"{problem}. If that job is gone, delete the file"
 
 
 def _start_time(pid: int) -> str | None:

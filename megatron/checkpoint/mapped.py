@@ -96,28 +96,32 @@ class MappedFile:
         try:
             if length > min(_MAX_HEADER, self.size - _LENGTH):
                 raise ValueError(f"a header of {length:,} bytes in a file of {self.size:,}")
-            places = parse_header(self._part(0, _LENGTH + length))
+            placements = parse_header(self._part(0, _LENGTH + length))
             end = _LENGTH + length
-            for name, place in sorted(places.items(), key=lambda one: (one[1].start, one[1].size)):
-                if place.dtype not in DTYPES:
-                    raise ValueError(f"{name} has the unknown type {place.dtype!r:.40}")
-                is_whole = place.size == prod(place.shape) * DTYPES[place.dtype].itemsize
-                if place.start != end or not is_whole:
+            for name, placement in sorted(
+                placements.items(), key=lambda item: (item[1].start, item[1].size)
+            ):
+                if placement.dtype not in DTYPES:
+                    raise ValueError(f"{name} has the unknown type {placement.dtype!r:.40}")
+                is_whole = (
+                    placement.size == prod(placement.shape) * DTYPES[placement.dtype].itemsize
+                )
+                if placement.start != end or not is_whole:
                     raise ValueError(f"{name} has a wrong position or size")
-                end += place.size
+                end += placement.size
             if end != self.size:
                 raise ValueError(f"{self.size:,} bytes, but header and tensors have {end:,}")
         except ValueError as error:
             raise CheckpointError(f"{self.path}: not a safetensors file: {error}") from error
-        return places
+        return placements
 
-    def tensor(self, place: Placement) -> Tensor:
+    def tensor(self, placement: Placement) -> Tensor:
         """Return the tensor at a position. It is read from the disk when it is used."""
-        data = self._bytes[place.start : place.start + place.size]
-        dtype = DTYPES[place.dtype]
-        if place.start % dtype.itemsize:
+        data = self._bytes[placement.start : placement.start + placement.size]
+        dtype = DTYPES[placement.dtype]
+        if placement.start % dtype.itemsize:
             data = data.clone()  # other programs may write a header of any length
-        return data.view(dtype).view(place.shape)
+        return data.view(dtype).view(placement.shape)
 
     def _part(self, start: int, size: int) -> bytes:
         return self._bytes[start : start + size].numpy().tobytes()

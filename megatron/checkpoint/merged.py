@@ -43,8 +43,8 @@ class AveragedReader(Reader):
         self.format, self.path, self.iteration = reader.format, reader.path, reader.iteration
         self.allow_foreign = reader.allow_foreign
         self.meta = {**reader.meta, "optimizer": None}
-        self.held = {n: held for n, held in reader.held.items() if n.startswith(WEIGHTS)}
-        if not any(name.startswith(AVERAGES) for name in reader.held):
+        self.tensors = {n: meta for n, meta in reader.tensors.items() if n.startswith(WEIGHTS)}
+        if not any(name.startswith(AVERAGES) for name in reader.tensors):
             raise CheckpointError(
                 f"--load-averaged-weights: {reader.path} holds no averages of the weights, which "
                 "--ema-decay and --lawa-interval keep in training: drop the flag, or load another "
@@ -53,18 +53,18 @@ class AveragedReader(Reader):
 
     def _source(self, name: str) -> str:
         average = f"{AVERAGES}{name.removeprefix(WEIGHTS)}"
-        return average if average in self._reader.held else name
+        return average if average in self._reader.tensors else name
 
-    def steps(self, name: str) -> list[Box]:
+    def chunks(self, name: str) -> list[Box]:
         """Return the boxes in which to read a tensor.
 
         Args:
             name: The tensor's name.
         """
-        return self._reader.steps(self._source(name))
+        return self._reader.chunks(self._source(name))
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        return self._reader.read(self._source(name), wanted).to(self.held[name].dtype)
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        return self._reader.read(self._source(name), box).to(self.tensors[name].dtype)
 
 
 def network_in(reader: Reader) -> ModelConfig:
@@ -110,31 +110,31 @@ class MergedReader(Reader):
         kept = {name: value for name, value in model.items() if name not in ADAPTER_FIELDS}
         config = {**reader.meta["config"], "model": kept}
         self.meta = {**reader.meta, "config": config, "optimizer": None}
-        self.held = {
-            name: held
-            for name, held in reader.held.items()
+        self.tensors = {
+            name: meta
+            for name, meta in reader.tensors.items()
             if name.startswith("model.") and not is_adapter_parameter(name)
         }
         self._layers = {f"model.{name}{_WEIGHT}": layer for name, layer in layers.items()}
 
-    def steps(self, name: str) -> list[Box]:
+    def chunks(self, name: str) -> list[Box]:
         """Return the boxes in which to read a tensor; a single one for an adapted weight.
 
         Args:
             name: The tensor's name.
         """
-        return super().steps(name) if name in self._layers else self._reader.steps(name)
+        return super().chunks(name) if name in self._layers else self._reader.chunks(name)
 
     @torch.no_grad()
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+    def _read(self, name: str, box: Box) -> torch.Tensor:
         linear = self._layers.get(name)
         if linear is None:
-            return self._reader.read(name, wanted)
+            return self._reader.read(name, box)
         weight = self._reader.read(name)
-        site = name.removesuffix(_WEIGHT)
+        module = name.removesuffix(_WEIGHT)
         assert isinstance(linear.adapter, Adapter | ExpertAdapter)
         adapter = deepcopy(linear.adapter).to_empty(device="cpu")
-        for own, parameter in adapter.named_parameters():
-            parameter.copy_(self._reader.read(f"{site}.adapter.{own}"))
+        for parameter_name, parameter in adapter.named_parameters():
+            parameter.copy_(self._reader.read(f"{module}.adapter.{parameter_name}"))
         merged = adapter.merged(weight)
-        return merged.to(weight.dtype)[wanted.within(Box.whole(tuple(weight.shape)))]
+        return merged.to(weight.dtype)[box.slices_in(Box.whole(tuple(weight.shape)))]

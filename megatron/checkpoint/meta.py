@@ -113,7 +113,7 @@ class Origin(TypedDict, total=False):
     window: Json
 
 
-class TextPlaces(TypedDict):
+class TextPositions(TypedDict):
     """The positions at which streams of text continue (`data.text_stream.save_places`)."""
 
     plan: str
@@ -136,8 +136,8 @@ class Meta(TypedDict):
     rng: NotRequired[RandomState | None]
     tokenizer: NotRequired[str | None]
     corpus: NotRequired[str | None]
-    text: NotRequired[TextPlaces | None]
-    validation_text: NotRequired[TextPlaces | None]
+    text: NotRequired[TextPositions | None]
+    validation_text: NotRequired[TextPositions | None]
     config: dict[str, dict[str, Json]]
     spikes: NotRequired[dict[str, list[float]] | None]
     legacy_args: NotRequired[LegacyArguments | None]
@@ -163,8 +163,8 @@ def check_meta(reader: Reader) -> None:
         raise CheckpointError(str(error)) from None
     _check_schedule(meta, reader.format)
     told = {"iteration": reader.iteration}
-    if _WORDS in reader.held:
-        told["padded_vocab_size"] = reader.held[_WORDS].shape[0]
+    if _WORDS in reader.tensors:
+        told["padded_vocab_size"] = reader.tensors[_WORDS].shape[0]
     for key, value in told.items():
         if reader.meta[key] != value:
             raise CheckpointError(

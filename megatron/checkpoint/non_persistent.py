@@ -30,7 +30,7 @@ from megatron.checkpoint.find import FoundCheckpoint, iteration_folder, scan
 from megatron.checkpoint.loading import open_found
 from megatron.checkpoint.manifest import MANIFEST, MAX_BYTES, ManifestError, dump, parse
 from megatron.checkpoint.reader import NativeReader
-from megatron.checkpoint.retention import Keep, prune
+from megatron.checkpoint.retention import RetentionPolicy, prune
 from megatron.checkpoint.shard import digest_of
 from megatron.checkpoint.store import Snapshot, manifest_of, reap, write_files
 from megatron.checkpoint.trust import open_trusted
@@ -38,7 +38,7 @@ from megatron.errors import CheckpointError, StorageError, warn
 from megatron.parallel.collectives import broadcast
 from megatron.parallel.layout import Layout
 
-KEPT = 2  # a machine may be lost while the newest one is being published
+KEEP_LATEST = 2  # a machine may be lost while the newest one is being published
 RUN = "run"  # the metadata key that identifies the run
 _PIECE = 64 << 20  # bytes sent at a time
 
@@ -73,17 +73,19 @@ class NonPersistentStore:
         self.root, self.run, self._layout = Path(root).absolute(), run, layout
         self._exchange = JsonExchange(layout.world)
 
-        def place() -> Json:
+        def folder_id() -> Json:
             with durable.storage_errors(self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
                 status = self.root.stat()
             return None if is_shared else [platform.node(), status.st_dev, status.st_ino]
 
-        self._places = self._exchange.together(place)
+        self._folder_ids = self._exchange.together(folder_id)
         rank = layout.world.rank
-        self._sharing = [r for r, one in enumerate(self._places) if one == self._places[rank]]
+        self._sharing = [
+            r for r, other in enumerate(self._folder_ids) if other == self._folder_ids[rank]
+        ]
         self._is_leader = rank == self._sharing[0]
-        self._jumps = [(jump or len(self._sharing)) * number for number in range(1, copies)]
+        self._jumps = [(jump or len(self._sharing)) * copy for copy in range(1, copies)]
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, and return its folder on this machine.
@@ -122,7 +124,7 @@ class NonPersistentStore:
                 durable.remove_tree(temporary)
         if self._is_leader:
             with suppress(OSError, CheckpointError):  # a failure only wastes disk space
-                prune(self.root, snapshot.iteration, Keep(KEPT))
+                prune(self.root, snapshot.iteration, RetentionPolicy(KEEP_LATEST))
         return final
 
     def _copy(self, folder: Path, reports: list[Json], jump: int) -> OSError | None:
@@ -132,39 +134,41 @@ class NonPersistentStore:
             The error of this rank's disk, if any. The rank participates to the end regardless.
         """
         world = self._layout.world
-        to, source = (world.rank + jump) % world.size, (world.rank - jump) % world.size
+        target, source = (world.rank + jump) % world.size, (world.rank - jump) % world.size
         failure: OSError | None = None
 
-        def pieces(rank: int, other: int) -> list[tuple[str, int, int]]:
-            files = reports[rank]["files"] if self._places[rank] != self._places[other] else {}
+        def pieces(rank: int, peer: int) -> list[tuple[str, int, int]]:
+            files = (
+                reports[rank]["files"] if self._folder_ids[rank] != self._folder_ids[peer] else {}
+            )
             return [
                 (name, start, min(_PIECE, info[0] - start))
                 for name, info in sorted(files.items())
                 for start in range(0, info[0], _PIECE)
             ]
 
-        sent, received = pieces(world.rank, to), pieces(source, world.rank)
-        for number in range(max(len(sent), len(received))):
-            works = []
-            if number < len(sent):
-                name, start, size = sent[number]
+        sent, received = pieces(world.rank, target), pieces(source, world.rank)
+        for index in range(max(len(sent), len(received))):
+            transfers = []
+            if index < len(sent):
+                name, start, size = sent[index]
                 data = torch.zeros(size, dtype=torch.uint8)
                 try:
                     data = _read(folder / name, start, size)
                 except OSError as error:
                     failure = failure or error
-                work = dist.isend(data, world.ranks[to], group=world.group)
-                works.append(world.journal.message("send", world.ranks[to], work))
-            if number < len(received):
-                name, start, size = received[number]
-                into = torch.empty(size, dtype=torch.uint8)
-                work = dist.irecv(into, world.ranks[source], group=world.group)
-                works.append(world.journal.message("receive", world.ranks[source], work))
-            for each in works:
-                each.wait()
-            if number < len(received):
+                work = dist.isend(data, world.ranks[target], group=world.group)
+                transfers.append(world.journal.message("send", world.ranks[target], work))
+            if index < len(received):
+                name, start, size = received[index]
+                buffer = torch.empty(size, dtype=torch.uint8)
+                work = dist.irecv(buffer, world.ranks[source], group=world.group)
+                transfers.append(world.journal.message("receive", world.ranks[source], work))
+            for transfer in transfers:
+                transfer.wait()
+            if index < len(received):
                 try:
-                    _write(folder / name, start, into)
+                    _write(folder / name, start, buffer)
                 except OSError as error:
                     failure = failure or error
         return failure
@@ -175,82 +179,94 @@ class NonPersistentStore:
         Missing files are copied to each machine, and all files are verified. Checkpoints that
         cannot be used are reported and skipped.
         """
-        held = [
-            {digest: _HeldFiles(*one) for digest, one in each.items()}
-            for each in self._exchange.gather(self._scan())
+        machines = [
+            {digest: _LocalFiles(*checkpoint) for digest, checkpoint in files.items()}
+            for files in self._exchange.gather(self._scan())
         ]
-        newest = {digest: one for each in held for digest, one in each.items()}
-        for digest, one in sorted(newest.items(), key=lambda item: (-item[1].iteration, item[0])):
-            if one.iteration <= above:
+        newest = {digest: checkpoint for files in machines for digest, checkpoint in files.items()}
+        for digest, checkpoint in sorted(
+            newest.items(), key=lambda item: (-item[1].iteration, item[0])
+        ):
+            if checkpoint.iteration <= above:
                 break
-            has = [set(each[digest].here) if digest in each else set() for each in held]
-            lacking = sorted(one.sizes.keys() - set().union(*has))
-            reader, problem = None, f"{lacking[0]} was lost" if lacking else None
+            present = [
+                set(files[digest].present) if digest in files else set() for files in machines
+            ]
+            missing = sorted(checkpoint.sizes.keys() - set().union(*present))
+            reader, problem = None, f"{missing[0]} was lost" if missing else None
             if problem is None:
-                knows = [digest in each for each in held]
-                reader, own = self._open(one.iteration, self._complete(one, has, knows))
-                problem = next(filter(None, self._exchange.gather(own)), None)
+                has_manifest = [digest in files for files in machines]
+                reader, own_problem = self._open(
+                    checkpoint.iteration, self._complete(checkpoint, present, has_manifest)
+                )
+                problem = next(filter(None, self._exchange.gather(own_problem)), None)
             if problem is None:
                 return reader
             if self._exchange.is_main:
-                told = f"the non-persistent checkpoint of iteration {one.iteration} is not used"
-                warn(f"{told}: {problem}")
+                message = (
+                    f"the non-persistent checkpoint of iteration {checkpoint.iteration} is not used"
+                )
+                warn(f"{message}: {problem}")
         return None
 
-    def forget_after(self, iteration: int) -> None:
+    def delete_after(self, iteration: int) -> None:
         """Delete the checkpoints of later iterations, which the run is about to repeat."""
         if self._is_leader:
             with suppress(OSError):
                 reap(self.root)
-            for held in self._scan().values():
-                if held.iteration > iteration:
-                    durable.remove_tree(self.root / iteration_folder(held.iteration))
+            for checkpoint in self._scan().values():
+                if checkpoint.iteration > iteration:
+                    durable.remove_tree(self.root / iteration_folder(checkpoint.iteration))
         self._layout.wait_for_all()
 
-    def _scan(self) -> dict[str, _HeldFiles]:
+    def _scan(self) -> dict[str, _LocalFiles]:
         """Return the files of the run's checkpoints that this machine has, by manifest digest."""
-        found = {}
-        for one in scan(self.root)[0]:
+        by_digest = {}
+        for checkpoint in scan(self.root)[0]:
             try:
-                with open_trusted(one.path / MANIFEST) as file:
+                with open_trusted(checkpoint.path / MANIFEST) as file:
                     data = file.read(MAX_BYTES)
                 manifest = parse(data)
             except (OSError, CheckpointError, ManifestError):
                 continue
-            if manifest.meta.get(RUN) == self.run and manifest.iteration == one.iteration:
+            if manifest.meta.get(RUN) == self.run and manifest.iteration == checkpoint.iteration:
                 sizes = {name: info.bytes for name, info in manifest.files.items()}
-                here = [name for name, size in sizes.items() if _size(one.path / name) == size]
-                found[digest_of(data)] = _HeldFiles(one.iteration, here, sizes)
-        return found
+                present = [
+                    name for name, size in sizes.items() if _size(checkpoint.path / name) == size
+                ]
+                by_digest[digest_of(data)] = _LocalFiles(checkpoint.iteration, present, sizes)
+        return by_digest
 
-    def _complete(self, one: _HeldFiles, has: list[set[str]], knows: list[bool]) -> str | None:
+    def _complete(
+        self, checkpoint: _LocalFiles, present: list[set[str]], has_manifest: list[bool]
+    ) -> str | None:
         """Fetch from other machines the files of a checkpoint that this machine lacks.
 
         Args:
-            one: The checkpoint.
-            has: The names of the files that each rank's machine has.
-            knows: Whether each rank's machine has the manifest.
+            checkpoint: The checkpoint.
+            present: The names of the files that each rank's machine has.
+            has_manifest: Whether each rank's machine has the manifest.
 
         Returns:
             The error of this rank's disk, if there was one.
         """
-        folder, rank = self.root / iteration_folder(one.iteration), self._layout.world.rank
-        leaders = sorted({self._places.index(place) for place in self._places})
+        folder, rank = self.root / iteration_folder(checkpoint.iteration), self._layout.world.rank
+        leaders = sorted({self._folder_ids.index(folder_id) for folder_id in self._folder_ids})
         problem = None
-        owner = knows.index(True)
+        owner = has_manifest.index(True)
         try:
             text = (folder / MANIFEST).read_text() if rank == owner else None
-            if self._is_leader and not knows[rank]:
+            if self._is_leader and not has_manifest[rank]:
                 durable.remove_tree(folder)  # another run's, or one without a manifest
                 folder.mkdir()
         except OSError as error:
             text, problem = "", str(error)
-        if not all(knows):
+        if not all(has_manifest):
             text = self._exchange.gather(text)[owner]
-        for name, size in sorted(one.sizes.items()):
-            if all(name in has[leader] for leader in leaders):
+        for name, size in sorted(checkpoint.sizes.items()):
+            if all(name in present[leader] for leader in leaders):
                 continue
-            owner = next(number for number, names in enumerate(has) if name in names)
+            owner = next(rank_index for rank_index, names in enumerate(present) if name in names)
             for start in range(0, size, _PIECE):
                 data = torch.zeros(min(_PIECE, size - start), dtype=torch.uint8)
                 try:
@@ -260,12 +276,12 @@ class NonPersistentStore:
                     problem = str(error)
                 broadcast(data, self._layout.world, owner)
                 try:
-                    if self._is_leader and name not in has[rank]:
+                    if self._is_leader and name not in present[rank]:
                         _write(folder / name, start, data)
                 except OSError as error:
                     problem = str(error)
         try:
-            if self._is_leader and not knows[rank]:
+            if self._is_leader and not has_manifest[rank]:
                 durable.replace_file(folder / MANIFEST, (text or "").encode())
         except OSError as error:
             problem = str(error)
@@ -286,17 +302,17 @@ class NonPersistentStore:
         return None, problem
 
 
-class _HeldFiles(NamedTuple):
+class _LocalFiles(NamedTuple):
     """The files of a checkpoint that a machine has.
 
     Attributes:
         iteration: The checkpoint's iteration.
-        here: The names of the files that the machine has, with the right sizes.
+        present: The names of the files that the machine has, with the right sizes.
         sizes: The sizes of all of the checkpoint's files in bytes.
     """
 
     iteration: int
-    here: list[str]
+    present: list[str]
     sizes: dict[str, int]
 
 

@@ -25,12 +25,12 @@ class Part:
 
     rank: int
     box: Box
-    number: int = 0
+    file_index: int = 0
 
     @property
     def file(self) -> str:
         """The name of the file."""
-        return f"rank_{self.rank:05d}{f'_{self.number}' if self.number else ''}.safetensors"
+        return f"rank_{self.rank:05d}{f'_{self.file_index}' if self.file_index else ''}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class SavePlan:
     def written_by(self, rank: int) -> Iterator[tuple[str, str, Part]]:
         """Yield each part that a rank writes, with its tensor's name and its key."""
         keyed = ((name, *pair) for name in self.parts for pair in self.keyed(name))
-        return (one for one in keyed if one[2].rank == rank)
+        return (part for part in keyed if part[2].rank == rank)
 
 
 def describe(entries: State) -> Json:
     """Return the name, type, global shape, offset and shape of every entry that a rank holds."""
     return [
-        [name, dtype_name(one.tensor.dtype), list(one.global_shape), *map(list, one.box)]
-        for name, one in flatten(entries)
+        [name, dtype_name(entry.tensor.dtype), list(entry.global_shape), *map(list, entry.box)]
+        for name, entry in flatten(entries)
     ]
 
 
-def make_plan(held: list[Json]) -> SavePlan:
+def make_plan(descriptions: list[Json]) -> SavePlan:
     """Choose the rank that writes each part: among its holders, the one with the least to write.
 
     Args:
-        held: The descriptions (`describe`) of what each rank holds, in rank order.
+        descriptions: The descriptions (`describe`) of what each rank holds, in rank order.
 
     Raises:
         ValueError: Ranks disagree about a tensor, or their parts leave gaps or overlap.
@@ -83,20 +83,20 @@ def make_plan(held: list[Json]) -> SavePlan:
     dtypes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     holders = defaultdict[str, dict[Box, list[int]]](dict)
-    for rank, description in enumerate(held):
+    for rank, description in enumerate(descriptions):
         for name, dtype, shape, *box in description:
-            told = dtype, tuple(shape)
-            known = dtypes.setdefault(name, dtype), shapes.setdefault(name, told[1])
-            if known != told:
-                raise ValueError(f"ranks disagree about {name}: {known} and {told}")
+            claimed = dtype, tuple(shape)
+            known = dtypes.setdefault(name, dtype), shapes.setdefault(name, claimed[1])
+            if known != claimed:
+                raise ValueError(f"ranks disagree about {name}: {known} and {claimed}")
             holders[name].setdefault(Box(*map(tuple, box)), []).append(rank)
     for name, boxes in holders.items():
         if not is_tiled(shapes[name], boxes):
             raise ValueError(f"{name} {shapes[name]} is not tiled by its parts: {list(boxes)}")
-    writers = _choose_writers(holders, dtypes, len(held))
-    numbers = _choose_files(writers, dtypes)
+    writers = _choose_writers(holders, dtypes, len(descriptions))
+    file_indices = _choose_files(writers, dtypes)
     parts = {
-        name: [Part(rank := writers[name, box], box, numbers[rank, name]) for box in boxes]
+        name: [Part(rank := writers[name, box], box, file_indices[rank, name]) for box in boxes]
         for name, boxes in holders.items()
     }
     return SavePlan(dtypes, shapes, parts)
@@ -135,18 +135,18 @@ def _choose_files(writers: _Writers, dtypes: dict[str, str]) -> dict[tuple[int, 
         sizes[rank, name] += size
         shares[rank] += size
     loads = {rank: [0] * max(1, min(_FILES, size // _LARGE)) for rank, size in shares.items()}
-    numbers = {}
+    file_indices = {}
     for (rank, name), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        number = loads[rank].index(min(loads[rank]))
-        loads[rank][number] += size
-        numbers[rank, name] = number
-    return numbers
+        index = loads[rank].index(min(loads[rank]))
+        loads[rank][index] += size
+        file_indices[rank, name] = index
+    return file_indices
 
 
 def share_of(plan: SavePlan, entries: State, rank: int) -> dict[str, torch.Tensor]:
     """Return the tensors that a rank writes, by their keys in its files."""
-    held = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
-    return {key: held[name, part.box] for name, key, part in plan.written_by(rank)}
+    tensors = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
+    return {key: tensors[name, part.box] for name, key, part in plan.written_by(rank)}
 
 
 def files_of(plan: SavePlan, rank: int) -> dict[str, list[str]]:

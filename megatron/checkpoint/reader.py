@@ -18,7 +18,7 @@ from megatron.checkpoint import manifest, shard
 from megatron.checkpoint.entries import DTYPES, Box, Json, State, flatten
 from megatron.checkpoint.manifest import MANIFEST, ManifestError, TensorPiece
 from megatron.checkpoint.mapped import MappedFile
-from megatron.checkpoint.retention import hold_for_reading
+from megatron.checkpoint.retention import lock_for_reading
 from megatron.checkpoint.shard import Placement
 from megatron.checkpoint.trust import open_trusted
 from megatron.config.retriever import TOWERS
@@ -36,7 +36,7 @@ _TABLES = (
 )
 
 
-class HeldTensor(NamedTuple):
+class TensorMeta(NamedTuple):
     """The shape and the dtype of a whole tensor in a checkpoint."""
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Reader(ABC):
         iteration: Training steps taken.
         meta: Metadata that the run saved with its tensors. `LegacyReader` and `HFReader` document
             the metadata that they derive from files of other programs.
-        held: All tensors by name.
+        tensors: The metadata of all tensors, by name.
         allow_foreign: Whether files owned by other users are accepted
             (--allow-foreign-checkpoints), including those that are read later from the same folder.
     """
@@ -65,12 +65,12 @@ class Reader(ABC):
     path: Path
     iteration: int
     meta: Json
-    held: Mapping[str, HeldTensor]
+    tensors: Mapping[str, TensorMeta]
     allow_foreign: bool = False
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
-        return sorted(self.held)
+        return sorted(self.tensors)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor.
@@ -78,9 +78,9 @@ class Reader(ABC):
         Raises:
             CheckpointError: There is no tensor with this name.
         """
-        if name not in self.held:
+        if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
-        return self.held[name].shape
+        return self.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype.
@@ -89,10 +89,10 @@ class Reader(ABC):
             CheckpointError: There is no tensor with this name.
         """
         self.global_shape(name)
-        return self.held[name].dtype
+        return self.tensors[name].dtype
 
     def read(
-        self, name: str, wanted: Box | None = None, *, global_shape: tuple[int, ...] | None = None
+        self, name: str, box: Box | None = None, *, global_shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
         """Return a part of a tensor, on the CPU.
 
@@ -101,22 +101,22 @@ class Reader(ABC):
 
         Args:
             name: The tensor's name.
-            wanted: The part. None returns all of it.
+            box: The part. None returns all of it.
             global_shape: The shape that the whole tensor should have. None accepts any.
 
         Raises:
             CheckpointError: There is no such tensor, or the whole tensor has a different shape.
         """
-        held = self.global_shape(name)
-        if global_shape not in (None, held):
-            sizes = f"has shape {list(held)}, but this run needs {list(global_shape or ())}"
+        shape = self.global_shape(name)
+        if global_shape not in (None, shape):
+            sizes = f"has shape {list(shape)}, but this run needs {list(global_shape or ())}"
             remedy = "give the checkpoint's network flags (--use-checkpoint-args reads them)"
             raise CheckpointError(f"{self.path}: {name} {sizes}: {remedy}")
-        part = wanted or Box.whole(held)
-        assert part.fits(held), f"{name}: {part} outside {held}"
+        part = box or Box.whole(shape)
+        assert part.fits(shape), f"{name}: {part} outside {shape}"
         return self._read(name, part)
 
-    def steps(self, name: str) -> list[Box]:
+    def chunks(self, name: str) -> list[Box]:
         """Return boxes that tile a tensor in row-major order, to be read one after another.
 
         A caller that goes through a tensor in these steps holds only one of them in memory at a
@@ -127,17 +127,17 @@ class Reader(ABC):
         """
         return [Box.whole(self.global_shape(name))]
 
-    def read_steps(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor in the parts that `steps` returns, reading one at a time.
+    def read_chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield a tensor in the parts that `chunks` returns, reading one at a time.
 
         Args:
             name: The tensor's name.
         """
-        for step in self.steps(name):
-            yield self.read(name, step)
+        for box in self.chunks(name):
+            yield self.read(name, box)
 
     @abstractmethod
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+    def _read(self, name: str, box: Box) -> torch.Tensor:
         """Return a part that lies inside the tensor."""
 
 
@@ -162,20 +162,20 @@ class NativeReader(Reader):
         """
         self.path, self.allow_foreign = path, allow_foreign
         try:
-            weakref.finalize(self, os.close, hold_for_reading(path))
+            weakref.finalize(self, os.close, lock_for_reading(path))
         except OSError as error:
             raise CheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
         self.manifest = _load_manifest(path, allow_foreign)
         self.iteration = self.manifest.iteration
         self.meta = self.manifest.meta
         tensors = self.manifest.tensors.items()
-        self.held = {name: HeldTensor(one.shape, DTYPES[one.dtype]) for name, one in tensors}
+        self.tensors = {name: TensorMeta(info.shape, DTYPES[info.dtype]) for name, info in tensors}
         self._files = {}
         for name, info in self.manifest.files.items():
             file = self._files[name] = MappedFile(path / name, allow_foreign=allow_foreign)
             if file.size != info.bytes:
-                found = f"{file.size:,} bytes instead of {info.bytes:,}"
-                raise CheckpointError(f"{name}: damaged: {found}")
+                size = f"{file.size:,} bytes instead of {info.bytes:,}"
+                raise CheckpointError(f"{name}: damaged: {size}")
 
     def verify(
         self, rank: int = 0, ranks: int = 1, *, only: Callable[[str], bool] = lambda name: True
@@ -193,7 +193,7 @@ class NativeReader(Reader):
                 a file differs from the manifest. The message names the file and the tensor.
         """
         files, tensors = self.manifest.files, self.manifest.tensors
-        placed: dict[str, dict[str, Placement]] = {file: {} for file in files}
+        placements: dict[str, dict[str, Placement]] = {file: {} for file in files}
         spans = [  # all byte ranges with a digest
             (
                 "the header",
@@ -204,71 +204,73 @@ class NativeReader(Reader):
         for name, tensor in tensors.items():
             keys = manifest.keys_in_files(name, [piece.file for piece in tensor.pieces])
             for key, piece in zip(keys, tensor.pieces, strict=True):
-                placed[piece.file][key] = _place_of(tensor.dtype, piece)
+                placements[piece.file][key] = _placement(tensor.dtype, piece)
                 if only(name):
                     spans.append((name, piece))
-        shares, mine = [0] * ranks, []
+        loads, own_spans = [0] * ranks, []
         for span in sorted(spans, key=lambda span: -span[1].bytes):
-            lightest = shares.index(min(shares))
-            shares[lightest] += span[1].bytes + 1
+            lightest = loads.index(min(loads))
+            loads[lightest] += span[1].bytes + 1
             if lightest == rank:
-                mine.append(span)
+                own_spans.append(span)
 
         def verify(span: tuple[str, TensorPiece]) -> None:
             name, piece = span
             try:
-                found = self._files[piece.file].digest(piece.start, piece.bytes)
+                digest = self._files[piece.file].digest(piece.start, piece.bytes)
             except OSError as error:
                 raise CheckpointError(f"{piece.file}: cannot be read: {error.strerror}") from error
-            if found != piece.sha256:
+            if digest != piece.sha256:
                 raise CheckpointError(f"{piece.file}: damaged: {name} does not match its digest")
             if piece.start == 0:  # the header
-                self._check_header(piece.file, placed[piece.file])
+                self._check_header(piece.file, placements[piece.file])
 
         with ThreadPoolExecutor(shard.THREADS) as pool:
             try:
-                for _ in pool.map(verify, mine):
+                for _ in pool.map(verify, own_spans):
                     pass
             except CheckpointError:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _check_header(self, file: str, placed: Mapping[str, Placement]) -> None:
+    def _check_header(self, file: str, expected: Mapping[str, Placement]) -> None:
         """Check that a file's header, which other programs rely on, agrees with the manifest."""
-        held = self._files[file].header()
+        actual = self._files[file].header()
 
-        def in_words(place: Placement) -> str:
-            return f"{manifest.describe(place.dtype, place.shape)} at byte {place.start}"
+        def describe(placement: Placement) -> str:
+            return (
+                f"{manifest.describe(placement.dtype, placement.shape)} at byte {placement.start}"
+            )
 
-        for key, place in placed.items():
-            if held.get(key) != place:
-                found = in_words(held[key]) if key in held else "no tensor with this name"
+        for key, placement in expected.items():
+            if actual.get(key) != placement:
+                found = describe(actual[key]) if key in actual else "no tensor with this name"
                 raise CheckpointError(
-                    f"{file}: holds {found} where {MANIFEST} says {in_words(place)}: {key}"
+                    f"{file}: holds {found} where {MANIFEST} says {describe(placement)}: {key}"
                 )
-        strangers = held.keys() - placed.keys()
-        if strangers:
-            raise CheckpointError(f"{file}: holds {min(strangers)}, which {MANIFEST} does not name")
+        unlisted = actual.keys() - expected.keys()
+        if unlisted:
+            raise CheckpointError(f"{file}: holds {min(unlisted)}, which {MANIFEST} does not name")
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+    def _read(self, name: str, box: Box) -> torch.Tensor:
         tensor = self.manifest.tensors[name]
 
         def part_of(piece: TensorPiece, part: Box) -> torch.Tensor:
-            whole = self._files[piece.file].tensor(_place_of(tensor.dtype, piece))
-            return whole[part.within(piece.box)]
+            whole = self._files[piece.file].tensor(_placement(tensor.dtype, piece))
+            return whole[part.slices_in(piece.box)]
 
         for piece in tensor.pieces:
-            if piece.box.intersect(wanted) == wanted:
-                return part_of(piece, wanted)  # a view of the file's mapped pages
-        result = torch.empty(wanted.shape, dtype=self.dtype(name))
+            if piece.box.intersect(box) == box:
+                return part_of(piece, box)  # a view of the file's mapped pages
+        result = torch.empty(box.shape, dtype=self.dtype(name))
         for piece in tensor.pieces:
-            common = piece.box.intersect(wanted)
-            if common is not None:
-                result[common.within(wanted)] = part_of(piece, common)
+            overlap = piece.box.intersect(box)
+            if overlap is not None:
+                result[overlap.slices_in(box)] = part_of(piece, overlap)
         return result
 
 
-def _place_of(dtype: str, piece: TensorPiece) -> Placement:
+def _placement(dtype: str, piece: TensorPiece) -> Placement:
     return Placement(dtype, piece.shape, piece.start, piece.bytes)
 
 
@@ -315,36 +317,37 @@ class PaddedReader(Reader):
         self.format, self.path = reader.format, reader.path
         self.allow_foreign = reader.allow_foreign
         self.iteration, self.meta = reader.iteration, reader.meta
-        self.held = dict(reader.held)
+        self.tensors = dict(reader.tensors)
         for name in filter(is_vocabulary_table, reader.names()):
-            (held, *width), dtype = reader.held[name]
-            if held < entries:
+            (stored_rows, *width), dtype = reader.tensors[name]
+            if stored_rows < entries:
                 raise CheckpointError(
-                    f"{reader.path}: {name} has {held} rows, but the tokenizer has {entries} "
-                    "entries: give the vocabulary files that the checkpoint was trained with"
+                    f"{reader.path}: {name} has {stored_rows} rows, but the tokenizer has "
+                    f"{entries} entries: give the vocabulary files that the checkpoint was trained "
+                    "with"
                 )
-            self.held[name] = HeldTensor((rows, *width), dtype)
+            self.tensors[name] = TensorMeta((rows, *width), dtype)
 
-    def steps(self, name: str) -> list[Box]:
+    def chunks(self, name: str) -> list[Box]:
         """Return the boxes in which to read a tensor; a single one for a vocabulary table.
 
         Args:
             name: The tensor's name.
         """
-        return super().steps(name) if is_vocabulary_table(name) else self._reader.steps(name)
+        return super().chunks(name) if is_vocabulary_table(name) else self._reader.chunks(name)
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        held = self._reader.held[name].shape
-        if held == self.held[name].shape:
-            return self._reader.read(name, wanted)
-        (first, *offset), (rows, *shape) = wanted.offset, wanted.shape
-        part = torch.zeros(wanted.shape, dtype=self.held[name].dtype)
-        count = min(rows, max(0, held[0] - first))
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        stored = self._reader.tensors[name].shape
+        if stored == self.tensors[name].shape:
+            return self._reader.read(name, box)
+        (first, *offset), (rows, *shape) = box.offset, box.shape
+        part = torch.zeros(box.shape, dtype=self.tensors[name].dtype)
+        count = min(rows, max(0, stored[0] - first))
         if count < rows and (not name.startswith("optimizer.") or name.endswith(".master")):
             mean = self._mean_row(name)
             part[:] = mean[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
         if count:
-            part[:count] = self._reader.read(name, Box(wanted.offset, (count, *shape)))
+            part[:count] = self._reader.read(name, Box(box.offset, (count, *shape)))
         return part
 
     def _mean_row(self, name: str) -> torch.Tensor:
@@ -352,11 +355,11 @@ class PaddedReader(Reader):
 
         The table is read in chunks of rows, because no rank holds all of it.
         """
-        held = self._reader.held[name].shape
-        total = torch.zeros(held[1:], dtype=torch.float64)
+        stored = self._reader.tensors[name].shape
+        total = torch.zeros(stored[1:], dtype=torch.float64)
         for start in range(0, self._entries, _ROWS):
-            shape = (min(_ROWS, self._entries - start), *held[1:])
-            rows = self._reader.read(name, Box((start, *(0 for _ in held[1:])), shape))
+            shape = (min(_ROWS, self._entries - start), *stored[1:])
+            rows = self._reader.read(name, Box((start, *(0 for _ in stored[1:])), shape))
             total += rows.sum(0, dtype=torch.float64)
         return (total / self._entries).float()
 
@@ -404,12 +407,12 @@ def restore(
             tensor, is_packed = entry.tensor, isinstance(entry.tensor, PackedWeight)
             if is_packed:  # at most one tensor at a time exists in the wider format
                 tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for step in reader.steps(name):
-                part = step.intersect(entry.box)
-                if part is None:
+            for chunk in reader.chunks(name):
+                overlap = chunk.intersect(entry.box)
+                if overlap is None:
                     continue
-                values = reader.read(name, part, global_shape=entry.global_shape)
-                target = tensor[part.within(entry.box)]
+                values = reader.read(name, overlap, global_shape=entry.global_shape)
+                target = tensor[overlap.slices_in(entry.box)]
                 copying.append(pool.submit(_copy, target, values, buffers))
                 if len(copying) > shard.THREADS:  # limits the values that wait in memory
                     copying.popleft().result()
@@ -451,16 +454,16 @@ def find_problems(
     Returns:
         One line for each problem.
     """
-    held, under = reader.held, tuple(prefixes)
-    problems = [f"{name} is missing" for name in sorted(entries.keys() - held.keys())]
+    stored, under = reader.tensors, tuple(prefixes)
+    problems = [f"{name} is missing" for name in sorted(entries.keys() - stored.keys())]
     problems += [
         f"{name} does not exist in this network"
-        for name in sorted(held.keys() - entries.keys())
+        for name in sorted(stored.keys() - entries.keys())
         if name.startswith(under)
     ]
     for name, entry in sorted(flatten(entries), key=lambda pair: pair[0]):
-        here = HeldTensor(tuple(entry.global_shape), entry.tensor.dtype)
-        there = held.get(name, here)
+        here = TensorMeta(tuple(entry.global_shape), entry.tensor.dtype)
+        there = stored.get(name, here)
         may_cast = cast or name.startswith(cast_below)
         if here.shape != there.shape or (here.dtype != there.dtype and not may_cast):
             problems.append(f"{name} is {there}, not {here}")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.reader import Reader
 
 _LOCKED = {"native": MANIFEST, "legacy": COMPLETE, "core": COMPLETE}  # the file to lock, by format
-_IS_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_LOCK_IS_TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _INDEX = ".metadata"  # the only one of Megatron Core's files that does not end in a zip
 _FILES = ("mp_rank_*/*.pt", "*.pt", "__*.distcp", _INDEX)
 _NOTE = (
@@ -46,7 +46,7 @@ _MAX_LIST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """The checkpoints to keep once a newer one is published.
 
     Attributes:
@@ -61,21 +61,25 @@ class Keep:
     every: int | None = None
 
     def to_delete(
-        self, found: list[FoundCheckpoint], newest: int, before: str | None
+        self, checkpoints: list[FoundCheckpoint], newest: int, previous: str | None
     ) -> list[FoundCheckpoint]:
-        """Return the checkpoints that `prune` should delete. `found` is sorted newest first."""
+        """Return which of the checkpoints, sorted newest first, `prune` should delete."""
         if self.latest is not None:
-            old = found[self.latest :]
+            old = checkpoints[self.latest :]
         else:
-            old = [one for one in found if self.every is not None and one.path.name == before]
+            old = [
+                checkpoint
+                for checkpoint in checkpoints
+                if self.every is not None and checkpoint.path.name == previous
+            ]
 
         def is_kept(iteration: int) -> bool:
             return iteration == newest or (self.every is not None and iteration % self.every == 0)
 
-        return [one for one in old if not is_kept(one.iteration)]
+        return [checkpoint for checkpoint in old if not is_kept(checkpoint.iteration)]
 
 
-def hold_for_reading(folder: Path, kind: str = "native") -> int:
+def lock_for_reading(folder: Path, kind: str = "native") -> int:
     """Keep a checkpoint from being deleted until the returned descriptor is closed.
 
     Args:
@@ -94,7 +98,7 @@ def hold_for_reading(folder: Path, kind: str = "native") -> int:
     return descriptor
 
 
-def hold_if_listed(reader: Reader, kind: str) -> None:
+def lock_if_listed(reader: Reader, kind: str) -> None:
     """Protect files that we wrote for Megatron-LM or Megatron Core while a reader exists.
 
     Args:
@@ -107,13 +111,15 @@ def hold_if_listed(reader: Reader, kind: str) -> None:
     path = reader.path
     try:
         if is_as_listed(path):
-            weakref.finalize(reader, os.close, hold_for_reading(path, kind))
+            weakref.finalize(reader, os.close, lock_for_reading(path, kind))
     except OSError as error:
         message = f"{error.filename or path}: cannot be read: {error.strerror}"
         raise CheckpointError(message) from error
 
 
-def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> list[Path]:
+def prune(
+    root: Path, newest: int, keep: RetentionPolicy, previous: str | None = None
+) -> list[Path]:
     """Delete older checkpoints of this program, except for those that are being read.
 
     Three more kinds of checkpoints are kept: those of later iterations, left by a run that then
@@ -124,7 +130,7 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
         root: Folder of checkpoints.
         newest: The iteration of the checkpoint that has just been published, which is kept.
         keep: Which checkpoints up to `newest` to keep.
-        before: The folder that the tracker named previously, such as iter_0000100.
+        previous: The folder that the tracker named previously, such as iter_0000100.
 
     Returns:
         The folders that were deleted.
@@ -135,29 +141,29 @@ def prune(root: Path, newest: int, keep: Keep, before: str | None = None) -> lis
     """
     assert keep.latest is None or keep.latest >= 1
     candidates = [
-        one
-        for one in scan(root)[0]
-        if one.iteration <= newest
-        and one.path.name == iteration_folder(one.iteration)
-        and not one.path.is_symlink()
-        and (one.format == "native" or _is_as_written(one.path))
+        checkpoint
+        for checkpoint in scan(root)[0]
+        if checkpoint.iteration <= newest
+        and checkpoint.path.name == iteration_folder(checkpoint.iteration)
+        and not checkpoint.path.is_symlink()
+        and (checkpoint.format == "native" or _is_as_written(checkpoint.path))
     ]
-    gone = []
-    for one in keep.to_delete(candidates, newest, before):
+    deleted = []
+    for checkpoint in keep.to_delete(candidates, newest, previous):
         # Network file systems grant exclusive locks only on files opened for writing.
-        file = one.path / _LOCKED[one.format]
+        file = checkpoint.path / _LOCKED[checkpoint.format]
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not _lock(descriptor, fcntl.LOCK_EX):
                 continue
-            nameless = unique_sibling(one.path, TEMPORARY)
-            os.rename(one.path, nameless)
+            temporary = unique_sibling(checkpoint.path, TEMPORARY)
+            os.rename(checkpoint.path, temporary)
             sync_folder(root)
-            remove_tree(nameless)
-            gone.append(one.path)
+            remove_tree(temporary)
+            deleted.append(checkpoint.path)
         finally:
             os.close(descriptor)
-    return gone
+    return deleted
 
 
 def _is_as_written(folder: Path) -> bool:
@@ -175,7 +181,7 @@ def _lock(descriptor: int, kind: int) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in _IS_HELD
+        return error.errno not in _LOCK_IS_TAKEN
     return True
 
 
@@ -204,20 +210,20 @@ def is_as_listed(folder: Path) -> bool:
         return False
     if not listed or not all(type(value) is str for value in listed.values()):
         return False
-    found = _digests(folder)
-    if found == listed:
+    digests = _digests(folder)
+    if digests == listed:
         return True
-    kept = sorted(name for name in listed if found.get(name) == listed[name])
-    if not kept:
+    unchanged = sorted(name for name in listed if digests.get(name) == listed[name])
+    if not unchanged:
         return False
-    others = sorted((found.keys() | listed.keys()) - set(kept))
+    changed = sorted((digests.keys() | listed.keys()) - set(unchanged))
 
     def some(names: list[str]) -> str:
         return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     raise CheckpointError(
-        f"{folder}: contains files of two saves: {some(kept)} as this program wrote them, but "
-        f"{some(others)} written or removed since then: load another checkpoint, or delete "
+        f"{folder}: contains files of two saves: {some(unchanged)} as this program wrote them, but "
+        f"{some(changed)} written or removed since then: load another checkpoint, or delete "
         f"{folder / COMPLETE} to read the files as they are"
     )
 

@@ -91,23 +91,23 @@ def parse_header(data: bytes) -> dict[str, Placement]:
         )
 
     def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        values = dict(pairs)
+        if len(values) < len(pairs):
             raise ValueError("a name occurs twice in the header")
-        return found
+        return values
 
     try:
         entries = json.loads(data[8:], object_pairs_hook=reject_duplicates)
         entries.pop("__metadata__", None)
-        places = {}
+        placements = {}
         for name, entry in entries.items():
             dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             if type(dtype) is not str or any(type(n) is not int for n in (*shape, start, end)):
                 raise TypeError(f"{name}: a value of the wrong type")
             if min(*shape, start, end - start) < 0:
                 raise TypeError(f"{name}: a negative number")
-            places[name] = Placement(dtype, tuple(shape), len(data) + start, end - start)
-        return places
+            placements[name] = Placement(dtype, tuple(shape), len(data) + start, end - start)
+        return placements
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a safetensors header: {error}") from error
 
@@ -116,7 +116,7 @@ def write_shard(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
     header: bytes,
-    places: Mapping[str, Placement],
+    placements: Mapping[str, Placement],
     threads: int = THREADS,
 ) -> dict[str, str]:
     """Write the tensors to a new file as planned, flush it, and return their digests by name.
@@ -125,20 +125,23 @@ def write_shard(
         path: The file, which must not exist.
         tensors: The tensors that were planned.
         header: The planned header.
-        places: The planned positions of the tensors.
+        placements: The planned positions of the tensors.
         threads: Number of tensors written at a time.
 
     Raises:
         OSError: Writing failed in one of the threads, so the file is incomplete.
     """
     # Write the largest first, so that the threads finish at about the same time.
-    order, buffers = sorted(places, key=lambda name: -places[name].size), StagingBuffers(PIECE)
+    order, buffers = (
+        sorted(placements, key=lambda name: -placements[name].size),
+        StagingBuffers(PIECE),
+    )
     with create(path, buffering=0) as file:
         descriptor = file.fileno()
         _write_at(descriptor, memoryview(header), 0)
 
         def write(name: str) -> str:
-            digest, position = hashlib.sha256(), places[name].start
+            digest, position = hashlib.sha256(), placements[name].start
             for data in _pieces(tensors[name], buffers):
                 _write_at(descriptor, data, position)
                 digest.update(data)

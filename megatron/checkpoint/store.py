@@ -31,7 +31,7 @@ from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.manifest import MANIFEST, FileInfo, Manifest, TensorInfo, TensorPiece, dump
 from megatron.checkpoint.plan import SavePlan, describe, files_of, make_plan, share_of
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.retention import Keep, prune
+from megatron.checkpoint.retention import RetentionPolicy, prune
 from megatron.checkpoint.shard import THREADS, digest_of, plan_shard, write_shard
 from megatron.config.checkpoint import AVERAGES, SNAPSHOTS
 from megatron.config.run import ModelRun
@@ -84,7 +84,11 @@ def agree(entries: State, layout: Layout) -> SavePlan:
 
 
 def write_checkpoint(
-    root: Path | str, snapshot: Snapshot, *, keep: Keep | None = None, check: Check = None
+    root: Path | str,
+    snapshot: Snapshot,
+    *,
+    keep: RetentionPolicy | None = None,
+    check: Check = None,
 ) -> Path:
     """Write and publish a checkpoint, and return its folder. Collective over the layout's ranks.
 
@@ -108,19 +112,19 @@ def write_checkpoint(
     def fill(temporary: Path) -> None:
         reports.extend(exchange.together(lambda: write_files(temporary, snapshot)))
 
-    last = (MANIFEST, lambda _: dump(manifest_of(snapshot, reports)))
-    folder, need = find.iteration_folder(snapshot.iteration), snapshot.plan.total_bytes
-    return write_folder(root, folder, exchange, need, fill, last, keep, check)
+    last_file = (MANIFEST, lambda _: dump(manifest_of(snapshot, reports)))
+    folder, size = find.iteration_folder(snapshot.iteration), snapshot.plan.total_bytes
+    return write_folder(root, folder, exchange, size, fill, last_file, keep, check)
 
 
 def write_folder(
     root: Path | str,
     folder: str,
     exchange: JsonExchange,
-    need: int,
+    size: int,
     fill: Callable[[Path], None],
-    last: tuple[str, Callable[[Path], bytes]],
-    keep: Keep | None,
+    last_file: tuple[str, Callable[[Path], bytes]],
+    keep: RetentionPolicy | None,
     check: Check,
 ) -> Path:
     """Write a checkpoint's folder, of any format, following the module's protocol. Collective.
@@ -129,9 +133,9 @@ def write_folder(
         root: Folder of checkpoints, created if it is missing.
         folder: The checkpoint's name, `iter_0000100` or `release`.
         exchange: The ranks that take part.
-        need: Size of the folder in bytes.
+        size: Size of the folder in bytes.
         fill: Function that writes and flushes the files into a temporary folder, on all ranks.
-        last: The file that rank 0 writes after all others, and its content.
+        last_file: The file that rank 0 writes after all others, and its content.
         keep: Which older checkpoints to keep. None keeps all of them.
         check: A check that rank 0 runs on the folder before publishing it.
 
@@ -139,15 +143,15 @@ def write_folder(
         The folder's path.
     """
     root = Path(root).absolute()
-    before = find.read_tracker(root)[0] if exchange.is_main else None
+    previous = find.read_tracker(root)[0] if exchange.is_main else None
 
     def finish() -> None:
-        with durable.storage_errors(root), durable.new_file(temporary / last[0]) as file:
-            file.write(last[1](temporary))
+        with durable.storage_errors(root), durable.new_file(temporary / last_file[0]) as file:
+            file.write(last_file[1](temporary))
         _publish(root, temporary, folder, check)
 
-    owns_manifest = last[0] == MANIFEST
-    temporary = Path(exchange.on_main(lambda: _prepare(root, folder, need, owns_manifest)))
+    owns_manifest = last_file[0] == MANIFEST
+    temporary = Path(exchange.on_main(lambda: _prepare(root, folder, size, owns_manifest)))
     try:
         fill(temporary)
         exchange.on_main(finish)
@@ -157,7 +161,7 @@ def write_folder(
         raise
     if keep is not None and exchange.is_main:
         try:
-            prune(root, find.iteration_of(folder), keep, before)
+            prune(root, find.iteration_of(folder), keep, previous)
         except OSError as error:  # the new checkpoint is safe: this costs only disk space
             warn(f"{error.filename or root}: an old checkpoint was not deleted: {error.strerror}")
         except CheckpointError as error:  # do not fail on rank 0 only while others continue
@@ -165,8 +169,8 @@ def write_folder(
     return root / folder
 
 
-def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
-    """Tidy up, check that there is room for `need` bytes, and create the temporary folder.
+def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
+    """Tidy up, check that there is room for `size` bytes, and create the temporary folder.
 
     A native checkpoint replaces only native ones. A checkpoint in Megatron-LM's format may replace
     any checkpoint.
@@ -177,13 +181,13 @@ def _prepare(root: Path, folder: str, need: int, owns_manifest: bool) -> str:
             root.mkdir(parents=True)
             durable.sync_folder(root.parent)
         reap(root)
-        is_ours = not owns_manifest or (final / MANIFEST).exists()
-        if final.exists() and not is_ours and any(final.iterdir()):
-            whose = "a checkpoint that this program did not write and will not replace"
-            raise CheckpointError(f"{final} holds {whose}: give another folder to --save")
+        is_replaceable = not owns_manifest or (final / MANIFEST).exists()
+        if final.exists() and not is_replaceable and any(final.iterdir()):
+            reason = "a checkpoint that this program did not write and will not replace"
+            raise CheckpointError(f"{final} holds {reason}: give another folder to --save")
         free = shutil.disk_usage(root).free
-        if free < need + _SPARE:
-            what = f"the checkpoint needs {need:,} bytes, and {_SPARE:,} bytes must stay free"
+        if free < size + _SPARE:
+            what = f"the checkpoint needs {size:,} bytes, and {_SPARE:,} bytes must stay free"
             remedy = "make room, or give another folder to --save"
             raise StorageError(f"{root}: {what}, but only {free:,} are free: {remedy}")
         temporary = durable.unique_sibling(final, durable.TEMPORARY)
@@ -218,12 +222,13 @@ def write_files(folder: Path, snapshot: Snapshot) -> Json:
 
     def write(name: str) -> tuple[Json, Json]:
         share = {key: snapshot.tensors[key] for key in files[name]}
-        header, places = plan_shard(share)
+        header, placements = plan_shard(share)
         with durable.storage_errors(folder / name):
-            digests = write_shard(folder / name, share, header, places, threads)
-        size = len(header) + sum(place.size for place in places.values())
+            digests = write_shard(folder / name, share, header, placements, threads)
+        size = len(header) + sum(placement.size for placement in placements.values())
         return [size, len(header), digest_of(header)], {
-            key: [place.start, place.size, digests[key]] for key, place in places.items()
+            key: [placement.start, placement.size, digests[key]]
+            for key, placement in placements.items()
         }
 
     with ThreadPoolExecutor(len(files)) as pool:
@@ -232,7 +237,11 @@ def write_files(folder: Path, snapshot: Snapshot) -> Json:
         durable.sync_folder(folder)
     return {
         "files": {name: info for name, (info, _) in written.items()},
-        "tensors": {key: place for _, held in written.values() for key, place in held.items()},
+        "tensors": {
+            key: placement
+            for _, digests_of_file in written.values()
+            for key, placement in digests_of_file.items()
+        },
     }
 
 
@@ -285,14 +294,14 @@ def state_of(reader: Reader, *, keep_optimizer: bool, averages: bool = False) ->
         keep_optimizer: Also return the optimizer's states and fp8 histories.
         averages: Also return averages of the weights.
     """
-    rooms: tuple[str, ...] = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
-    rooms += (AVERAGES, SNAPSHOTS) if averages else ()
+    prefixes: tuple[str, ...] = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
+    prefixes += (AVERAGES, SNAPSHOTS) if averages else ()
     return {
         name: Entry.whole(
-            LazyTensor(*held, partial(reader.read, name), partial(reader.read_steps, name))
+            LazyTensor(*meta, partial(reader.read, name), partial(reader.read_chunks, name))
         )
-        for name, held in sorted(reader.held.items())
-        if name.startswith(rooms)
+        for name, meta in sorted(reader.tensors.items())
+        if name.startswith(prefixes)
     }
 
 

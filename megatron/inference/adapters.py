@@ -273,7 +273,7 @@ def _compare(reader: Reader, base: Reader) -> None:
     Only norms, biases and a few rows of the embedding are compared.
     """
     for name in reader.names():
-        if not name.startswith("model.") or is_adapter_parameter(name) or name not in base.held:
+        if not name.startswith("model.") or is_adapter_parameter(name) or name not in base.tensors:
             continue
         shape = tuple(map(min, reader.global_shape(name), base.global_shape(name)))
         if len(shape) == 2 and "embedding" in name:

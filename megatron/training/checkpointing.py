@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.background import Saved
+from megatron.checkpoint.background import SavedCheckpoint
 from megatron.checkpoint.compatibility import check_network, check_states
 from megatron.checkpoint.entries import (
     Entry,
@@ -24,7 +24,7 @@ from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.merged import AveragedReader
 from megatron.checkpoint.non_persistent import RUN
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
-from megatron.checkpoint.retention import Keep
+from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.store import STATES, Snapshot, write_checkpoint
 from megatron.command import print_line
 from megatron.config import RunConfig
@@ -67,14 +67,14 @@ def save_run(run: Run) -> Path:
     path = writer_of(run)(options.save, snapshot, keep=keep_of(options))
     if run.layout.world.rank == 0:
         seconds = time.perf_counter() - started
-        report_saved(Saved(iteration, path, snapshot.plan.total_bytes, seconds, seconds))
+        report_saved(SavedCheckpoint(iteration, path, snapshot.plan.total_bytes, seconds, seconds))
     return path
 
 
-def keep_of(options: CheckpointConfig) -> Keep | None:
+def keep_of(options: CheckpointConfig) -> RetentionPolicy | None:
     """Return which checkpoints to keep when a run saves, or `None` to keep all."""
-    keep = Keep(options.keep_latest, options.save_retain_interval)
-    return None if keep == Keep() else keep
+    keep = RetentionPolicy(options.keep_latest, options.save_retain_interval)
+    return None if keep == RetentionPolicy() else keep
 
 
 def writer_of(run: Run) -> Callable[..., Path]:
@@ -100,7 +100,7 @@ def save_weights(run: Run, root: Path) -> Path:
     state = _weights_state(run, is_copy=True)
     meta = {**meta_of(run), "optimizer": None, "average": None}
     snapshot = Snapshot.take(run.progress.iteration, state, meta, run.layout)
-    return write_checkpoint(root, snapshot, keep=Keep(1))
+    return write_checkpoint(root, snapshot, keep=RetentionPolicy(1))
 
 
 def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
@@ -121,12 +121,12 @@ def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
     run.optimizer.reload_masters()
 
 
-def report_saved(saved: Saved) -> None:
+def report_saved(saved: SavedCheckpoint) -> None:
     """Print which checkpoint was published and how long it took."""
     speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"
     print_line(
         f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {saved.path} "
-        f"({speed}; training waited {saved.waited:.2f} s)"
+        f"({speed}; training waited {saved.pause:.2f} s)"
     )
 
 
@@ -228,7 +228,7 @@ def _average_from(run: Run, reader: Reader) -> State:
         return {}
     there = saved["count"] if saved and saved["kind"] == average.kind else 0
     sets = average.prepare(
-        lambda prefix: there > 0 and any(name.startswith(prefix) for name in reader.held), there
+        lambda prefix: there > 0 and any(name.startswith(prefix) for name in reader.tensors), there
     )
     if not average.count and run.layout.world.rank == 0:
         print_line("  the checkpoint holds no average of this kind: the average starts here")

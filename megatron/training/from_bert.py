@@ -55,7 +55,7 @@ class StartFromBert(Extras):
         entries = entries_held(reader, run.tokenizer.vocab_size)
         padded = PaddedReader(reader, rows=run.plan.embedding.vocabulary, entries=entries)
         parts = ["projection"]
-        if "model.embedding.token_type.weight" not in reader.held:  # without the binary head
+        if "model.embedding.token_type.weight" not in reader.tensors:  # without the binary head
             parts.append("embedding.token_type")
         # As in Megatron, both towers start from the initial projection of the queries' tower.
         parameters = dict(run.named_parameters())
@@ -81,18 +81,18 @@ class _InTowers(Reader):
         self._sources = {
             f"model.{tower}.{name.removeprefix('model.')}": name
             for tower in TOWERS
-            for name in reader.held
+            for name in reader.tensors
             if name.startswith("model.")
         }
-        self.held = {name: reader.held[source] for name, source in self._sources.items()}
+        self.tensors = {name: reader.tensors[source] for name, source in self._sources.items()}
 
-    def steps(self, name: str) -> list[Box]:
+    def chunks(self, name: str) -> list[Box]:
         """Return the boxes in which the BERT's checkpoint reads a tensor.
 
         Args:
             name: The tensor's name in a tower.
         """
-        return self._reader.steps(self._sources[name])
+        return self._reader.chunks(self._sources[name])
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        return self._reader.read(self._sources[name], wanted)
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        return self._reader.read(self._sources[name], box)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import store
-from megatron.checkpoint.background import BackgroundSaver, Saved
+from megatron.checkpoint.background import BackgroundSaver, SavedCheckpoint
 from megatron.checkpoint.entries import Entry, flatten
 from megatron.checkpoint.find import TRACKER
 from megatron.checkpoint.manifest import MANIFEST, parse
@@ -87,7 +87,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, monkeypatch):
     assert not saver.is_busy
     assert assert_loads(tmp_path, [1]) == 1  # holds the values of make_state
     ((iteration, saved),) = told.outcomes
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, SavedCheckpoint)
     assert (iteration, saved.path) == (1, tmp_path / "iter_0000001")
     assert saved.size == sum(e.tensor.nbytes for _, e in flatten(state))
 
@@ -126,7 +126,7 @@ def test_one_writer_that_fails_publishes_nothing_and_all_ranks_learn_of_it(tmp_p
         assert left == ["iter_0000001", TRACKER]
         assert tracker == b"1"
     assert answers[0][0].startswith("rank 1: ")
-    assert answers[0][3] == [Saved, StorageError, Saved]
+    assert answers[0][3] == [SavedCheckpoint, StorageError, SavedCheckpoint]
     assert (tmp_path / TRACKER).read_bytes() == b"3"
 
 

@@ -17,7 +17,7 @@ def test_within_picks_the_common_part():
     common = outer.intersect(wanted)
     assert common == Box((2, 6), (2, 2))
     held = whole[2:6, 3:8]
-    assert torch.equal(held[common.within(outer)], whole[2:4, 6:8])
+    assert torch.equal(held[common.slices_in(outer)], whole[2:4, 6:8])
 
 
 def test_boxes_that_touch_do_not_meet():
@@ -93,7 +93,7 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape):
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for start, end in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
         boxes = boxes_of_range(shape, start, end)
-        parts = [whole[box.within(Box.whole(shape))] for box in boxes]
+        parts = [whole[box.slices_in(Box.whole(shape))] for box in boxes]
         assert [value for part in parts for value in part.flatten().tolist()] == list(
             range(start, end)
         )

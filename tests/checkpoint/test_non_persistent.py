@@ -71,7 +71,7 @@ def _copied(layout: Layout, folder: Path) -> None:
     _lose(layout, root, 1)
     _damage(layout, folder / "machine0" / "iter_0000007" / _FILES[3])  # the only copy
     assert _newest(store) == 5
-    store.forget_after(5)
+    store.delete_after(5)
     assert _names(root) == ["iter_0000005"]
 
 

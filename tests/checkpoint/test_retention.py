@@ -7,7 +7,7 @@ import pytest
 from megatron.checkpoint import store
 from megatron.checkpoint.find import TRACKER, FoundCheckpoint, list_checkpoints
 from megatron.checkpoint.loading import open_checkpoint, open_found
-from megatron.checkpoint.retention import Keep, hold_for_reading, prune
+from megatron.checkpoint.retention import RetentionPolicy, lock_for_reading, prune
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
@@ -26,7 +26,7 @@ def _iterations(root):
 
 def test_the_newest_stay(tmp_path):
     for iteration in range(1, 6):
-        _save(tmp_path, iteration, Keep(2))
+        _save(tmp_path, iteration, RetentionPolicy(2))
         assert _iterations(tmp_path) == list(range(max(1, iteration - 1), iteration + 1))
     assert assert_loads(tmp_path, [5]) == 5
 
@@ -34,7 +34,7 @@ def test_the_newest_stay(tmp_path):
 def test_what_a_run_that_went_back_left_stays(tmp_path):
     for iteration in (1, 2, 8, 9):
         save_state(tmp_path, iteration)
-    _save(tmp_path, 3, Keep(1))
+    _save(tmp_path, 3, RetentionPolicy(1))
     assert _iterations(tmp_path) == [3, 8, 9]
     assert assert_loads(tmp_path, [3]) == 3
 
@@ -43,11 +43,11 @@ def test_what_a_run_that_went_back_left_stays(tmp_path):
     ("keep", "after"),
     [
         # Folders after each save: the previous one is deleted unless it is a multiple of 4.
-        (Keep(every=4), [[2], [4], [4, 6], [4, 8], [4, 8, 10], [4, 8, 12]]),
-        (Keep(1, every=4), [[2], [4], [4, 6], [4, 8], [4, 8, 10], [4, 8, 12]]),
-        (Keep(2, every=8), [[2], [2, 4], [4, 6], [6, 8], [8, 10], [8, 10, 12]]),
-        (Keep(3, every=2), [[2], [2, 4], [2, 4, 6], [2, 4, 6, 8], [*range(2, 11, 2)]]),
-        (Keep(), [[2], [2, 4]]),
+        (RetentionPolicy(every=4), [[2], [4], [4, 6], [4, 8], [4, 8, 10], [4, 8, 12]]),
+        (RetentionPolicy(1, every=4), [[2], [4], [4, 6], [4, 8], [4, 8, 10], [4, 8, 12]]),
+        (RetentionPolicy(2, every=8), [[2], [2, 4], [4, 6], [6, 8], [8, 10], [8, 10, 12]]),
+        (RetentionPolicy(3, every=2), [[2], [2, 4], [2, 4, 6], [2, 4, 6, 8], [*range(2, 11, 2)]]),
+        (RetentionPolicy(), [[2], [2, 4]]),
     ],
 )
 def test_multiples_of_an_interval_stay(tmp_path, keep, after):
@@ -57,7 +57,9 @@ def test_multiples_of_an_interval_stay(tmp_path, keep, after):
     assert assert_loads(tmp_path, [2 * place]) == 2 * place
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(Keep(every=10), [1, 2, 4]), (Keep(1, every=10), [4])])
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(RetentionPolicy(every=10), [1, 2, 4]), (RetentionPolicy(1, every=10), [4])]
+)
 def test_what_was_there_before_stays_where_no_number_is_given(tmp_path, keep, kept):
     """As with Megatron Core, because a script may add the flag in the middle of a run."""
     for iteration in (1, 2, 3):
@@ -70,9 +72,9 @@ def test_what_was_there_before_stays_where_no_number_is_given(tmp_path, keep, ke
 def test_a_run_that_went_back_deletes_nothing_that_is_later(tmp_path):
     for iteration in (2, 4, 9):
         save_state(tmp_path, iteration)
-    _save(tmp_path, 6, Keep(every=100))
+    _save(tmp_path, 6, RetentionPolicy(every=100))
     assert _iterations(tmp_path) == [2, 4, 6, 9]
-    _save(tmp_path, 8, Keep(every=100))
+    _save(tmp_path, 8, RetentionPolicy(every=100))
     assert _iterations(tmp_path) == [2, 4, 8, 9]
 
 
@@ -82,13 +84,13 @@ def test_what_a_link_leads_to_stays(tmp_path):
     save_state(root, 2)
     (root / "iter_0000001").symlink_to(elsewhere)
     (root / TRACKER).write_text("1")
-    _save(root, 3, Keep(every=10))
-    _save(root, 4, Keep(1))
+    _save(root, 3, RetentionPolicy(every=10))
+    _save(root, 4, RetentionPolicy(1))
     assert _iterations(root) == [1, 4]
     assert elsewhere.is_dir()
 
 
-@pytest.mark.parametrize("keep", [Keep(1), Keep(every=10)])
+@pytest.mark.parametrize("keep", [RetentionPolicy(1), RetentionPolicy(every=10)])
 def test_nothing_goes_before_its_successor_is_there(tmp_path, monkeypatch, keep):
     save_state(tmp_path, 1)
 
@@ -116,7 +118,7 @@ def test_other_formats_and_folders_stay(tmp_path):
     for name in ("release/mp_rank_00", "iter_0000001/mp_rank_00", "iter_0000002", "notes"):
         (tmp_path / name).mkdir(parents=True)
     save_state(tmp_path, 3)
-    _save(tmp_path, 4, Keep(1))
+    _save(tmp_path, 4, RetentionPolicy(1))
     assert {path.name for path in tmp_path.iterdir()} == {
         *("release", "iter_0000001", "iter_0000002", "notes", "iter_0000004", TRACKER)
     }
@@ -125,11 +127,11 @@ def test_other_formats_and_folders_stay(tmp_path):
 def test_one_that_is_being_read_stays_until_it_is_not(tmp_path):
     save_state(tmp_path, 1)
     reader = open_checkpoint(tmp_path)
-    _save(tmp_path, 2, Keep(1))
+    _save(tmp_path, 2, RetentionPolicy(1))
     assert _iterations(tmp_path) == [1, 2]
     reader.verify()
     del reader
-    _save(tmp_path, 3, Keep(1))
+    _save(tmp_path, 3, RetentionPolicy(1))
     assert _iterations(tmp_path) == [3]
 
 
@@ -143,7 +145,7 @@ def test_one_that_is_being_deleted_is_not_opened(tmp_path, monkeypatch):
         return os.replace(source, target)
 
     monkeypatch.setattr(os, "rename", rename)
-    assert prune(tmp_path, 2, Keep(1)) == [first]
+    assert prune(tmp_path, 2, RetentionPolicy(1)) == [first]
 
 
 @pytest.mark.parametrize("step", ["rename", "rmdir"])
@@ -158,12 +160,12 @@ def test_a_deletion_that_fails_costs_nothing(tmp_path, monkeypatch, capsys, step
 
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail)
-        _save(tmp_path, 2, Keep(1))
+        _save(tmp_path, 2, RetentionPolicy(1))
     if step == "rename":
         assert "an old checkpoint was not deleted: Input/output error" in capsys.readouterr().err
         assert _iterations(tmp_path) == [1, 2]
     assert list_checkpoints(tmp_path)[0].iteration == 2
-    _save(tmp_path, 3, Keep(1))
+    _save(tmp_path, 3, RetentionPolicy(1))
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000003", TRACKER}
 
 
@@ -176,7 +178,7 @@ def test_a_folder_that_cannot_be_listed_costs_nothing(tmp_path, monkeypatch, cap
 
     with monkeypatch.context() as patch:
         patch.setattr("megatron.checkpoint.retention.scan", fail)
-        _save(tmp_path, 2, Keep(1))
+        _save(tmp_path, 2, RetentionPolicy(1))
     assert (
         "cannot be read: Stale file handle: old checkpoints were not deleted"
         in capsys.readouterr().err
@@ -186,4 +188,4 @@ def test_a_folder_that_cannot_be_listed_costs_nothing(tmp_path, monkeypatch, cap
 
 def test_without_a_manifest_there_is_nothing_to_hold(tmp_path):
     with pytest.raises(FileNotFoundError):
-        hold_for_reading(tmp_path)
+        lock_for_reading(tmp_path)

@@ -100,7 +100,7 @@ class Index:
             raise CheckpointError(f"{path}: damaged: {error}") from None
         self._files = {name: _map(folder / name, allow_foreign) for name in spans}
         for name, places in spans.items():
-            _check_places(folder / name, places, len(self._files[name]))
+            _check_ranges(folder / name, places, len(self._files[name]))
 
     def load(self, name: str, chunk: Chunk, *, verify: bool = False) -> torch.Tensor:
         """Return the values of a chunk, as a view of the mapped file.
@@ -142,34 +142,34 @@ class _WrongError(Exception):
 def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int, int]]]]:
     """Return the tensors by name, and all byte ranges (start, length) of each file."""
     top = _fields(tree, "Metadata")
-    described, placed = top.get("state_dict_metadata"), top.get("storage_data")
-    if type(described) is not dict or type(placed) is not dict:
+    metadata, storage = top.get("state_dict_metadata"), top.get("storage_data")
+    if type(metadata) is not dict or type(storage) is not dict:
         raise _WrongError("it has no state_dict_metadata or no storage_data")
-    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    locations: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
     spans = defaultdict[str, list[tuple[int, int]]](list)
-    for key, value in placed.items():
-        at, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
-        name, offset = at.get("fqn"), at.get("offset")
+    for key, value in storage.items():
+        index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        name, offset = index.get("fqn"), index.get("offset")
         if type(name) is not str:
             raise _WrongError("a location has no name")
-        where = None if offset is None else _sizes(offset, name)
-        if (name, where) in places:
+        chunk_offset = None if offset is None else _sizes(offset, name)
+        if (name, chunk_offset) in locations:
             raise _WrongError(f"{name} has two locations for one chunk")
-        place = places[name, where] = _place(info, name)
-        spans[place[0]].append(place[1:])
+        location = locations[name, chunk_offset] = _location(info, name)
+        spans[location[0]].append(location[1:])
     tensors: dict[str, StoredTensor] = {}
     count = 0
-    for name, record in described.items():
+    for name, record in metadata.items():
         if type(name) is not str:
             raise _WrongError("a tensor's name is not a string")
         if isinstance(record, Record) and record.kind == "BytesStorageMetadata":
-            if (name, None) not in places:
+            if (name, None) not in locations:
                 raise _WrongError(f"{name} has no location")
             count += 1
             continue
-        tensors[name] = _tensor(name, _fields(record, "TensorStorageMetadata"), places)
+        tensors[name] = _tensor(name, _fields(record, "TensorStorageMetadata"), locations)
         count += len(tensors[name].chunks)
-    if count != len(places):
+    if count != len(locations):
         raise _WrongError("storage_data has locations that belong to no tensor")
     return tensors, spans
 
@@ -177,7 +177,7 @@ def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int
 def _tensor(
     name: str,
     fields: Mapping[str, Any],
-    places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+    locations: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
 ) -> StoredTensor:
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, Record) else None
@@ -189,15 +189,15 @@ def _tensor(
     if layout != Opaque("layout", ("torch.strided",)):
         raise _WrongError(f"{name} is not a dense tensor")
     shape, chunks = _sizes(fields.get("size"), name), []
-    listed = fields.get("chunks")
-    if type(listed) is not list or 0 in shape or len(shape) > _MAX_DIMENSIONS:
+    records = fields.get("chunks")
+    if type(records) is not list or 0 in shape or len(shape) > _MAX_DIMENSIONS:
         raise _WrongError(f"{name} has no chunks, no elements or too many dimensions")
-    for record in listed:
+    for record in records:
         chunk = _fields(record, "ChunkStorageMetadata")
         box = Box(_sizes(chunk.get("offsets"), name), _sizes(chunk.get("sizes"), name))
-        if not box.fits(shape) or (name, box.offset) not in places:
+        if not box.fits(shape) or (name, box.offset) not in locations:
             raise _WrongError(f"a chunk of {name} lies outside it, or has no location")
-        file, start, length = places[name, box.offset]
+        file, start, length = locations[name, box.offset]
         if box.volume * _DTYPES[dtype].itemsize > length:
             raise _WrongError(f"a chunk of {name} needs more bytes than are stored for it")
         chunks.append(Chunk(box, file, start, length))
@@ -206,7 +206,7 @@ def _tensor(
     return StoredTensor(_DTYPES[dtype], shape, tuple(chunks))
 
 
-def _place(info: Mapping[str, Any], name: str) -> tuple[str, int, int]:
+def _location(info: Mapping[str, Any], name: str) -> tuple[str, int, int]:
     file, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or not _FILE.fullmatch(file):
         raise _WrongError(f"{name} is in {show(file)}, which is not a file of this folder")
@@ -224,7 +224,7 @@ def _fields(record: Any, kind: str) -> Mapping[str, Any]:
 
 
 def _sizes(value: Any, name: str) -> tuple[int, ...]:
-    if type(value) is not tuple or not all(type(one) is int and one >= 0 for one in value):
+    if type(value) is not tuple or not all(type(size) is int and size >= 0 for size in value):
         raise _WrongError(f"{name} has a shape or an offset that is not a tuple of sizes")
     return value
 
@@ -239,14 +239,14 @@ def _map(path: Path, allow_foreign: bool) -> mmap.mmap:
         raise CheckpointError(f"{path}: damaged: the file is empty") from None
 
 
-def _check_places(path: Path, places: list[tuple[int, int]], size: int) -> None:
+def _check_ranges(path: Path, ranges: list[tuple[int, int]], size: int) -> None:
     """Check that the byte ranges lie inside the file and do not overlap."""
-    places = sorted(places)
-    end = max(start + length for start, length in places)
+    ranges = sorted(ranges)
+    end = max(start + length for start, length in ranges)
     if end > size:
         raise CheckpointError(
             f"{path}: {size:,} bytes, but {INDEX} names {end:,}: is the file truncated?"
         )
-    for (start, length), (following, _) in itertools.pairwise(places):
+    for (start, length), (following, _) in itertools.pairwise(ranges):
         if start + length > following:
             raise CheckpointError(f"{path}: two chunks in {INDEX} overlap at byte {following:,}")

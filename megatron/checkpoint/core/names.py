@@ -33,8 +33,8 @@ _MODULES = {
     "mlp.shared_experts.linear_fc2": "mlp.shared.down",
 }
 _LAYERS = {
-    f"{theirs}{'_' if theirs.endswith('layer_norm') else '.'}{kind}": f"{ours}.{kind}"
-    for theirs, ours in _MODULES.items()
+    f"{core}{'_' if core.endswith('layer_norm') else '.'}{kind}": f"{native}.{kind}"
+    for core, native in _MODULES.items()
     for kind in ("weight", "bias")
 } | {
     "self_attention.core_attention.softmax_offset": "attention.sinks",
@@ -57,10 +57,10 @@ _AHEAD = {
     "final_layernorm": "final_norm",
 }
 _DEPTHS = {
-    f"{theirs}.{kind}": f"{ours}.{kind}"
-    for theirs, ours in _AHEAD.items()
+    f"{core}.{kind}": f"{native}.{kind}"
+    for core, native in _AHEAD.items()
     for kind in ("weight", "bias")
-} | {f"transformer_layer.{theirs}": f"layer.{ours}" for theirs, ours in _LAYERS.items()}
+} | {f"transformer_layer.{core}": f"layer.{native}" for core, native in _LAYERS.items()}
 # Parameters that fuse gate and up, with the dimension of our tensor that separates the two.
 _GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
@@ -76,17 +76,17 @@ _KINDS = {
 }
 MASTER = "master"
 # The inverse mapping. If there are several names, the last one is used.
-_THEIR_LAYERS = {ours: theirs for theirs, ours in _LAYERS.items()}
-_THEIR_DEPTHS = {ours: theirs for theirs, ours in _DEPTHS.items()}
-_THEIR_OUTSIDE = {ours: theirs for theirs, ours in _OUTSIDE.items()}
-_THEIR_KINDS = {ours: theirs for theirs, ours in _KINDS.items()}
-_OURS = re.compile(r"layers\.(\d+)\.(.+)")
-_OUR_DEPTH = re.compile(r"mtp\.(\d+)\.(.+)")
+_CORE_LAYERS = {native: core for core, native in _LAYERS.items()}
+_CORE_DEPTHS = {native: core for core, native in _DEPTHS.items()}
+_CORE_OUTSIDE = {native: core for core, native in _OUTSIDE.items()}
+_CORE_KINDS = {native: core for core, native in _KINDS.items()}
+_NATIVE_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_NATIVE_DEPTH = re.compile(r"mtp\.(\d+)\.(.+)")
 _NORM = {f"mlp_norm.{kind}": f"pre_mlp_layernorm.{kind}" for kind in ("weight", "bias")}
 
 
-class OurName(NamedTuple):
-    """Our name for a tensor on disk.
+class NativeName(NamedTuple):
+    """The native name of a tensor on disk.
 
     Attributes:
         prefix: "model." or "optimizer.".
@@ -121,7 +121,7 @@ def parameter_of(name: str) -> str | None:
     return match[2] if match else None
 
 
-def place_of(name: str) -> OurName | None:
+def native_name(name: str) -> NativeName | None:
     """Return where a tensor of the file belongs, or `None` for an unknown kind of optimizer state.
 
     Raises:
@@ -134,18 +134,18 @@ def place_of(name: str) -> OurName | None:
             return None
         prefix, suffix, parameter = "optimizer.", f".{_KINDS[match[1]]}", match[2]
     if parameter in _OUTSIDE:
-        return OurName(prefix, _OUTSIDE[parameter], suffix)
+        return NativeName(prefix, _OUTSIDE[parameter], suffix)
     depth = _DEPTH.fullmatch(parameter)
     if depth is not None and depth[2] in _DEPTHS:
-        ours = _DEPTHS[depth[2]]
-        gate_dim = _gate_dim(ours.removeprefix("layer."))
-        return OurName(prefix, f"mtp.{int(depth[1])}.{ours}", suffix, gate_dim=gate_dim)
+        native = _DEPTHS[depth[2]]
+        gate_dim = _gate_dim(native.removeprefix("layer."))
+        return NativeName(prefix, f"mtp.{int(depth[1])}.{native}", suffix, gate_dim=gate_dim)
     match = _LAYER.fullmatch(parameter)
     if match is None or match[2] not in _LAYERS:
         raise CheckpointError(f"parameter {name[:200]} does not exist in our networks")
-    ours = _LAYERS[match[2]]
-    gate_dim = _gate_dim(ours)
-    return OurName(prefix, ours, suffix, int(match[1] or 0), match[1] is None, gate_dim)
+    native = _LAYERS[match[2]]
+    gate_dim = _gate_dim(native)
+    return NativeName(prefix, native, suffix, int(match[1] or 0), match[1] is None, gate_dim)
 
 
 def _gate_dim(parameter: str) -> int | None:
@@ -169,23 +169,23 @@ class Location:
     gate_dim: int | None
     shape: tuple[int, ...]
 
-    def boxes(self, wanted: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
-        """Yield boxes of Megatron Core's tensor, each with the index of `wanted` that it fills."""
-        first = () if self.layer is None else (self.layer,)
-        one, new = (1,) * len(first), (None,) * len(first)
+    def stored_boxes(self, box: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
+        """Yield boxes of Megatron Core's tensor, each with the index of `box` that it fills."""
+        layer_index = () if self.layer is None else (self.layer,)
+        layer_size, new_axis = (1,) * len(layer_index), (None,) * len(layer_index)
         if self.gate_dim is None:
-            yield Box((*first, *wanted.offset), (*one, *wanted.shape)), (*new, ...)
+            yield Box((*layer_index, *box.offset), (*layer_size, *box.shape)), (*new_axis, ...)
             return
         dim = self.gate_dim
-        offset, shape = list(wanted.offset), list(wanted.shape)
-        part, rows = offset.pop(dim), offset[dim]
-        parts = shape.pop(dim)
-        for index in range(parts):
-            offset[dim] = (part + index) * self.shape[dim + 1] + rows
-            place = (*new, *(slice(None),) * dim, index)
-            yield Box((*first, *offset), (*one, *shape)), place
+        offset, shape = list(box.offset), list(box.shape)
+        gate, rows = offset.pop(dim), offset[dim]
+        gates = shape.pop(dim)
+        for number in range(gates):
+            offset[dim] = (gate + number) * self.shape[dim + 1] + rows
+            index = (*new_axis, *(slice(None),) * dim, number)
+            yield Box((*layer_index, *offset), (*layer_size, *shape)), index
 
-    def whole(self, layers: int) -> tuple[int, ...]:
+    def stored_shape(self, layers: int) -> tuple[int, ...]:
         """Return the shape of Megatron Core's tensor in a network of this many layers."""
         shape = self.shape
         if self.gate_dim is not None:
@@ -195,7 +195,7 @@ class Location:
 
 
 @dataclass(frozen=True)
-class Form:
+class NamingScheme:
     """The layout of a network's tensors in Megatron Core's files.
 
     Attributes:
@@ -213,8 +213,8 @@ class Form:
     shards_states: bool
     depths_own_norms: bool = False
 
-    def place(self, name: str, shape: tuple[int, ...]) -> Location:
-        """Return where one of our tensors goes: the inverse of `place_of`.
+    def locate(self, name: str, shape: tuple[int, ...]) -> Location:
+        """Return where one of our tensors goes: the inverse of `native_name`.
 
         Raises:
             CheckpointError: Megatron Core has no such tensor.
@@ -223,29 +223,31 @@ class Form:
         prefix = ""
         if kind == "optimizer":
             parameter, _, state = parameter.rpartition(".")
-            theirs = _THEIR_KINDS.get(state)
-            if theirs is None:
+            core_kind = _CORE_KINDS.get(state)
+            if core_kind is None:
                 raise CheckpointError(f"{name}: Megatron Core has no such optimizer state")
             if state == MASTER and self.shards_states:
-                theirs = "param"
-            prefix = f"optimizer.state.{theirs}."
-        if parameter in _THEIR_OUTSIDE:
-            return Location(prefix + _THEIR_OUTSIDE[parameter], None, None, shape)
-        depth = _OUR_DEPTH.fullmatch(parameter)
-        if depth is not None and depth[2] in _THEIR_DEPTHS:
+                core_kind = "param"
+            prefix = f"optimizer.state.{core_kind}."
+        if parameter in _CORE_OUTSIDE:
+            return Location(prefix + _CORE_OUTSIDE[parameter], None, None, shape)
+        depth = _NATIVE_DEPTH.fullmatch(parameter)
+        if depth is not None and depth[2] in _CORE_DEPTHS:
             inside = depth[2].removeprefix("layer.")
-            last = _THEIR_DEPTHS[depth[2]]
+            core_name = _CORE_DEPTHS[depth[2]]
             if self.depths_own_norms and inside in _NORM:
-                last = f"transformer_layer.{_NORM[inside]}"
+                core_name = f"transformer_layer.{_NORM[inside]}"
             gate_dim = _gate_dim(inside) if self.gated else None
-            return Location(f"{prefix}mtp.layers.{depth[1]}.{last}", None, gate_dim, shape)
-        match = _OURS.fullmatch(parameter)
-        if match is None or match[2] not in _THEIR_LAYERS:
+            return Location(f"{prefix}mtp.layers.{depth[1]}.{core_name}", None, gate_dim, shape)
+        match = _NATIVE_LAYER.fullmatch(parameter)
+        if match is None or match[2] not in _CORE_LAYERS:
             raise CheckpointError(f"{name}: Megatron Core's GPT has no such parameter")
         layer, inside = int(match[1]), match[2]
-        last = _THEIR_LAYERS[inside]
+        core_name = _CORE_LAYERS[inside]
         if layer in self.own_norms:
-            last = _NORM.get(inside, last)
+            core_name = _NORM.get(inside, core_name)
         stack = "decoder.layers." if self.is_stacked else f"decoder.layers.{layer}."
         gate_dim = _gate_dim(inside) if self.gated else None
-        return Location(prefix + stack + last, layer if self.is_stacked else None, gate_dim, shape)
+        return Location(
+            prefix + stack + core_name, layer if self.is_stacked else None, gate_dim, shape
+        )

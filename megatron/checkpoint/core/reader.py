@@ -25,8 +25,8 @@ from megatron.checkpoint.legacy.arguments import (
 )
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
-from megatron.checkpoint.reader import HeldTensor, Reader
-from megatron.checkpoint.retention import hold_if_listed
+from megatron.checkpoint.reader import Reader, TensorMeta
+from megatron.checkpoint.retention import lock_if_listed
 from megatron.checkpoint.trust import open_trusted
 from megatron.config.fields import MAX_LAYERS
 from megatron.errors import CheckpointError, warn
@@ -74,7 +74,7 @@ class CoreReader(Reader):
             CheckpointError: A file is missing, damaged or refused, or its format is not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
-        hold_if_listed(self, "core")
+        lock_if_listed(self, "core")
         self._check_format()
         self._index = Index(path, allow_foreign=allow_foreign)
         self._common = TorchZip(path / COMMON, allow_foreign=allow_foreign)
@@ -95,8 +95,8 @@ class CoreReader(Reader):
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         tensors = self._index.tensors
-        self.held = {
-            name: HeldTensor(source.shape, tensors[source.name].dtype)
+        self.tensors = {
+            name: TensorMeta(source.shape, tensors[source.name].dtype)
             for name, source in self._sources.items()
         }
         if verify:
@@ -131,7 +131,7 @@ class CoreReader(Reader):
         path = self.path / FORMAT
         try:
             with open_trusted(path, allow_foreign=self.allow_foreign) as file:
-                told = json.loads(file.read(_MAX_FORMAT))
+                content = json.loads(file.read(_MAX_FORMAT))
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} is missing: only folders of torch.distributed.checkpoint that Megatron "
@@ -143,32 +143,36 @@ class CoreReader(Reader):
             raise CheckpointError(f"{path}: damaged: {error}") from None
         known = {key: value for key, value in BACKEND.items() if key.startswith("sharded")}
         for key, value in known.items():
-            if not isinstance(told, dict) or told.get(key) != value:
-                shown = show(told.get(key)) if isinstance(told, dict) else "nothing"
-                raise CheckpointError(f"{path}: {key} is {shown}, and only {value!r} is supported")
+            if not isinstance(content, dict) or content.get(key) != value:
+                actual = show(content.get(key)) if isinstance(content, dict) else "nothing"
+                raise CheckpointError(f"{path}: {key} is {actual}, and only {value!r} is supported")
 
     def _find_sources(self) -> tuple[dict[str, Source], bool]:
         """Return where each of our tensors is stored, and whether there are optimizer states."""
         sources: dict[str, Source] = {}
         tensors = self._index.tensors
-        places = {name: names.place_of(name) for name in tensors}
-        has_states = any(map(names.is_optimizer_state, tensors)) and None not in places.values()
+        native_names = {name: names.native_name(name) for name in tensors}
+        has_states = (
+            any(map(names.is_optimizer_state, tensors)) and None not in native_names.values()
+        )
         weights = {name: self._parameter(name) for name in tensors}
         # Optimizer states that were flattened differ in shape from their parameters.
         shapes = ((weight, tensors[name].shape) for name, weight in weights.items())
         has_states = has_states and all(w is None or w.shape == shape for w, shape in shapes)
-        for name, place in places.items():
-            tied = self._tied and place is not None and place.parameter == "output.weight"
-            if place is None or tied or (place.suffix and not has_states):
+        for name, native in native_names.items():
+            tied = self._tied and native is not None and native.parameter == "output.weight"
+            if native is None or tied or (native.suffix and not has_states):
                 continue
             weight = weights[name]
             is_fp32 = weight is not None and weight.dtype == torch.float32
-            if place.suffix == ".master" and is_fp32:  # we keep no separate master copy
+            if native.suffix == ".master" and is_fp32:  # we keep no separate master copy
                 continue
-            for ours, source in self._sources_in(name, tensors[name], place):
-                if ours in sources:
-                    raise CheckpointError(f"{ours} is in {sources[ours].name} and in {name}")
-                sources[ours] = source
+            for full_name, source in self._sources_in(name, tensors[name], native):
+                if full_name in sources:
+                    raise CheckpointError(
+                        f"{full_name} is in {sources[full_name].name} and in {name}"
+                    )
+                sources[full_name] = source
         return sources, has_states
 
     def _parameter(self, name: str) -> StoredTensor | None:
@@ -176,11 +180,11 @@ class CoreReader(Reader):
         return self._index.tensors.get(names.parameter_of(name) or "")
 
     def _sources_in(
-        self, name: str, stored: StoredTensor, place: names.OurName
+        self, name: str, stored: StoredTensor, native: names.NativeName
     ) -> Iterator[tuple[str, Source]]:
         """Yield the name and source of each of our tensors that a tensor on disk contains."""
         shape, chunks = stored.shape, list(stored.chunks)
-        if place.is_stacked:
+        if native.is_stacked:
             if not shape or shape[0] != self._layers:
                 raise CheckpointError(
                     f"{name} is {list(shape)}, but {COMMON} says {show(self._layers)} layers"
@@ -188,13 +192,13 @@ class CoreReader(Reader):
             if shape[0] > MAX_LAYERS:
                 raise CheckpointError(f"{name} is {list(shape)}: more than {MAX_LAYERS:,} layers")
             shape = shape[1:]
-        gate_dim = place.gate_dim if self._gated else None
+        gate_dim = native.gate_dim if self._gated else None
         if gate_dim is not None:
             if len(shape) <= gate_dim or shape[gate_dim] % 2:
                 raise CheckpointError(f"{name} is {list(stored.shape)}, without gate and up")
             shape = (*shape[:gate_dim], 2, shape[gate_dim] // 2, *shape[gate_dim + 1 :])
-        if not place.is_stacked:
-            yield place.name(place.layer), Source(name, None, gate_dim, shape, chunks)
+        if not native.is_stacked:
+            yield native.name(native.layer), Source(name, None, gate_dim, shape, chunks)
             return
         by_layer = defaultdict[int, list[Chunk]](list)
         for chunk in chunks:
@@ -202,18 +206,18 @@ class CoreReader(Reader):
             for layer in range(first, first + count):
                 by_layer[layer].append(chunk)
         for layer in range(stored.shape[0]):
-            yield place.name(layer), Source(name, layer, gate_dim, shape, by_layer[layer])
+            yield native.name(layer), Source(name, layer, gate_dim, shape, by_layer[layer])
 
     def _counters(self, tree: Mapping[str, Any]) -> Json:
         """Return the step count and the loss scale of the optimizer."""
         steps: set[int | float] = set()
         scaler: dict[str, int | float] = {}
-        waiting = [tree.get("optimizer")]
-        while waiting:  # with experts, there are two optimizers, numbered from 0
-            node = waiting.pop()
+        pending = [tree.get("optimizer")]
+        while pending:  # with experts, there are two optimizers, numbered from 0
+            node = pending.pop()
             if not isinstance(node, dict):
                 continue
-            waiting += [node[key] for key in node if type(key) is int or key == "optimizer"]
+            pending += [node[key] for key in node if type(key) is int or key == "optimizer"]
             state, groups = node.get("state"), node.get("param_groups")
             if isinstance(state, dict) and "common_step" in state:
                 steps.add(self._number(state["common_step"]))
@@ -221,8 +225,8 @@ class CoreReader(Reader):
                 if isinstance(group, dict) and "step" in group:
                     steps.add(self._number(group["step"]))
             if isinstance(node.get("grad_scaler"), dict):
-                found = node["grad_scaler"].items()
-                scaler |= {str(key): self._number(value) for key, value in found}
+                values = node["grad_scaler"].items()
+                scaler |= {str(key): self._number(value) for key, value in values}
         if len(steps) > 1:
             raise CheckpointError(f"{self._common.path}: step counts differ: {sorted(steps)}")
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
@@ -235,16 +239,16 @@ class CoreReader(Reader):
             raise CheckpointError(f"{self._common.path}: {show(value)} is not a counter")
         return value
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
+    def _read(self, name: str, box: Box) -> torch.Tensor:
         source = self._sources[name]
-        result = torch.empty(wanted.shape, dtype=self.held[name].dtype)
-        for box, index in source.boxes(wanted):
+        result = torch.empty(box.shape, dtype=self.tensors[name].dtype)
+        for stored_box, index in source.stored_boxes(box):
             part = result[index]
             for chunk in source.chunks:
-                common = chunk.box.intersect(box)
+                common = chunk.box.intersect(stored_box)
                 if common is not None:
                     values = self._index.load(source.name, chunk)
-                    part[common.within(box)] = values[common.within(chunk.box)]
+                    part[common.slices_in(stored_box)] = values[common.slices_in(chunk.box)]
         return result
 
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.checkpoint import store
 from megatron.checkpoint.core.arguments import core_arguments, layer_frequency
 from megatron.checkpoint.core.index import INDEX
-from megatron.checkpoint.core.names import MASTER, Form
+from megatron.checkpoint.core.names import MASTER, NamingScheme
 from megatron.checkpoint.core.reader import BACKEND, COMMON, FORMAT
 from megatron.checkpoint.entries import DTYPES, Json
 from megatron.checkpoint.exchange import JsonExchange
@@ -51,7 +51,7 @@ from megatron.checkpoint.legacy.writer import (
 )
 from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.retention import Keep, list_files
+from megatron.checkpoint.retention import RetentionPolicy, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.experts import mixture_layers
 from megatron.config.rules_legacy import unsupported_flags
@@ -86,7 +86,7 @@ class CoreSaver:
         root: Path | str,
         snapshot: Snapshot,
         *,
-        keep: Keep | None = None,
+        keep: RetentionPolicy | None = None,
         check: Check = None,
         folder: str | None = None,
     ) -> Path:
@@ -175,7 +175,7 @@ class CoreFiles:
         self._is_engine = config.checkpoint.transformer_impl != "local"
         own_norms = {layer for layer, is_one in enumerate(mixtures) if is_one and self._is_engine}
         self._shards_states = config.parallel.use_distributed_optimizer
-        form = Form(
+        scheme = NamingScheme(
             is_stacked=not model.num_experts or layer_frequency(model) == 1,
             gated=model.swiglu or model.geglu,
             own_norms=frozenset(own_norms),
@@ -185,11 +185,11 @@ class CoreFiles:
         names = [name for name in plan.parts if name.startswith((WEIGHTS, STATES))]
         # Where each tensor goes. The distributed optimizer also stores fp32 weights, as their own
         # masters.
-        self.places = {name: [form.place(name, plan.shapes[name])] for name in names}
+        self.locations = {name: [scheme.locate(name, plan.shapes[name])] for name in names}
         for name in names if self._shards_states and snapshot.meta.get("optimizer") else ():
             state = f"{STATES}{name.removeprefix(WEIGHTS)}"
             if f"{state}.exp_avg" in plan.parts and f"{state}.{MASTER}" not in plan.parts:
-                self.places[name].append(form.place(f"{state}.{MASTER}", plan.shapes[name]))
+                self.locations[name].append(scheme.locate(f"{state}.{MASTER}", plan.shapes[name]))
 
     def write_tensors(self, folder: Path) -> Json:
         """Write and flush this rank's files.
@@ -202,20 +202,20 @@ class CoreFiles:
         """
         rank, files = self.snapshot.layout.world.rank, defaultdict[str, list[Any]](list)
         for name, key, part in self.snapshot.plan.written_by(rank):
-            if name in self.places:
-                files[f"__{rank}_{part.number}.distcp"].append((name, key, part))
+            if name in self.locations:
+                files[f"__{rank}_{part.file_index}.distcp"].append((name, key, part))
 
         def write(file_name: str) -> list[Json]:
             written: list[Json] = []
             with storage_errors(folder / file_name), new_file(folder / file_name) as file:
                 for name, key, part in files[file_name]:
                     values = self.snapshot.tensors[key].detach().to("cpu")
-                    for place in self.places[name]:
-                        for box, index in place.boxes(part.box):
+                    for location in self.locations[name]:
+                        for box, index in location.stored_boxes(part.box):
                             start = file.tell()
                             append_torch_file(file, values[index])
                             length = file.tell() - start
-                            written.append([place.name, *box, file_name, start, length])
+                            written.append([location.name, *box, file_name, start, length])
             return written
 
         with ThreadPoolExecutor(max(1, len(files))) as pool:
@@ -231,30 +231,30 @@ class CoreFiles:
         Raises:
             StorageError: A file cannot be written.
         """
-        described: dict[str, Any] = {}
-        placed: dict[MetadataIndex, _StorageInfo] = {}
+        metadata: dict[str, Any] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
         plan = self.snapshot.plan
-        for name, places in self.places.items():
+        for name, locations in self.locations.items():
             properties = TensorProperties(dtype=DTYPES[plan.dtypes[name]])
-            for place in places:
-                size = torch.Size(place.whole(self.config.model.num_layers))
-                described.setdefault(place.name, TensorStorageMetadata(properties, size, []))
-        for name, offset, shape, *where in (chunk for report in reports for chunk in report):
-            at = torch.Size(offset)
-            described[name].chunks.append(ChunkStorageMetadata(at, torch.Size(shape)))
-            placed[MetadataIndex(name, at)] = _StorageInfo(*where)
-        used = [part.number for parts in plan.parts.values() for part in parts if not part.rank]
+            for location in locations:
+                size = torch.Size(location.stored_shape(self.config.model.num_layers))
+                metadata.setdefault(location.name, TensorStorageMetadata(properties, size, []))
+        for name, offset, shape, *file_range in (chunk for report in reports for chunk in report):
+            chunk_offset = torch.Size(offset)
+            metadata[name].chunks.append(ChunkStorageMetadata(chunk_offset, torch.Size(shape)))
+            storage[MetadataIndex(name, chunk_offset)] = _StorageInfo(*file_range)
+        used = [part.file_index for parts in plan.parts.values() for part in parts if not part.rank]
         file_name = f"__0_{max(used, default=-1) + 1}.distcp"
         with storage_errors(folder):
             with new_file(folder / file_name) as file:
                 for name, value in self.objects.items():
                     start = file.tell()
                     append_torch_file(file, [value])
-                    described[name] = BytesStorageMetadata()
+                    metadata[name] = BytesStorageMetadata()
                     info = _StorageInfo(file_name, start, file.tell() - start)
-                    placed[MetadataIndex(name)] = info
+                    storage[MetadataIndex(name)] = info
             with new_file(folder / INDEX) as file:
-                file.write(write_pickle(Metadata(described, None, placed))[0])
+                file.write(write_pickle(Metadata(metadata, None, storage))[0])
             write_torch_file(folder / COMMON, self.common())
             with new_file(folder / FORMAT) as file:
                 file.write(json.dumps(BACKEND).encode())
@@ -264,17 +264,21 @@ class CoreFiles:
     def objects(self) -> dict[str, Any]:
         """The objects other than tensors that Megatron Core expects, by its names for them."""
         objects: dict[str, Any] = {}
-        for ours, (place, *_) in self.places.items():
-            if not ours.startswith(WEIGHTS):
+        for native, (location, *_) in self.locations.items():
+            if not native.startswith(WEIGHTS):
                 continue
-            found = _LINEAR.fullmatch(place.name)
-            modules = [found[1]] if found else []
+            match = _LINEAR.fullmatch(location.name)
+            modules = [match[1]] if match else []
             if self._is_engine:
-                modules += [one[1] for one in [_ENGINE_MODULES.fullmatch(place.name)] if one]
-                modules += [one.replace("linear_qkv", "core_attention") for one in modules]
+                modules += [
+                    match[1] for match in [_ENGINE_MODULES.fullmatch(location.name)] if match
+                ]
+                modules += [name.replace("linear_qkv", "core_attention") for name in modules]
             # The index of each module among those of its kind: by layer, and by expert.
-            grid = [] if place.layer is None else [(place.layer, self.config.model.num_layers)]
-            experts = place.shape[0] if ".experts.experts." in place.name else 0
+            grid = (
+                [] if location.layer is None else [(location.layer, self.config.model.num_layers)]
+            )
+            experts = location.shape[0] if ".experts.experts." in location.name else 0
             for module in dict.fromkeys(modules):
                 for expert in range(max(1, experts)):
                     numbers = [*grid, *[(expert, experts)] * bool(experts)] or [(0, 1)]
@@ -284,13 +288,13 @@ class CoreFiles:
     def _random_states(self) -> dict[str, Any]:
         """Return the generators' states of each rank of Megatron Core's grid."""
         parallel, snapshot = self.config.parallel, self.snapshot
-        kept = (snapshot.meta.get("rng") or {}).get("seed")
-        seed = self.config.training.seed if kept is None else kept
+        saved_seed = (snapshot.meta.get("rng") or {}).get("seed")
+        seed = self.config.training.seed if saved_seed is None else saved_seed
         sizes = [parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size]
         experts, widths = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
         if experts > 1:
             sizes.append(self._replicas)
-        found = {}
+        objects = {}
         for stage, tensor_rank, *replica in product(*map(range, sizes)):
             states = random_states(seed, snapshot.iteration, stage, tensor_rank)
             rank = tensor_rank + sizes[1] * sum(replica)
@@ -302,8 +306,8 @@ class CoreFiles:
                 ),
             }
             numbers = zip((stage, tensor_rank, *replica), sizes, strict=True)
-            found[_shard_name("rng_state", list(numbers))] = [states]
-        return found
+            objects[_shard_name("rng_state", list(numbers))] = [states]
+        return objects
 
     @property
     def _replicas(self) -> int:
@@ -342,7 +346,7 @@ class CoreFiles:
         divided = self.config.parallel.expert_model_parallel_size > 1
         # For experts (True) and other parameters (False): whether each parameter has weight decay.
         groups = defaultdict[bool, list[bool]](list)
-        for name in self.places:
+        for name in self.locations:
             if name.startswith(WEIGHTS) and not name.endswith("expert_bias"):
                 decays = not name.endswith("bias") and len(plan.shapes[name]) > 1
                 groups[divided and ".mlp.experts." in name].append(decays)
@@ -369,11 +373,11 @@ class CoreFiles:
             return {"optimizer": inner, **scaler, "param_state_sharding_type": _SHARDING}
         step = torch.tensor(float(counters["step"]))
         tree = {"state": {"common_step": step}, "param_groups": groups}
-        in_16_bits = any(name.endswith(f".{MASTER}") for name in self.places)
+        in_16_bits = any(name.endswith(f".{MASTER}") for name in self.locations)
         return {"optimizer": tree, **scaler} if in_16_bits else tree
 
 
 def _shard_name(name: str, numbers: Sequence[tuple[int, int]]) -> str:
     """Return Megatron Core's name for one object in a grid of objects."""
-    at, of = (".".join(map(str, axis)) for axis in zip(*numbers, strict=True))
-    return f"{name}/shard_{at}_{of}"
+    position, size = (".".join(map(str, axis)) for axis in zip(*numbers, strict=True))
+    return f"{name}/shard_{position}_{size}"

@@ -37,7 +37,7 @@ from megatron.checkpoint.legacy.arguments import (
 from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import Record, TensorRef, show
-from megatron.checkpoint.reader import HeldTensor, Reader
+from megatron.checkpoint.reader import Reader, TensorMeta
 from megatron.config.arguments import from_given
 from megatron.config.experts import ExpertOptions, layer_experts
 from megatron.errors import CheckpointError
@@ -107,8 +107,8 @@ class DeepSpeedReader(Reader):
         if verify:
             for file in self._files.all()[world.rank :: world.size]:
                 file.zip.verify()
-        self.held = {
-            name: HeldTensor(pieces[-1].box.end, pieces[0].value.dtype)
+        self.tensors = {
+            name: TensorMeta(pieces[-1].box.end, pieces[0].value.dtype)
             for name, pieces in self._pieces.items()
         }
         self._check_sizes()
@@ -144,7 +144,7 @@ class DeepSpeedReader(Reader):
         if type(heads) is not int or type(groups) is not int or heads < 1 or groups < 1:
             told = f"{show(heads)} heads and {show(groups)} groups"
             raise CheckpointError(f"{self.path}: `args` has {told}")
-        parts = [name.split(".") for name in self.held if name.startswith("model.layers.")]
+        parts = [name.split(".") for name in self.tensors if name.startswith("model.layers.")]
         layers = 1 + max((int(part[2]) for part in parts), default=0)
         if layers != self._args.get("num_layers"):
             told = f"num_layers is {show(self._args.get('num_layers'))} in `args`"
@@ -155,14 +155,14 @@ class DeepSpeedReader(Reader):
         except ValueError as error:
             told = f"num_experts is {show(self._args.get('num_experts'))} in `args`"
             raise CheckpointError(f"{self.path}: {told}: {error}") from None
-        for name, held in self.held.items():
+        for name, held in self.tensors.items():
             if not (name.startswith("model.layers.") and ".mlp.experts." in name):
                 continue
             layer = int(name.split(".")[2])
             if held.shape[0] != experts[layer]:
                 told = f"layer {layer} has {experts[layer]} experts according to `args`"
                 raise CheckpointError(f"{self.path}: {told}, but {held.shape[0]} in the weights")
-        for name, held in self.held.items():
+        for name, held in self.tensors.items():
             if held.dtype not in _DTYPES.values():
                 raise CheckpointError(f"{self.path}: {name} is {held}")
             if name.endswith(".attention.qkv.weight") and held.shape[0] % (heads + 2 * groups):
@@ -470,12 +470,12 @@ class DeepSpeedReader(Reader):
         return value
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        result = torch.empty(wanted.shape, dtype=self.held[name].dtype)
+        result = torch.empty(wanted.shape, dtype=self.tensors[name].dtype)
         for piece in self._pieces[name]:
             common = piece.box.intersect(wanted)
             if common is not None:
                 whole = self._arrange(piece.dense, piece.value.load()).view(piece.box.shape)
-                result[common.within(wanted)] = whole[common.within(piece.box)]
+                result[common.slices_in(wanted)] = whole[common.slices_in(piece.box)]
         return result
 
 

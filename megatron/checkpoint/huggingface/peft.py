@@ -28,7 +28,7 @@ from megatron.checkpoint.huggingface.peft_places import AdapterPlace, join, plac
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.mapped import MappedFile
-from megatron.checkpoint.reader import HeldTensor, Reader, is_vocabulary_table
+from megatron.checkpoint.reader import Reader, TensorMeta, is_vocabulary_table
 from megatron.config.adapters import ALL_LINEAR, lora_flags, plain_network
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
@@ -47,7 +47,7 @@ class PeftTensor(NamedTuple):
     """
 
     name: str
-    held: HeldTensor
+    held: TensorMeta
     place: AdapterPlace | None = None
 
     def to_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
@@ -111,7 +111,7 @@ def peft_names(
     rules = {rule.name: rule for rule in family.rules(plain_network(model), rows)}
     for ours, modules in family.names(plain_network(model)):
         if ours == _HEAD and model.reward_head:
-            held = HeldTensor((1, model.hidden_size), torch.float32)
+            held = TensorMeta((1, model.hidden_size), torch.float32)
             found[f"model.{_HEAD}.weight"] = PeftTensor(f"{_PREFIX}{_HEAD}.weight", held)
         linear = layers.get(ours)
         if linear is None or not isinstance(linear.adapter, Adapter | ExpertAdapter):
@@ -129,7 +129,7 @@ def peft_names(
         places = places_in(linear.adapter, outputs, theirs, None if is_apart else form)
         for projection, place in places.items():
             for kind, parameter in linear.adapter[projection].named_parameters():
-                held = HeldTensor(tuple(parameter.shape), parameter.dtype)
+                held = TensorMeta(tuple(parameter.shape), parameter.dtype)
                 name = f"{_PREFIX}{_module(place.module, family)}.{_SUFFIXES[kind]}"
                 tensor = PeftTensor(name, held, place)
                 found.setdefault(f"model.{ours}.adapter.{projection}.{kind}", tensor)
@@ -302,20 +302,20 @@ class PeftReader(Reader):
         missing = sorted(wanted - self._theirs.keys())
         if missing:
             raise CheckpointError(f"{path / ADAPTER}: {missing[0]} is missing: {self._remedy}")
-        self.held = {}
+        self.tensors = {}
         for name, one in names.items():
             self._check_shape(name, one)
-            found, shape = self._theirs[one.name], one.held.shape
+            found, shape = self._theirs[one.name], one.tensors.shape
             if is_vocabulary_table(name):  # our table may have padding rows
                 shape = (*found.shape[:1], *shape[1:])
-            self.held[name] = HeldTensor(shape, DTYPES[found.dtype])
+            self.tensors[name] = TensorMeta(shape, DTYPES[found.dtype])
             if one.place is not None and _kind_of(name) in _AXIS:
                 self._check_scale(said, model, name, one)
         self.meta = {"config": {}}
 
     def _check_shape(self, name: str, one: PeftTensor) -> None:
         found = self._theirs[one.name].shape
-        wanted, kind = list(_peft_shape(name, one.held.shape)), _kind_of(name)
+        wanted, kind = list(_peft_shape(name, one.tensors.shape)), _kind_of(name)
         if one.place is not None and kind != "a":
             wanted[0] = len(one.place.weight_rows)
         if is_vocabulary_table(name) and found[:1] < tuple(wanted[:1]):  # ours is padded
@@ -339,8 +339,8 @@ class PeftReader(Reader):
         rank = _in_pattern(said, "rank_pattern", target, said.get("r", 8))
         alpha = _in_pattern(said, "alpha_pattern", target, said.get("lora_alpha", 8))
         size = self._theirs[one.name].shape[_AXIS[_kind_of(name)]]
-        if _is_stacked(one.held.shape):
-            size //= one.held.shape[0]
+        if _is_stacked(one.tensors.shape):
+            size //= one.tensors.shape[0]
         scale = alpha / (math.sqrt(rank) if model.use_rslora else rank)
         if size != rank or not math.isclose(scale, model.lora_scale, rel_tol=1e-6):
             patterns = [f"{key} {said.get(key)!s:.80}" for key in ("rank_pattern", "alpha_pattern")]
@@ -383,7 +383,7 @@ class PeftReader(Reader):
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
         one, kind = self._names[name], _kind_of(name)
-        shape, whole = one.held.shape, self._file.tensor(self._theirs[one.name])
+        shape, whole = one.tensors.shape, self._file.tensor(self._theirs[one.name])
         if one.place is not None:
             if kind != "a" and one.place.moves:
                 whole = whole[one.place.rows]
@@ -397,8 +397,8 @@ class PeftReader(Reader):
         if _is_stacked(shape) and kind != "a":
             experts, *_, rank = shape
             whole = whole.view(-1, rank, experts).permute(2, 0, 1)
-        whole = whole.reshape(self.held[name].shape)
-        return whole[wanted.within(Box.whole(tuple(whole.shape)))]
+        whole = whole.reshape(self.tensors[name].shape)
+        return whole[wanted.slices_in(Box.whole(tuple(whole.shape)))]
 
     def _block(self, name: str) -> int:
         """Return which block of a module's rank a projection uses.
@@ -408,7 +408,7 @@ class PeftReader(Reader):
         """
         one = self._names[f"{name.rpartition('.')[0]}.b"]
         assert one.place is not None
-        width = one.held.shape[-1]
+        width = one.tensors.shape[-1]
         rows = self._file.tensor(self._theirs[one.name])[one.place.rows]
         blocks = rows.unflatten(1, (-1, width)).abs().amax((0, 2))
         used = blocks.nonzero().flatten().tolist()
@@ -586,7 +586,7 @@ class AdapterExport:
             members[one.name].append(ours)
         return {
             theirs: LazyTensor(
-                self._shape(ours[0]), self.reader.held[ours[0]].dtype, partial(self._read, ours)
+                self._shape(ours[0]), self.reader.tensors[ours[0]].dtype, partial(self._read, ours)
             )
             for theirs, ours in members.items()
         }
@@ -594,7 +594,7 @@ class AdapterExport:
     def _shape(self, ours: str) -> tuple[int, ...]:
         """Return the shape of the PEFT tensor that contains one of ours."""
         place, kind = self.names[ours].place, _kind_of(ours)
-        shape = list(_peft_shape(ours, self.names[ours].held.shape))
+        shape = list(_peft_shape(ours, self.names[ours].tensors.shape))
         if place is not None and kind != "a":
             shape[0] = len(place.weight_rows)
         if place is not None and kind in _AXIS:
@@ -673,7 +673,7 @@ class AdapterExport:
         """
         by_end = defaultdict(set)
         for ours, one in self.names.items():
-            is_parameter = _ROUTER in ours or _is_stacked(one.held.shape)
+            is_parameter = _ROUTER in ours or _is_stacked(one.tensors.shape)
             if one.place is not None and is_parameter == names_parameters:
                 name = _target_of(ours, one.name)
                 end = name.split(".")[-2 if is_parameter else -1 :]

@@ -16,7 +16,7 @@ from megatron.checkpoint.huggingface.rules import ParameterRule, Shape, present
 from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.mapped import MappedFile
-from megatron.checkpoint.reader import SHOWN, HeldTensor, Reader
+from megatron.checkpoint.reader import SHOWN, Reader, TensorMeta
 from megatron.checkpoint.shard import Placement
 from megatron.config.run import RunOptions
 from megatron.config.yaml_file import to_dict
@@ -105,10 +105,10 @@ class HFReader(Reader):
         pieces = frozenset(rule.piece for rule in self._rules.values())
         self.architecture = self.family.architecture(pieces)
         self._check(values.get("architectures"))
-        self.held = dict[str, HeldTensor]()
+        self.tensors = dict[str, TensorMeta]()
         for name, rule in self._rules.items():
             first = self._files[self._name(rule.theirs[0])]
-            self.held[name] = HeldTensor(rule.shape, DTYPES[first.dtype])
+            self.tensors[name] = TensorMeta(rule.shape, DTYPES[first.dtype])
         for name in (*self.family.word_copies, *([head] if tied else [])):
             if not self._is_word_copy(name):
                 raise CheckpointError(
@@ -138,7 +138,7 @@ class HFReader(Reader):
 
         return self._rules[name].join(load, wanted, self.dtype(name))
 
-    def steps(self, name: str) -> list[Box]:
+    def chunks(self, name: str) -> list[Box]:
         """Return one box for each expert if experts have separate tensors, otherwise a single box.
 
         Args:

@@ -163,7 +163,9 @@ class ParameterRule:
 
         def read(number: int, part: Box) -> Tensor:
             names, box = self.theirs[number * each : (number + 1) * each], self.box(number)
-            return self.form.join([load(name) for name in names]).view(box.shape)[part.within(box)]
+            return self.form.join([load(name) for name in names]).view(box.shape)[
+                part.slices_in(box)
+            ]
 
         if not self.experts:
             return read(0, wanted).contiguous()
@@ -171,7 +173,7 @@ class ParameterRule:
         for expert in range(wanted.offset[0], wanted.end[0]):
             common = self.box(expert).intersect(wanted)
             if common is not None:
-                result[common.within(wanted)] = read(expert, common)
+                result[common.slices_in(wanted)] = read(expert, common)
         return result
 
     def split(self, read: Callable[[Box], Tensor], index: int) -> Tensor:

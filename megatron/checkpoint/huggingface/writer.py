@@ -53,7 +53,7 @@ class Export:
         found: Tensors = {}
         path, rules = self.reader.path, self._rules()
         for rule in rules:
-            shape, dtype = self.reader.held[rule.name]
+            shape, dtype = self.reader.tensors[rule.name]
             if shape != rule.shape:
                 sizes = f"{list(shape)}, but its configuration says {list(rule.shape)}"
                 raise CheckpointError(f"{path}: {rule.name} has shape {sizes}")
@@ -69,7 +69,7 @@ class Export:
 
     def _rules(self) -> list[ParameterRule]:
         """Return the rules for the parts of the model that the checkpoint has."""
-        rules, held = self.family.rules(self.model, self.vocab), self.reader.held
+        rules, held = self.family.rules(self.model, self.vocab), self.reader.tensors
         return present(rules, [rule for rule in rules if rule.name in held])
 
     def _read(self, rule: ParameterRule, index: int) -> torch.Tensor:

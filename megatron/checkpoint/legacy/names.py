@@ -230,7 +230,7 @@ def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
     if match is not None:
         expert = int(match[2] or match[4] or 0)
         path = f"{match[1]}.experts.{match[3]}"
-    place = core.place_of(path)
+    place = core.native_name(path)
     if place is None or place.prefix != "model." or place.is_stacked:
         raise CheckpointError(f"parameter {path[:200]} does not belong to a layer")
     name = place.name(None if place.layer is None else first + place.layer)

@@ -31,8 +31,8 @@ from megatron.checkpoint.legacy.arguments import (
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizers
 from megatron.checkpoint.legacy.torch_file import RankFile
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
-from megatron.checkpoint.reader import HeldTensor, Reader
-from megatron.checkpoint.retention import hold_if_listed
+from megatron.checkpoint.reader import Reader, TensorMeta
+from megatron.checkpoint.retention import lock_if_listed
 from megatron.errors import CheckpointError, warn
 from megatron.parallel.layout import Axis
 
@@ -79,7 +79,7 @@ class LegacyReader(Reader):
             CheckpointError: A file is missing, damaged or refused, or its format is not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
-        hold_if_listed(self, "legacy")
+        lock_if_listed(self, "legacy")
         self._files = torch_file.open_files(path, allow_foreign=allow_foreign)
         first = self._files[0].tree
         self._args = plain_arguments(first.get("args"))
@@ -103,7 +103,7 @@ class LegacyReader(Reader):
                 file.zip.verify()
         self._pieces = {name: self._place(name, parts) for name, parts in self._parts.items()}
         pieces = self._pieces.items()
-        self.held = {n: HeldTensor(p[-1].box.end, p[0].ref.storage.dtype) for n, p in pieces}
+        self.tensors = {n: TensorMeta(p[-1].box.end, p[0].ref.storage.dtype) for n, p in pieces}
         iteration = first.get("iteration", first.get("total_iters"))
         if path.name == RELEASE:
             iteration = 0  # a release starts a new run
@@ -246,7 +246,7 @@ class LegacyReader(Reader):
         schedule = tree.get("opt_param_scheduler", tree.get("lr_scheduler")) or {}
         scalar = (type(None), str, int, float, bool)
         # A bi-encoder has a table in each of its towers, all with the same number of rows.
-        tables = (name for name in self.held if name.endswith("embedding.word.weight"))
+        tables = (name for name in self.tensors if name.endswith("embedding.word.weight"))
         weights = [name for name in tables if name.startswith("model.")]
         table = weights[0] if weights else "model.embedding.word.weight"
         return {
@@ -306,13 +306,13 @@ class LegacyReader(Reader):
         return value
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        result = torch.empty(wanted.shape, dtype=self.held[name].dtype)
+        result = torch.empty(wanted.shape, dtype=self.tensors[name].dtype)
         for piece in self._pieces[name]:
             common = piece.box.intersect(wanted)
             if common is not None:
                 whole = self._arrange(name, piece.file.zip.load(piece.ref))
                 whole = whole[None] if piece.is_expert else whole
-                result[common.within(wanted)] = whole[common.within(piece.box)]
+                result[common.slices_in(wanted)] = whole[common.slices_in(piece.box)]
         return result
 
 

@@ -36,7 +36,7 @@ from megatron.checkpoint.legacy.optimizer import FLAT_KINDS, STATE_KINDS, flat_t
 from megatron.checkpoint.legacy.torch_file import DISTRIBUTED_FILE, MODEL_FILE, write_torch_file
 from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader
-from megatron.checkpoint.retention import Keep, list_files
+from megatron.checkpoint.retention import RetentionPolicy, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import unsupported_flags
@@ -104,7 +104,9 @@ class LegacySaver:
     config: ModelRun
     vocabulary: int
 
-    def write(self, root: Path | str, snapshot: Snapshot, *, keep: Keep | None = None) -> Path:
+    def write(
+        self, root: Path | str, snapshot: Snapshot, *, keep: RetentionPolicy | None = None
+    ) -> Path:
         """Save a state, as `store.write_checkpoint` does, and return the checkpoint's folder.
 
         Collective over all ranks of the snapshot's layout.

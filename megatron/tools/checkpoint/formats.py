@@ -26,7 +26,7 @@ from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.huggingface.writer import Export, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_run_settings
 from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
-from megatron.checkpoint.loading import nothing_at, open_checkpoint, open_hf
+from megatron.checkpoint.loading import open_checkpoint, open_hf, why_no_checkpoint
 from megatron.checkpoint.merged import AveragedReader, without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import WEIGHTS, convert_to_native
@@ -153,7 +153,7 @@ def load_own(options: argparse.Namespace) -> SourceModel:
     if not folder.is_file():
         reader = open_checkpoint(folder, allow_foreign=options.allow_foreign_checkpoints)
     if reader is None:
-        why = nothing_at(folder)
+        why = why_no_checkpoint(folder)
         if (folder / files.CONFIG).is_file():
             why = "it is a Hugging Face folder: use --loader hf"
         raise CheckpointError(f"--load-dir {folder}: {why}")

@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from megatron.checkpoint.background import BackgroundSaver, Saved
+from megatron.checkpoint.background import BackgroundSaver, SavedCheckpoint
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import scan
 from megatron.command import print_line
@@ -195,9 +195,9 @@ def _background_saver(run: Run) -> BackgroundSaver:
     return saver
 
 
-def _report(iteration: int, outcome: Saved | Exception) -> None:
+def _report(iteration: int, outcome: SavedCheckpoint | Exception) -> None:
     """Report the result of a background save. Called by the saving thread, on rank 0."""
-    if isinstance(outcome, Saved):
+    if isinstance(outcome, SavedCheckpoint):
         checkpointing.report_saved(outcome)
     else:
         print_line(

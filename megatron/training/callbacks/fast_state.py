@@ -38,7 +38,7 @@ class NonPersistentCheckpoints(Callback):
         """Open the folders, and delete checkpoints of later iterations. Collective."""
         self._store = store_of(run.config, run.layout)
         assert self._store is not None
-        self._store.forget_after(run.progress.iteration)
+        self._store.delete_after(run.progress.iteration)
         self._below = run.progress.iteration - (1 if run.was_resumed else 0)
 
     def open_newest(self, above: int) -> NativeReader | None:

@@ -232,7 +232,7 @@ def parameters_of(reader: Reader, form: Form, stage_index: int, rank: int) -> li
     for name in sorted(filter(is_here, ours), key=order):
         kinds = ("", ".exp_avg", ".exp_avg_sq", ".master")
         whole = {kind: f"optimizer.{name}{kind}" if kind else f"model.{name}" for kind in kinds}
-        held = {kind: read_whole(reader, n) for kind, n in whole.items() if n in reader.held}
+        held = {kind: read_whole(reader, n) for kind, n in whole.items() if n in reader.tensors}
         theirs = _theirs(name, pipeline=bool(form.stages), layers=layers, tied=tied)
         if ".experts." not in name:
             parts = {k: _part(name, value, form, rank, heads) for k, value in held.items()}

@@ -16,7 +16,7 @@ from megatron.checkpoint.deepspeed import names
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.find import FoundCheckpoint
 from megatron.checkpoint.loading import open_found
-from megatron.checkpoint.reader import HeldTensor, Reader
+from megatron.checkpoint.reader import Reader, TensorMeta
 from megatron.errors import CheckpointError
 from tests.checkpoint.deepspeed import deepspeed_files as files
 from tests.checkpoint.deepspeed.deepspeed_files import Form, to_deepspeed
@@ -54,12 +54,12 @@ class _Mixture(Reader):
                 f"layers.{layer}.attention.output.weight": (hidden, hidden),
                 f"layers.{layer}.mlp_norm.weight": (hidden,),
             }
-        self.tensors = {}
+        self.values = {}
         for name, shape in shapes.items():
             weight = torch.randn(shape, generator=generator)
-            self.tensors[f"model.{name}"] = weight
-            self.tensors[f"optimizer.{name}.exp_avg"] = 2 * weight
-            self.tensors[f"optimizer.{name}.exp_avg_sq"] = 3 * weight
+            self.values[f"model.{name}"] = weight
+            self.values[f"optimizer.{name}.exp_avg"] = 2 * weight
+            self.values[f"optimizer.{name}.exp_avg_sq"] = 3 * weight
         model = {
             "num_layers": 2,
             "hidden_size": hidden,
@@ -82,11 +82,11 @@ class _Mixture(Reader):
             "schedule": {"num_steps": 48, "max_lr": 1.0},
         }
         self.path = Path("small")
-        tensors = self.tensors.items()
-        self.held = {name: HeldTensor(tuple(one.shape), one.dtype) for name, one in tensors}
+        tensors = self.values.items()
+        self.tensors = {name: TensorMeta(tuple(one.shape), one.dtype) for name, one in tensors}
 
-    def _read(self, name, wanted):
-        return self.tensors[name][wanted.within(Box.whole(self.held[name].shape))]
+    def _read(self, name, box):
+        return self.values[name][box.slices_in(Box.whole(self.tensors[name].shape))]
 
 
 @pytest.fixture(scope="module")

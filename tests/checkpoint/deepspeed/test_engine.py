@@ -58,7 +58,7 @@ def _compare(reader, name, state, expected):
     place = place_of(name)
     ours = f"optimizer.{place.name}.{state}" if state else f"model.{place.name}"
     master = f"optimizer.{place.name}.master"
-    source = master if not state and master in reader.held else ours
+    source = master if not state and master in reader.tensors else ours
     found = reader.read(source)
     found = found if place.expert is None else found[place.expert]
     arranged = Arrangement(0, heads=2, gated=False).arrange(f".{place.dense}", expected)

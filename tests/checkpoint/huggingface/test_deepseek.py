@@ -150,7 +150,7 @@ def test_layers_for_further_tokens_are_read_and_written(tmp_path: Path) -> None:
         model_plan(model, reader.vocab), BuildContext(Layout.single(), dtype=torch.float32)
     )
     shapes = {f"model.{name}": p.shape for name, p in network.named_parameters()}
-    held = {name: reader.held[name].shape for name in reader.names()}
+    held = {name: reader.tensors[name].shape for name in reader.names()}
     assert {name: shape for name, shape in held.items() if "expert_bias" not in name} == shapes
 
     export = Export(reader, reader.family, model, reader.vocab)

@@ -10,7 +10,7 @@ from megatron.checkpoint.entries import Entry, model_state
 from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
 from megatron.checkpoint.loading import open_checkpoint, open_found
-from megatron.checkpoint.retention import Keep, is_as_listed, prune
+from megatron.checkpoint.retention import RetentionPolicy, is_as_listed, prune
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
 from megatron.device import Device
@@ -244,9 +244,9 @@ def test_old_files_go_but_for_megatron_s_own_and_those_being_read(tmp_path, more
     kept = [tmp_path / f"iter_000000{iteration}" for iteration in (1, 4, 6)]
     assert sorted(tmp_path.glob("iter_*")) == kept
     reader = open_found(checkpoint_at(kept[1]))
-    assert prune(tmp_path, 6, Keep(1)) == []
+    assert prune(tmp_path, 6, RetentionPolicy(1)) == []
     del reader
-    assert prune(tmp_path, 6, Keep(1)) == [kept[1]]
+    assert prune(tmp_path, 6, RetentionPolicy(1)) == [kept[1]]
     assert theirs.exists()
     words = ["--load", str(tmp_path), "--train-iters", "7"]
     assert len(_losses(Layout.single(), [*TOY, *words, "--override-opt_param-scheduler"])) == 1
@@ -376,13 +376,13 @@ def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
         open_found(checkpoint_at(newest))
     assert open_checkpoint(tmp_path).iteration == 4  # the newest sound one
     assert "files of two saves" in capsys.readouterr().err
-    assert prune(tmp_path, 6, Keep(1)) == [
+    assert prune(tmp_path, 6, RetentionPolicy(1)) == [
         tmp_path / "iter_0000002"
     ]  # 4 is our newest, so 6 stays too
     _megatron_saves(newest, "mp_rank_01")
     assert not is_as_listed(newest)
     assert open_checkpoint(tmp_path).iteration == 6
-    assert prune(tmp_path, 6, Keep(1)) == []
+    assert prune(tmp_path, 6, RetentionPolicy(1)) == []
     assert second.exists()
 
 
@@ -402,5 +402,5 @@ def test_a_mark_that_lists_nothing_vouches_for_nothing(tmp_path, text):
     flags = "--ckpt-format legacy --save-interval 2 --train-iters 4 --save".split()
     _losses(Layout.single(), [*TOY, *flags, str(tmp_path)])
     (tmp_path / "iter_0000002" / "complete").write_bytes(text)
-    assert prune(tmp_path, 4, Keep(1)) == []
+    assert prune(tmp_path, 4, RetentionPolicy(1)) == []
     open_found(checkpoint_at(tmp_path / "iter_0000002"))

@@ -24,7 +24,7 @@ from megatron.checkpoint.find import TRACKER, read_tracker
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import NativeReader
-from megatron.checkpoint.retention import Keep
+from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.device import Device
 from megatron.parallel.layout import Layout
@@ -62,7 +62,7 @@ def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready:
         state = _state_of(1, rank)
         beside = layout.beside(_TIMEOUT)
         saver = BackgroundSaver(
-            root, state, layout, beside, device, keep=Keep(3), report=lambda *_: None
+            root, state, layout, beside, device, keep=RetentionPolicy(3), report=lambda *_: None
         )
     os.write(ready, b"x")
     for iteration in itertools.count(2):
@@ -187,7 +187,7 @@ def killed_in_a_background_save(folder: Path, count: int) -> Trials:
     return _kill_often(folder, count, background=True)
 
 
-def _write(root: Path, iteration: int, keep: Keep | None = None) -> None:
+def _write(root: Path, iteration: int, keep: RetentionPolicy | None = None) -> None:
     state, meta = make_state(iteration), meta_of(iteration)
     snapshot = Snapshot.take(iteration, state, meta, Layout.single())
     write_checkpoint(root, snapshot, keep=keep)
@@ -205,7 +205,7 @@ def _write_in_background(root: Path) -> None:
 _WAYS: dict[str, Callable[[Path], None]] = {
     "a new one": lambda root: _write(root, 20),
     "one that replaces another": lambda root: _write(root, 10),
-    "one that deletes old ones": lambda root: _write(root, 20, keep=Keep(1)),
+    "one that deletes old ones": lambda root: _write(root, 20, keep=RetentionPolicy(1)),
     "one in the background": _write_in_background,
 }
 

@@ -19,7 +19,7 @@ import torch
 from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry, flatten
 from megatron.checkpoint.find import TRACKER
-from megatron.checkpoint.retention import Keep
+from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.shard import memory_of
 from megatron.device import Device
 from megatron.errors import EXIT_SAVED_ON_SIGNAL
@@ -199,7 +199,13 @@ def waiting_time(folder: Path, count: int) -> Trials:
     size = sum(entry.tensor.nbytes for entry in tensors.values())
     layout = Layout.single()
     saver = BackgroundSaver(
-        folder, tensors, layout, layout, Device.cpu(), keep=Keep(1), report=lambda *_: None
+        folder,
+        tensors,
+        layout,
+        layout,
+        Device.cpu(),
+        keep=RetentionPolicy(1),
+        report=lambda *_: None,
     )
     trials, waited = Trials(), []
     for number in range(count):
