@@ -41,13 +41,13 @@ class PeftTensor(NamedTuple):
 
     Attributes:
         name: PEFT's name for it.
-        held: The shape and dtype of our tensor.
+        meta: The shape and dtype of our tensor.
         place: The part of PEFT's adapter that corresponds to ours; `None` for the head of a reward
             model.
     """
 
     name: str
-    held: TensorMeta
+    meta: TensorMeta
     place: AdapterPlace | None = None
 
     def to_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
@@ -305,7 +305,7 @@ class PeftReader(Reader):
         self.tensors = {}
         for name, one in names.items():
             self._check_shape(name, one)
-            found, shape = self._theirs[one.name], one.tensors.shape
+            found, shape = self._theirs[one.name], one.meta.shape
             if is_vocabulary_table(name):  # our table may have padding rows
                 shape = (*found.shape[:1], *shape[1:])
             self.tensors[name] = TensorMeta(shape, DTYPES[found.dtype])
@@ -315,7 +315,7 @@ class PeftReader(Reader):
 
     def _check_shape(self, name: str, one: PeftTensor) -> None:
         found = self._theirs[one.name].shape
-        wanted, kind = list(_peft_shape(name, one.tensors.shape)), _kind_of(name)
+        wanted, kind = list(_peft_shape(name, one.meta.shape)), _kind_of(name)
         if one.place is not None and kind != "a":
             wanted[0] = len(one.place.weight_rows)
         if is_vocabulary_table(name) and found[:1] < tuple(wanted[:1]):  # ours is padded
@@ -339,8 +339,8 @@ class PeftReader(Reader):
         rank = _in_pattern(said, "rank_pattern", target, said.get("r", 8))
         alpha = _in_pattern(said, "alpha_pattern", target, said.get("lora_alpha", 8))
         size = self._theirs[one.name].shape[_AXIS[_kind_of(name)]]
-        if _is_stacked(one.tensors.shape):
-            size //= one.tensors.shape[0]
+        if _is_stacked(one.meta.shape):
+            size //= one.meta.shape[0]
         scale = alpha / (math.sqrt(rank) if model.use_rslora else rank)
         if size != rank or not math.isclose(scale, model.lora_scale, rel_tol=1e-6):
             patterns = [f"{key} {said.get(key)!s:.80}" for key in ("rank_pattern", "alpha_pattern")]
@@ -383,7 +383,7 @@ class PeftReader(Reader):
 
     def _read(self, name: str, wanted: Box) -> torch.Tensor:
         one, kind = self._names[name], _kind_of(name)
-        shape, whole = one.tensors.shape, self._file.tensor(self._theirs[one.name])
+        shape, whole = one.meta.shape, self._file.tensor(self._theirs[one.name])
         if one.place is not None:
             if kind != "a" and one.place.moves:
                 whole = whole[one.place.rows]
@@ -408,7 +408,7 @@ class PeftReader(Reader):
         """
         one = self._names[f"{name.rpartition('.')[0]}.b"]
         assert one.place is not None
-        width = one.tensors.shape[-1]
+        width = one.meta.shape[-1]
         rows = self._file.tensor(self._theirs[one.name])[one.place.rows]
         blocks = rows.unflatten(1, (-1, width)).abs().amax((0, 2))
         used = blocks.nonzero().flatten().tolist()
@@ -594,7 +594,7 @@ class AdapterExport:
     def _shape(self, ours: str) -> tuple[int, ...]:
         """Return the shape of the PEFT tensor that contains one of ours."""
         place, kind = self.names[ours].place, _kind_of(ours)
-        shape = list(_peft_shape(ours, self.names[ours].tensors.shape))
+        shape = list(_peft_shape(ours, self.names[ours].meta.shape))
         if place is not None and kind != "a":
             shape[0] = len(place.weight_rows)
         if place is not None and kind in _AXIS:
@@ -673,7 +673,7 @@ class AdapterExport:
         """
         by_end = defaultdict(set)
         for ours, one in self.names.items():
-            is_parameter = _ROUTER in ours or _is_stacked(one.tensors.shape)
+            is_parameter = _ROUTER in ours or _is_stacked(one.meta.shape)
             if one.place is not None and is_parameter == names_parameters:
                 name = _target_of(ours, one.name)
                 end = name.split(".")[-2 if is_parameter else -1 :]
