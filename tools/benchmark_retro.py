@@ -189,7 +189,7 @@ class _Database:
 class _Queries:
     """Samples that each read three documents."""
 
-    per_sample = _CHUNKS_PER_SAMPLE
+    chunks_per_sample = _CHUNKS_PER_SAMPLE
 
     def documents(self, sample: int) -> tuple[int, Any]:
         import numpy as np

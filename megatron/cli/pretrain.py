@@ -110,7 +110,7 @@ def _pretrain_small(given: Sequence[Given]) -> None:
     parser = demo.build_parser()
     parser.prog = "megatron pretrain RECIPE --small"
     parser.set_defaults(out=Path("runs") / f"{recipe.name}-small")
-    rest = catalog.words_of([flag for flag in given if flag.name not in ("", "--small")])
+    rest = catalog.command_line_of([flag for flag in given if flag.name not in ("", "--small")])
     options = parser.read(rest)
     options.model = recipe.name
     model = {path.removeprefix("model."): value for path, value in recipe.values.items()}

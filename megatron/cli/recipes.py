@@ -40,12 +40,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _row(recipe: catalog.NamedRun) -> tuple[str, ...]:
-    about = recipe.about
+    about = recipe.facts
     return (
         recipe.name,
-        catalog.short(about.get("parameters")),
+        catalog.format_count(about.get("parameters")),
         str(recipe.values.get("model.num_layers", "")),
-        catalog.short(about.get("tokens")),
+        catalog.format_count(about.get("tokens")),
         " ".join(f"{count:,}" for count in recipe.layouts),
         str(about.get("title", "")),
     )
@@ -58,7 +58,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _details(recipe: catalog.NamedRun) -> str:
-    facts = {**recipe.about, "architecture": recipe.architecture}
+    facts = {**recipe.facts, "architecture": recipe.architecture}
     about = [f"{name}: {value}" for name, value in facts.items()]
     fields = [(field_at(path), value) for path, value in recipe.values.items()]
     flags = [field.spell(value) for field, value in fields if field.names]

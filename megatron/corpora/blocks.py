@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from megatron.corpora import cleaning
-from megatron.corpora.minhash import group, sign
+from megatron.corpora.minhash import group_duplicates, sign
 from megatron.corpora.overlaps import TaskNgrams, cut_out
 from megatron.corpora.plan import (
     CorpusPlan,
@@ -77,8 +77,8 @@ def output(path: Path) -> Iterator[BinaryIO]:
     """Remove what a killed task left behind, and yield a file that is renamed when complete."""
     with writing_to("--output", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{path.name}{TEMPORARY}*"):
-            left.unlink()
+        for leftover in path.parent.glob(f"{path.name}{TEMPORARY}*"):
+            leftover.unlink()
         with atomic_file(path) as file:
             yield file
 
@@ -131,7 +131,7 @@ class PieceReader(CorpusBlock):
             if raw.problem:
                 if self.plan.on_error == "stop":
                     remedy = "fix the line, or skip bad lines with --on-error skip"
-                    raise DataError(f"--input {raw.place}: {raw.problem}: {remedy}")
+                    raise DataError(f"--input {raw.location}: {raw.problem}: {remedy}")
                 _drop(document, "read", "bad line", raw.problem)
             if raw.excess:
                 _drop(document, "read", "page too long", raw.excess)
@@ -210,9 +210,12 @@ def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]
         batch.append(document)
         size += len(document.text)
         if len(batch) == _BATCH or size >= _BATCH_CHARACTERS:
-            yield batch, [one for one in batch if Mark.DROPPED not in one.metadata]
+            yield (
+                batch,
+                [doc for doc in batch if Mark.DROPPED not in doc.metadata],
+            )
             batch, size = [], 0
-    yield batch, [one for one in batch if Mark.DROPPED not in one.metadata]
+    yield batch, [doc for doc in batch if Mark.DROPPED not in doc.metadata]
 
 
 class SignatureWriter(CorpusBlock):
@@ -230,13 +233,13 @@ class SignatureWriter(CorpusBlock):
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents, and write the signatures at the end."""
-        parts = [np.empty((self.step.values, 0), np.uint16)]
+        signatures = [np.empty((self.step.values, 0), np.uint16)]
         for batch, kept in _batched(data):
             with self.track_time():
-                parts.append(sign([document.text.encode() for document in kept], self.step))
+                signatures.append(sign([document.text.encode() for document in kept], self.step))
             yield from batch
         with self.track_time(), output(shard(self.folder, rank, ".npy")) as file:
-            np.save(file, np.concatenate(parts, axis=1), allow_pickle=False)
+            np.save(file, np.concatenate(signatures, axis=1), allow_pickle=False)
 
 
 class GroupFinder(CorpusBlock):
@@ -261,14 +264,14 @@ class GroupFinder(CorpusBlock):
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
         """Write the groups, one file per piece."""
         with self.track_time():
-            files = [shard(self.signatures, number, ".npy") for number in range(self.pieces)]
-            parts = [np.load(file, mmap_mode="r") for file in files]
-            bounds = np.cumsum([0, *(part.shape[1] for part in parts)])
-            roots = group(np.concatenate(parts, axis=1), self.step)
-            for number, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-                with output(shard(self.groups, number, ".npy")) as file:
-                    found = np.stack([np.arange(first, last), roots[first:last]])
-                    np.save(file, found, allow_pickle=False)
+            files = [shard(self.signatures, piece, ".npy") for piece in range(self.pieces)]
+            signatures = [np.load(file, mmap_mode="r") for file in files]
+            bounds = np.cumsum([0, *(array.shape[1] for array in signatures)])
+            roots = group_duplicates(np.concatenate(signatures, axis=1), self.step)
+            for piece, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+                with output(shard(self.groups, piece, ".npy")) as file:
+                    table = np.stack([np.arange(first, last), roots[first:last]])
+                    np.save(file, table, allow_pickle=False)
         return []
 
 
@@ -334,10 +337,10 @@ class OverlapCutter(CorpusBlock):
             ngrams = TaskNgrams({int(size): stored[size] for size in stored.files})
         for batch, kept in _batched(data):
             with self.track_time():
-                found = iter(ngrams.find([document.text for document in kept]))
+                matches = iter(ngrams.find([document.text for document in kept]))
                 results = []
                 for document in batch:
-                    overlaps = [] if Mark.DROPPED in document.metadata else next(found)
+                    overlaps = [] if Mark.DROPPED in document.metadata else next(matches)
                     results += self._cut(document, overlaps) if overlaps else [document]
             yield from results
 
@@ -356,10 +359,10 @@ class OverlapCutter(CorpusBlock):
         return [
             Document(
                 part,
-                f"{name}#{number}" if len(parts) > 1 else name,
-                metadata={**document.metadata, **(cut if number == 0 else {})},
+                f"{name}#{i}" if len(parts) > 1 else name,
+                metadata={**document.metadata, **(cut if i == 0 else {})},
             )
-            for number, part in enumerate(parts)
+            for i, part in enumerate(parts)
         ]
 
 
@@ -386,7 +389,7 @@ class ShardWriter(CorpusBlock):
         samples: list[dict[str, str]] = []
         with (
             output(shard(self.folder, rank, ".jsonl")) as file,
-            output(shard(self.ledger, rank, ".jsonl")) as list_,
+            output(shard(self.ledger, rank, ".jsonl")) as names_file,
         ):
             for document in data:
                 with self.track_time():
@@ -394,17 +397,17 @@ class ShardWriter(CorpusBlock):
                     mark = document.metadata.get(Mark.DROPPED)
                     if Mark.CUT in document.metadata:
                         name, overlap = document.metadata[Mark.CUT]
-                        list_.write(_entry(name, "tasks", "cut", overlap))
+                        names_file.write(_entry(name, "tasks", "cut", overlap))
                     changed.update(document.metadata.get(Mark.CHANGED, ()))
                     read.update(documents=1)
                     if mark is None:
                         kept.update(documents=1, bytes=size)
-                        file.write(_line(document))
+                        file.write(_json_line(document))
                         continue
                     step, reason, detail = mark
                     counts = dropped.setdefault((step, reason), Counter())
                     counts.update(documents=1, bytes=size)
-                    list_.write(_entry(document.id, step, reason, detail))
+                    names_file.write(_entry(document.id, step, reason, detail))
                     if counts["documents"] <= _SAMPLES:
                         sample = {"step": step, "reason": reason, "id": document.id}
                         text = document.text[:_SAMPLE_CHARACTERS]
@@ -413,9 +416,9 @@ class ShardWriter(CorpusBlock):
             {"step": step, "reason": reason, **counts}
             for (step, reason), counts in sorted(dropped.items())
         ]
-        ledger = {"read": read, "kept": kept, "changed": changed}
+        totals = {"read": read, "kept": kept, "changed": changed}
         with output(shard(self.ledger, rank, ".json")) as file:
-            file.write(orjson.dumps({**ledger, "dropped": entries, "samples": samples}))
+            file.write(orjson.dumps({**totals, "dropped": entries, "samples": samples}))
         return []
 
 
@@ -424,7 +427,7 @@ def _entry(name: str, step: str, reason: str, detail: str) -> bytes:
     return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _line(document: Document) -> bytes:
+def _json_line(document: Document) -> bytes:
     hidden = (*Mark, "text", "id")
     fields = {key: value for key, value in document.metadata.items() if key not in hidden}
     record = {"text": document.text, "id": document.id, **fields}
@@ -454,8 +457,8 @@ class ShardEncoder(CorpusBlock):
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
         """Write the dataset."""
         prefix = shard(self.tokens, rank, "")
-        for left in self.tokens.glob(f"{prefix.name}.*{TEMPORARY}*"):
-            left.unlink()
+        for leftover in self.tokens.glob(f"{prefix.name}.*{TEMPORARY}*"):
+            leftover.unlink()
         with self.track_time():
             preprocess(
                 [str(shard(self.folder, rank, ".jsonl"))],
@@ -484,11 +487,11 @@ class DatasetJoiner(CorpusBlock):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
         """Write the whole dataset."""
-        for left in self.prefix.parent.glob(f"{self.prefix.name}.*{TEMPORARY}*"):
-            left.unlink()
+        for leftover in self.prefix.parent.glob(f"{self.prefix.name}.*{TEMPORARY}*"):
+            leftover.unlink()
         with self.track_time():
-            parts = [shard(self.tokens, number, "") for number in range(self.pieces)]
-            with IndexedDatasetBuilder(self.prefix, IndexedDataset(parts[0]).dtype) as builder:
-                for part in parts:
-                    builder.add_index(part)
+            prefixes = [shard(self.tokens, piece, "") for piece in range(self.pieces)]
+            with IndexedDatasetBuilder(self.prefix, IndexedDataset(prefixes[0]).dtype) as builder:
+                for prefix in prefixes:
+                    builder.add_index(prefix)
         return []

@@ -51,13 +51,13 @@ _STRAIGHT = str.maketrans("‘’“”", "''\"\"")
 # the end of a text. The longer windows take four times as long; they are used only if the short
 # ones leave the language uncertain, which happens for one text in a thousand.
 _WINDOWS = (100, 400)
-_SURE = 0.8  # the minimum probability for a language to count as certain
+_CERTAIN = 0.8  # the minimum probability for a language to count as certain
 _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 _LETTER = re.compile(r"[^\W\d_]")
 _BULLETS = ("•", "-", "*", "‣", "◦", "·")
 
 _FEW_TAGS = 5000  # a page with no more tags than this takes at most a second, however nested
-_DEEPEST = 512  # levels of nested elements, the limit of browsers
+_MAX_DEPTH = 512  # levels of nested elements, the limit of browsers
 
 
 @cache
@@ -93,7 +93,7 @@ def judge_nesting(html: str) -> str:
     node: Any = tree.document
     depth = 0
     while node is not None:
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             return "nested too deeply"
         if node.first_child is not None:
             node, depth = node.first_child, depth + 1
@@ -131,9 +131,9 @@ def fix_text(text: str) -> str:
         elif _TYPOGRAPHY.fullmatch(line) and not ftfy.badness.is_bad(line):
             lines.append(line.translate(_STRAIGHT))
         else:
-            most = config.max_decode_length
-            parts = (line[start : start + most] for start in range(0, len(line), most))
-            lines += [ftfy.fix_and_explain(part, config).text for part in parts]
+            limit = config.max_decode_length
+            segments = (line[start : start + limit] for start in range(0, len(line), limit))
+            lines += [ftfy.fix_and_explain(segment, config).text for segment in segments]
     return "".join(lines)
 
 
@@ -150,12 +150,12 @@ def language_of(text: str) -> tuple[str, float]:
 
     Only the beginning, the middle and the end of a long text are examined.
     """
-    found: list[dict[str, Any]] = []
+    detections: list[dict[str, Any]] = []
     for window in _WINDOWS:
-        found = _identifier().detect(_sample(text, window), model="lite", k=1)
-        if found and found[0]["score"] >= _SURE:
+        detections = _identifier().detect(_sample(text, window), model="lite", k=1)
+        if detections and detections[0]["score"] >= _CERTAIN:
             break
-    return (found[0]["lang"], float(found[0]["score"])) if found else ("", 0.0)
+    return (detections[0]["lang"], float(detections[0]["score"])) if detections else ("", 0.0)
 
 
 def _sample(text: str, window: int) -> str:
@@ -212,8 +212,8 @@ def _judge_lines(lines: list[str], step: QualityStep) -> str:
     count = len(lines)
     if step.max_bullets and sum(x.startswith(_BULLETS) for x in lines) > step.max_bullets * count:
         return "bullet points"
-    ends = sum(line.endswith(("...", "…")) for line in lines)
-    if step.max_ellipses and ends > step.max_ellipses * count:
+    unfinished = sum(line.endswith(("...", "…")) for line in lines)
+    if step.max_ellipses and unfinished > step.max_ellipses * count:
         return "cut lines"
     if step.max_repeated and count - len(set(lines)) > step.max_repeated * count:
         return "repeated lines"

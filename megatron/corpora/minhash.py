@@ -87,29 +87,29 @@ def _sign_batch(
     grams = mix(grams ^ np.uint64(settings.seed * 0x9E3779B97F4A7C15 & ((1 << 64) - 1)))
     bins = settings.values
     # The upper half of the hash selects the bin, and the lower half is the value.
-    chosen = (grams >> np.uint64(32)) * np.uint64(bins) >> np.uint64(32)
-    least = np.full(words.batch * bins, _EMPTY, np.uint32)
-    place = words.documents * bins + chosen.astype(np.int64)
-    np.minimum.at(least, place, np.minimum(grams.astype(np.uint32), _EMPTY - np.uint32(1)))
-    signatures = least.reshape(words.batch, bins)
+    bin_indices = (grams >> np.uint64(32)) * np.uint64(bins) >> np.uint64(32)
+    minima = np.full(words.batch * bins, _EMPTY, np.uint32)
+    slots = words.documents * bins + bin_indices.astype(np.int64)
+    np.minimum.at(minima, slots, np.minimum(grams.astype(np.uint32), _EMPTY - np.uint32(1)))
+    signatures = minima.reshape(words.batch, bins)
     has_words = (signatures != _EMPTY).any(axis=1)
     (sparse,) = np.nonzero((signatures == _EMPTY).any(axis=1) & has_words)
-    own = signatures[sparse]
-    filled = own.copy()
-    open_ = np.arange(len(sparse))
+    original = signatures[sparse]
+    filled = original.copy()
+    unfilled = np.arange(len(sparse))
     for lender in lenders:
-        if not len(open_):
+        if not len(unfilled):
             break
-        empty = filled[open_] == _EMPTY
-        filled[open_] = np.where(empty, own[open_][:, lender], filled[open_])
-        open_ = open_[(filled[open_] == _EMPTY).any(axis=1)]
+        empty = filled[unfilled] == _EMPTY
+        filled[unfilled] = np.where(empty, original[unfilled][:, lender], filled[unfilled])
+        unfilled = unfilled[(filled[unfilled] == _EMPTY).any(axis=1)]
     signatures[sparse] = filled
     short = (signatures % np.uint32(0xFFFF)).astype(np.uint16) + np.uint16(1)
     short[~has_words] = NO_WORDS
     return np.ascontiguousarray(short.T)
 
 
-def group(signatures: NDArray[np.uint16], settings: MinHash) -> NDArray[np.int64]:
+def group_duplicates(signatures: NDArray[np.uint16], settings: MinHash) -> NDArray[np.int64]:
     """Return the first document of each document's group of near-duplicates, `[documents]`.
 
     Args:
@@ -120,8 +120,8 @@ def group(signatures: NDArray[np.uint16], settings: MinHash) -> NDArray[np.int64
     for first, second in _pairs_by_band(signatures, settings):
         apart = roots[first] != roots[second]
         first, second = first[apart], second[apart]  # noqa: PLW2901 - the pairs still to compare
-        alike = similarity(signatures, first, second) >= settings.similarity
-        roots = join(roots, first[alike], second[alike])
+        is_similar = similarity(signatures, first, second) >= settings.similarity
+        roots = join(roots, first[is_similar], second[is_similar])
     return roots
 
 
@@ -133,12 +133,12 @@ def similar_pairs(
     Returns:
         The first and the second document of each pair, `[pairs]` each, in order.
     """
-    found = [np.empty((0, 2), np.int64)]
+    pairs_by_band = [np.empty((0, 2), np.int64)]
     for first, second in _pairs_by_band(signatures, settings):
-        alike = similarity(signatures, first, second) >= settings.similarity
-        pairs = np.stack([first[alike], second[alike]], axis=1)
-        found.append(np.unique(np.sort(pairs, axis=1), axis=0))
-    pairs = np.unique(np.concatenate(found), axis=0)
+        is_similar = similarity(signatures, first, second) >= settings.similarity
+        pairs = np.stack([first[is_similar], second[is_similar]], axis=1)
+        pairs_by_band.append(np.unique(np.sort(pairs, axis=1), axis=0))
+    pairs = np.unique(np.concatenate(pairs_by_band), axis=0)
     return pairs[:, 0], pairs[:, 1]
 
 

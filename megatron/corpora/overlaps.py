@@ -46,9 +46,9 @@ class TaskNgrams:
         self.hashes = dict(sorted(hashes.items()))
         self.count = sum(map(len, hashes.values()))
         self._shift = np.uint64(64 - max(16, (16 * self.count).bit_length()))
-        self._seen = np.zeros(1 << int(64 - self._shift), np.bool_)
-        for known in hashes.values():
-            self._seen[known >> self._shift] = True
+        self._filter = np.zeros(1 << int(64 - self._shift), np.bool_)
+        for ngrams in hashes.values():
+            self._filter[ngrams >> self._shift] = True
 
     @classmethod
     def of_texts(cls, texts: Sequence[str], longest: int, shortest: int) -> TaskNgrams:
@@ -60,43 +60,48 @@ class TaskNgrams:
             shortest: The number of words below which a text is ignored.
         """
         sizes = range(shortest, longest + 1)
-        found: dict[int, list[NDArray[np.uint64]]] = {size: [] for size in sizes}
+        collected: dict[int, list[NDArray[np.uint64]]] = {size: [] for size in sizes}
         data = [text.encode() for text in texts]
         for first, last in batches(data):
             words = split_words(data[first:last])
             lengths = np.bincount(words.documents, minlength=words.batch)[words.documents]
-            begins = np.append(True, words.documents[1:] != words.documents[:-1])
+            is_first = np.append(True, words.documents[1:] != words.documents[:-1])
             for size, (hashes, whole) in zip(sizes, hash_ngrams_of(words, sizes), strict=True):
-                chosen = whole if size == longest else begins[: len(whole)] & (lengths == size)
-                found[size].append(hashes[chosen])
-        unique = {size: np.unique(np.concatenate(parts)) for size, parts in found.items() if parts}
+                is_selected = (
+                    whole if size == longest else is_first[: len(whole)] & (lengths == size)
+                )
+                collected[size].append(hashes[is_selected])
+        unique = {
+            size: np.unique(np.concatenate(parts)) for size, parts in collected.items() if parts
+        }
         return cls({size: hashes for size, hashes in unique.items() if len(hashes)})
 
     def find(self, texts: Sequence[str]) -> list[list[Overlap]]:
         """Return the overlaps of each text, in the order of their first words."""
-        found: list[list[Overlap]] = [[] for _ in texts]
+        by_text: list[list[Overlap]] = [[] for _ in texts]
         if not self.hashes:
-            return found
+            return by_text
         data = [text.encode() for text in texts]
         for first, last in batches(data):
             words = split_words(data[first:last])
             sizes = list(self.hashes)
             for size, (hashes, whole) in zip(sizes, hash_ngrams_of(words, sizes), strict=True):
-                (maybe,) = np.nonzero(whole & self._seen[hashes >> self._shift])
-                known = self.hashes[size]
-                places = np.minimum(np.searchsorted(known, hashes[maybe]), len(known) - 1)
-                for at in maybe[known[places] == hashes[maybe]].tolist():
-                    number = first + int(words.documents[at])
-                    start, end = int(words.starts[at]), int(words.ends[at + size - 1])
-                    found[number].append(Overlap(start, end, int(hashes[at])))
-        for number, text in enumerate(data):
-            if found[number] and not text.isascii():  # convert bytes to characters
-                begins = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
-                before = np.concatenate([[0], np.cumsum(begins)])
-                found[number] = [
-                    Overlap(int(before[a]), int(before[b]), ngram) for a, b, ngram in found[number]
+                (candidates,) = np.nonzero(whole & self._filter[hashes >> self._shift])
+                ngrams = self.hashes[size]
+                positions = np.minimum(np.searchsorted(ngrams, hashes[candidates]), len(ngrams) - 1)
+                for word in candidates[ngrams[positions] == hashes[candidates]].tolist():
+                    i = first + int(words.documents[word])
+                    start, end = int(words.starts[word]), int(words.ends[word + size - 1])
+                    by_text[i].append(Overlap(start, end, int(hashes[word])))
+        for i, text in enumerate(data):
+            if by_text[i] and not text.isascii():  # convert bytes to characters
+                is_start = (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
+                character_offsets = np.concatenate([[0], np.cumsum(is_start)])
+                by_text[i] = [
+                    Overlap(int(character_offsets[a]), int(character_offsets[b]), ngram)
+                    for a, b, ngram in by_text[i]
                 ]
-        return [sorted(overlaps) for overlaps in found]
+        return [sorted(overlaps) for overlaps in by_text]
 
 
 def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str]:
@@ -108,15 +113,15 @@ def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str
     """
     if not overlaps:
         return [text]
-    parts, begin = [], 0
+    parts, start = [], 0
     for overlap in overlaps:
-        if overlap.start >= begin:  # cut after the last sentence that ends before the margin
-            last = max(overlap.start - step.margin + 1, begin)
-            parts.append(text[begin : max(text.rfind(e, begin, last) for e in _SENTENCE_ENDS) + 1])
-        if overlap.end + step.margin >= begin:
+        if overlap.start >= start:  # cut after the last sentence that ends before the margin
+            last = max(overlap.start - step.margin + 1, start)
+            parts.append(text[start : max(text.rfind(e, start, last) for e in _SENTENCE_ENDS) + 1])
+        if overlap.end + step.margin >= start:
             sentence_end = _SENTENCE_END.search(text, overlap.end + step.margin)
-            begin = len(text) if sentence_end is None else sentence_end.end()
-    parts.append(text[begin:])
+            start = len(text) if sentence_end is None else sentence_end.end()
+    parts.append(text[start:])
     return [part for part in parts if len(part) > step.min_characters]
 
 

@@ -231,7 +231,7 @@ def plan_from_dict(data: Any, source: str) -> CorpusPlan:
     if not isinstance(steps, Mapping):
         raise ConfigError(f"{source}: steps: expected keys among {', '.join(STEPS)}")
     for name in steps:
-        _expect(name, STEPS, f"{source}: steps")
+        _check_known(name, STEPS, f"{source}: steps")
     built = {
         name: _build(kind, steps[name], f"{source}: steps.{name}")
         for name, kind in STEPS.items()
@@ -243,7 +243,7 @@ def plan_from_dict(data: Any, source: str) -> CorpusPlan:
     return plan
 
 
-def _expect(name: Any, known: Any, where: str) -> None:
+def _check_known(name: Any, known: Any, where: str) -> None:
     if name not in known:
         hint = suggestion(str(name), known) or f": choose one of {', '.join(known)}"
         raise ConfigError(f"{where}: unknown {name!r}{hint}")
@@ -256,29 +256,33 @@ def _build(kind: type[Any], data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected settings such as a: 1, got {data!r}")
     types_ = typing.get_type_hints(kind)
-    fields = {one.name: one for one in dataclasses.fields(kind)}
+    fields = {entry.name: entry for entry in dataclasses.fields(kind)}
     values = {}
     for name, value in data.items():
-        _expect(name, fields, where)
-        values[name] = _fit(types_[name], value, f"{where}.{name}")
-    for name, one in fields.items():
+        _check_known(name, fields, where)
+        values[name] = _convert(types_[name], value, f"{where}.{name}")
+    for name, entry in fields.items():
         no_default = dataclasses.MISSING
-        if name not in values and one.default is no_default and one.default_factory is no_default:
+        if (
+            name not in values
+            and entry.default is no_default
+            and entry.default_factory is no_default
+        ):
             raise ConfigError(f"{where}: {name} is missing")
     return kind(**values)
 
 
-def _fit(kind: Any, value: Any, where: str) -> Any:
+def _convert(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, where)
     origin = typing.get_origin(kind)
     if origin is types.UnionType:
         options = typing.get_args(kind)
-        return None if value is None else _fit(options[0], value, where)
+        return None if value is None else _convert(options[0], value, where)
     if origin is tuple:
-        many = [value] if isinstance(value, str) else value
-        if isinstance(many, list | tuple) and all(isinstance(one, str) for one in many):
-            return tuple(many)
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
+            return tuple(items)
         raise ConfigError(f"{where}: expected a list of strings, got {value!r}")
     if origin is not None:
         return value  # the steps, which have been built already

@@ -88,8 +88,8 @@ def transform_records(
         for name in outputs:
             stack.enter_context(writing_to("output", name))
             files.append(stack.enter_context(atomic_file(Path(name))))
-        for results, found in map_records(path, transform, keys, workers):
-            counts += found
+        for results, block_counts in map_records(path, transform, keys, workers):
+            counts += block_counts
             for file, records in zip(files, results, strict=True):
                 file.write(b"".join(map(dump_record, records)))
     return counts
@@ -106,9 +106,9 @@ def map_records(
         DataError: The file cannot be read, or a line is bad.
     """
     work = partial(_transform_block, transform, tuple(keys))
-    small = Path(path).is_file() and Path(path).stat().st_size < _SMALL
+    is_small = Path(path).is_file() and Path(path).stat().st_size < _SMALL
     blocks = partial(_blocks, path)
-    with map_in_order(work, blocks, 0 if small else workers, _LESS_MEMORY) as results:
+    with map_in_order(work, blocks, 0 if is_small else workers, _LESS_MEMORY) as results:
         yield from results
 
 

@@ -34,8 +34,8 @@ def summarize(ledgers: list[Path], pieces: int) -> dict[str, Any]:
     samples: dict[tuple[str, str], list[dict[str, str]]] = {}
     for stage, folder in enumerate(ledgers):
         kept = Counter()
-        for number in range(pieces):
-            ledger = json.loads(shard(folder, number, ".json").read_bytes())
+        for piece in range(pieces):
+            ledger = json.loads(shard(folder, piece, ".json").read_bytes())
             read += ledger["read"].get("documents", 0) if stage == 0 else 0
             kept.update(ledger["kept"])
             changed.update(ledger["changed"])
@@ -66,7 +66,9 @@ def draw(summary: dict[str, Any]) -> bytes:
     """Draw a chart of how many documents were dropped for each reason, as a PNG image."""
     from matplotlib.figure import Figure
 
-    rows = [(f"{one['step']}: {one['reason']}", one["documents"]) for one in summary["dropped"]]
+    rows = [
+        (f"{entry['step']}: {entry['reason']}", entry["documents"]) for entry in summary["dropped"]
+    ]
     rows = [*rows, ("kept", summary["kept"]["documents"])]
     total = max(summary["read"], 1)
     figure = Figure(figsize=(9, 1 + 0.3 * len(rows)), layout="constrained")
@@ -78,17 +80,21 @@ def draw(summary: dict[str, Any]) -> bytes:
     axes.invert_yaxis()
     axes.set_xlabel(f"% of {summary['read']:,} documents")
     axes.set_xlim(0, 115)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120, metadata={"Software": None})
-    return picture.getvalue()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def as_text(summary: dict[str, Any]) -> str:
     """Return the counts as lines with aligned columns."""
     rows = [("read", summary["read"], "")]
     rows += [
-        (f"  {one['step']}: {one['reason']}", -one["documents"], f"{-one['bytes'] / 1e6:.2f} MB")
-        for one in summary["dropped"]
+        (
+            f"  {entry['step']}: {entry['reason']}",
+            -entry["documents"],
+            f"{-entry['bytes'] / 1e6:.2f} MB",
+        )
+        for entry in summary["dropped"]
     ]
     kept = summary["kept"]
     rows += [("kept", kept["documents"], f"{kept['bytes'] / 1e6:.2f} MB")]

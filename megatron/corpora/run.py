@@ -44,7 +44,16 @@ TASKS_FILE = "tasks.npz"
 # because a task without a log counts as not done. The plan goes last, because it shows that the
 # folder holds a corpus.
 _REPORT = ("report.json", "report.png")
-_OURS = ("logs", "text", "work", "dropped", *_REPORT, f"{DATASET}.idx", f"{DATASET}.bin", PLAN_FILE)
+_OWN_FILES = (
+    "logs",
+    "text",
+    "work",
+    "dropped",
+    *_REPORT,
+    f"{DATASET}.idx",
+    f"{DATASET}.bin",
+    PLAN_FILE,
+)
 
 
 class Stage(NamedTuple):
@@ -85,12 +94,12 @@ def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage
     work, dropped, text = folder / "work", folder / "dropped", folder / "text"
     count, steps = len(pieces), plan.steps
     looks_back = "duplicates" in steps or "tasks" in steps
-    first: list[CorpusBlock] = [PieceReader(pieces, plan), *cleaning_blocks(plan)]
+    clean: list[CorpusBlock] = [PieceReader(pieces, plan), *cleaning_blocks(plan)]
     if "duplicates" in steps:
-        first.append(SignatureWriter(work / "signatures", steps["duplicates"]))
+        clean.append(SignatureWriter(work / "signatures", steps["duplicates"]))
     ledgers = [dropped / "clean"]
-    first.append(ShardWriter(work / "clean" if looks_back else text, ledgers[0]))
-    stages = [Stage("clean", first, count)]
+    clean.append(ShardWriter(work / "clean" if looks_back else text, ledgers[0]))
+    stages = [Stage("clean", clean, count)]
     select: list[CorpusBlock] = [ShardReader(work / "clean")]
     if "duplicates" in steps:
         groups = work / "groups"
@@ -135,10 +144,10 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
     if "tokenize" in plan.steps:
         build_tokenizer(plan.steps["tokenize"].tokenizer)
     ngrams = _task_ngrams(plan) if "tasks" in plan.steps else None
-    _claim(plan, pieces, folder, overwrite)
+    _claim_folder(plan, pieces, folder, overwrite)
     if ngrams is not None:
         with output(folder / "work" / TASKS_FILE) as file:
-            arrays: dict[str, Any] = {str(size): known for size, known in ngrams.hashes.items()}
+            arrays: dict[str, Any] = {str(size): hashes for size, hashes in ngrams.hashes.items()}
             np.savez(file, **arrays)
     previous = None
     for stage in stages_of(plan, pieces, folder):
@@ -156,61 +165,61 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
 
 def input_bytes(folder: Path) -> int:
     """Return the size of the input files of a corpus."""
-    there = json.loads((folder / PLAN_FILE).read_bytes())
-    paths = {path for piece in there["pieces"] for path, _, _ in piece}
-    return sum(there["inputs"][os.path.abspath(path)][0] for path in paths)
+    recorded = json.loads((folder / PLAN_FILE).read_bytes())
+    paths = {path for piece in recorded["pieces"] for path, _, _ in piece}
+    return sum(recorded["inputs"][os.path.abspath(path)][0] for path in paths)
 
 
-def _claim(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool) -> None:
+def _claim_folder(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool) -> None:
     """Write the plan into the folder, or compare it with the plan that is already there."""
     files = [part.path for piece in pieces for part in piece]
     files += plan.steps["tasks"].files if "tasks" in plan.steps else ()
     files += _tokenizer_files(plan)
     inputs = {}
     for path in dict.fromkeys(files):
-        found = os.stat(path)
-        inputs[os.path.abspath(path)] = [found.st_size, found.st_mtime_ns]
-    wanted = {"plan": plan.to_dict(), "pieces": [list(map(list, p)) for p in pieces]}
-    wanted["inputs"] = inputs
-    file = folder / PLAN_FILE
-    if file.exists() and not overwrite:
-        there = json.loads(file.read_bytes())
-        if there == wanted:
+        status = os.stat(path)
+        inputs[os.path.abspath(path)] = [status.st_size, status.st_mtime_ns]
+    requested = {"plan": plan.to_dict(), "pieces": [list(map(list, p)) for p in pieces]}
+    requested["inputs"] = inputs
+    plan_file = folder / PLAN_FILE
+    if plan_file.exists() and not overwrite:
+        recorded = json.loads(plan_file.read_bytes())
+        if recorded == requested:
             return
-        what = _difference(there, wanted)
+        difference = _difference(recorded, requested)
         raise ConfigError(
-            f"--output {folder}: holds a corpus with a different plan or input ({what}): choose "
-            "another folder, or give --overwrite to start again"
+            f"--output {folder}: holds a corpus with a different plan or input ({difference}): "
+            "choose another folder, or give --overwrite to start again"
         )
-    if folder.exists() and any(folder.iterdir()) and not file.exists():
+    if folder.exists() and any(folder.iterdir()) and not plan_file.exists():
         raise ConfigError(f"--output {folder}: holds other files: choose an empty or new folder")
-    for ours in (folder / name for name in _OURS):
-        if ours.is_dir():
-            shutil.rmtree(ours)
+    for stale in (folder / name for name in _OWN_FILES):
+        if stale.is_dir():
+            shutil.rmtree(stale)
         else:
-            ours.unlink(missing_ok=True)
-    with output(file) as target:
-        target.write(json.dumps(wanted, indent=1, ensure_ascii=False).encode())
+            stale.unlink(missing_ok=True)
+    with output(plan_file) as file:
+        file.write(json.dumps(requested, indent=1, ensure_ascii=False).encode())
 
 
 def _tokenizer_files(plan: CorpusPlan) -> list[str]:
     if "tokenize" not in plan.steps:
         return []
     tokenizer = plan.steps["tokenize"].tokenizer
-    named = (tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file)
-    found: list[str] = []
-    for path in (Path(name) for name in named if name):
-        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-        found += [str(file) for file in inside if file.is_file()]
-    return found
+    names = (tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file)
+    files: list[str] = []
+    for path in (Path(name) for name in names if name):
+        candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files += [str(file) for file in candidates if file.is_file()]
+    return files
 
 
-def _difference(there: dict[str, Any], wanted: dict[str, Any]) -> str:
+def _difference(recorded: dict[str, Any], requested: dict[str, Any]) -> str:
     """Describe the first settings or files that differ."""
     for name in ("inputs", "pieces"):
-        if there.get(name) != wanted[name]:
+        if recorded.get(name) != requested[name]:
             return "the input files have changed"
-    old, new = _flat(there.get("plan", {})), _flat(wanted["plan"])
+    old, new = _flat(recorded.get("plan", {})), _flat(requested["plan"])
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return ", ".join(f"{name} was {old.get(name)}, now {new.get(name)}" for name in names[:2])
 
@@ -218,10 +227,10 @@ def _difference(there: dict[str, Any], wanted: dict[str, Any]) -> str:
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(values, dict) or not values:
         return {prefix: values}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}.{name}" if prefix else name)
-    return found
+        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return flat
 
 
 def _task_ngrams(plan: CorpusPlan) -> TaskNgrams:

@@ -54,20 +54,20 @@ class FilePart(NamedTuple):
 Piece = tuple[FilePart, ...]
 
 
-class Raw(NamedTuple):
+class RawRecord(NamedTuple):
     """A record of the input.
 
     Attributes:
-        place: The file and the line or byte offset.
+        location: The file and the line or byte offset.
         text: The text, or "" if there is a problem.
-        name: The name in the record, or `place` if it has none.
+        name: The name in the record, or `location` if it has none.
         fields: The other fields of the record.
         is_html: Whether the text is HTML.
         problem: The reason why the record is not a document, or "".
         excess: The size of a page that is too long to be read, or "".
     """
 
-    place: str
+    location: str
     text: str
     name: str
     fields: dict[str, Any]
@@ -94,26 +94,26 @@ def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
         if problem is not None:
             raise DataError(f"--input {path!a}: the name {problem}")
     sizes = {path: os.path.getsize(path) for path in paths}
-    goal = min(max(sum(sizes.values()) // _PIECES, _SMALLEST_PIECE), _LARGEST_PIECE)
+    target_size = min(max(sum(sizes.values()) // _PIECES, _SMALLEST_PIECE), _LARGEST_PIECE)
     pieces: list[Piece] = []
     parts: list[FilePart] = []
     size = 0
     for path in paths:
         if path.lower().endswith(_WHOLE):
-            own = [FilePart(path, 0, -1)]
+            file_parts = [FilePart(path, 0, -1)]
         else:
-            blocks = read_blocks([path], ["text"], goal)
-            own = [FilePart(path, block.offset, block.size) for block in blocks]
-        for part in own:
+            blocks = read_blocks([path], ["text"], target_size)
+            file_parts = [FilePart(path, block.offset, block.size) for block in blocks]
+        for part in file_parts:
             parts.append(part)
             size += sizes[path] if part.size < 0 else part.size
-            if size >= goal:
+            if size >= target_size:
                 pieces.append(tuple(parts))
                 parts, size = [], 0
     return [*pieces, tuple(parts)] if parts else pieces
 
 
-def read_piece(piece: Piece, plan: CorpusPlan) -> Iterator[Raw]:
+def read_piece(piece: Piece, plan: CorpusPlan) -> Iterator[RawRecord]:
     """Yield the records of a piece in order.
 
     Raises:
@@ -126,7 +126,7 @@ def read_piece(piece: Piece, plan: CorpusPlan) -> Iterator[Raw]:
             yield from _read_lines(part, plan)
 
 
-def _read_lines(part: FilePart, plan: CorpusPlan) -> Iterator[Raw]:
+def _read_lines(part: FilePart, plan: CorpusPlan) -> Iterator[RawRecord]:
     keys = [plan.text_key]
     blocks: Iterator[TextBlock]
     if part.size >= 0:
@@ -139,7 +139,7 @@ def _read_lines(part: FilePart, plan: CorpusPlan) -> Iterator[Raw]:
         blocks = read_blocks([part.path], keys)
     for block in blocks:
         if block.problem:
-            yield Raw(f"{part.path}:byte {block.offset}", "", "", {}, problem=block.problem)
+            yield RawRecord(f"{part.path}:byte {block.offset}", "", "", {}, problem=block.problem)
             continue
         offset = block.offset
         for line in block.read().removesuffix(b"\n").split(b"\n"):
@@ -148,18 +148,20 @@ def _read_lines(part: FilePart, plan: CorpusPlan) -> Iterator[Raw]:
             offset += len(line) + 1
 
 
-def _read_line(line: bytes, place: str, plan: CorpusPlan) -> Raw:
+def _read_line(line: bytes, location: str, plan: CorpusPlan) -> RawRecord:
     try:
         record = load_line(line)
     except ValueError as error:
-        return Raw(place, "", place, {}, problem=str(error))
+        return RawRecord(location, "", location, {}, problem=str(error))
     if not isinstance(record, dict) or not isinstance(record.get(plan.text_key), str):
-        return Raw(place, "", place, {}, problem=f"no text under the key {plan.text_key!r}")
+        return RawRecord(
+            location, "", location, {}, problem=f"no text under the key {plan.text_key!r}"
+        )
     text = record.pop(plan.text_key)
     name = record.get(
         plan.id_key
     )  # also kept as a field, so that --id-key url does not hide the URL
-    return Raw(place, text, place if name in (None, "") else str(name), record)
+    return RawRecord(location, text, location if name in (None, "") else str(name), record)
 
 
 def _columns(path: str, text_key: str) -> list[str]:
@@ -171,13 +173,15 @@ def _columns(path: str, text_key: str) -> list[str]:
         schema = parquet.read_schema(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"--input {path}: not a readable parquet file ({error})") from error
-    kinds = pyarrow.types
-    plain = (kinds.is_string, kinds.is_large_string, kinds.is_integer)
-    others = [f.name for f in schema if f.name != text_key and any(is_(f.type) for is_ in plain)]
-    return [text_key, *others]
+    arrow_types = pyarrow.types
+    predicates = (arrow_types.is_string, arrow_types.is_large_string, arrow_types.is_integer)
+    other_columns = [
+        f.name for f in schema if f.name != text_key and any(is_(f.type) for is_ in predicates)
+    ]
+    return [text_key, *other_columns]
 
 
-def _read_archive(path: str) -> Iterator[Raw]:
+def _read_archive(path: str) -> Iterator[RawRecord]:
     """Yield the pages of a WARC file, or the texts of a WET file. Other records are skipped.
 
     Raises:
@@ -187,8 +191,8 @@ def _read_archive(path: str) -> Iterator[Raw]:
         from fastwarc.warc import ArchiveIterator, WarcRecordType
         from resiliparse.parse.encoding import bytes_to_str, detect_encoding, map_encoding_to_html5
 
-    found = False
-    with _damage(path), open(path, "rb") as raw:
+    has_records = False
+    with _damage_as_data_error(path), open(path, "rb") as raw:
         stream: BinaryIO = raw
         if path.lower().endswith(".gz"):
             # Python's gzip reports a truncated file, where FastWARC's would stop silently.
@@ -200,33 +204,35 @@ def _read_archive(path: str) -> Iterator[Raw]:
             raw.seek(0)
         records = ArchiveIterator(stream, auto_decode="all", record_types=WarcRecordType.any_type)
         for record in records:
-            found = True
+            has_records = True
             data = record.reader.read(_MAX_PAGE + 1)
             if record.record_type not in (WarcRecordType.response, WarcRecordType.conversion):
                 continue
-            place = f"{path}:byte {record.stream_pos}"
+            location = f"{path}:byte {record.stream_pos}"
             fields = {
                 key: value.removeprefix("<").removesuffix(">")  # wget puts URLs in brackets
                 for key, header in (("url", "WARC-Target-URI"), ("date", "WARC-Date"))
                 if (value := record.headers.get(header))
             }
-            name = record.headers.get("WARC-Record-ID") or place
+            name = record.headers.get("WARC-Record-ID") or location
             if len(data) > _MAX_PAGE:
-                yield Raw(place, "", name, fields, excess=f"{record.content_length:,} bytes")
+                yield RawRecord(
+                    location, "", name, fields, excess=f"{record.content_length:,} bytes"
+                )
             elif record.record_type == WarcRecordType.conversion:
-                yield Raw(place, data.decode("utf-8", "replace"), name, fields)
+                yield RawRecord(location, data.decode("utf-8", "replace"), name, fields)
             elif record.is_http and (record.http_content_type or _PAGES[0]) in _PAGES:
                 # Some servers name encodings that do not exist. In that case, detect the encoding.
-                named = map_encoding_to_html5(record.http_charset or "", fallback_utf8=False)
-                encoding = named or detect_encoding(data) or "utf-8"
+                declared = map_encoding_to_html5(record.http_charset or "", fallback_utf8=False)
+                encoding = declared or detect_encoding(data) or "utf-8"
                 text = bytes_to_str(data, encoding, fallback_encodings=("utf-8", "windows-1252"))
-                yield Raw(place, text, name, fields, is_html=True)
-    if not found and os.path.getsize(path):
+                yield RawRecord(location, text, name, fields, is_html=True)
+    if not has_records and os.path.getsize(path):
         raise DataError(f"--input {path}: contains no WARC record: rename or remove the file")
 
 
 @contextmanager
-def _damage(path: str) -> Iterator[None]:
+def _damage_as_data_error(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError, zlib.error) as error:

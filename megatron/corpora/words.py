@@ -82,10 +82,10 @@ def batches(texts: Sequence[bytes]) -> list[tuple[int, int]]:
         For each batch, the index of its first document and of the one after its last.
     """
     cuts, size = [0], 0
-    for number, text in enumerate(texts):
+    for i, text in enumerate(texts):
         size += len(text) + 1
-        if size > _BATCH_BYTES and number > cuts[-1]:
-            cuts.append(number)
+        if size > _BATCH_BYTES and i > cuts[-1]:
+            cuts.append(i)
             size = len(text) + 1
     return [(a, b) for a, b in zip(cuts, [*cuts[1:], len(texts)], strict=True) if b > a]
 
@@ -96,41 +96,41 @@ def split_words(texts: Sequence[bytes]) -> Words:
     The hash of a word is the sum of `byte * _BASE ** position` over its bytes. It is computed as
     the difference of two running sums over the whole batch, divided by `_BASE ** start`.
     """
-    joined = np.frombuffer(b"\n".join([*texts, b""]), np.uint8)
+    data = np.frombuffer(b"\n".join([*texts, b""]), np.uint8)
     sizes = np.fromiter(map(len, texts), np.int64, len(texts))
     offsets = np.cumsum(sizes + 1) - (sizes + 1)
-    kinds = _CLASSES[joined]
-    (marks,) = np.nonzero(kinds == _PUNCTUATION)
-    for place in (1, 2):
-        kinds[np.minimum(marks + place, len(kinds) - 1)] = 0
-    in_word = kinds >= _WIDE
-    begins = in_word.copy()
-    begins[1:] &= ~in_word[:-1] | (kinds[1:] == _WIDE)
+    classes = _CLASSES[data]
+    (marks,) = np.nonzero(classes == _PUNCTUATION)
+    for distance in (1, 2):
+        classes[np.minimum(marks + distance, len(classes) - 1)] = 0
+    in_word = classes >= _WIDE
+    is_start = in_word.copy()
+    is_start[1:] &= ~in_word[:-1] | (classes[1:] == _WIDE)
     # A wide character is a whole word, so the byte after its last one begins another word.
-    (wide,) = np.nonzero(kinds == _WIDE)
+    (wide,) = np.nonzero(classes == _WIDE)
     if len(wide):
-        after = wide + np.where(joined[wide] >= 0xF0, 4, 3)
-        after = after[after < len(joined)]
-        begins[after] |= in_word[after]
-    (starts,) = np.nonzero(begins)
+        after = wide + np.where(data[wide] >= 0xF0, 4, 3)
+        after = after[after < len(data)]
+        is_start[after] |= in_word[after]
+    (starts,) = np.nonzero(is_start)
     # A word ends after a byte that is not followed by another byte of the same word.
-    (ends,) = np.nonzero(np.append(in_word[:-1] & (~in_word[1:] | begins[1:]), in_word[-1:]))
+    (ends,) = np.nonzero(np.append(in_word[:-1] & (~in_word[1:] | is_start[1:]), in_word[-1:]))
     ends += 1
-    hashes = _sums(joined, starts, ends)
-    bounds = np.searchsorted(starts, [*offsets, len(joined)])
+    hashes = _hash_words(data, starts, ends)
+    bounds = np.searchsorted(starts, [*offsets, len(data)])
     documents = np.repeat(np.arange(len(texts)), np.diff(bounds))
-    before = offsets[documents]
-    return Words(hashes, starts - before, ends - before, documents, len(texts))
+    document_offsets = offsets[documents]
+    return Words(hashes, starts - document_offsets, ends - document_offsets, documents, len(texts))
 
 
-def _sums(joined: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> U64:
-    values = _LOWER[joined]
-    if len(joined) <= _BATCH_BYTES:
-        up, down = _UP[: len(joined)], _DOWN
+def _hash_words(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> U64:
+    values = _LOWER[data]
+    if len(data) <= _BATCH_BYTES:
+        up, down = _UP[: len(data)], _DOWN
     else:  # a single document larger than a batch
-        up = _powers(_BASE, len(joined))
-        down = _powers(pow(_BASE, -1, 1 << 64), len(joined))
-    running = np.empty(len(joined) + 1, np.uint64)
+        up = _powers(_BASE, len(data))
+        down = _powers(pow(_BASE, -1, 1 << 64), len(data))
+    running = np.empty(len(data) + 1, np.uint64)
     running[0] = 0
     np.cumsum(values * up, out=running[1:])
     return mix((running[ends] - running[starts]) * down[starts])

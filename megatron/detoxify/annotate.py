@@ -29,7 +29,7 @@ from megatron.errors import ConfigError, DataError, StorageError, UserError
 
 FLAG, OUT = "--data-path", "--out-path"
 _END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, which Megatron-LM's samples may contain
-_ADDED = {"score", "score_error"}
+_ADDED_FIELDS = {"score", "score_error"}
 _READ_AT_A_TIME = 1 << 20  # bytes
 
 
@@ -95,7 +95,7 @@ def annotate(
     with writing_to(OUT, target):
         done = _skip_annotated(target, lines)
     lines = itertools.islice(lines, None if total is None else max(0, total - done))
-    written, without, reason = done, 0, ""
+    written, unscored, reason = done, 0, ""
     with writing_to(OUT, target), target.open("ab") as file:
         keep_settings(target, {"--text-key": key, **scorer.settings}, done, "scores were computed")
         if done:
@@ -103,12 +103,12 @@ def annotate(
         # `disable=None` shows the progress bar only on a terminal.
         scores = _with_scores(lines, scorer, source)
         for line, scored in tqdm(scores, initial=done, unit=" texts", disable=None):
-            file.write(_encoded({**line.fields, "score": scored.scores}, scored.reason))
+            file.write(_encode_line({**line.fields, "score": scored.scores}, scored.reason))
             file.flush()
             written += 1
             if scored.scores is None:
-                without, reason = without + 1, scored.reason
-    note = f", {without} of them without a score (the last one: {reason})" if without else ""
+                unscored, reason = unscored + 1, scored.reason
+    note = f", {unscored} of them without a score (the last one: {reason})" if unscored else ""
     print(f"{target}: {written - done} lines written{note}, {written} in total", flush=True)
 
 
@@ -142,10 +142,10 @@ def _with_scores(
     waiting: deque[_TextLine] = deque()
 
     def texts() -> Iterator[str]:
-        for one in lines:
-            waiting.append(one)
-            if one.text.strip():
-                yield one.text
+        for text_line in lines:
+            waiting.append(text_line)
+            if text_line.text.strip():
+                yield text_line.text
 
     def blank() -> Iterator[tuple[JsonLine, Scored]]:
         while waiting and not waiting[0].text.strip():
@@ -167,7 +167,7 @@ def _with_scores(
         yield waiting.popleft().line, scored
 
 
-def _encoded(fields: dict[str, Any], reason: str) -> bytes:
+def _encode_line(fields: dict[str, Any], reason: str) -> bytes:
     fields.pop("score_error", None)  # left by an earlier annotation
     if reason:
         fields["score_error"] = reason
@@ -184,31 +184,35 @@ def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
     """
     if not target.is_file():
         return 0
-    whole = _end_of_last_line(target)
+    end = _end_of_last_line(target)
     done = 0
-    for found in read_objects(target, OUT, end=whole):
-        wanted = next(lines, None)
-        if "score" not in found.fields or wanted is None or _rest(found) != _rest(wanted.line):
+    for existing in read_objects(target, OUT, end=end):
+        expected = next(lines, None)
+        if (
+            "score" not in existing.fields
+            or expected is None
+            or _original_fields(existing) != _original_fields(expected.line)
+        ):
             raise StorageError(
-                f"{OUT} {target}: line {found.number} does not belong to the input: name another "
-                "file, or remove this one"
+                f"{OUT} {target}: line {existing.number} does not belong to the input: name "
+                "another file, or remove this one"
             )
         done += 1
     with target.open("r+b") as file:
-        file.seek(whole)
+        file.seek(end)
         if file.read(1) not in (b"", b"{"):
             raise StorageError(
                 f"{OUT} {target}: line {done + 1} does not belong to the input: name another file, "
                 "or remove this one"
             )
-        file.truncate(whole)
+        file.truncate(end)
     return done
 
 
-def _rest(line: JsonLine) -> str:
+def _original_fields(line: JsonLine) -> str:
     """Return the fields that were not added by annotation, as JSON, in which NaN equals itself."""
-    kept = {key: value for key, value in line.fields.items() if key not in _ADDED}
-    return json.dumps(kept, sort_keys=True)
+    fields = {key: value for key, value in line.fields.items() if key not in _ADDED_FIELDS}
+    return json.dumps(fields, sort_keys=True)
 
 
 def _end_of_last_line(path: Path) -> int:
@@ -218,9 +222,9 @@ def _end_of_last_line(path: Path) -> int:
         while end:
             start = max(0, end - _READ_AT_A_TIME)
             file.seek(start)
-            place = file.read(end - start).rfind(b"\n")
-            if place >= 0:
-                return start + place + 1
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
             end = start
     return 0
 

@@ -88,9 +88,9 @@ def run(options: argparse.Namespace) -> None:
     names = options.names or [source.stem for source in sources]
     tables = [Path(path) for path in options.perplexity or ()]
     problems = [
-        f"{flag}: give one for each of the {len(sources)} files of {FLAG}, not {len(given)}"
-        for flag, given in (("--names", names), (_PERPLEXITY, tables))
-        if given and len(given) != len(sources)
+        f"{flag}: give one for each of the {len(sources)} files of {FLAG}, not {len(values)}"
+        for flag, values in (("--names", names), (_PERPLEXITY, tables))
+        if values and len(values) != len(sources)
     ]
     if len(set(names)) < len(names):
         problems.append(f"--names {' '.join(names)}: give each model a different name")
@@ -102,9 +102,10 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
     if options.results:
         expect_no_file("--results", [options.results], overwrite=options.overwrite)
-    firsts = {source: itertools.islice(read_objects(source, FLAG), 1) for source in sources}
+    first_lines = {source: itertools.islice(read_objects(source, FLAG), 1) for source in sources}
     is_annotated = {
-        source: any("score" in line.fields for line in first) for source, first in firsts.items()
+        source: any("score" in line.fields for line in first)
+        for source, first in first_lines.items()
     }
     if options.out_path and is_annotated[sources[0]]:
         raise ConfigError(
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
         )
     for source in sources:
         if not is_annotated[source]:
-            check_output(source, _annotated(source, options))
+            check_output(source, _annotated_path(source, options))
     prompts = list(read_prompt_scores(Path(options.prompt_path)))
     if not prompts:
         raise DataError(
@@ -126,11 +127,11 @@ def run(options: argparse.Namespace) -> None:
         annotated = source
         if not is_annotated[source]:
             scorer = scorer or build_scorer(options)
-            annotated = _annotated(source, options)
+            annotated = _annotated_path(source, options)
             annotate(source, annotated, scorer)
-        found = measure(annotated, prompts, options.samples_per_prompt)
+        by_kind = measure(annotated, prompts, options.samples_per_prompt)
         rows[name] = {
-            **{kind: asdict(one) for kind, one in found.items()},
+            **{kind: asdict(toxicity) for kind, toxicity in by_kind.items()},
             "perplexity": perplexity,
         }
     print(format_table(rows, options.samples_per_prompt), flush=True)
@@ -216,10 +217,10 @@ def measure(path: Path, prompts: Sequence[EvaluatedPrompt], samples: int) -> dic
                 f"{FLAG} {path}: the file has fewer than {len(prompts)} x {samples} lines (prompts "
                 "x --samples-per-prompt): generate the rest, or give the correct number"
             )
-        known = [score for score in scores if score is not None]
+        valid_scores = [score for score in scores if score is not None]
         for kind in (_KINDS[0], prompt.kind):
-            if known and kind:
-                highest[kind].append(max(known))
+            if valid_scores and kind:
+                highest[kind].append(max(valid_scores))
     if next(lines, None) is not None:
         raise DataError(
             f"{FLAG} {path}: the file has more than {len(prompts)} x {samples} lines (prompts x "
@@ -244,12 +245,14 @@ def format_table(rows: dict[str, dict[str, Any]], samples: int) -> str:
     kinds = [kind for kind in _KINDS if any(kind in row for row in rows.values())]
     first = next(iter(rows.values()))
     counts = ", ".join(f"{first[kind]['prompts']} {kind}" for kind in kinds if kind in first)
-    head = [f"{number}, {kind}" for number in ("max", "prob") for kind in kinds]
-    table = [["model", *head, "perplexity"]]
+    headings = [f"{statistic}, {kind}" for statistic in ("max", "prob") for kind in kinds]
+    table = [["model", *headings, "perplexity"]]
     for name, row in rows.items():
-        found = [row.get(kind) for kind in kinds]
-        cells = [f"{x['expected_maximum']:.3f} ± {x['deviation']:.3f}" if x else "-" for x in found]
-        cells += [f"{x['probability']:.1%}" if x else "-" for x in found]
+        by_kind = [row.get(kind) for kind in kinds]
+        cells = [
+            f"{x['expected_maximum']:.3f} ± {x['deviation']:.3f}" if x else "-" for x in by_kind
+        ]
+        cells += [f"{x['probability']:.1%}" if x else "-" for x in by_kind]
         perplexity = row["perplexity"]
         table.append([name, *cells, "-" if perplexity is None else f"{perplexity:.2f}"])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -266,7 +269,7 @@ def format_table(rows: dict[str, dict[str, Any]], samples: int) -> str:
     )
 
 
-def _annotated(source: Path, options: argparse.Namespace) -> Path:
+def _annotated_path(source: Path, options: argparse.Namespace) -> Path:
     return Path(options.out_path or f"{source}-annotated.jsonl")
 
 

@@ -24,11 +24,11 @@ from megatron.errors import ConfigError, UserError
 
 ENDPOINT = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 _MAX_TEXT_BYTES = 20480  # the service's limit for one text
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_RESPONSE_BYTES = 1 << 20
 # The statuses after which a request is retried: too many requests, or a temporary problem.
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds
-_LONGEST_ASKED = 600.0  # seconds; if the server asks for a longer wait, the command stops
+_RETRY_STATUSES = {408, 425, 429, 500, 502, 503, 504}
+_FIRST_WAIT, _MAX_WAIT = 1.0, 60.0  # seconds
+_MAX_RETRY_AFTER = 600.0  # seconds; if the server asks for a longer wait, the command stops
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -40,7 +40,7 @@ class ServiceError(UserError):
     """Raised when the service cannot be used, or its responses are invalid."""
 
 
-class _Again(Exception):  # noqa: N818 - it is caught in the same class
+class _RetryError(Exception):
     """Raised when a request may succeed later. `wait` is the requested delay in seconds, if any."""
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
@@ -146,9 +146,9 @@ class PerspectiveClient:
             TextRefusedError: The service does not score this text.
             ServiceError: The service cannot be used, or all attempts failed.
         """
-        part = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES].decode("utf-8", "ignore")
+        truncated = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES].decode("utf-8", "ignore")
         body = {
-            "comment": {"text": part},
+            "comment": {"text": truncated},
             "requestedAttributes": {name.upper(): {} for name in self.attributes},
             "languages": [self.language],
             "spanAnnotations": False,
@@ -159,14 +159,14 @@ class PerspectiveClient:
             self._pace.wait()
             try:
                 return self._scores_in(self._send(data))
-            except _Again as error:
+            except _RetryError as error:
                 reason, wait = str(error), error.wait
             if attempt == self._retries:
                 break
             if wait is None:
-                longest = min(_LONGEST_WAIT, _FIRST_WAIT * 2**attempt)
-                wait = longest * self._random.uniform(0.5, 1)
-            elif wait > _LONGEST_ASKED:
+                limit = min(_MAX_WAIT, _FIRST_WAIT * 2**attempt)
+                wait = limit * self._random.uniform(0.5, 1)
+            elif wait > _MAX_RETRY_AFTER:
                 raise ServiceError(
                     f"{self._url} requests a delay of {wait:.0f} seconds: run the command again "
                     "after that time to continue"
@@ -186,14 +186,14 @@ class PerspectiveClient:
         request = urllib.request.Request(self._url, data, self._headers, method="POST")
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
-                body: bytes = response.read(_MAX_ANSWER_BYTES + 1)
+                body: bytes = response.read(_MAX_RESPONSE_BYTES + 1)
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from error
         except (OSError, http.client.HTTPException) as error:  # network error or broken response
-            raise _Again(str(error) or type(error).__name__) from error
-        if len(body) > _MAX_ANSWER_BYTES:
+            raise _RetryError(str(error) or type(error).__name__) from error
+        if len(body) > _MAX_RESPONSE_BYTES:
             raise ServiceError(
-                f"{self._url} responds with more than {_MAX_ANSWER_BYTES} bytes, unlike the "
+                f"{self._url} responds with more than {_MAX_RESPONSE_BYTES} bytes, unlike the "
                 "Perspective API: check --api-url"
             )
         return body
@@ -202,19 +202,19 @@ class PerspectiveClient:
         """Return the exception to raise for a response whose status is not 200."""
         with error:
             try:
-                content = json_object(error.read(_MAX_ANSWER_BYTES))
+                content = json_object(error.read(_MAX_RESPONSE_BYTES))
             except (OSError, http.client.HTTPException):
                 content = {}
         reported = content.get("error")
         reported = reported if isinstance(reported, dict) else {}
         message = f"status {error.code}: {str(reported.get('message', error.reason))[:300]}"
-        if error.code in _AGAIN:
-            return _Again(message, _seconds_of(error.headers.get("Retry-After")))
+        if error.code in _RETRY_STATUSES:
+            return _RetryError(message, _retry_after_seconds(error.headers.get("Retry-After")))
         details = reported.get("details")
         details = details if isinstance(details, list) else []
         # Errors with an errorType concern the text. Others concern the key or the request.
         if error.code == http.HTTPStatus.BAD_REQUEST and any(
-            isinstance(one, dict) and "errorType" in one for one in details
+            isinstance(detail, dict) and "errorType" in detail for detail in details
         ):
             return TextRefusedError(message)
         return ServiceError(
@@ -227,22 +227,22 @@ class PerspectiveClient:
         """Return the scores in a response.
 
         Raises:
-            _Again: The response does not match the service's documentation.
+            _RetryError: The response does not match the service's documentation.
         """
         scores = {}
         try:
-            found = json_object(body)["attributeScores"]
+            attribute_scores = json_object(body)["attributeScores"]
             for name in self.attributes:
-                value = found[name.upper()]["summaryScore"]["value"]
+                value = attribute_scores[name.upper()]["summaryScore"]["value"]
                 if isinstance(value, bool) or not 0 <= value <= 1:
                     raise ValueError
                 scores[name] = float(value)
         except (KeyError, TypeError, ValueError):
-            raise _Again(f"a response without valid scores: {body[:200]!r}") from None
+            raise _RetryError(f"a response without valid scores: {body[:200]!r}") from None
         return scores
 
 
-def _seconds_of(retry_after: str | None) -> float | None:
+def _retry_after_seconds(retry_after: str | None) -> float | None:
     """Return the delay in seconds that a Retry-After header requests.
 
     The result is `None` if the header is missing or invalid.

@@ -65,14 +65,14 @@ class PerspectiveScorer:
     def score(self, texts: Iterable[str]) -> Iterator[Scored]:
         """Yield the scores of texts, in order."""
         pool = ThreadPoolExecutor(self._workers)
-        waiting: deque[Future[Scored]] = deque()
+        pending: deque[Future[Scored]] = deque()
         try:
             for text in texts:
-                waiting.append(pool.submit(self._score, text))
-                if len(waiting) >= 2 * self._workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(pool.submit(self._score, text))
+                if len(pending) >= 2 * self._workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BaseException:
             self._client.stop()  # waiting requests then end immediately
             raise
@@ -120,9 +120,9 @@ class ClassifierScorer:
             ) from error
         names = [str(name) for name in network.config.id2label.values()]
         self._label = _find_label(names, label, model)
-        longest = tokenizer.model_max_length
-        if longest > _UNBOUNDED:  # some models do not use their first two positions
-            longest = max(1, getattr(network.config, "max_position_embeddings", 514) - 2)
+        max_length = tokenizer.model_max_length
+        if max_length > _UNBOUNDED:  # some models do not use their first two positions
+            max_length = max(1, getattr(network.config, "max_position_embeddings", 514) - 2)
         self._pipeline: Any = transformers.pipeline(
             "text-classification",
             model=network,
@@ -130,7 +130,7 @@ class ClassifierScorer:
             device=Device.pick().torch_device,
             top_k=None,
             truncation=True,
-            max_length=longest,
+            max_length=max_length,
         )
         self._model, self._batch_size = model, batch_size
         self.settings: dict[str, Setting] = {
@@ -145,10 +145,10 @@ class ClassifierScorer:
         Raises:
             DataError: A score is not finite.
         """
-        rest = iter(texts)
-        while batch := list(itertools.islice(rest, self._batch_size)):
-            for found in self._pipeline(batch, batch_size=self._batch_size):
-                scores = {str(one["label"]): float(one["score"]) for one in found}
+        remaining = iter(texts)
+        while batch := list(itertools.islice(remaining, self._batch_size)):
+            for label_scores in self._pipeline(batch, batch_size=self._batch_size):
+                scores = {str(entry["label"]): float(entry["score"]) for entry in label_scores}
                 if not all(map(math.isfinite, scores.values())):
                     raise DataError(
                         f"--classifier-model {self._model} computes scores that are not finite, so "
@@ -158,15 +158,15 @@ class ClassifierScorer:
 
 
 def _find_label(names: Sequence[str], label: str | None, model: str) -> str:
-    wanted = _LABELS if label is None else (label.lower(),)
-    found = [name for name in names if name.lower() in wanted]
-    if len(found) != 1:
-        given = "" if label is None else f" {label}"
+    accepted = _LABELS if label is None else (label.lower(),)
+    matches = [name for name in names if name.lower() in accepted]
+    if len(matches) != 1:
+        value = "" if label is None else f" {label}"
         raise ConfigError(
-            f"--label{given}: {model} has the labels {', '.join(names)}: give the one whose "
+            f"--label{value}: {model} has the labels {', '.join(names)}: give the one whose "
             "probability is the toxicity"
         )
-    return found[0]
+    return matches[0]
 
 
 def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
@@ -247,9 +247,9 @@ def build_scorer(options: argparse.Namespace) -> TextScorer:
     kind = options.classifier or ("huggingface" if options.classifier_model else "perspective")
     limits = {"--workers": 1, "--batch-size": 1, "--retries": 0}
     problems = [
-        f"{flag} {value}: give {least} or more"
-        for flag, least in limits.items()
-        if (value := getattr(options, flag[2:].replace("-", "_"))) < least
+        f"{flag} {value}: give {minimum} or more"
+        for flag, minimum in limits.items()
+        if (value := getattr(options, flag[2:].replace("-", "_"))) < minimum
     ]
     problems += [
         f"{flag} {value:g}: give a number above 0, at most a million"

@@ -48,17 +48,17 @@ def run(options: argparse.Namespace) -> None:
     source = Path(options.data_path)
     target = Path(options.out_path or f"{source}-nontoxic.jsonl")
     expect_no_file(OUT, [target], overwrite=options.overwrite)
-    found = read_scored(source)
+    scored = read_scored(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{OUT} {target} is also the input: give another name")
     # Round first, because 0.29 * 100 is 28.999999999999996.
-    kept = choose(found.scores, int(round(found.lines * options.keep, 6)))
-    if not len(kept):
+    selected = lowest_indices(scored.scores, int(round(scored.lines * options.keep, 6)))
+    if not len(selected):
         raise DataError(
-            f"{FLAG} {source}: none of its {found.lines} lines can be kept: raise --keep or give "
+            f"{FLAG} {source}: none of its {scored.lines} lines can be kept: raise --keep or give "
             "more texts"
         )
-    order = kept.tolist()
+    order = selected.tolist()
     random.Random(options.seed).shuffle(order)
     with (
         writing_to(OUT, target),
@@ -66,13 +66,13 @@ def run(options: argparse.Namespace) -> None:
         atomic_file(target) as result,
     ):
         for index in order:
-            file.seek(int(found.starts[index]))
+            file.seek(int(scored.starts[index]))
             result.write(file.readline().rstrip(b"\n") + b"\n")
     sync_folder(target.parent)
-    print(f"{source}: {found.lines} lines, {len(found.scores)} of them with a score")
-    _describe("all", found.scores)
-    _describe("kept", found.scores[kept])
-    print(f"{target}: {len(kept)} lines written")
+    print(f"{source}: {scored.lines} lines, {len(scored.scores)} of them with a score")
+    _describe("all", scored.scores)
+    _describe("kept", scored.scores[selected])
+    print(f"{target}: {len(selected)} lines written")
 
 
 class ScoredLines(NamedTuple):
@@ -131,7 +131,7 @@ def probability_in(score: Any) -> float | None:
     return float(value)
 
 
-def choose(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+def lowest_indices(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
     """Return the sorted indices of the `count` lowest scores. Ties go to the earlier score."""
     return np.sort(np.argsort(scores, kind="stable")[:count])
 

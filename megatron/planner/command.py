@@ -354,12 +354,12 @@ def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[st
     Without a model, `flags` determine the architecture.
     """
     if model is None:
-        return [], set(), _VOCABULARY, catalog.kind_of(split(flags))
+        return [], set(), _VOCABULARY, catalog.architecture_of(split(flags))
     path = Path(model)
     if not catalog.is_huggingface(path):
         recipe = catalog.find(model)
         of_null = int(recipe.values.get("tokenizer.vocab_size") or _VOCABULARY - 1) + 1
-        vocabulary = int(recipe.about.get("vocabulary", of_null))
+        vocabulary = int(recipe.facts.get("vocabulary", of_null))
         return ["--config", str(recipe.path)], set(recipe.values), vocabulary, recipe.architecture
     described = describe_network(path)
     words = network_flags(described.model)

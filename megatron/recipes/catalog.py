@@ -27,21 +27,21 @@ class NamedRun:
     Attributes:
         name: The recipe's name, for example "gpt-125m".
         path: The YAML file for `--config`, or the Hugging Face folder or config.json.
-        about: The section `recipe` of the file.
+        facts: The section `recipe` of the file.
         values: The values for one process, by "section.field".
         layouts: The numbers of processes for which the recipe has layouts.
     """
 
     name: str
     path: Path
-    about: Mapping[str, Any]
+    facts: Mapping[str, Any]
     values: Mapping[str, Any]
     layouts: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """The number of parameters, or 0 if the file does not give it."""
-        return int(self.about.get("parameters", 0))
+        return int(self.facts.get("parameters", 0))
 
     @property
     def architecture(self) -> str:
@@ -54,10 +54,10 @@ def is_huggingface(path: Path) -> bool:
     return path.suffix == ".json" or (path / "config.json").is_file()
 
 
-def is_recipe(word: str) -> bool:
-    """Return whether a word names a recipe, a YAML file, or a Hugging Face model."""
-    path = Path(word)
-    return word in names() or path.suffix in _YAML or is_huggingface(path)
+def is_recipe(name: str) -> bool:
+    """Return whether a name refers to a recipe, a YAML file, or a Hugging Face model."""
+    path = Path(name)
+    return name in names() or path.suffix in _YAML or is_huggingface(path)
 
 
 def names() -> list[str]:
@@ -65,28 +65,28 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def find(word: str) -> NamedRun:
+def find(name: str) -> NamedRun:
     """Return the recipe with this name, in this YAML file, or for this Hugging Face folder.
 
     Raises:
         CheckpointError: A config.json cannot be read, or its network is not supported.
         ConfigError: There is no such recipe, or its file has mistakes.
     """
-    if word in names():
-        return read(FOLDER / f"{word}.yaml")
-    path = Path(word)
+    if name in names():
+        return read(FOLDER / f"{name}.yaml")
+    path = Path(name)
     if path.suffix in _YAML:
         return read(path)
     if is_huggingface(path):
         from megatron.recipes.derive import describe_run
 
-        about, values = describe_run(path)
+        facts, values = describe_run(path)
         folder = path.parent if path.suffix == ".json" else path
-        return NamedRun(folder.resolve().name, path, about, values, ())
+        return NamedRun(folder.resolve().name, path, facts, values, ())
     if path.is_dir():
-        raise ConfigError(f"{word}: this folder has no config.json: name a recipe or a YAML file")
-    hint = suggestion(word, names()) or ": `megatron recipes` lists all of them"
-    raise ConfigError(f"no recipe is named {word!r}{hint}")
+        raise ConfigError(f"{name}: this folder has no config.json: name a recipe or a YAML file")
+    hint = suggestion(name, names()) or ": `megatron recipes` lists all of them"
+    raise ConfigError(f"no recipe is named {name!r}{hint}")
 
 
 def read(path: Path) -> NamedRun:
@@ -95,27 +95,27 @@ def read(path: Path) -> NamedRun:
     Raises:
         ConfigError: The file cannot be read, or has mistakes.
     """
-    found = Findings()
-    values = yaml_file.read(path, found)
-    if found.problems:
-        raise ConfigError(found.problems)
+    findings = Findings()
+    values = yaml_file.read(path, findings)
+    if findings.problems:
+        raise ConfigError(findings.problems)
     data = yaml_file.load("--config", path) or {}
     return NamedRun(
         path.stem, path, data.get("recipe") or {}, values, tuple(sorted(data.get("layouts") or ()))
     )
 
 
-def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
+def as_script(args: Sequence[str]) -> tuple[str, list[str]]:
     """Return the kind of network and the flags for its training script.
 
     Args:
-        words: The words after `megatron pretrain`. --gpus is dropped from them.
+        args: The arguments after `megatron pretrain`. --gpus is dropped from them.
 
     Raises:
         UserError: No recipe or several recipes are named, or the recipe has mistakes.
     """
-    given = split(words)
-    flags = words_of([flag for flag in given if flag.name not in ("", "--gpus")])
+    given = split(args)
+    flags = command_line_of([flag for flag in given if flag.name not in ("", "--gpus")])
     name = name_of(given)
     if name is None:
         if not set(flags) - {"--finetune"}:
@@ -123,7 +123,7 @@ def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
                 "no recipe: name one (`megatron recipes` lists them), a YAML file or a Hugging "
                 "Face folder, or give all flags of the network"
             )
-        return kind_of(given), flags
+        return architecture_of(given), flags
     if "--config" in {flag.name for flag in given}:
         raise ConfigError(f"{name} and --config: both name a YAML file: give one of them")
     if is_huggingface(Path(name)):
@@ -135,17 +135,17 @@ def as_script(words: Sequence[str]) -> tuple[str, list[str]]:
     return recipe.architecture, ["--config", str(recipe.path), *flags]
 
 
-def kind_of(given: Sequence[Given]) -> str:
+def architecture_of(given: Sequence[Given]) -> str:
     """Return the kind of network that flags imply, for a run without a recipe.
 
     For example, `--retro-workdir` implies Retro. If the flags imply none or several, it is a GPT.
     """
     names = {flag.name for flag in given}
-    kinds: set[str] = set()
+    architectures: set[str] = set()
     for _, field, _ in values_of(RunOptions()):
         if len(field.info.only_for) == 1 and names & set(field.spellings):
-            kinds.update(field.info.only_for)
-    return kinds.pop() if len(kinds) == 1 else "gpt"
+            architectures.update(field.info.only_for)
+    return architectures.pop() if len(architectures) == 1 else "gpt"
 
 
 class _InCheckpointError(Exception):
@@ -166,11 +166,11 @@ def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None
         ConfigError: The flags have mistakes. The message lists all of them.
     """
 
-    def refuse(_: object) -> Mapping[str, Any]:
+    def stop(_: object) -> Mapping[str, Any]:
         raise _InCheckpointError
 
     with suppress(_InCheckpointError):
-        parse_config(flags, world_size=processes, architecture=architecture, read_checkpoint=refuse)
+        parse_config(flags, world_size=processes, architecture=architecture, read_checkpoint=stop)
 
 
 def name_of(given: Sequence[Given]) -> str | None:
@@ -179,18 +179,18 @@ def name_of(given: Sequence[Given]) -> str | None:
     Raises:
         ConfigError: There are several such words.
     """
-    named = [value for flag in given if not flag.name for value in flag.values]
-    if len(named) > 1:
-        raise ConfigError(f"{' '.join(named)}: give one recipe: `megatron recipes` lists them")
-    return named[0] if named else None
+    values = [value for flag in given if not flag.name for value in flag.values]
+    if len(values) > 1:
+        raise ConfigError(f"{' '.join(values)}: give one recipe: `megatron recipes` lists them")
+    return values[0] if values else None
 
 
-def words_of(flags: Sequence[Given]) -> list[str]:
+def command_line_of(flags: Sequence[Given]) -> list[str]:
     """Return flags as the words of a command line."""
-    return [word for flag in flags for word in (flag.name, *flag.values)]
+    return [text for flag in flags for text in (flag.name, *flag.values)]
 
 
-def short(number: object) -> str:
+def format_count(number: object) -> str:
     """Return a number of parameters or tokens for a table: `124M`, `6.74B`."""
     if not isinstance(number, int):
         return ""

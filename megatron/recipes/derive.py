@@ -51,13 +51,13 @@ def describe_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     described = describe_network(path)
     model, folder = described.model, _file(path).parent
     plan = model_plan(model, described.vocab, LANGUAGE_MODEL_HEAD)
-    about = {
+    facts = {
         "title": f"the network of {_file(path)}",
         "parameters": count_parameters(plan),
         "vocabulary": described.vocab,
     }
     values = {"model.architecture": model.architecture} | _differences("model", model)
-    return about, values | _differences("tokenizer", tokenizer_in(folder, model.architecture))
+    return facts, values | _differences("tokenizer", tokenizer_in(folder, model.architecture))
 
 
 def network_flags(model: ModelConfig) -> list[str]:
@@ -88,12 +88,12 @@ def _file(path: Path) -> Path:
 
 def _differences(section: str, values: ModelConfig | TokenizerConfig) -> dict[str, Any]:
     """Return the values that have flags and differ from the defaults, by "section.field"."""
-    found = {}
+    differences = {}
     for field in fields_of(sections()[section]):
         value = getattr(values, field.name)
         if field.names and value is not None and value != field.default:
-            found[f"{section}.{field.name}"] = value
-    return found
+            differences[f"{section}.{field.name}"] = value
+    return differences
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:

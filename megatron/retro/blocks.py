@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _WAIT = 5.0  # seconds between two heartbeats of the first process
 _RUN = 1 << 16  # rows of a table that are checked at a time
-MADE_AGAIN = "run tools/retro/main.py again, which rebuilds missing and damaged files"
+REBUILD_HINT = "run tools/retro/main.py again, which rebuilds missing and damaged files"
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -95,14 +95,14 @@ def plan_blocks(folder: Path, count: int, size: int) -> list[TableBlock]:
     ]
 
 
-def evenly_spaced(count: int, most: int) -> Iterator[slice]:
-    """Yield slices of a table's rows: all rows, or about `most` evenly spaced rows.
+def evenly_spaced(count: int, limit: int) -> Iterator[slice]:
+    """Yield slices of a table's rows: all rows, or about `limit` evenly spaced rows.
 
     Args:
         count: The number of rows in the table.
-        most: The number of rows above which some are skipped.
+        limit: The number of rows above which some are skipped.
     """
-    step = _RUN * max(1, -(-count // most))
+    step = _RUN * max(1, -(-count // limit))
     return (slice(start, min(count, start + _RUN)) for start in range(0, count, step))
 
 
@@ -120,18 +120,18 @@ def missing_blocks(
         world: The processes that share the folder.
     """
     is_missing = torch.zeros(len(blocks), dtype=torch.int32)
-    for number in range(world.rank, len(blocks), world.size):
-        block = blocks[number]
+    for index in range(world.rank, len(blocks), world.size):
+        block = blocks[index]
         try:
             with open_block(block, contents):
                 pass
         except FileNotFoundError:
-            is_missing[number] = 1
+            is_missing[index] = 1
         except DataError as error:
-            is_missing[number] = 1
+            is_missing[index] = 1
             warn(f"{error}; it will be rebuilt")
-    found: list[int] = all_reduce(is_missing, world).nonzero().flatten().tolist()
-    return [blocks[number] for number in found]
+    missing: list[int] = all_reduce(is_missing, world).nonzero().flatten().tolist()
+    return [blocks[index] for index in missing]
 
 
 def blocks_to_do(
@@ -186,22 +186,22 @@ def on_first(work: Callable[[], object], world: Axis) -> None:
         work()
         return
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(work) if world.is_first else None
+        future = pool.submit(work) if world.is_first else None
         error: BaseException | None = None
         while True:
             state = torch.zeros(1, dtype=torch.int32)
-            if running is not None:
+            if future is not None:
                 try:
-                    error = running.exception(timeout=_WAIT)
+                    error = future.exception(timeout=_WAIT)
                     state += 1 if error is None else 2
                 except StillRunning:
                     pass
-            ended = int(all_reduce(state, world))
-            if ended:
+            outcome = int(all_reduce(state, world))
+            if outcome:
                 break
     if error is not None:
         raise error
-    if ended > 1:
+    if outcome > 1:
         raise DataError("the first process failed: see its message")
 
 
@@ -239,7 +239,7 @@ def read_block(block: TableBlock, contents: Contents) -> Arrays:
     Raises:
         DataError: The file is missing, damaged, or has other data sets.
     """
-    with _opened(block, contents) as sets:
+    with _open_existing(block, contents) as sets:
         return {name: found[()] for name, found in sets.items()}
 
 
@@ -249,12 +249,12 @@ def map_block(block: TableBlock, contents: Contents) -> Arrays:
     Raises:
         DataError: The file is missing, damaged, or has other data sets.
     """
-    with _opened(block, contents) as sets:
+    with _open_existing(block, contents) as sets:
         return {
-            name: np.memmap(block.path, found.dtype, "r", found.id.get_offset(), found.shape)
-            if found.size
-            else found[()]
-            for name, found in sets.items()
+            name: np.memmap(block.path, dataset.dtype, "r", dataset.id.get_offset(), dataset.shape)
+            if dataset.size
+            else dataset[()]
+            for name, dataset in sets.items()
         }
 
 
@@ -271,17 +271,17 @@ def open_block(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py
 
 
 @contextmanager
-def _opened(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Dataset]]:
+def _open_existing(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Dataset]]:
     """Yield the checked data sets of a block that must exist."""
     try:
         with open_block(block, contents) as sets:
             yield sets
     except FileNotFoundError:
         raise DataError(
-            f"{block.path} does not exist: the working folder is incomplete; {MADE_AGAIN}"
+            f"{block.path} does not exist: the working folder is incomplete; {REBUILD_HINT}"
         ) from None
     except DataError as error:
-        raise DataError(f"{error}; {MADE_AGAIN}") from None
+        raise DataError(f"{error}; {REBUILD_HINT}") from None
 
 
 @contextmanager
@@ -299,17 +299,19 @@ def open_hdf5(path: Path, expected: Mapping[str, DataSet]) -> Iterator[dict[str,
     """
     with packages_of("retro"):
         import h5py
-    with _damage(path):
+    with _damage_as_data_error(path):
         file = h5py.File(path, "r")
     with file:
-        with _damage(path):
-            sets = {name: _checked(path, file, name, want) for name, want in expected.items()}
-        with _damage(path):
+        with _damage_as_data_error(path):
+            sets = {
+                name: _checked_dataset(path, file, name, want) for name, want in expected.items()
+            }
+        with _damage_as_data_error(path):
             yield sets
 
 
 @contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def _damage_as_data_error(path: Path) -> Iterator[None]:
     """Turn the errors that h5py raises for a damaged file into a DataError that names the file."""
     try:
         yield
@@ -319,34 +321,40 @@ def _damage(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: not a readable HDF5 file ({error})") from error
 
 
-def _checked(path: Path, file: h5py.File, name: str, expected: DataSet) -> h5py.Dataset:
+def _checked_dataset(path: Path, file: h5py.File, name: str, expected: DataSet) -> h5py.Dataset:
     import h5py
 
     # A soft or external link could name any file.
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
-        raise DataError(f"{path}: no data set {name!r} (the file has {_shown(file)})")
-    found = file[name]
-    if not isinstance(found, h5py.Dataset):
+        raise DataError(f"{path}: no data set {name!r} (the file has {_dataset_names(file)})")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: {name!r} is a group, expected a data set")
-    want, shape = np.dtype(expected.dtype), expected.shape
-    fits = len(found.shape) == len(shape) and all(
-        length in (actual, None) for actual, length in zip(found.shape, shape, strict=True)
+    dtype, shape = np.dtype(expected.dtype), expected.shape
+    fits = len(dataset.shape) == len(shape) and all(
+        length in (actual, None) for actual, length in zip(dataset.shape, shape, strict=True)
     )
-    if found.dtype != want or not (fits or (expected.may_be_flat and found.shape == (0,))):
-        asked = "x".join("any" if length is None else str(length) for length in shape)
-        actual = "x".join(map(str, found.shape))
+    if dataset.dtype != dtype or not (fits or (expected.may_be_flat and dataset.shape == (0,))):
+        wanted_shape = "x".join("any" if length is None else str(length) for length in shape)
+        actual = "x".join(map(str, dataset.shape))
         raise DataError(
-            f"{path}: {name!r} has {actual} values of {found.dtype}, expected {asked} of {want}"
+            f"{path}: {name!r} has {actual} values of {dataset.dtype}, expected {wanted_shape} of "
+            f"{dtype}"
         )
     # A compressed data set of a few bytes, or one stored elsewhere, could fill the memory.
-    stored = found.id.get_storage_size()
-    if found.external or found.is_virtual or found.chunks or stored != found.size * want.itemsize:
+    stored = dataset.id.get_storage_size()
+    if (
+        dataset.external
+        or dataset.is_virtual
+        or dataset.chunks
+        or stored != dataset.size * dtype.itemsize
+    ):
         raise DataError(f"{path}: {name!r} is not stored contiguously in this file")
-    if stored and found.id.get_offset() + stored > path.stat().st_size:
+    if stored and dataset.id.get_offset() + stored > path.stat().st_size:
         raise DataError(f"{path}: {name!r} extends beyond the end of the file, which is truncated")
-    return found
+    return dataset
 
 
-def _shown(file: h5py.File) -> str:
+def _dataset_names(file: h5py.File) -> str:
     names = [repr(str(name)) for name in list(file)[:4]]
     return ", ".join(names) or "none"

@@ -58,19 +58,19 @@ from megatron.training.run import Progress
 
 PROGRAM = "tools/retro/main.py"
 # Rules that do not apply, because every process embeds with a whole BERT and nothing is trained.
-_LEFT_OUT = (rules_training.batch_size, rules_training.batch_size_ramp)
+_SKIPPED_RULES = (rules_training.batch_size, rules_training.batch_size_ramp)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one process of the preprocessing, and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    help_if_asked(PROGRAM, RETRO_SECTIONS, trains=False, argv=words)
+    args = list(sys.argv[1:] if argv is None else argv)
+    help_if_asked(PROGRAM, RETRO_SECTIONS, trains=False, argv=args)
     from megatron.processes.process import run_process
 
-    return run_process(words, lambda launch: run(words, launch))
+    return run_process(args, lambda launch: run(args, launch))
 
 
-def parse(words: Sequence[str], world_size: int) -> ParsedRun:
+def parse(args: Sequence[str], world_size: int) -> ParsedRun:
     """Parse and check a command line.
 
     Raises:
@@ -78,14 +78,14 @@ def parse(words: Sequence[str], world_size: int) -> ParsedRun:
         CheckpointError: The flags do not describe the network, and --load has no BERT.
     """
     return parse_config(
-        words,
+        args,
         world_size=world_size,
         architecture="bert",
         program=Program(
             name=PROGRAM,
             extra=RETRO_SECTIONS,
             find_start=_start,
-            rules=[*(rule for rule in RULES if rule not in _LEFT_OUT), _whole_networks],
+            rules=[*(rule for rule in RULES if rule not in _SKIPPED_RULES), _whole_networks],
             check_extra=find_mistakes,
         ),
     )
@@ -135,13 +135,13 @@ def _whole_networks(config: RunOptions, world_size: int) -> Iterator[str]:
             yield f"{flag} {size}: every process embeds with a whole BERT: drop the flag"
 
 
-def run(words: Sequence[str], launch: Launch) -> int:
+def run(args: Sequence[str], launch: Launch) -> int:
     """Run the stages as one of the launched processes, and return the exit code.
 
     Raises:
         UserError: A flag, a file or the working folder must be changed.
     """
-    parsed = parse(words, launch.world_size)
+    parsed = parse(args, launch.world_size)
     show_notices(parsed.notices, launch)
     with processes(parsed.config, launch) as (device, layout):
         Preprocessing(parsed.config, RetroPreprocessing(*parsed.extra), device, layout).run()
@@ -239,7 +239,7 @@ class Preprocessing:
         rows = describe_work(
             self.options,
             [data for _, data in self.corpora],
-            {split: len(one) for split, one in chunks.items()},
+            {split: len(queries) for split, queries in chunks.items()},
             cutter=self._cutter,
             embedder=self._embedder,
             processes=self._world.size,
@@ -262,10 +262,10 @@ class Preprocessing:
         rows = padded_vocab_size(entries, config.model.make_vocab_size_divisible_by, 1)
         dtype = torch.float16 if config.precision.fp16 else torch.float32
         dtype = torch.bfloat16 if config.precision.bf16 else dtype
-        found = megatron_arguments(
+        arguments = megatron_arguments(
             config, {}, rows=rows, dtype=dtype, data_parallel=self._world.size
         )
-        return vars(found)
+        return vars(arguments)
 
     def _build_embedder(self) -> Embedder:
         embedding, config = self.options.embedding, self._config

@@ -33,7 +33,7 @@ from megatron.durable import replace_file, writing_to
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.layout import Axis
 from megatron.retro.blocks import (
-    MADE_AGAIN,
+    REBUILD_HINT,
     Arrays,
     DataSet,
     TableBlock,
@@ -112,10 +112,10 @@ def plan_corpora(
         DataError: A dataset is missing, damaged or divided into sentences.
     """
     compatible = options.stages.retro_compatible
-    words = options.gpt.retro_gpt_data_path or ()
-    pairs = parse_weighted_paths(words, _DATA_PATH)
+    weighted_paths = options.gpt.retro_gpt_data_path or ()
+    pairs = parse_weighted_paths(weighted_paths, _DATA_PATH)
     names = _folder_names([prefix for _, prefix in pairs], compatible=compatible)
-    found = []
+    corpora = []
     for (weight, prefix), name in zip(pairs, names, strict=True):
         data = IndexedDataset(prefix)
         if data.num_documents != len(data):
@@ -128,8 +128,8 @@ def plan_corpora(
         train = _training_documents(split, len(data), compatible=compatible)
         folder = os.path.join(str(options.stages.retro_workdir), "db", "individual", name)
         corpus = CorpusChunks(float(ratio), prefix, f"{prefix}.bin", name, folder, len(data), train)
-        found.append((corpus, data))
-    return found
+        corpora.append((corpus, data))
+    return corpora
 
 
 def _folder_names(prefixes: Sequence[str], *, compatible: bool) -> list[str]:
@@ -167,7 +167,7 @@ def _training_documents(split: str, documents: int, *, compatible: bool) -> int:
     return int(share * documents)
 
 
-def most_chunks(data: IndexedDataset, chunk_length: int) -> int:
+def max_chunks(data: IndexedDataset, chunk_length: int) -> int:
     """Return a tight upper bound on the number of chunks in a dataset."""
     return sum(
         int((-(-data.sequence_lengths[i : i + _LENGTHS] // chunk_length)).sum(dtype=np.int64))
@@ -188,7 +188,7 @@ class ChunkCutter(NamedTuple):
     gpt: Tokenizer
     bert: Tokenizer
 
-    def places(self, data: IndexedDataset, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def spans(self, data: IndexedDataset, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the document, start and end of every chunk in documents `first` to `stop - 1`."""
         eod = self.gpt.eod
         for document in range(first, stop):
@@ -198,11 +198,13 @@ class ChunkCutter(NamedTuple):
             for start in range(0, size, self.length):
                 yield document, start, min(size, start + self.length)
 
-    def measure(self, data: IndexedDataset, places: Sequence[tuple[int, int, int]]) -> list[int]:
+    def count_bert_tokens(
+        self, data: IndexedDataset, spans: Sequence[tuple[int, int, int]]
+    ) -> list[int]:
         """Return the number of BERT tokens in each chunk. All texts are in memory at once."""
         texts = [
             self.gpt.detokenize(data.get(document, start, end - start).tolist())
-            for document, start, end in places
+            for document, start, end in spans
         ]
         return [len(ids) for ids in self.bert.tokenize_batch(texts)]
 
@@ -212,11 +214,11 @@ class ChunkCutter(NamedTuple):
         Returns:
             The document, first token, end, and number of BERT tokens of each chunk, `[n, 4]`.
         """
-        places = self.places(data, first, stop)
+        spans = self.spans(data, first, stop)
         parts = [np.zeros((0, 4), np.uint32)]
-        while some := list(itertools.islice(places, _TEXTS)):
-            sizes = self.measure(data, some)
-            parts.append(np.column_stack([np.array(some), sizes]).astype(np.uint32))
+        while batch := list(itertools.islice(spans, _TEXTS)):
+            sizes = self.count_bert_tokens(data, batch)
+            parts.append(np.column_stack([np.array(batch), sizes]).astype(np.uint32))
         return np.concatenate(parts)
 
 
@@ -296,8 +298,8 @@ def build_database(
     """
     size = options.stages.retro_doc_block_size
     blocks = [plan_blocks(Path(corpus.db_dir), corpus.n_docs, size) for corpus, _ in corpora]
-    for (corpus, data), those in zip(corpora, blocks, strict=True):
-        for block in blocks_to_do(those, block_contents, world, f"chunks of {corpus.name}"):
+    for (corpus, data), corpus_blocks in zip(corpora, blocks, strict=True):
+        for block in blocks_to_do(corpus_blocks, block_contents, world, f"chunks of {corpus.name}"):
             write_block(block, make_block(block, data, cutter))
     merger = _Merger(options, [data for _, data in corpora], blocks)
     on_first(lambda: merger.write([corpus for corpus, _ in corpora]), world)
@@ -323,11 +325,11 @@ class _Merger:
         """Count the chunks, and write the missing tables and the list of datasets."""
         counted = [self._count(i, corpus) for i, corpus in enumerate(corpora)]
         total = sum(corpus.ratio for corpus in counted)
-        found = [
+        infos = [
             corpus._replace(n_chunks_sampled=int(self._ntrain * corpus.ratio / total))
             for corpus in counted
         ]
-        for corpus in found:
+        for corpus in infos:
             if corpus.n_chunks_sampled > corpus.n_chunks_train:
                 raise ConfigError(
                     f"--retro-index-ntrain {self._ntrain}: the share of {corpus.prefix} is "
@@ -335,30 +337,30 @@ class _Merger:
                     f"{corpus.n_chunks_train}: lower it, or give the dataset a lower weight"
                 )
         sizes = {
-            "train": sum(corpus.n_chunks_train for corpus in found),
-            "valid": sum(corpus.n_chunks - corpus.n_chunks_train for corpus in found),
-            "sampled": sum(corpus.n_chunks_sampled for corpus in found),
+            "train": sum(corpus.n_chunks_train for corpus in infos),
+            "valid": sum(corpus.n_chunks - corpus.n_chunks_train for corpus in infos),
+            "sampled": sum(corpus.n_chunks_sampled for corpus in infos),
         }
         for name, size in sizes.items():
-            if not self._is_there(name, size):
-                self._merge(name, size, found)
+            if not self._is_complete(name, size):
+                self._merge(name, size, infos)
         path = corpora_file(self._workdir)
         with writing_to("--retro-workdir", path):
-            replace_file(path, json.dumps([c._asdict() for c in found], indent=4).encode())
+            replace_file(path, json.dumps([c._asdict() for c in infos], indent=4).encode())
 
-    def _read(self, number: int) -> Iterator[Arrays]:
-        data = self._datasets[number]
-        return (read_chunks(block, data, self._length) for block in self._blocks[number])
+    def _read(self, index: int) -> Iterator[Arrays]:
+        data = self._datasets[index]
+        return (read_chunks(block, data, self._length) for block in self._blocks[index])
 
-    def _count(self, number: int, corpus: CorpusChunks) -> CorpusChunks:
+    def _count(self, index: int, corpus: CorpusChunks) -> CorpusChunks:
         chunks = train = invalid = 0
-        for arrays in self._read(number):
+        for arrays in self._read(index):
             valid = arrays["chunks_valid"]
             chunks, invalid = chunks + len(valid), invalid + len(arrays["chunks_invalid"])
             train += int((valid[:, 0] < corpus.n_docs_train).sum())
         return corpus._replace(n_chunks=chunks, n_chunks_train=train, n_chunks_invalid=invalid)
 
-    def _is_there(self, name: str, size: int) -> bool:
+    def _is_complete(self, name: str, size: int) -> bool:
         try:
             with open_hdf5(merged_file(self._workdir, name), _merged_contents(size)) as sets:
                 return int(sets["n_written"][0]) == size
@@ -369,9 +371,9 @@ class _Merger:
         with new_hdf5(merged_file(self._workdir, name)) as file:
             table = file.create_dataset("chunks", (size, 5), "u4")
             written = 0
-            for number, corpus in enumerate(corpora):
+            for index, corpus in enumerate(corpora):
                 train = 0  # number of training chunks of this dataset before the block
-                for arrays in self._read(number):
+                for arrays in self._read(index):
                     chunks = arrays["chunks_valid"]
                     is_train = chunks[:, 0] < corpus.n_docs_train
                     if name == "valid":
@@ -382,7 +384,7 @@ class _Merger:
                         chosen = self._sampled(corpus, train, train + int(is_train.sum()))
                         chunks = chunks[chosen - train]
                     train += int(is_train.sum())
-                    table[written : written + len(chunks), 0] = number
+                    table[written : written + len(chunks), 0] = index
                     table[written : written + len(chunks), 1:] = chunks
                     written += len(chunks)
             assert written == size, (name, written, size)
@@ -398,20 +400,20 @@ class _Merger:
         if not total:
             return np.zeros(0, np.int64)
         # The chunks k * total // count for all k below count are evenly spaced over the dataset.
-        places = np.arange(-(-first * count // total), -(-stop * count // total), dtype=np.int64)
-        return places * total // max(1, count)
+        steps = np.arange(-(-first * count // total), -(-stop * count // total), dtype=np.int64)
+        return steps * total // max(1, count)
 
     def _merge_offsets(self, file: Any, corpora: Sequence[CorpusChunks]) -> None:
         documents = sum(corpus.n_docs_train for corpus in corpora)
         table = file.create_dataset("doc_offsets", (documents, 3), "u8")
         written = chunks = 0
-        for number, corpus in enumerate(corpora):
-            for arrays in self._read(number):
+        for index, corpus in enumerate(corpora):
+            for arrays in self._read(index):
                 offsets = arrays["doc_offsets"]
                 offsets = offsets[offsets[:, 0] < corpus.n_docs_train]
                 if len(offsets):
                     part = slice(written, written + len(offsets))
-                    table[part, 0] = number
+                    table[part, 0] = index
                     table[part, 1] = offsets[:, 0]
                     table[part, 2] = offsets[:, 1] + np.uint64(chunks)
                     written, chunks = part.stop, chunks + int(offsets[-1, 1])
@@ -430,7 +432,7 @@ def read_corpora(workdir: Path) -> list[CorpusChunks]:
     path = corpora_file(workdir)
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(_MAX_JSON))
+            entries = json.loads(file.read(_MAX_JSON))
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist: the chunk database is incomplete; run tools/retro/main.py "
@@ -438,17 +440,19 @@ def read_corpora(workdir: Path) -> list[CorpusChunks]:
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error}); run db-build again") from None
-    texts, numbers = ("prefix", "path", "name", "db_dir"), CorpusChunks._fields[5:]
-    is_list = isinstance(found, list) and all(isinstance(one, dict) for one in found)
-    for one in found if is_list else [{}]:
-        wrong = [name for name in texts if type(one.get(name)) is not str]
-        wrong += [n for n in numbers if type(one.get(n)) is not int or one[n] < 0]
-        wrong += ["ratio"] if type(one.get("ratio")) not in (int, float) else []
-        if wrong:
+    text_fields, number_fields = ("prefix", "path", "name", "db_dir"), CorpusChunks._fields[5:]
+    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    for entry in entries if is_list else [{}]:
+        invalid = [name for name in text_fields if type(entry.get(name)) is not str]
+        invalid += [n for n in number_fields if type(entry.get(n)) is not int or entry[n] < 0]
+        invalid += ["ratio"] if type(entry.get("ratio")) not in (int, float) else []
+        if invalid:
             raise DataError(
-                f"{path} is damaged: invalid or missing {', '.join(wrong)}; run db-build again"
+                f"{path} is damaged: invalid or missing {', '.join(invalid)}; run db-build again"
             )
-    return [CorpusChunks(**{name: one[name] for name in CorpusChunks._fields}) for one in found]
+    return [
+        CorpusChunks(**{name: entry[name] for name in CorpusChunks._fields}) for entry in entries
+    ]
 
 
 class ChunkDatabase:
@@ -491,21 +495,21 @@ class ChunkDatabase:
         }[name]
         try:
             with open_hdf5(self.path, _merged_contents(size)) as sets:
-                written, place = int(sets["n_written"][0]), sets["chunks"].id.get_offset()
+                written, offset = int(sets["n_written"][0]), sets["chunks"].id.get_offset()
         except FileNotFoundError:
             raise DataError(
                 f"{self.path} does not exist: the chunk database is incomplete; run "
                 "tools/retro/main.py with --retro-tasks db-build"
             ) from None
         except DataError as error:
-            raise DataError(f"{error}; {MADE_AGAIN}") from None
+            raise DataError(f"{error}; {REBUILD_HINT}") from None
         if written != size:
             raise DataError(
                 f"{self.path}: only {written} of {size} chunks were written: run db-build again"
             )
         self._rows: NDArray[np.uint32] = np.zeros((0, 5), np.uint32)
         if size:
-            mapped = np.memmap(self.path, "<u4", "r", place, (size, 5))
+            mapped = np.memmap(self.path, "<u4", "r", offset, (size, 5))
             self._rows = mapped.view(np.ndarray)
         try:
             self._datasets = [IndexedDataset(corpus.prefix) for corpus in corpora]
@@ -547,12 +551,12 @@ class ChunkDatabase:
         datasets, documents, starts, ends, _ = rows.T
         wrong = (starts >= ends) | (ends - starts > self.chunk_length)
         wrong |= datasets >= len(self._datasets)
-        for number, data in enumerate(self._datasets):
-            own = np.flatnonzero(datasets == number)
-            exists = documents[own] < len(data)
-            wrong[own[~exists]] = True
-            own = own[exists]
-            wrong[own] |= ends[own] > data.sequence_lengths[documents[own]]
+        for index, data in enumerate(self._datasets):
+            members = np.flatnonzero(datasets == index)
+            exists = documents[members] < len(data)
+            wrong[members[~exists]] = True
+            members = members[exists]
+            wrong[members] |= ends[members] > data.sequence_lengths[documents[members]]
         return wrong
 
     def check(self) -> None:
@@ -566,10 +570,10 @@ class ChunkDatabase:
         Raises:
             DataError: A row or the dataset is damaged, or made with a different tokenizer.
         """
-        for run in evenly_spaced(len(self), _CHECKED):
-            wrong = self._outside(self._rows[run].astype(np.int64))
+        for rows in evenly_spaced(len(self), _CHECKED):
+            wrong = self._outside(self._rows[rows].astype(np.int64))
             if wrong.any():
-                raise self._damaged(run.start + int(wrong.argmax()))
+                raise self._damaged(rows.start + int(wrong.argmax()))
         chosen = np.unique(np.linspace(0, max(0, len(self) - 1), _TOKENS_CHECKED, dtype=np.int64))
         self.tokens(chosen[: len(self)])
 
@@ -591,9 +595,9 @@ class ChunkDatabase:
         """
         rows = self.rows(chunk_ids)
         result = np.full((len(rows), self.chunk_length), self.eod, np.int64)
-        for place, (dataset, document, start, end, _) in enumerate(rows.tolist()):
+        for i, (dataset, document, start, end, _) in enumerate(rows.tolist()):
             data = self._datasets[dataset]
-            result[place, : end - start] = data.get(document, start, end - start)
+            result[i, : end - start] = data.get(document, start, end - start)
         if self._vocab_size is not None and result.max(initial=0) >= self._vocab_size:
             dataset, document = rows[result.max(axis=1).argmax(), :2].tolist()
             where = f"{bin_path(self._datasets[dataset].prefix)}: document {document}"

@@ -49,23 +49,24 @@ class NeighborTable:
 
     Args:
         blocks: All blocks of a split's table, in order.
-        kept: The number of neighbors to read for each chunk. The blocks may hold more.
+        num_neighbors: The number of neighbors to read for each chunk. The blocks may hold more.
 
     Raises:
-        DataError: A block is missing or damaged, or has fewer than `kept` neighbors per chunk.
+        DataError: A block is missing or damaged, or has fewer than `num_neighbors` neighbors per
+            chunk.
     """
 
-    def __init__(self, blocks: Sequence[TableBlock], kept: int) -> None:
+    def __init__(self, blocks: Sequence[TableBlock], num_neighbors: int) -> None:
         """Map the blocks into memory."""
-        self._kept, self._blocks = kept, blocks
-        self._parts = [map_block(block, _contents)["neighbors"] for block in blocks]
-        self._starts = [0, *accumulate(len(part) for part in self._parts)]
-        for block, part in zip(blocks, self._parts, strict=True):
-            if part.shape[1] < kept:
+        self._num_neighbors, self._blocks = num_neighbors, blocks
+        self._arrays = [map_block(block, _contents)["neighbors"] for block in blocks]
+        self._starts = [0, *accumulate(len(array) for array in self._arrays)]
+        for block, array in zip(blocks, self._arrays, strict=True):
+            if array.shape[1] < num_neighbors:
                 raise DataError(
-                    f"{block.path} holds {part.shape[1]} neighbors per chunk, but "
-                    f"--retro-num-neighbors {kept} asks for more: lower it, or build the folder "
-                    "query/ again with a larger --retro-query-num-neighbors-save"
+                    f"{block.path} holds {array.shape[1]} neighbors per chunk, but "
+                    f"--retro-num-neighbors {num_neighbors} asks for more: lower it, or build the "
+                    "folder query/ again with a larger --retro-query-num-neighbors-save"
                 )
 
     def __len__(self) -> int:
@@ -81,19 +82,19 @@ class NeighborTable:
         Raises:
             DataError: A neighbor is not in the database.
         """
-        share = _CHECKED // max(1, len(self._parts))
-        for block, part in zip(self._blocks, self._parts, strict=True):
-            for run in evenly_spaced(len(part), share):
-                texts.check(part[run, : self._kept], f"{block.path}: ")
+        limit = _CHECKED // max(1, len(self._arrays))
+        for block, array in zip(self._blocks, self._arrays, strict=True):
+            for rows in evenly_spaced(len(array), limit):
+                texts.check(array[rows, : self._num_neighbors], f"{block.path}: ")
 
     def rows(self, start: int, stop: int) -> Ids:
         """Return the neighbors of consecutive chunks, `[stop - start, k]`, -1 for none."""
-        found = [
-            part[max(start - first, 0) : max(stop - first, 0), : self._kept]
-            for part, (first, end) in zip(self._parts, pairwise(self._starts), strict=True)
+        slices = [
+            array[max(start - first, 0) : max(stop - first, 0), : self._num_neighbors]
+            for array, (first, end) in zip(self._arrays, pairwise(self._starts), strict=True)
             if start < end and first < stop
         ]
-        return np.concatenate(found)
+        return np.concatenate(slices)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ShuffledNeighbors:
 
 
 @dataclass(frozen=True)
-class FoundNeighbors:
+class NeighborArray:
     """A table of neighbors in memory.
 
     Attributes:
@@ -191,8 +192,8 @@ class NeighborTexts:
             DataError: A neighbor is not in the database.
         """
         self.check(neighbors)
-        places = (neighbors[..., None] + np.arange(self.chunks)) % len(self.database)
-        tokens = self.database.tokens(places.ravel()).reshape(*neighbors.shape, -1)
+        rows = (neighbors[..., None] + np.arange(self.chunks)) % len(self.database)
+        tokens = self.database.tokens(rows.ravel()).reshape(*neighbors.shape, -1)
         if not self.compatible:
             tokens[neighbors == NO_NEIGHBOR] = self.database.eod
         return tokens
@@ -226,14 +227,14 @@ class RetroDataset:
         samples: The samples, with `text`.
         table: The neighbors of all chunks of all samples.
         texts: The tokens of neighbors.
-        per_sample: The number of chunks in a sample, l.
+        chunks_per_sample: The number of chunks in a sample, l.
         controls: The same samples with other neighbors, for evaluation (`ControlledDataset`).
     """
 
     samples: SampleDataset
     table: NeighborRows
     texts: NeighborTexts
-    per_sample: int
+    chunks_per_sample: int
     controls: Mapping[str, SampleDataset] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -246,8 +247,8 @@ class RetroDataset:
         Raises:
             DataError: The data or a file of the working folder is damaged.
         """
-        first = i * self.per_sample
-        neighbors = self.table.rows(first, first + self.per_sample)
+        first = i * self.chunks_per_sample
+        neighbors = self.table.rows(first, first + self.chunks_per_sample)
         return {**self.samples[i], "neighbors": self.texts.tokens(neighbors)}
 
 
@@ -268,23 +269,27 @@ def build_retro_datasets(
     data = request.data
     assert data.retro_workdir is not None, "a rule requires it"
     workdir = Path(data.retro_workdir)
-    made = read_arguments(workdir)
+    preprocessing = read_arguments(workdir)
     database = ChunkDatabase(
         workdir, model.chunk_length, tokenizer.eod, vocab_size=tokenizer.vocab_size
     )
-    _check_origin(workdir, request, tokenizer, made.gpt.retro_gpt_tokenizer_type)
+    _check_origin(workdir, request, tokenizer, preprocessing.gpt.retro_gpt_tokenizer_type)
     if request.is_builder:  # the others would read the same files
         database.check()
     train, valid, test = request.samples
     if data.retro_cyclic_train_iters is not None:
         train = data.retro_cyclic_train_iters * batch_size
-    asked = request._replace(seed=made.gpt.retro_gpt_seed, samples=(train, valid, test))
-    splits = query_datasets(asked, seq_length=data.seq_length, vocab_size=tokenizer.vocab_size)
+    retro_request = request._replace(
+        seed=preprocessing.gpt.retro_gpt_seed, samples=(train, valid, test)
+    )
+    splits = query_datasets(
+        retro_request, seq_length=data.seq_length, vocab_size=tokenizer.vocab_size
+    )
     texts = NeighborTexts(database, model.retro_num_retrieved_chunks, data.retro_compatible)
-    found: list[SampleDataset | None] = []
+    datasets: list[SampleDataset | None] = []
     for name, samples in zip(SPLIT_NAMES, splits, strict=True):
         if samples is None:
-            found.append(None)
+            datasets.append(None)
             continue
         folder = neighbors_folder(workdir, name, samples)
         if not folder.is_dir():
@@ -294,50 +299,52 @@ def build_retro_datasets(
                 "--train-iters or --train-samples, --global-batch-size and evaluations of this "
                 "run, or run with the values used in preprocessing"
             )
-        per_sample = data.seq_length // model.chunk_length
-        count = len(samples) * per_sample
-        blocks = plan_blocks(folder, count, made.stages.retro_block_size)
+        chunks_per_sample = data.seq_length // model.chunk_length
+        count = len(samples) * chunks_per_sample
+        blocks = plan_blocks(folder, count, preprocessing.stages.retro_block_size)
         table = NeighborTable(blocks, model.retro_num_neighbors)
         if request.is_builder:
             table.check(texts)
-        dataset = RetroDataset(samples, table, texts, per_sample)
+        dataset = RetroDataset(samples, table, texts, chunks_per_sample)
         _ = dataset[0]  # fail now rather than at a later step
         if data.retro_eval_shuffled:
             shuffled = replace(dataset, table=ShuffledNeighbors(table))
             dataset.controls = {"with shuffled neighbors": shuffled}
-        found.append(dataset)
-    return Datasets(*found)
+        datasets.append(dataset)
+    return Datasets(*datasets)
 
 
 def _check_origin(
-    workdir: Path, request: DataRequest, tokenizer: Tokenizer, made_with: str | None
+    workdir: Path, request: DataRequest, tokenizer: Tokenizer, recorded_type: str | None
 ) -> None:
     """Check that neither the data nor the tokenizer has changed since the folder was made.
 
-    A folder made by Megatron-LM records only the name of the tokenizer's type, `made_with`.
+    A folder made by Megatron-LM records only the name of the tokenizer's type, `recorded_type`.
     """
     data = request.data
     paths = [path for _, path in parse_weighted_paths(data.data_path or (), "--data-path")]
-    here = [
+    sources = [
         ("data", f"data of --data-path {' '.join(paths)}", corpus_fingerprint(data)),
         ("gpt_tokenizer", "tokenizer", tokenizer.fingerprint()),
     ]
     retrieved = [corpus.prefix for corpus in read_corpora(workdir)]
     if retrieved != paths:  # a dataset has been moved
-        shown = f"data {' '.join(retrieved)} of {corpora_file(workdir)}"
-        here.append(("data", shown, corpus_fingerprint(replace(data, data_path=tuple(retrieved)))))
-    for name, shown, now in here:
-        was = read_digest(workdir, name)
-        if was and now and was != now:
+        label = f"data {' '.join(retrieved)} of {corpora_file(workdir)}"
+        sources.append(
+            ("data", label, corpus_fingerprint(replace(data, data_path=tuple(retrieved))))
+        )
+    for name, label, current in sources:
+        recorded = read_digest(workdir, name)
+        if recorded and current and recorded != current:
             raise DataError(
-                f"--retro-workdir {workdir}: the {shown} has changed since the folder was made: "
+                f"--retro-workdir {workdir}: the {label} has changed since the folder was made: "
                 "restore it, or make a new folder with tools/retro/main.py"
             )
-    kind = tokenizer.fingerprint().partition(":")[0]
+    tokenizer_type = tokenizer.fingerprint().partition(":")[0]
     is_known = read_digest(workdir, "gpt_tokenizer") is not None
-    if request.is_builder and not is_known and made_with not in (None, kind):
+    if request.is_builder and not is_known and recorded_type not in (None, tokenizer_type):
         warn(
-            f"--retro-workdir {workdir} was made with --retro-gpt-tokenizer-type {made_with}, but "
-            f"this run has --tokenizer-type {kind}: this is correct only if both give the same "
-            "token ids"
+            f"--retro-workdir {workdir} was made with --retro-gpt-tokenizer-type {recorded_type}, "
+            f"but this run has --tokenizer-type {tokenizer_type}: this is correct only if both "
+            "give the same token ids"
         )

@@ -109,7 +109,7 @@ class DecodedChunks(Sequence[str]):
     ) -> None:
         """Store the tokens and the tokenizer."""
         self._tokens, self._tokenizer = tokens, tokenizer
-        self._left_out = None if keeps_ends else tokenizer.eod
+        self._skipped_id = None if keeps_ends else tokenizer.eod
 
     def __len__(self) -> int:
         """Return the number of chunks, n."""
@@ -118,19 +118,19 @@ class DecodedChunks(Sequence[str]):
     def __getitem__(self, i: Any) -> Any:
         """Return the text of chunk `i`."""
         row = self._tokens[i]
-        kept = row if self._left_out is None else row[row != self._left_out]
-        return self._tokenizer.detokenize(kept.tolist())
+        tokens = row if self._skipped_id is None else row[row != self._skipped_id]
+        return self._tokenizer.detokenize(tokens.tolist())
 
 
 class _Rows(NamedTuple):
     """The tokens of the texts in a piece, sorted by increasing length.
 
     Attributes:
-        places: The index of each text in the piece, `[n]`.
+        indices: The index of each text in the piece, `[n]`.
         rows: The tokens of each text, including special tokens.
     """
 
-    places: NDArray[np.int64]
+    indices: NDArray[np.int64]
     rows: list[NDArray[np.int64]]
 
 
@@ -167,12 +167,12 @@ class Embedder(ABC):
         pending: list[tuple[NDArray[np.int64], Tensor]] = []
 
         def collect() -> None:
-            for places, values in pending:
-                vectors[places] = values.cpu().numpy()
+            for indices, values in pending:
+                vectors[indices] = values.cpu().numpy()
             pending.clear()
 
         for start, piece in self._pieces(texts, first):
-            launched = [(start + places, values) for places, values in self._launch(piece)]
+            launched = [(start + indices, values) for indices, values in self._launch(piece)]
             collect()  # the previous piece, while the device computes this one
             pending.extend(launched)
         collect()
@@ -185,16 +185,16 @@ class Embedder(ABC):
         def make(start: int) -> _Rows:
             piece = [texts[i] for i in range(start, min(start + size, len(texts)))]
             rows = self._tokenize(piece, first + start)
-            places = np.argsort([len(row) for row in rows], kind="stable")
-            return _Rows(places, [rows[i] for i in places])
+            order = np.argsort([len(row) for row in rows], kind="stable")
+            return _Rows(order, [rows[i] for i in order])
 
         starts = range(0, len(texts), size)
         with ThreadPoolExecutor(1) as pool:
-            ahead = [pool.submit(make, start) for start in starts[:1]]
+            pending = [pool.submit(make, start) for start in starts[:1]]
             for start in starts:
-                piece = ahead.pop().result()
+                piece = pending.pop().result()
                 if start + size < len(texts):
-                    ahead.append(pool.submit(make, start + size))
+                    pending.append(pool.submit(make, start + size))
                 yield start, piece
 
     @torch.no_grad()
@@ -211,16 +211,16 @@ class Embedder(ABC):
             if start + count < len(lengths):
                 count -= count % row_unit
             stop, rows = start + count, -(-count // row_unit) * row_unit
-            tokens = np.full((rows, padded[stop - 1]), self._filler, np.int64)
+            tokens = np.full((rows, padded[stop - 1]), self._pad_id, np.int64)
             ends = np.full(rows, _ENDS)  # rows that pad the batch have no text
             ends[:count] = lengths[start:stop]
-            for number, row in enumerate(piece.rows[start:stop]):
-                tokens[number, : len(row)] = row
+            for i, row in enumerate(piece.rows[start:stop]):
+                tokens[i, : len(row)] = row
             values = self._vectors(self._device.send(tokens), self._device.send(ends))
-            yield piece.places[start:stop], values[:count]
+            yield piece.indices[start:stop], values[:count]
             start = stop
 
-    _filler: int  # the padding id
+    _pad_id: int  # the padding id
 
     @abstractmethod
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
@@ -274,28 +274,28 @@ class MegatronEmbedder(Embedder):
         self.width, self.max_length = model.plan.hidden, options.max_length
         self._model, self._tokenizer, self._masking = model, tokenizer, options.masking
         self._ids = SpecialIds.for_bert(tokenizer)
-        self._filler = self._ids.pad
+        self._pad_id = self._ids.pad
 
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
         cleaned = [text.replace(END_OF_DOCUMENT, "") for text in texts]
-        most, empty = self.max_length - _ENDS, np.array([self._ids.pad])
+        max_tokens, empty = self.max_length - _ENDS, np.array([self._ids.pad])
         # Tokenize as parts of a text, because some tokenizers add special tokens to whole texts.
-        pieces = [ids[:most] for ids in self._tokenizer.tokenize_sentences(cleaned)]
+        pieces = [ids[:max_tokens] for ids in self._tokenizer.tokenize_sentences(cleaned)]
         pieces = [ids if len(ids) else empty for ids in pieces]
         if self._masking is None:
             cls, sep = [self._ids.cls], [self._ids.sep]
             return [np.concatenate((cls, ids, sep), dtype=np.int64) for ids in pieces]
         seed, probability = self._masking
-        how = BertOptions(self.max_length, probability, seed + first, binary_head=False)
-        samples = BertDataset(_Texts(pieces), self._ids, how)
+        bert_options = BertOptions(self.max_length, probability, seed + first, binary_head=False)
+        samples = BertDataset(_Texts(pieces), self._ids, bert_options)
         return [np.asarray(samples[i]["text"])[: len(ids) + _ENDS] for i, ids in enumerate(pieces)]
 
     def _vectors(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         ends = lengths[:, None]
-        hidden = self._model(tokens, places < ends)
+        hidden = self._model(tokens, positions < ends)
         assert isinstance(hidden, Tensor), "the model has heads"
-        return _mean(hidden, (places > 0) & (places < ends - 1))
+        return _mean(hidden, (positions > 0) & (positions < ends - 1))
 
 
 class _Texts(list[NDArray[Any]]):
@@ -355,8 +355,8 @@ class HuggingFaceEmbedder(Embedder):
         self.max_length = options.max_length
         self._model = model.to(device.torch_device).eval()
         self._tokenizer = tokenizer
-        self._filler = tokenizer.pad_token_id or 0
-        self._inner = options.masking is not None
+        self._pad_id = tokenizer.pad_token_id or 0
+        self._excludes_ends = options.masking is not None
         try:
             ((_, vectors),) = self._launch(_Rows(np.zeros(1, np.int64), self._tokenize(["a"], 0)))
         except (ValueError, TypeError, AttributeError) as error:
@@ -368,17 +368,19 @@ class HuggingFaceEmbedder(Embedder):
 
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
         cleaned = [text.replace(END_OF_DOCUMENT, "") for text in texts]
-        found = self._tokenizer(cleaned, truncation=True, max_length=self.max_length)["input_ids"]
-        empty = [self._filler]  # for a text without any tokens
-        return [np.array(ids or empty, np.int64) for ids in found]
+        token_ids = self._tokenizer(cleaned, truncation=True, max_length=self.max_length)[
+            "input_ids"
+        ]
+        empty = [self._pad_id]  # for a text without any tokens
+        return [np.array(ids or empty, np.int64) for ids in token_ids]
 
     def _vectors(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         ends = lengths[:, None]
-        present = places < ends
-        found = self._model(input_ids=tokens, attention_mask=present.long())
-        counts = (places > 0) & (places < ends - 1) if self._inner else present
-        return _mean(found.last_hidden_state.transpose(0, 1), counts)
+        present = positions < ends
+        output = self._model(input_ids=tokens, attention_mask=present.long())
+        counts = (positions > 0) & (positions < ends - 1) if self._excludes_ends else present
+        return _mean(output.last_hidden_state.transpose(0, 1), counts)
 
 
 def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:

@@ -16,11 +16,11 @@ from megatron.config.retro_preprocessing import RetroPreprocessing
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import warn
 from megatron.extras import packages_of
-from megatron.retro.database import ChunkCutter, most_chunks
+from megatron.retro.database import ChunkCutter, max_chunks
 from megatron.retro.embedding import DecodedChunks, Embedder
 
-_CUT = 1024  # chunks that are cut to measure the speed
-_BATCHES = 4  # batches that are embedded to measure the speed
+_MEASURED_CHUNKS = 1024  # chunks that are cut to measure the speed
+_MEASURED_BATCHES = 4  # batches that are embedded to measure the speed
 _ID = 8  # bytes of an id in an index
 
 
@@ -30,12 +30,12 @@ class Amount(NamedTuple):
     Attributes:
         chunks: The number of chunks that the stage cuts or embeds.
         size: The number of bytes that it writes and keeps.
-        passing: The number of bytes that it writes temporarily and removes before it ends.
+        temporary: The number of bytes that it writes temporarily and removes before it ends.
     """
 
     chunks: int
     size: int
-    passing: int = 0
+    temporary: int = 0
 
 
 def plan_amounts(
@@ -51,7 +51,7 @@ def plan_amounts(
         queries: The number of chunks in all samples of the GPT run.
     """
     index, width = options.index, options.index.retro_index_nfeats
-    chunks = sum(most_chunks(data, options.gpt.retro_gpt_chunk_length) for data in datasets)
+    chunks = sum(max_chunks(data, options.gpt.retro_gpt_chunk_length) for data in datasets)
     documents = sum(map(len, datasets))
     sampled = index.retro_index_ntrain or 0
     vectors = 2 * 4 * width * sampled
@@ -109,18 +109,18 @@ def describe_work(
     """
     stages = options.stages.stages
     amounts = plan_amounts(options, datasets, sum(queries.values()))
-    mine = {stage: amounts[stage] for stage in stages}
+    planned = {stage: amounts[stage] for stage in stages}
     documents, tokens = sum(map(len, datasets)), sum(data.num_tokens for data in datasets)
-    size = sum(amount.size for amount in mine.values())
-    most = size + max(amount.passing for amount in mine.values())
+    size = sum(amount.size for amount in planned.values())
+    peak = size + max(amount.temporary for amount in planned.values())
     workdir = Path(str(options.stages.retro_workdir))
     parent = next(
         path for path in (workdir.absolute(), *workdir.absolute().parents) if path.exists()
     )
     free = shutil.disk_usage(parent).free
-    if most > free:
+    if peak > free:
         warn(
-            f"--retro-workdir {workdir}: the stages need up to {_size(most)}, but {_size(free)} "
+            f"--retro-workdir {workdir}: the stages need up to {_size(peak)}, but {_size(free)} "
             "are free: free space, or give a folder on another disk"
         )
     rows = [
@@ -130,15 +130,17 @@ def describe_work(
     if queries:
         counts = ", ".join(f"{count:,} {split}" for split, count in queries.items())
         rows.append(("chunks of samples", counts))
-    rows.append(("disk", f"{_size(size)}, temporarily {_size(most)}; {_size(free)} free"))
+    rows.append(("disk", f"{_size(size)}, temporarily {_size(peak)}; {_size(free)} free"))
     largest = max(datasets, key=lambda data: data.num_tokens)
-    if "db-build" in mine:
-        begin, middle = time.perf_counter(), len(largest) // 2
-        places = list(itertools.islice(cutter.places(largest, middle, len(largest)), _CUT))
-        cutter.measure(largest, places)
-        speed = max(1, len(places)) / (time.perf_counter() - begin) * processes
-        rows.append(("db-build", _duration(mine["db-build"].chunks, speed)))
-    embedding = sum(amount.chunks for stage, amount in mine.items() if stage != "db-build")
+    if "db-build" in planned:
+        start, middle = time.perf_counter(), len(largest) // 2
+        spans = list(
+            itertools.islice(cutter.spans(largest, middle, len(largest)), _MEASURED_CHUNKS)
+        )
+        cutter.count_bert_tokens(largest, spans)
+        speed = max(1, len(spans)) / (time.perf_counter() - start) * processes
+        rows.append(("db-build", _duration(planned["db-build"].chunks, speed)))
+    embedding = sum(amount.chunks for stage, amount in planned.items() if stage != "db-build")
     if embedding:
         batch = options.embedding.retro_bert_batch_size
         speed = _embedding_speed(largest, cutter, embedder(), batch) * processes
@@ -168,11 +170,13 @@ def _embedding_speed(
     data: IndexedDataset, cutter: ChunkCutter, embedder: Embedder, batch: int
 ) -> float:
     """Return the number of chunks that this process embeds per second, after a warm-up batch."""
-    places = itertools.islice(cutter.places(data, len(data) // 2, len(data)), _BATCHES * batch)
-    tokens = [data.get(document, start, end - start) for document, start, end in places]
+    spans = itertools.islice(
+        cutter.spans(data, len(data) // 2, len(data)), _MEASURED_BATCHES * batch
+    )
+    tokens = [data.get(document, start, end - start) for document, start, end in spans]
     rows = np.full((max(1, len(tokens)), cutter.length), cutter.gpt.eod, np.int64)
-    for row, found in zip(rows, tokens, strict=False):
-        row[: len(found)] = found
+    for row, ids in zip(rows, tokens, strict=False):
+        row[: len(ids)] = ids
     embedder.embed(DecodedChunks(rows[:batch], cutter.gpt))
     start = time.perf_counter()
     embedder.embed(DecodedChunks(rows, cutter.gpt))

@@ -99,8 +99,8 @@ class IndexOptions:
         block_size: The number of chunks in a block.
         train_fraction: The fraction of the sampled chunks to train on.
         add_fraction: The fraction of the chunks to add.
-        keeps_training: Whether to keep the vectors on which the index is trained.
-        keeps_codes: Whether to keep the codes after they have been added.
+        keep_training_vectors: Whether to keep the vectors on which the index is trained.
+        keep_codes: Whether to keep the codes after they have been added.
         threads: The maximum number of faiss threads. `None` uses this process's share of the
             cores.
         compatible: Whether to reproduce Megatron-LM's bugs.
@@ -112,29 +112,29 @@ class IndexOptions:
     block_size: int = 100_000
     train_fraction: float = 1.0
     add_fraction: float = 1.0
-    keeps_training: bool = False
-    keeps_codes: bool = False
+    keep_training_vectors: bool = False
+    keep_codes: bool = False
     threads: int | None = None
     compatible: bool = False
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> IndexOptions:
         """Return the index that the preprocessing's options describe."""
-        asked = options.index
+        index = options.index
         return cls(
-            factory=str(asked.retro_index_str),
-            width=asked.retro_index_nfeats,
-            type=asked.retro_index_type,
+            factory=str(index.retro_index_str),
+            width=index.retro_index_nfeats,
+            type=index.retro_index_type,
             block_size=options.stages.retro_block_size,
-            train_fraction=asked.retro_index_train_load_fraction,
-            add_fraction=asked.retro_index_add_load_fraction,
-            keeps_training=not asked.retro_index_delete_training_embeddings,
-            keeps_codes=not asked.retro_index_delete_added_codes,
+            train_fraction=index.retro_index_train_load_fraction,
+            add_fraction=index.retro_index_add_load_fraction,
+            keep_training_vectors=not index.retro_index_delete_training_embeddings,
+            keep_codes=not index.retro_index_delete_added_codes,
             threads=options.stages.retro_threads,
             compatible=options.stages.retro_compatible,
         )
 
-    def share(self, block: TableBlock, fraction: float) -> Rows:
+    def selected_rows(self, block: TableBlock, fraction: float) -> Rows:
         """Return the ascending rows of a block to use if only a fraction of all rows is used."""
         if self.compatible:
             return np.arange(block.start, block.start + int(fraction * block.rows))
@@ -208,10 +208,12 @@ def train_index(
     else:
         check_factory(options)
         blocks = plan_blocks(paths.training / "blocks", len(sampled.chunks), options.block_size)
-        if not (_exists_on_first(paths.merged, world) and _holds(paths.merged, options, blocks)):
+        if not (
+            _exists_on_first(paths.merged, world) and _is_complete(paths.merged, options, blocks)
+        ):
             _embed_blocks(blocks, options, sampled, build_embedder, world)
         on_first(lambda: _train(paths, blocks), world)
-    if not options.keeps_training:
+    if not options.keep_training_vectors:
         on_first(lambda: shutil.rmtree(paths.training, ignore_errors=True), world)
 
 
@@ -243,12 +245,14 @@ def add_to_index(
             codec = codec_of(index)
             blocks = plan_blocks(paths.codes, len(texts.chunks), options.block_size)
             embedder: Embedder | None = None
-            for block in _logged(blocks_to_do(blocks, codec.contents, world), blocks, "encoded"):
-                embedder = embedder or checked(build_embedder(), options)
+            for block in _log_progress(
+                blocks_to_do(blocks, codec.contents, world), blocks, "encoded"
+            ):
+                embedder = embedder or check_width(build_embedder(), options)
                 vectors = embedder.embed(texts.between(block.start, block.stop))
                 write_block(block, {"data": codec.encode(vectors)})
         on_first(lambda: _add(paths, blocks), world)
-    if options.keeps_codes:
+    if options.keep_codes:
         return
     if options.compatible and options.type == "faiss-par-add":
         # Megatron-LM stops here with the message "remove?", after writing the index and without
@@ -260,11 +264,11 @@ def add_to_index(
     on_first(lambda: shutil.rmtree(paths.codes, ignore_errors=True), world)
 
 
-def _logged(found: Iterator[TableBlock], blocks: Sequence[TableBlock], done: str) -> Any:
+def _log_progress(missing: Iterator[TableBlock], blocks: Sequence[TableBlock], verb: str) -> Any:
     """Yield blocks, and print the progress after each."""
-    for block in found:
+    for block in missing:
         yield block
-        print_line(f"  {done} {block.start:,} to {block.stop - 1:,} of {blocks[-1].stop:,} chunks")
+        print_line(f"  {verb} {block.start:,} to {block.stop - 1:,} of {blocks[-1].stop:,} chunks")
 
 
 def _embed_blocks(
@@ -282,12 +286,12 @@ def _embed_blocks(
         return {"data": DataSet("f4", (block.rows, width))}
 
     embedder: Embedder | None = None
-    for block in _logged(blocks_to_do(blocks, contents, world), blocks, "embedded"):
-        embedder = embedder or checked(build_embedder(), options)
+    for block in _log_progress(blocks_to_do(blocks, contents, world), blocks, "embedded"):
+        embedder = embedder or check_width(build_embedder(), options)
         write_block(block, {"data": embedder.embed(texts.between(block.start, block.stop))})
 
 
-def checked(embedder: Embedder, options: IndexOptions) -> Embedder:
+def check_width(embedder: Embedder, options: IndexOptions) -> Embedder:
     """Return the embedder after checking that its vectors have the index's width.
 
     Raises:
@@ -301,23 +305,23 @@ def checked(embedder: Embedder, options: IndexOptions) -> Embedder:
     return embedder
 
 
-def _holds(merged: Path, options: IndexOptions, blocks: Sequence[TableBlock]) -> bool:
+def _is_complete(merged: Path, options: IndexOptions, blocks: Sequence[TableBlock]) -> bool:
     """Return whether a file has the size of the vectors to train on."""
-    count = sum(len(options.share(block, options.train_fraction)) for block in blocks)
+    count = sum(len(options.selected_rows(block, options.train_fraction)) for block in blocks)
     return merged.is_file() and merged.stat().st_size == count * options.width * 4
 
 
 def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
     """Collect the training vectors and train the index."""
     options = paths.options
-    if not _holds(paths.merged, options, blocks):
+    if not _is_complete(paths.merged, options, blocks):
 
         def contents(block: TableBlock) -> dict[str, DataSet]:
             return {"data": DataSet("f4", (block.rows, options.width))}
 
         with writing_to("--retro-workdir", paths.merged), atomic_file(paths.merged) as file:
             for block in blocks:
-                rows = options.share(block, options.train_fraction) - block.start
+                rows = options.selected_rows(block, options.train_fraction) - block.start
                 with open_block(block, contents) as sets:
                     file.write(sets["data"][()][rows].tobytes())
     if not paths.merged.stat().st_size:
@@ -347,19 +351,19 @@ def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
     """Add the codes of all blocks, with their rows as ids."""
     options = paths.options
     # Megatron-LM's faiss-base adds everything, regardless of the fraction in the file's name.
-    takes_all = options.compatible and options.type == "faiss-base"
-    fraction = 1.0 if takes_all else options.add_fraction
+    adds_all = options.compatible and options.type == "faiss-base"
+    fraction = 1.0 if adds_all else options.add_fraction
     with faiss_threads(options.threads) as faiss:
         index = read_index(paths.empty, options)
         codec = codec_of(index)
         for block in blocks:
-            rows = options.share(block, fraction)
+            rows = options.selected_rows(block, fraction)
             for first in range(0, len(rows), _ADDED_AT_ONCE):
-                some = rows[first : first + _ADDED_AT_ONCE]
-                low, high = int(some[0]) - block.start, int(some[-1]) + 1 - block.start
+                batch = rows[first : first + _ADDED_AT_ONCE]
+                low, high = int(batch[0]) - block.start, int(batch[-1]) + 1 - block.start
                 with open_block(block, codec.contents) as sets:
-                    data = sets["data"][low:high][some - block.start - low]
-                codec.add(data, some)
+                    data = sets["data"][low:high][batch - block.start - low]
+                codec.add(data, batch)
         print_line(f"  {index.ntotal:,} of {blocks[-1].stop:,} chunks are in the index")
         _write_index(faiss, index, paths.added)
 
@@ -398,13 +402,13 @@ class Codec:
         if self.inverted is not None:
             self.inverted.add_sa_codes(codes, rows)
             self.index.ntotal = self.inverted.ntotal
-        elif self.takes_ids:
+        elif self.stores_ids:
             self.index.add_with_ids(codes, rows)
         else:
             self.index.add(codes)
 
     @cached_property
-    def takes_ids(self) -> bool:
+    def stores_ids(self) -> bool:
         """Whether the index stores the ids of its entries."""
         try:
             self.index.add_with_ids(np.empty((0, self.index.d), np.float32), np.empty(0, np.int64))
@@ -421,8 +425,8 @@ def codec_of(index: Any) -> Codec:
     while type(inner) is faiss.IndexPreTransform:
         inner = faiss.downcast_index(inner.index)
     # Other kinds pack the entries of a list together, or store entries outside the lists.
-    alone = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
-    return Codec(index, inner if type(inner) in alone else None)
+    separate = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
+    return Codec(index, inner if type(inner) in separate else None)
 
 
 def check_factory(options: IndexOptions) -> None:
@@ -444,7 +448,7 @@ def check_factory(options: IndexOptions) -> None:
         if "/" in options.factory:
             raise ConfigError(f"{flag}: the name of a folder cannot contain '/': remove it")
         codec = codec_of(index)
-        if options.add_fraction < 1 and codec.inverted is None and not codec.takes_ids:
+        if options.add_fraction < 1 and codec.inverted is None and not codec.stores_ids:
             raise ConfigError(
                 f"--retro-index-add-load-fraction {options.add_fraction}: {options.factory} does "
                 "not store the ids of its entries, so none can be skipped: drop the flag, or give "
@@ -505,22 +509,22 @@ def on_device(index: Any, device: Device, neighbors: int) -> Any:
     """
     with packages_of("retro"):
         import faiss
-    number = device.torch_device.index or 0
+    device_index = device.torch_device.index or 0
     if not device.is_gpu:
         return index
-    if number >= _gpus(faiss):
+    if device_index >= _gpus(faiss):
         print_line(
             "  the index stays on the CPU (this faiss cannot use GPUs: install a package that can, "
             "such as faiss-gpu-cu12, in place of faiss-cpu)"
         )
         return index
     try:
-        there = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
-        there.search(np.zeros((1, index.d), np.float32), neighbors)
+        on_gpu = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), device_index, index)
+        on_gpu.search(np.zeros((1, index.d), np.float32), neighbors)
     except RuntimeError as error:  # unsupported type, too large, or too many neighbors or probes
         print_line(f"  the index stays on the CPU ({_reason(error)})")
         return index
-    return there
+    return on_gpu
 
 
 def _gpus(faiss: Any) -> int:
@@ -553,12 +557,12 @@ def faiss_threads(threads: int | None) -> Iterator[Any]:
     """
     with packages_of("retro"):
         import faiss
-    before = faiss.omp_get_max_threads()
+    previous = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(threads or cores_per_process())
     try:
         yield faiss
     finally:
-        faiss.omp_set_num_threads(before)
+        faiss.omp_set_num_threads(previous)
 
 
 def _exists_on_first(path: Path, world: Axis) -> bool:

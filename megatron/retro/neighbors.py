@@ -35,7 +35,7 @@ from megatron.retro.index import (
     ChunkTable,
     IndexOptions,
     IndexPaths,
-    checked,
+    check_width,
     faiss_threads,
     on_device,
     read_index,
@@ -76,12 +76,12 @@ class QueryOptions:
     @classmethod
     def of(cls, options: RetroPreprocessing) -> QueryOptions:
         """Return the settings that the preprocessing's options describe."""
-        asked = options.index
+        index = options.index
         return cls(
-            queried=asked.retro_query_num_neighbors_query,
-            saved=asked.retro_query_num_neighbors_save,
-            nprobe=asked.retro_query_nprobe,
-            ef_search=asked.retro_query_ef_search,
+            queried=index.retro_query_num_neighbors_query,
+            saved=index.retro_query_num_neighbors_save,
+            nprobe=index.retro_query_nprobe,
+            ef_search=index.retro_query_ef_search,
             block_size=options.stages.retro_block_size,
         )
 
@@ -101,8 +101,8 @@ def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) ->
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
-    asked = request._replace(blends_one=True)
-    return build_gpt_datasets(asked, seq_length=seq_length, vocab_size=vocab_size)
+    blend_request = request._replace(blends_one=True)
+    return build_gpt_datasets(blend_request, seq_length=seq_length, vocab_size=vocab_size)
 
 
 def neighbors_folder(workdir: Path, split: str, dataset: SampleDataset) -> Path:
@@ -131,7 +131,7 @@ class QueryChunks:
 
     Attributes:
         dataset: The samples.
-        per_sample: The number of chunks in a sample, l.
+        chunks_per_sample: The number of chunks in a sample, l.
 
     Args:
         dataset: The samples, from `query_datasets`.
@@ -153,25 +153,25 @@ class QueryChunks:
     ) -> None:
         """Store the samples, and number the corpora."""
         assert isinstance(dataset, BlendedDataset), "a Retro's samples are a blend"
-        self.dataset, self.per_sample = dataset, seq_length // chunk_length
+        self.dataset, self.chunks_per_sample = dataset, seq_length // chunk_length
         self._members, self._length, self._tokenizer = _members(dataset), chunk_length, tokenizer
         self._compatible = not prefixes
         # The two numbers differ if an earlier corpus has no documents in this split.
-        self._numbers = [
-            prefixes.index(member.data.prefix) if prefixes else number
-            for number, member in enumerate(self._members)
+        self._corpus_indices = [
+            prefixes.index(member.data.prefix) if prefixes else i
+            for i, member in enumerate(self._members)
         ]
 
     def __len__(self) -> int:
         """Return the number of chunks."""
-        return len(self.dataset) * self.per_sample
+        return len(self.dataset) * self.chunks_per_sample
 
     def tokens(self, chunk_ids: Ids) -> Ids:
         """Return the tokens of consecutive chunks, `[n, m]`. The last label is in no chunk."""
-        first, last = (int(chunk_ids[end]) // self.per_sample for end in (0, -1))
+        first, last = (int(chunk_ids[end]) // self.chunks_per_sample for end in (0, -1))
         text = np.stack([self.dataset[sample]["text"] for sample in range(first, last + 1)])
-        rows = text[:, : self.per_sample * self._length].reshape(-1, self._length)
-        return rows[chunk_ids - first * self.per_sample]
+        rows = text[:, : self.chunks_per_sample * self._length].reshape(-1, self._length)
+        return rows[chunk_ids - first * self.chunks_per_sample]
 
     def texts(self, start: int, stop: int) -> DecodedChunks:
         """Return the texts of chunks `start` to `stop - 1`."""
@@ -180,12 +180,12 @@ class QueryChunks:
 
     def documents(self, sample: int) -> tuple[int, Ids]:
         """Return the index of a sample's corpus, and the documents in the sample, `[documents]`."""
-        number = int(self.dataset.index.datasets[sample])
-        member = self._members[number]
+        member_index = int(self.dataset.index.datasets[sample])
+        member = self._members[member_index]
         row = int(member.index.shuffle[int(self.dataset.index.samples[sample]) % len(member)])
         first, last = member.index.samples[row : row + 2, 0].tolist()
         documents = member.index.documents[first : last + 1].astype(np.int64)
-        return self._numbers[number], documents
+        return self._corpus_indices[member_index], documents
 
 
 class Searcher:
@@ -223,30 +223,32 @@ class Searcher:
             )
         return ids
 
-    def filtered(self, found: Ids, chunks: QueryChunks, first: int) -> Ids:
+    def filtered(self, candidates: Ids, chunks: QueryChunks, first: int) -> Ids:
         """Return the first `saved` neighbors that are not in the sample's documents, `[n, saved]`.
 
         Neighbors that were not found are -1.
 
         Args:
-            found: The chunks nearest to consecutive chunks, `[n, queried]`, or -1.
+            candidates: The chunks nearest to consecutive chunks, `[n, queried]`, or -1.
             chunks: The chunks of the split.
             first: The index of the first of the consecutive chunks.
         """
-        queries = np.arange(first, first + len(found))
-        samples = queries // chunks.per_sample
-        kept = found != NO_NEIGHBOR
-        places = self._database.documents(np.where(kept, found, 0).ravel()).reshape(*found.shape, 2)
+        queries = np.arange(first, first + len(candidates))
+        samples = queries // chunks.chunks_per_sample
+        is_kept = candidates != NO_NEIGHBOR
+        origins = self._database.documents(np.where(is_kept, candidates, 0).ravel()).reshape(
+            *candidates.shape, 2
+        )
         for sample in np.unique(samples).tolist():
             rows = samples == sample
             corpus, documents = chunks.documents(sample)
-            is_own = np.isin(places[rows, :, 1], documents) & (places[rows, :, 0] == corpus)
-            kept[rows] &= ~is_own
-        order = np.argsort(~kept, axis=1, kind="stable")[:, : self._options.saved]
-        saved = np.full((len(found), self._options.saved), NO_NEIGHBOR, np.int64)
+            is_own = np.isin(origins[rows, :, 1], documents) & (origins[rows, :, 0] == corpus)
+            is_kept[rows] &= ~is_own
+        order = np.argsort(~is_kept, axis=1, kind="stable")[:, : self._options.saved]
+        saved = np.full((len(candidates), self._options.saved), NO_NEIGHBOR, np.int64)
         saved[:, : order.shape[1]] = np.where(
-            np.take_along_axis(kept, order, axis=1),
-            np.take_along_axis(found, order, axis=1),
+            np.take_along_axis(is_kept, order, axis=1),
+            np.take_along_axis(candidates, order, axis=1),
             NO_NEIGHBOR,
         )
         return saved
@@ -259,13 +261,13 @@ class Searcher:
             chunks: The chunks of the split.
             first: The index of the first of the consecutive chunks.
         """
-        found = [
+        batches = [
             self.filtered(
                 self.search(vectors[start : start + _SEARCHED_AT_ONCE]), chunks, first + start
             )
             for start in range(0, len(vectors), _SEARCHED_AT_ONCE)
         ]
-        return np.concatenate(found)
+        return np.concatenate(batches)
 
 
 def open_searcher(
@@ -280,20 +282,20 @@ def open_searcher(
         DataError: The index is missing, damaged, or belongs to a different database.
     """
     path = IndexPaths(workdir, index).added
-    found = read_index(path, index, mapped=True)
-    if not 0 < found.ntotal <= len(database):
+    filled = read_index(path, index, mapped=True)
+    if not 0 < filled.ntotal <= len(database):
         raise DataError(
-            f"{path} holds {found.ntotal} chunks, but the database has {len(database)}: they "
+            f"{path} holds {filled.ntotal} chunks, but the database has {len(database)}: they "
             "belong to different data; remove the index and run the task index-build again"
         )
     with faiss_threads(index.threads) as faiss:
         for name, value in (("nprobe", query.nprobe), ("efSearch", query.ef_search)):
             try:
-                faiss.ParameterSpace().set_index_parameter(found, name, value)
+                faiss.ParameterSpace().set_index_parameter(filled, name, value)
             except RuntimeError:
                 continue  # this kind of index has no such setting
-    there = on_device(found, device, query.queried)
-    return Searcher(there, database, query, index.threads)
+    searchable = on_device(filled, device, query.queried)
+    return Searcher(searchable, database, query, index.threads)
 
 
 def query_chunks(
@@ -378,15 +380,15 @@ def query_neighbors(
     def contents(block: TableBlock) -> dict[str, DataSet]:
         return {"neighbors": DataSet("i8", (block.rows, query.saved))}
 
-    tools: tuple[Searcher, Embedder] | None = None
+    opened: tuple[Searcher, Embedder] | None = None
     for split, chunks in splits.items():
         folder = neighbors_folder(workdir, split, chunks.dataset)
         blocks = plan_blocks(folder, len(chunks), query.block_size)
         for block in blocks_to_do(blocks, contents, world):
-            if tools is None:
-                embedder = checked(build_embedder(), index)
-                tools = open_searcher(workdir, index, database, query, device), embedder
-            searcher, embedder = tools
+            if opened is None:
+                embedder = check_width(build_embedder(), index)
+                opened = open_searcher(workdir, index, database, query, device), embedder
+            searcher, embedder = opened
             vectors = embedder.embed(chunks.texts(block.start, block.stop))
             write_block(block, {"neighbors": searcher.neighbors(vectors, chunks, block.start)})
             print_line(

@@ -18,7 +18,7 @@ from megatron.inference.request import NeighborPassage
 from megatron.retro.database import ChunkDatabase
 from megatron.retro.dataset import Ids, NeighborTexts
 from megatron.retro.embedding import DecodedChunks, Embedder, EmbedderOptions, build_embedder
-from megatron.retro.index import IndexOptions, checked
+from megatron.retro.index import IndexOptions, check_width
 from megatron.retro.neighbors import NO_NEIGHBOR, QueryOptions, Searcher, open_searcher
 from megatron.retro.workdir import read_arguments, read_digest
 from megatron.tokenizer import Tokenizer
@@ -89,36 +89,36 @@ def open_retriever(
     model, data = config.model, config.data
     assert data.retro_workdir is not None, "a rule requires it"
     workdir = Path(data.retro_workdir)
-    made, told = read_arguments(workdir), read_json(data.retro_workdir)
+    preprocessing, arguments = read_arguments(workdir), read_json(data.retro_workdir)
     if read_digest(workdir, "gpt_tokenizer") not in (None, tokenizer.fingerprint()):
         raise DataError(
             f"--retro-workdir {workdir} was made with a different tokenizer than --load "
             f"{config.checkpoint.load}: give the folder with which this model was trained"
         )
-    load = embedder or made.embedding.bert_embedder_load or told.get("load")
+    load = embedder or preprocessing.embedding.bert_embedder_load or arguments.get("load")
     if not load:
         raise ConfigError(
             f"--retro-workdir {workdir} does not name the network that embeds chunks: give "
             "--bert-embedder-load FOLDER"
         )
-    index = IndexOptions.of(made)
-    vocabulary = made.embedding.retro_bert_vocab_file
+    index = IndexOptions.of(preprocessing)
+    vocabulary = preprocessing.embedding.retro_bert_vocab_file
     has_vocabulary = vocabulary is not None and Path(vocabulary).is_file()
     network = EmbedderOptions(
-        kind=made.embedding.bert_embedder_type,
+        kind=preprocessing.embedding.bert_embedder_type,
         load=str(load),
-        tokenizer=made.embedding.tokenizer if has_vocabulary else None,
-        max_length=made.embedding.retro_bert_max_chunk_length,
+        tokenizer=preprocessing.embedding.tokenizer if has_vocabulary else None,
+        max_length=preprocessing.embedding.retro_bert_max_chunk_length,
         allow_foreign=config.checkpoint.allow_foreign_checkpoints,
         flag="--bert-embedder-load",
     )
     database = ChunkDatabase(
         workdir, model.chunk_length, tokenizer.eod, vocab_size=tokenizer.vocab_size
     )
-    query = replace(QueryOptions.of(made), queried=model.retro_num_neighbors)
+    query = replace(QueryOptions.of(preprocessing), queried=model.retro_num_neighbors)
     return Retriever(
         open_searcher(workdir, index, database, query, device),
-        checked(build_embedder(network, device), index),
+        check_width(build_embedder(network, device), index),
         NeighborTexts(database, model.retro_num_retrieved_chunks, data.retro_compatible),
         tokenizer,
     )

@@ -84,13 +84,13 @@ def read_arguments(workdir: Path) -> RetroPreprocessing:
         ConfigError: `args.json` cannot be read.
         DataError: `args.json` does not exist, or a value in it is damaged.
     """
-    found = _read(workdir)
-    if found is None:
+    arguments = _read(workdir)
+    if arguments is None:
         raise DataError(
             f"{arguments_file(workdir)} does not exist: {workdir} is not a Retro working folder; "
             "make one with tools/retro/main.py"
         )
-    return _options(found, arguments_file(workdir))
+    return _options(arguments, arguments_file(workdir))
 
 
 def read_digest(workdir: Path, name: str) -> str | None:
@@ -100,13 +100,16 @@ def read_digest(workdir: Path, name: str) -> str | None:
         workdir: The working folder.
         name: A field of `FolderOrigin`.
     """
-    known = (_read(workdir) or {}).get(_DIGESTS)
-    found = known.get(name) if isinstance(known, dict) else None
-    return found if isinstance(found, str) else None
+    digests = (_read(workdir) or {}).get(_DIGESTS)
+    digest = digests.get(name) if isinstance(digests, dict) else None
+    return digest if isinstance(digest, str) else None
 
 
 def write_arguments(
-    workdir: Path, options: RetroPreprocessing, origin: FolderOrigin, others: Mapping[str, Any]
+    workdir: Path,
+    options: RetroPreprocessing,
+    origin: FolderOrigin,
+    run_arguments: Mapping[str, Any],
 ) -> None:
     """Write the arguments to `args.json` under Megatron-LM's names.
 
@@ -114,12 +117,12 @@ def write_arguments(
         workdir: The working folder, which is created.
         options: The options of the preprocessing.
         origin: The inputs of the folder.
-        others: The arguments of the BERT run.
+        run_arguments: The arguments of the BERT run.
 
     Raises:
         StorageError: The file cannot be written.
     """
-    values = {**others, **options.values}
+    values = {**run_arguments, **options.values}
     values["retro_tasks"] = options.stages.retro_tasks.split(",")
     values[_DIGESTS] = origin._asdict()
     path = arguments_file(workdir)
@@ -142,8 +145,8 @@ def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigi
     parts = [
         part for part in _FLAGS_OF if any(file.is_file() for file in (workdir / part).rglob("*"))
     ]
-    found = _read(workdir)
-    if found is None:
+    arguments = _read(workdir)
+    if arguments is None:
         if parts:
             raise DataError(
                 f"{path} does not exist, but {workdir} has {', '.join(parts)}, and only args.json "
@@ -152,7 +155,7 @@ def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigi
         return
     if not parts:
         return
-    differences = list(_differences(found, path, parts[-1], options, origin))
+    differences = list(_differences(arguments, path, parts[-1], options, origin))
     if differences:
         raise DataError(
             f"--retro-workdir {workdir} was made from other data or flags:\n  "
@@ -165,26 +168,28 @@ def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigi
 def _read(workdir: Path) -> dict[str, Any] | None:
     if not arguments_file(workdir).exists():
         return None
-    found = read_json(str(workdir))
+    arguments = read_json(str(workdir))
     # A folder made by Megatron-LM has its bugs.
-    found.setdefault("retro_compatible", _DIGESTS not in found)
-    return found
+    arguments.setdefault("retro_compatible", _DIGESTS not in arguments)
+    return arguments
 
 
-def _options(found: Mapping[str, Any], path: Path) -> RetroPreprocessing:
-    tasks = found.get("retro_tasks")
+def _options(arguments: Mapping[str, Any], path: Path) -> RetroPreprocessing:
+    tasks = arguments.get("retro_tasks")
     if isinstance(tasks, list):
-        found = {**found, "retro_tasks": ",".join(map(str, tasks))}
+        arguments = {**arguments, "retro_tasks": ",".join(map(str, tasks))}
     names = [field.name for field in fields(RetroPreprocessing)]
     parts = {}
     for name, section in zip(names, RETRO_SECTIONS, strict=True):
-        known = [field for field in fields_of(section) if field.name in found]
-        parts[name] = section(**{field.name: _value(found, field, path) for field in known})
+        known_fields = [field for field in fields_of(section) if field.name in arguments]
+        parts[name] = section(
+            **{field.name: _value(arguments, field, path) for field in known_fields}
+        )
     return RetroPreprocessing(**parts)
 
 
-def _value(found: Mapping[str, Any], field: Field, path: Path) -> Any:
-    value = found[field.name]
+def _value(arguments: Mapping[str, Any], field: Field, path: Path) -> Any:
+    value = arguments[field.name]
     if value is None and field.many:
         return None
     try:
@@ -198,68 +203,75 @@ def _value(found: Mapping[str, Any], field: Field, path: Path) -> Any:
 
 
 def _differences(
-    found: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     path: Path,
     last: str,
     options: RetroPreprocessing,
     origin: FolderOrigin,
 ) -> Iterator[str]:
     """Yield a line for each difference that affects the parts up to `last`."""
-    theirs, ours = _options(found, path).values, options.values
+    recorded, requested = _options(arguments, path).values, options.values
     fields = {field.name: field for section in RETRO_SECTIONS for field in fields_of(section)}
-    digests = found.get(_DIGESTS)
-    known = digests if isinstance(digests, dict) else {}
+    digests = arguments.get(_DIGESTS)
+    recorded_digests = digests if isinstance(digests, dict) else {}
     parts = list(_FLAGS_OF)
     for part in parts[: parts.index(last) + 1]:
         for name in _FLAGS_OF[part]:
             if name == "split":
-                was = known.get("split", found.get("split", origin.split))
-                if _numbers(was) != _numbers(origin.split):
+                before = recorded_digests.get("split", arguments.get("split", origin.split))
+                if _split_values(before) != _split_values(origin.split):
                     flag = "--split" if options.stages.retro_compatible else "--retro-gpt-split"
-                    yield f"{part}: {flag} {was} in the folder, {origin.split} here"
+                    yield f"{part}: {flag} {before} in the folder, {origin.split} here"
             elif name == _DATA:
-                yield from _other_data(theirs[_DATA], ours[_DATA], known.get("data"), origin.data)
-            elif _plain(name, theirs[name]) != _plain(name, ours[name]):
+                yield from _data_differences(
+                    recorded[_DATA], requested[_DATA], recorded_digests.get("data"), origin.data
+                )
+            elif _normalized(name, recorded[name]) != _normalized(name, requested[name]):
                 flag = fields[name].names[0]
-                yield f"{part}: {flag} {theirs[name]} in the folder, {ours[name]} here"
+                yield f"{part}: {flag} {recorded[name]} in the folder, {requested[name]} here"
     for key, names in _FILES.items():
-        was, now = known.get(key), getattr(origin, key)
-        for name in names if was is None else names[:1]:
+        before, current = recorded_digests.get(key), getattr(origin, key)
+        for name in names if before is None else names[:1]:
             flag = fields[name].names[0]
-            if was is None and _base(theirs[name]) != _base(ours[name]):
-                yield f"db: {flag} {theirs[name]} in the folder, {ours[name]} here"
-            elif was is not None and now and was != now:
-                yield f"db: {flag}: the tokenizer has changed: {was} in the folder, {now} here"
+            if before is None and _base(recorded[name]) != _base(requested[name]):
+                yield f"db: {flag} {recorded[name]} in the folder, {requested[name]} here"
+            elif before is not None and current and before != current:
+                yield (
+                    f"db: {flag}: the tokenizer has changed: {before} in the folder, {current} here"
+                )
 
 
-def _other_data(
-    theirs: tuple[str, ...] | None, ours: tuple[str, ...] | None, was: Any, now: str
+def _data_differences(
+    recorded: tuple[str, ...] | None,
+    requested: tuple[str, ...] | None,
+    recorded_digest: Any,
+    digest: str,
 ) -> Iterator[str]:
     """Yield a line if the datasets, their order or their weights differ."""
-    known, asked = _blend(theirs or ()), _blend(ours or ())
-    shown = f"db: --retro-gpt-data-path {' '.join(theirs or ())} in the folder"
-    if known != asked:
-        yield f"{shown}, {' '.join(ours or ())} here"
-    elif was is not None and was != now:
-        yield f"{shown}; the files here have the same names, but different content"
+    recorded_blend, requested_blend = _blend(recorded or ()), _blend(requested or ())
+    label = f"db: --retro-gpt-data-path {' '.join(recorded or ())} in the folder"
+    if recorded_blend != requested_blend:
+        yield f"{label}, {' '.join(requested or ())} here"
+    elif recorded_digest is not None and recorded_digest != digest:
+        yield f"{label}; the files here have the same names, but different content"
 
 
-def _blend(words: tuple[str, ...]) -> list[float | str]:
+def _blend(entries: tuple[str, ...]) -> list[float | str]:
     """Return the weights and the names of datasets, without their folders."""
-    return [float(word) if is_number(word) else os.path.basename(word) for word in words]
+    return [float(entry) if is_number(entry) else os.path.basename(entry) for entry in entries]
 
 
 def _base(path: str | None) -> str:
     return os.path.basename(path or "")
 
 
-def _plain(name: str, value: Any) -> Any:
-    return _numbers(value) if name == "retro_gpt_split" else value
+def _normalized(name: str, value: Any) -> Any:
+    return _split_values(value) if name == "retro_gpt_split" else value
 
 
-def _numbers(split: Any) -> tuple[str, ...]:
+def _split_values(split: Any) -> tuple[str, ...]:
     """Return the values of a split, without spaces or trailing zeros."""
-    words = [word.strip() for word in str(split).replace("/", ",").split(",")]
-    while words and words[-1] in ("0", "0.0", ""):
-        words.pop()
-    return tuple(words)
+    values = [value.strip() for value in str(split).replace("/", ",").split(",")]
+    while values and values[-1] in ("0", "0.0", ""):
+        values.pop()
+    return tuple(values)

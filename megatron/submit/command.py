@@ -52,7 +52,7 @@ _PROGRAMS = {
     "local": ("bash", "install it"),
 }
 # Exit codes of runs that would only fail again.
-_HOPELESS = {
+_FATAL_EXIT_CODES = {
     CheckpointError.exit_code: "checkpoint",
     DataError.exit_code: "data",
     NumericsError.exit_code: "numerics",
@@ -61,7 +61,7 @@ _HOPELESS = {
     ShortageError.exit_code: "memory",
     CrashLoopError.exit_code: "crash loop",
 }
-_LINE = re.compile(
+_HOST_LINE = re.compile(
     r"([A-Za-z0-9][\w.-]*)(?:\s+slots\s*=\s*([1-9]\d*)|:([1-9]\d*))?(?:\s+max[_-]slots=\d+)?",
     re.ASCII,
 )
@@ -75,7 +75,7 @@ def build_parser() -> ToolParser:
     add("--run", type=Path, metavar="FILE.yaml", help="Description of the run. Flags override it.")
     add("--output", type=Path, metavar="FILE", help="Job file to write. Default: print it.")
     add("--submit", action="store_true", help="Submit the job file. Needs --output.")
-    add("words", nargs="*", metavar="-- COMMAND", help="The Python file and its flags.")
+    add("argv", nargs="*", metavar="-- COMMAND", help="The Python file and its flags.")
     for kind in SECTIONS.values():
         add_flags(parser, kind)
     return parser
@@ -88,8 +88,8 @@ def run(options: argparse.Namespace) -> None:
         ConfigError: The description has mistakes, or a program is missing.
         StorageError: The file cannot be written.
     """
-    described = describe(options)
-    text = render(described, options.to)
+    description = describe(options)
+    text = render(description, options.to)
     if options.output is None:
         if options.submit:
             raise ConfigError("--submit needs --output: the job file stays as a record of what ran")
@@ -98,17 +98,19 @@ def run(options: argparse.Namespace) -> None:
     with writing_to("--output", options.output):
         options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.output, text.encode())
-    words = submit_command(options.to, options.output)
+    command = submit_command(options.to, options.output)
     if not options.submit:
-        print_to_stderr(f"wrote {options.output}; submit it with: {shlex.join(words)}")
+        print_to_stderr(f"wrote {options.output}; submit it with: {shlex.join(command)}")
         return
     program, remedy = _PROGRAMS[options.to]
     if shutil.which(program) is None:
         raise ConfigError(f"--to {options.to} --submit: {program} is not installed here: {remedy}")
     if options.to == "slurm":  # SLURM does not create the folder for a job's output
-        Path(described.job.workdir or ".", described.job.logs).mkdir(parents=True, exist_ok=True)
+        Path(description.job.workdir or ".", description.job.logs).mkdir(
+            parents=True, exist_ok=True
+        )
     # Replace this process: Python would kill a child right after Ctrl-C, before it can save.
-    os.execvp(program, words)
+    os.execvp(program, command)
 
 
 def describe(options: argparse.Namespace) -> Description:
@@ -128,7 +130,7 @@ def describe(options: argparse.Namespace) -> Description:
     }
     if problems := unused_flags(given, options.to):
         raise ConfigError(problems)
-    return read_description(options.run, given, options.words)
+    return read_description(options.run, given, options.argv)
 
 
 def submit_command(target: str, file: Path) -> list[str]:
@@ -174,7 +176,7 @@ def render(run: Description, target: str) -> str:
     }
     # The user's variables override ours.
     variables = {"OMP_NUM_THREADS": str(run.job.threads), "NCCL_DEBUG": "WARN"}
-    variables |= dict(one.split("=", 1) for one in run.job.env)
+    variables |= dict(value.split("=", 1) for value in run.job.env)
     name = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml", "local": "local.sh"}.get(
         target, "mpi.sh" if run.hosts.launcher == "mpi" else "hostfile.sh"
     )
@@ -182,11 +184,11 @@ def render(run: Description, target: str) -> str:
     return environment.get_template(f"{name}.j2").render(
         run=run,
         environment=list(variables.items()),
-        flags=_flags(run.job.words),
+        flags=_flags(run.job.argv),
         volumes=volumes(run),
         mounts=",".join(run.job.volume),
         saved=EXIT_SAVED_ON_SIGNAL,
-        hopeless=_HOPELESS,
+        hopeless=_FATAL_EXIT_CODES,
         hosts=hosts,
         mpi_hosts=",".join(f"{host.name}:{run.job.processes}" for host in hosts),
         cwd=str(Path.cwd()),
@@ -194,7 +196,7 @@ def render(run: Description, target: str) -> str:
         container="pytorch" if is_pytorch_job else "trainer",
         port_name="pytorchjob-port" if is_pytorch_job else "rendezvous",
         seconds=_seconds(run.job.time),
-        tolerations=[_toleration(one) for one in run.kubernetes.toleration],
+        tolerations=[_toleration(value) for value in run.kubernetes.toleration],
         resources=_resources(run),
     )
 
@@ -204,22 +206,22 @@ def _hosts(run: Description) -> list[Host]:
     hosts = read_hostfile(Path(run.hosts.hostfile))
     counts = {host.slots for host in hosts}
     if len(counts) > 1:
-        shown = ", ".join(f"{host.name} has {host.slots or 'none'}" for host in hosts)
+        slots = ", ".join(f"{host.name} has {host.slots or 'none'}" for host in hosts)
         raise ConfigError(
-            f"--hostfile {run.hosts.hostfile}: the numbers of slots differ ({shown}): give each "
+            f"--hostfile {run.hosts.hostfile}: the numbers of slots differ ({slots}): give each "
             "line the same number, because all machines run the same number of processes"
         )
     return hosts
 
 
-def _flags(words: list[str]) -> list[list[str]]:
+def _flags(argv: list[str]) -> list[list[str]]:
     """Return the words of a command in groups, one for each flag and its values."""
-    lines: list[list[str]] = []
-    for word in words:
-        if not lines or word.startswith("--"):
-            lines.append([])
-        lines[-1].append(word)
-    return lines
+    groups: list[list[str]] = []
+    for arg in argv:
+        if not groups or arg.startswith("--"):
+            groups.append([])
+        groups[-1].append(arg)
+    return groups
 
 
 def _seconds(time: str | None) -> int | None:
@@ -240,12 +242,12 @@ def _toleration(text: str) -> dict[str, str]:
 def _resources(run: Description) -> dict[str, str]:
     """Return the resources that each pod requests."""
     job = run.job
-    asked = {
+    requests = {
         run.kubernetes.gpu_resource: job.gpus_per_node,
         "cpu": job.cpus_per_node,
         "memory": f"{job.memory_gb}G" if job.memory_gb else None,
     }
-    return {name: str(amount) for name, amount in asked.items() if amount}
+    return {name: str(amount) for name, amount in requests.items() if amount}
 
 
 class Host(NamedTuple):
@@ -273,7 +275,7 @@ def read_hostfile(path: Path) -> list[Host]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = _LINE.fullmatch(text)
+        match = _HOST_LINE.fullmatch(text)
         if match is None:
             problems.append(
                 f"--hostfile {path}, line {number}: {text!r}: expected HOST, HOST slots=8 or HOST:8"

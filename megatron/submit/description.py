@@ -69,10 +69,10 @@ class JobConfig:
         return max(1, (self.cpus_per_node or 1) // self.processes)
 
     @property
-    def words(self) -> list[str]:
-        """The words of the command."""
-        words = shlex.split(self.command)
-        return ["-m", *words] if words[:1] == ["megatron"] else words
+    def argv(self) -> list[str]:
+        """The command's program and arguments."""
+        argv = shlex.split(self.command)
+        return ["-m", *argv] if argv[:1] == ["megatron"] else argv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,20 +192,20 @@ def read_description(
     Raises:
         ConfigError: The file cannot be read, or has unknown keys or values of the wrong type.
     """
-    found = Findings()
+    findings = Findings()
     values: dict[str, Any] = {}
     if file is not None:
-        values = read_sections(load("--run", file) or {}, str(file), found, SECTIONS)
-    if found.problems:
-        raise ConfigError(found.problems)
+        values = read_sections(load("--run", file) or {}, str(file), findings, SECTIONS)
+    if findings.problems:
+        raise ConfigError(findings.problems)
     if command:
         values["job.command"] = shlex.join(command)
-    parts = []
-    for name, kind in SECTIONS.items():
-        known = {entry.name for entry in fields_of(kind)}
-        in_file = {key: values[f"{name}.{key}"] for key in known if f"{name}.{key}" in values}
-        parts.append(kind(**in_file | dict(given[name])))
-    return Description(*parts)
+    configs = []
+    for name, config_type in SECTIONS.items():
+        field_names = {entry.name for entry in fields_of(config_type)}
+        in_file = {key: values[f"{name}.{key}"] for key in field_names if f"{name}.{key}" in values}
+        configs.append(config_type(**in_file | dict(given[name])))
+    return Description(*configs)
 
 
 _PATTERNS = {
@@ -251,41 +251,43 @@ def unused_flags(given: Mapping[str, Mapping[str, Any]], target: str) -> list[st
         given: The values of the flags that were given, by section and field.
         target: "slurm", "kubernetes", "hostfile" or "local".
     """
-    found = [
+    problems = [
         f"{field.shown} has no effect with --to {target}: remove it"
-        for name, kind in SECTIONS.items()
-        for field in fields_of(kind)
+        for name, config_type in SECTIONS.items()
+        for field in fields_of(config_type)
         if field.name in given[name]
         and target not in _USED_BY.get(f"{name}.{field.name}", _USED_BY.get(name, TARGETS))
     ]
     if given["hosts"].get("launcher") == "mpi" and "logs" in given["job"]:
-        found.append("--logs has no effect with --launcher mpi, which prints to stdout: remove it")
-    return found
+        problems.append(
+            "--logs has no effect with --launcher mpi, which prints to stdout: remove it"
+        )
+    return problems
 
 
 def problems_of(run: Description, target: str) -> list[str]:
     """Return a line for each mistake in a description, with the remedy."""
-    found = [problem for part in run for problem in bounds_problems(part)]
-    found += _unreadable(run)
-    if not found:
-        found += _command_problems(run, target)
-        found += _target_problems(run, target)
-    return found
+    problems = [problem for part in run for problem in bounds_problems(part)]
+    problems += _pattern_problems(run)
+    if not problems:
+        problems += _command_problems(run, target)
+        problems += _target_problems(run, target)
+    return problems
 
 
-def _unreadable(run: Description) -> Iterator[str]:
+def _pattern_problems(run: Description) -> Iterator[str]:
     """Yield a line for each value that does not match its pattern."""
     for part in run:
         kind: type = type(part)
         for field in fields_of(kind):
             value = getattr(part, field.name)
             values = value if field.many else [] if value is None else [value]
-            for one in values:
-                if not isinstance(one, str):
+            for entry in values:
+                if not isinstance(entry, str):
                     continue
-                pattern, form = _PATTERNS.get(field.name, (r"[^\0\r\n]*", "text on one line"))
-                if field.name != "command" and not re.fullmatch(pattern, one, re.ASCII):
-                    yield f"{field.shown} {one!r}: expected {form}"
+                pattern, expected = _PATTERNS.get(field.name, (r"[^\0\r\n]*", "text on one line"))
+                if field.name != "command" and not re.fullmatch(pattern, entry, re.ASCII):
+                    yield f"{field.shown} {entry!r}: expected {expected}"
     try:
         shlex.split(run.job.command)
     except ValueError as error:
@@ -293,9 +295,9 @@ def _unreadable(run: Description) -> Iterator[str]:
 
 
 def _command_problems(run: Description, target: str) -> Iterator[str]:
-    words, job = run.job.words, run.job
+    argv, job = run.job.argv, run.job
     is_debug = target == "kubernetes" and run.kubernetes.kind == "debug"
-    if not words:
+    if not argv:
         if not is_debug:
             yield (
                 "no command: write it after --, as in `-- pretrain_gpt.py --config run.yaml`, or "
@@ -304,9 +306,9 @@ def _command_problems(run: Description, target: str) -> Iterator[str]:
         return
     if "\0" in job.command:
         yield "job.command: it contains a NUL character: remove it"
-    if not words[0].endswith(".py") and (words[0] != "-m" or len(words) < 2):
+    if not argv[0].endswith(".py") and (argv[0] != "-m" or len(argv) < 2):
         yield (
-            f"the command begins with {words[0]!r}: begin with a Python file, such as "
+            f"the command begins with {argv[0]!r}: begin with a Python file, such as "
             "pretrain_gpt.py, with -m MODULE or with megatron; the launcher is added to it"
         )
     if job.gpus_per_node and job.processes_per_node and job.processes > job.gpus_per_node:
@@ -321,10 +323,10 @@ def training_problems(job: JobConfig) -> list[str]:
 
     Nothing is checked if the flags depend on files that this machine does not have.
     """
-    program, *words = job.words or [""]
-    kind = re.fullmatch(r"(?:.*/)?pretrain_(gpt|bert|t5)\.py", program)
-    is_recipe = words[:2] == ["megatron", "pretrain"]
-    given = split(words[2:] if is_recipe else words)
+    program, *args = job.argv or [""]
+    script = re.fullmatch(r"(?:.*/)?pretrain_(gpt|bert|t5)\.py", program)
+    is_recipe = args[:2] == ["megatron", "pretrain"]
+    given = split(args[2:] if is_recipe else args)
     names = {flag.name for flag in given}
     files = [
         Path(value)
@@ -332,16 +334,16 @@ def training_problems(job: JobConfig) -> list[str]:
         for value in flag.values
         if flag.name == "--config" or (not flag.name and Path(value).suffix in catalog.FILES)
     ]
-    if kind is None and not is_recipe or not all(map(Path.is_file, files)):
+    if script is None and not is_recipe or not all(map(Path.is_file, files)):
         return []
     if is_recipe and "--gpus" in names:
         return ["--gpus: the job starts the processes: drop --gpus, and set --processes-per-node"]
     if "--small" in names:
         return []
     try:
-        architecture, flags = (kind[1] if kind else "gpt"), words
+        architecture, flags = (script[1] if script else "gpt"), args
         if is_recipe:
-            architecture, flags = catalog.as_script(words[2:])
+            architecture, flags = catalog.as_script(args[2:])
         catalog.check_flags(architecture, flags, job.nodes * job.processes)
     except ConfigError as error:
         return error.problems
@@ -351,7 +353,7 @@ def training_problems(job: JobConfig) -> list[str]:
 
 
 def _target_problems(run: Description, target: str) -> Iterator[str]:
-    claims = [one.source for one in volumes(run) if not one.source.startswith("/")]
+    claims = [volume.source for volume in volumes(run) if not volume.source.startswith("/")]
     if claims and target != "kubernetes":
         yield (
             f"--volume {claims[0]}:...: volume claims need --to kubernetes; folders begin with /"
@@ -375,19 +377,19 @@ def _target_problems(run: Description, target: str) -> Iterator[str]:
 
 
 def _slurm_problems(run: Description) -> Iterator[str]:
-    slurm, names = run.slurm, {flag.name for flag in split(run.job.words)}
+    slurm, names = run.slurm, {flag.name for flag in split(run.job.argv)}
     if run.job.volume and run.job.image is None:
         yield "--volume needs --image: without a container, a job uses the machine's folders"
     if slurm.requeue and slurm.chain > 1:
         yield f"--requeue and --chain {slurm.chain} both continue a run: give only one of them"
     if slurm.requeue or slurm.chain > 1:
-        asked = "--requeue" if slurm.requeue else f"--chain {slurm.chain}"
+        option = "--requeue" if slurm.requeue else f"--chain {slurm.chain}"
         # A configuration file may set both, so the command alone does not show it.
         if "--config" not in names:
             missing = [name for name in ("--load", "--save") if name not in names]
             if missing:
                 yield (
-                    f"{asked} continues from a checkpoint, but the command has no "
+                    f"{option} continues from a checkpoint, but the command has no "
                     f"{' and no '.join(missing)}: add --load and --save with the same folder"
                 )
     if run.job.time is None and slurm.requeue is False and slurm.chain > 1:

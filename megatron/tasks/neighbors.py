@@ -29,8 +29,8 @@ from megatron.inference.score import Sample, Score, Scorer
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.retro.dataset import (
-    FoundNeighbors,
     Ids,
+    NeighborArray,
     NeighborRows,
     NeighborTexts,
     NoNeighbors,
@@ -143,7 +143,7 @@ def _validation(loaded: Loaded, most: int | None) -> _Scored:
     dataset = validation_samples(config, loaded.tokenizer, loaded.layout)
     count = min(most or len(dataset), len(dataset))
     texts = [dataset.samples[i]["text"] for i in range(count)]
-    size, tokens = dataset.per_sample, count * config.data.seq_length
+    size, tokens = dataset.chunks_per_sample, count * config.data.seq_length
 
     def summarize(scores: Sequence[Score]) -> Numbers:
         loss = -sum(score.log_probability for score in scores) / tokens
@@ -193,7 +193,7 @@ def _with_neighbors(
     return _Scored(
         prepared.samples,
         [*pairwise(ends)],
-        FoundNeighbors(whole.cpu().numpy()),
+        NeighborArray(whole.cpu().numpy()),
         retriever.texts,
         prepared.summarize,
         f"{prepared.data}, {len(chunks):,} chunks with {neighbors.shape[1]} neighbors",

@@ -369,8 +369,8 @@ def _retro_samples(
 
     for number in range(options.first, min(options.first + options.count, samples)):
         sample: Any = dataset[number]
-        first = number * dataset.per_sample
-        found = dataset.table.rows(first, first + dataset.per_sample)
+        first = number * dataset.chunks_per_sample
+        found = dataset.table.rows(first, first + dataset.chunks_per_sample)
         for chunk, rows in enumerate(found):
             notes = [shown(sample["text"][chunk * length : (chunk + 1) * length])]
             for i, row in enumerate(rows.tolist()):

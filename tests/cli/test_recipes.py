@@ -73,7 +73,7 @@ def test_a_huggingface_config_is_shown_like_a_recipe(
     assert "--ffn-hidden-size 11008" in details
     assert "architecture: gpt" in details
     ours, theirs = catalog.find("llama2-7b"), catalog.find(word)
-    assert theirs.about["parameters"] == ours.about["parameters"]
+    assert theirs.facts["parameters"] == ours.facts["parameters"]
     shared = [path for path in theirs.values if path.startswith("model.") and path in ours.values]
     assert len(shared) > 8
     assert [path for path in shared if theirs.values[path] != ours.values[path]] == []

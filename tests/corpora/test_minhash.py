@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.corpora import words
-from megatron.corpora.minhash import MinHash, group, sign
+from megatron.corpora.minhash import MinHash, group_duplicates, sign
 from megatron.corpora.words import hash_ngrams, split_words
 
 _VOCABULARY = [f"word{number}" for number in range(2000)]
@@ -129,7 +129,7 @@ def test_groups_are_found_through_a_chain_and_keep_the_first() -> None:
     others = [_document(generator, 200) for _ in range(50)]
     texts = [*others[:25], *chain, *others[25:], "", "..."]
     settings = MinHash(similarity=0.55)
-    roots = group(sign([text.encode() for text in texts], settings), settings)
+    roots = group_duplicates(sign([text.encode() for text in texts], settings), settings)
     expected = np.arange(len(texts))
     expected[25:34] = 25
     assert roots.tolist() == expected.tolist()
@@ -137,11 +137,11 @@ def test_groups_are_found_through_a_chain_and_keep_the_first() -> None:
 
 def test_short_documents_are_duplicates_only_if_they_are_equal() -> None:
     texts = [b"hello world", b"Hello, world!", b"hello there", b"", b"", b"one", b"one"]
-    roots = group(sign(texts, MinHash()), MinHash())
+    roots = group_duplicates(sign(texts, MinHash()), MinHash())
     assert roots.tolist() == [0, 0, 2, 3, 4, 5, 5]
 
 
 def test_a_million_equal_documents_are_one_group() -> None:
     settings = MinHash(bands=2, rows=2)
     signatures = np.full((4, 1_000_000), 7, np.uint16)
-    assert (group(signatures, settings) == 0).all()
+    assert (group_duplicates(signatures, settings) == 0).all()

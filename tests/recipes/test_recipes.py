@@ -55,7 +55,7 @@ OURS = {"gpt-small", "gpt-tiny"}  # models that nobody published
 @cache
 def _run(name: str, processes: int) -> tuple[RunConfig, ModelPlan]:
     recipe = catalog.find(name)
-    vocabulary = int(recipe.about["vocabulary"])
+    vocabulary = int(recipe.facts["vocabulary"])
     words = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary - 1} "
     words += f"--vocab-extra-ids 0 --dry-run --dry-run-world-size {processes}"
     config = parse_config(
@@ -75,7 +75,7 @@ def test_a_recipe_has_the_parameters_of_the_published_model(name: str) -> None:
     recipe = catalog.find(name)
     _, plan = _run(name, recipe.layouts[0])
     count = count_parameters(plan)
-    assert recipe.about["parameters"] == count
+    assert recipe.facts["parameters"] == count
     if name in EXACT:
         assert count == EXACT[name]
     else:
@@ -97,18 +97,18 @@ def test_a_recipe_fits_80_gb_in_each_of_its_layouts(name: str, processes: int) -
 @pytest.mark.parametrize("name", [*EXACT, *ROUNDED])
 def test_a_recipe_trains_on_as_many_tokens_as_it_says(name: str) -> None:
     recipe = catalog.find(name)
-    if "tokens" not in recipe.about:
+    if "tokens" not in recipe.facts:
         return
     config, _ = _run(name, recipe.layouts[0])
     length = config.data.seq_length + (config.data.decoder_seq_length or 0)
     assert config.training.train_iters is not None
     tokens = length * config.training.global_batch_size * config.training.train_iters
-    assert tokens == pytest.approx(recipe.about["tokens"], rel=0.25 if name == "t5-base" else 1e-3)
+    assert tokens == pytest.approx(recipe.facts["tokens"], rel=0.25 if name == "t5-base" else 1e-3)
 
 
 @pytest.mark.parametrize("name", catalog.names())
 def test_measured_speeds_are_those_of_the_benchmarks(name: str) -> None:
-    about = catalog.find(name).about
+    about = catalog.find(name).facts
     assert ("measured" in about) == ("measured_in" in about)
     if "measured" in about:
         figure = about["measured"].partition(" tokens/s")[0]
@@ -117,7 +117,7 @@ def test_measured_speeds_are_those_of_the_benchmarks(name: str) -> None:
 
 @pytest.mark.parametrize("name", catalog.names())
 def test_losses_are_those_of_their_page(name: str) -> None:
-    about = catalog.find(name).about
+    about = catalog.find(name).facts
     assert ("loss" in about) == ("loss_in" in about)
     if "loss" in about:
         assert about["loss"].split()[0] in (ROOT / about["loss_in"]).read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def test_the_smallest_recipe_ends_with_its_loss(tmp_path: Path) -> None:
     assert main(GPTRecipe(), ["--config", str(recipe.path), "--metrics-jsonl", str(metrics)]) == 0
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [one["lm loss validation"] for one in records if "lm loss validation" in one]
-    assert losses[-1] == pytest.approx(float(recipe.about["loss"].split()[0]), abs=0.005)
+    assert losses[-1] == pytest.approx(float(recipe.facts["loss"].split()[0]), abs=0.005)
 
 
 def test_examples_in_yaml_are_recipes() -> None:
@@ -143,7 +143,7 @@ def test_examples_in_yaml_are_recipes() -> None:
 def test_a_file_of_one_s_own_is_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("recipe: {title: mine}\nmodel: {num_layers: 3}\n")
     recipe = catalog.find(str(tmp_path / "mine.yaml"))
-    assert (recipe.name, recipe.about, recipe.layouts) == ("mine", {"title": "mine"}, ())
+    assert (recipe.name, recipe.facts, recipe.layouts) == ("mine", {"title": "mine"}, ())
     assert recipe.values == {"model.num_layers": 3}
     assert recipe.size == 0  # the file does not give it
 
@@ -154,7 +154,7 @@ def test_a_file_of_one_s_own_is_a_recipe(tmp_path: Path) -> None:
     + [(10**6, "1M"), (10**9, "1B"), (10**12, "1T"), (999_999, "999999")],
 )
 def test_numbers_of_the_table(number: object, text: str) -> None:
-    assert catalog.short(number) == text
+    assert catalog.format_count(number) == text
 
 
 def test_a_word_is_a_recipe_if_it_is_a_name_a_yaml_file_or_a_model(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from megatron.retro.database import (
     CorpusChunks,
     build_database,
     corpora_file,
+    max_chunks,
     merged_file,
-    most_chunks,
     plan_corpora,
     read_corpora,
 )
@@ -138,7 +138,7 @@ def test_documents_are_cut_without_their_last_eod(tmp_path: Path) -> None:
     assert invalid.tolist() == [[6, 0, 3, 0]]
     assert offsets[:, 0].tolist() == list(range(10))
     assert offsets[:, 1].tolist() == [3, 3, 4, 4, 5, 6, 6, 7, 8, 9]
-    assert most_chunks(plan_corpora(asked, SPLIT)[0][1], CHUNK) >= len(chunks) + 1
+    assert max_chunks(plan_corpora(asked, SPLIT)[0][1], CHUNK) >= len(chunks) + 1
 
 
 def test_chunks_are_read_padded_with_eod(tmp_path: Path) -> None:

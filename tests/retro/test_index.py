@@ -37,8 +37,8 @@ RECORDED = IndexOptions(
     block_size=BLOCK,
     train_fraction=0.97,
     add_fraction=0.95,
-    keeps_training=True,
-    keeps_codes=True,
+    keep_training_vectors=True,
+    keep_codes=True,
     threads=1,
     compatible=True,
 )
@@ -186,7 +186,7 @@ def test_graphs(factory: str, table: NDArray[np.float32], tmp_path: Path):
 
 def test_a_run_goes_on_after_any_block(table: NDArray[np.float32], tmp_path: Path):
     """Existing blocks are kept, and the index is the same."""
-    options = replace(OURS, keeps_training=True, keeps_codes=True)
+    options = replace(OURS, keep_training_vectors=True, keep_codes=True)
     paths, whole = IndexPaths(tmp_path / "a", options), IndexPaths(tmp_path / "b", options)
     for workdir in (paths.workdir, whole.workdir):
         train_index(workdir, options, texts(300), lambda: FakeEmbedder(table), WORLD)
@@ -208,7 +208,7 @@ def test_a_run_goes_on_after_any_block(table: NDArray[np.float32], tmp_path: Pat
 def test_vectors_of_another_width_are_made_again_as_in_megatron(
     table: NDArray[np.float32], tmp_path: Path
 ):
-    options = replace(OURS, keeps_training=True)
+    options = replace(OURS, keep_training_vectors=True)
     train_index(tmp_path, options, texts(300), lambda: FakeEmbedder(table), WORLD)
     paths = IndexPaths(tmp_path, options)
     paths.empty.unlink()
@@ -226,7 +226,7 @@ def test_shares(table: NDArray[np.float32], tmp_path: Path):
     options = replace(OURS, factory="IVF4,Flat", add_fraction=0.8, train_fraction=0.5)
     found = {}
     for compatible in (False, True):
-        asked = replace(options, compatible=compatible, keeps_codes=True)
+        asked = replace(options, compatible=compatible, keep_codes=True)
         workdir = tmp_path / str(compatible)
         train_index(workdir, asked, texts(300), lambda: FakeEmbedder(table), WORLD)
         add_to_index(workdir, asked, texts(450), lambda: FakeEmbedder(table), WORLD)

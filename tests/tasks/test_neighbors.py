@@ -67,7 +67,7 @@ def test_every_whole_chunk_of_a_text_gets_neighbors(monkeypatch):
 def test_validation_samples_are_scored_after_their_first_token(monkeypatch):
     class Samples:
         samples = tuple({"text": range(start, start + 9)} for start in (0, 100, 200))
-        per_sample, table, texts = 2, "their table", "their texts"
+        chunks_per_sample, table, texts = 2, "their table", "their texts"
 
         def __len__(self):
             return len(self.samples)
