@@ -167,15 +167,30 @@ def title_of(config_type: type) -> str:
     return (config_type.__doc__ or config_type.__name__).splitlines()[0].rstrip(".")
 
 
-def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
-    """Add a help group with the flags of a dataclass."""
-    add_group(parser, title_of(config_type), fields_of(config_type))
+def add_flags(parser: argparse.ArgumentParser, config_type: type, *, prefix: str = "") -> None:
+    """Add a help group with the flags of a dataclass.
+
+    Args:
+        parser: The parser to which they are added.
+        config_type: The dataclass.
+        prefix: What precedes the names of the fields in the namespace. It keeps fields of the same
+            name in several dataclasses apart.
+    """
+    add_group(parser, title_of(config_type), fields_of(config_type), prefix=prefix)
 
 
-def add_group(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
+def add_group(
+    parser: argparse.ArgumentParser, title: str, fields: Iterable[Field], *, prefix: str = ""
+) -> None:
     """Add a help group with the flags of these fields.
 
     Flags that are not given are absent from the namespace. `from_given` fills in defaults.
+
+    Args:
+        parser: The parser to which they are added.
+        title: The heading of the group.
+        fields: The fields.
+        prefix: What precedes their names in the namespace (see `add_flags`).
     """
     group = parser.add_argument_group(title)
     for field in fields:
@@ -189,7 +204,8 @@ def add_group(parser: argparse.ArgumentParser, title: str, fields: Iterable[Fiel
             }
             options["nargs"] = "*" if field.many else None
         if field.names:
-            options |= {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
+            options |= {"dest": prefix + field.name, "default": argparse.SUPPRESS}
+            options["help"] = _help(field)
             group.add_argument(*field.shown_names, **options)
 
 

@@ -76,8 +76,8 @@ def build_parser() -> ToolParser:
     add("--output", type=Path, metavar="FILE", help="Job file to write. Default: print it.")
     add("--submit", action="store_true", help="Submit the job file. Needs --output.")
     add("argv", nargs="*", metavar="-- COMMAND", help="The Python file and its flags.")
-    for kind in SECTIONS.values():
-        add_flags(parser, kind)
+    for name, kind in SECTIONS.items():
+        add_flags(parser, kind, prefix=f"{name}.")
     return parser
 
 
@@ -124,7 +124,7 @@ def describe(options: argparse.Namespace) -> Description:
         name: {
             field.name: tuple(value) if field.many else value
             for field in fields_of(kind)
-            if (value := getattr(options, field.name, None)) is not None
+            if (value := getattr(options, f"{name}.{field.name}", None)) is not None
         }
         for name, kind in SECTIONS.items()
     }

@@ -204,6 +204,29 @@ def test_a_time_limit_in_seconds() -> None:
     assert "activeDeadlineSeconds: 3723" in text
 
 
+@pytest.mark.parametrize(
+    ("target", "flag", "least", "most"),
+    [
+        ("slurm", "--nodes", 1, 100_000),
+        ("slurm", "--save-seconds", 1, 65_535),  # what `sbatch --signal` accepts
+        ("kubernetes", "--port", 1024, 65_535),  # ports that need no privileges
+        ("kubernetes", "--restarts", 0, 10_000),
+        ("kubernetes", "--pod-save-seconds", 1, 86_400),  # a day
+        ("kubernetes", "--silence-minutes", 0, 10_000),
+    ],
+)
+def test_both_ends_of_a_range_are_allowed(target: str, flag: str, least: int, most: int) -> None:
+    more = ["--image", "x", "--", "a.py"]
+    job_file(target, flag, str(least), *more)
+    job_file(target, flag, str(most), *more)
+    assert f"{flag} {least - 1}: must be at least {least}" in _problems(
+        flag, str(least - 1), *more, target=target
+    )
+    assert f"{flag} {most + 1}: must be at most {most}" in _problems(
+        flag, str(most + 1), *more, target=target
+    )
+
+
 def test_a_node_may_have_a_single_process() -> None:
     words = ["--gpus-per-node", "4", *COMMAND]
     assert "--processes-per-node 0: must be" in _problems("--processes-per-node", "0", *words)
