@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,7 @@ def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
     live = LiveRuns([runs])
     live_page = asyncio.run(live.page())
     assert "<h1>no runs yet</h1>" in live_page
+    assert "<body data-live>" in live_page  # otherwise the page never asks for new data
 
     def names() -> list[str]:
         live._read()
@@ -101,6 +103,27 @@ def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
     shutil.rmtree(runs)
     live._read()
     assert len(json.loads(asyncio.run(live.current())[0])["runs"]) == 2
+
+
+@pytest.mark.parametrize(("cost", "rest"), [(0.01, 1.0), (2.0, 10.0)])
+def test_files_are_read_once_a_second_or_less_often_if_the_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost: float, rest: float
+) -> None:
+    live = LiveRuns([write_run(tmp_path / "run", [record(1)])])
+    now, reads = [100.0], []
+
+    def read() -> bool:
+        reads.append(now[0])
+        now[0] += cost
+        return False
+
+    monkeypatch.setattr(live, "_read", read)
+    monkeypatch.setattr("megatron.report.live.time", SimpleNamespace(monotonic=lambda: now[0]))
+    asyncio.run(live.current())
+    for pause, count in ((rest - 0.1, 1), (0.2, 2)):
+        now[0] += pause
+        asyncio.run(live.current())
+        assert len(reads) == count
 
 
 def test_a_folder_that_does_not_exist_is_an_error(tmp_path, capsys):

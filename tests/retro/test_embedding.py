@@ -19,6 +19,7 @@ from megatron.retro.embedding import (
     build_embedder,
 )
 from tests.retro.recorded import BLOCK, Recorded
+from tests.tasks.toy import save_bert
 
 TEXTS = ["a tale of two cities", "", "it was the best of times " * 40, "union", "the"] * 3
 
@@ -101,6 +102,19 @@ def test_16_bits(recorded: Recorded):
     found, exact = bert(recorded, dtype="bf16").embed(TEXTS), bert(recorded).embed(TEXTS)
     error = np.abs(found - exact).max()
     assert 0 < error < 0.05
+
+
+def test_the_format_is_the_checkpoint_s_or_the_one_asked_for(tmp_path: Path):
+    save_bert(tmp_path, "--bf16")
+
+    def embed(dtype: str | None) -> np.ndarray:
+        options = EmbedderOptions("megatron", str(tmp_path / "bert"), max_length=24, dtype=dtype)
+        return build_embedder(options, Device.cpu()).embed(["w1 w2 w3", "w4"])
+
+    found = embed(None)
+    np.testing.assert_array_equal(found, embed("bf16"))
+    for other in ("fp32", "fp16"):
+        assert 0 < np.abs(found - embed(other)).max() < 0.05
 
 
 @pytest.mark.parametrize("length", [2, 129])

@@ -59,6 +59,11 @@ def test_every_whole_chunk_of_a_text_gets_neighbors(monkeypatch):
     assert scored.rows == [(0, 2), (2, 3)]
     assert scored.table.rows(0, 3).tolist() == [[0, 10], [40, 50], [200, 210]]
     assert scored.data == "two texts, 3 chunks with 2 neighbors"
+    samples.insert(0, Sample(range(4), 1))
+    scored = neighbors._with_neighbors(prepared, loaded, Device.cpu(), None)
+    assert scored.rows == [(0, 0), (0, 2), (2, 3)]  # a text without a whole chunk is scored too
+    only = Prepared([Sample(range(5), 1)], lambda _: {}, "a text", {})
+    assert neighbors._with_neighbors(only, loaded, Device.cpu(), None).rows == [(0, 1)]
     short = Prepared([Sample(range(4), 1)], lambda _: {}, "a text", {})
     with pytest.raises(DataError, match="none of the texts has a whole chunk of 4 tokens"):
         neighbors._with_neighbors(short, loaded, Device.cpu(), None)

@@ -51,6 +51,17 @@ def test_the_token_after_the_answer(
     assert time.monotonic() - start < 25
 
 
+def test_no_process_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = _tokenizer(tmp_path)
+    file = tmp_path / "process"
+    monkeypatch.setattr(
+        tokenizer, "tokenize_spelled", lambda _: [file.write_text(f"{os.getpid()}")]
+    )
+    assert find_turn_end(_CHATML, {}, tokenizer) is not None
+    with pytest.raises(ProcessLookupError):  # not even a zombie
+        os.kill(int(file.read_text()), 0)
+
+
 def test_a_process_that_dies_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

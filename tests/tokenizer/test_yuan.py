@@ -90,6 +90,7 @@ def test_pieces(small, text, entries, spelled):
         ("a b ", "a b \u2582"),
         (" ", "\u2582"),
         ("中 a", "中 \u2582 a"),
+        ("a 中", "a \u2582 中"),
     ],
 )
 def test_only_spaces_between_words_are_dropped(small, text, entries, monkeypatch):

@@ -148,9 +148,11 @@ def test_the_command_refuses_what_is_out_of_range(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron.processes.launch.is_launched", lambda: False)
-    with pytest.raises(SystemExit, match="9"):
-        command.main(["--factor", "1.5"])
-    assert "--factor" in capsys.readouterr().err
+    monkeypatch.setattr(command.os, "execv", lambda *_: pytest.fail("a launcher was started"))
+    for share in ("1.5", "1", "0", "-1"):
+        with pytest.raises(SystemExit, match="9"):
+            command.main(["--factor", share])
+        assert "--factor" in capsys.readouterr().err
     assert command.main(["--processes", "0"]) == 9
     assert "--processes 0: give at least 1" in capsys.readouterr().err
 
@@ -168,6 +170,19 @@ def test_the_command_starts_a_process_for_each_device(
     assert program == words[0] == sys.executable
     assert words[words.index("--nproc-per-node") + 1] == processes
     assert words[-3:] == ["health", "--save", "runs/a"]
+
+
+@pytest.mark.parametrize(("launched", "words"), [(False, ["--processes", "1"]), (True, [])])
+def test_a_single_process_or_a_launched_one_starts_no_other(
+    launched: bool, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.processes.launch.is_launched", lambda: launched)
+    monkeypatch.setattr(command.os, "execv", lambda *_: pytest.fail("a launcher was started"))
+    tests: list[Any] = []
+    monkeypatch.setattr(command, "_test", lambda *given: tests.append(given) or 1)
+    monkeypatch.setattr("megatron.processes.process.run_process", lambda _, work: work("launch"))
+    assert command.main([*words, "--factor", "0.25", "--save", "x"]) == 1
+    assert tests == [("launch", Path("x"), 0.25)]
 
 
 def test_the_command_prints_a_table_and_says_what_stands_out(

@@ -69,6 +69,8 @@ def test_factors_of_the_plan():
     assert chosen.head("output").scale == 3
     assert chosen.embedding.scale == 2
     assert plan("--use-mup").head("output").scale == 1
+    both = plan("--use-mup --mup-base-hidden-size 16 --logit-scale 3")
+    assert both.head("output").scale == 3 / 4
     assert plan().layers[0].mixer.scale is None
     assert plan().head("output").scale is None
 

@@ -13,7 +13,12 @@ import pytest
 from megatron.device import Device
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Axis, Layout
-from megatron.training.callbacks.stragglers import Straggler, StragglerWatch, times_line
+from megatron.training.callbacks.stragglers import (
+    Straggler,
+    Stragglers,
+    StragglerWatch,
+    times_line,
+)
 from megatron.training.timers import ReadyClock, SectionClock, Timers
 from tests.distributed import run_distributed
 from tests.reliability.scoreboard.numbers import slowed
@@ -163,6 +168,39 @@ def test_the_log_line_names_the_ends() -> None:
         " stragglers (ms) | compute: median 5.5, slowest 9.0 (rank 1), 6.0 (rank 3), "
         "fastest 4.0 (rank 2), 5.0 (rank 0) | loading: median 0.0, "
     )
+
+
+def test_whole_windows_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that continues from iteration 5 first compares iterations 11 to 20.
+
+    The lower quartile of a window counts, so three fast updates of ten are enough to be fast.
+    """
+    progress = SimpleNamespace(iteration=5)
+    logging = SimpleNamespace(log_interval=1, straggler_minmax_count=1)
+    run: Any = SimpleNamespace(
+        layout=Layout.single(),
+        progress=progress,
+        is_log_rank=True,
+        config=SimpleNamespace(logging=logging),
+    )
+
+    def read() -> list[float]:
+        fast = 2 if progress.iteration > 20 else 3
+        return [5.0 if progress.iteration % 10 < fast else 9.0, 0.0, 0.0, 10.0]
+
+    columns = ["compute", "loading", "rest", "update"]
+    clock: Any = SimpleNamespace(axes={}, columns=columns, read=read)
+    outcome: Any = None
+    callback = Stragglers(clock, outcome)
+    callback.on_start(run)
+    assert "there is only one rank, so nothing is compared" in capsys.readouterr().out
+    told = {}
+    for iteration in range(6, 42):
+        progress.iteration = iteration
+        callback.after_step(run, outcome, None)
+        if "stragglers (ms) | compute: median " in (text := capsys.readouterr().out):
+            told[iteration] = text.split("median ")[1].split(",")[0]
+    assert told == {20: "5000.0", 30: "9000.0", 40: "9000.0"}
 
 
 def test_the_groups_of_a_run() -> None:
