@@ -17,9 +17,8 @@ from megatron.tasks.target import Target
 from megatron.tasks.texts import read_text
 from megatron.tokenizer import Tokenizer
 
-_MAX_BROKEN_LINES = (
-    0.01  # the fraction of lines that may be broken, because QQP's own file has some
-)
+# The fraction of lines that may be broken, because QQP's own file has some.
+_MAX_BROKEN_LINES = 0.01
 _LETTERS = "ABCD"
 
 
@@ -91,7 +90,7 @@ def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]
     """
     target, columns = GLUE[task]
     examples: list[Example] = []
-    wrong: list[str] = []
+    broken_lines: list[str] = []
     for index, (number, line) in enumerate(_lines(path, flag)):
         cells = line.rstrip("\r").split("\t")
         problem = _problem(cells, target, columns)
@@ -103,14 +102,14 @@ def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]
         elif index or not (
             len(cells) in columns.counts and any(map(str.isalpha, cells[columns.label]))
         ):
-            wrong.append(f"{path}, line {number}: {problem}")
-    if wrong and len(wrong) > _MAX_BROKEN_LINES * len(examples):
+            broken_lines.append(f"{path}, line {number}: {problem}")
+    if broken_lines and len(broken_lines) > _MAX_BROKEN_LINES * len(examples):
         raise DataError(
-            f"--task {task}: {wrong[0]} ({len(wrong):,} broken lines in total): give a file in the "
-            "format of this task"
+            f"--task {task}: {broken_lines[0]} ({len(broken_lines):,} broken lines in total): give "
+            "a file in the format of this task"
         )
-    if wrong:
-        print_line(f"WARNING: {len(wrong):,} broken lines are skipped: {wrong[0]}")
+    if broken_lines:
+        print_line(f"WARNING: {len(broken_lines):,} broken lines are skipped: {broken_lines[0]}")
     if not examples:
         raise DataError(f"--task {task}: {path}: this file has no examples: give another file")
     return examples
@@ -125,8 +124,8 @@ def _lines(path: str, flag: str) -> list[tuple[int, str]]:
 def _problem(cells: Sequence[str], target: Target, columns: Columns) -> str | None:
     """Describe the error in a line's cells, or return `None` if there is no error."""
     if len(cells) not in columns.counts:
-        wanted = " or ".join(map(str, columns.counts))
-        return f"{len(cells)} tab-separated columns, expected {wanted}"
+        expected = " or ".join(map(str, columns.counts))
+        return f"{len(cells)} tab-separated columns, expected {expected}"
     label = cells[columns.label]
     if target.span is not None:
         low, high = target.span
@@ -172,8 +171,8 @@ def _questions(line: str, where: str) -> Iterator[Example]:
     try:
         article = load_line(line.encode())
         text = _tidy(article["article"])
-        parts = zip(article["questions"], article["options"], article["answers"], strict=True)
-        for question, options, answer in parts:
+        items = zip(article["questions"], article["options"], article["answers"], strict=True)
+        for question, options, answer in items:
             label = _LETTERS.index(answer)
             if len(options) != len(_LETTERS):
                 raise ValueError(f"{len(options)} options")
@@ -240,8 +239,8 @@ class TextSamples:
         ids = [tokenizer.cls, *tokenizer.tokenize_spelled(first)[:limit], tokenizer.sep]
         types = [0] * len(ids)
         if second is not None:
-            more = [*tokenizer.tokenize_spelled(second), tokenizer.sep]
-            ids, types = ids + more, types + [1] * len(more)
+            second_ids = [*tokenizer.tokenize_spelled(second), tokenizer.sep]
+            ids, types = ids + second_ids, types + [1] * len(second_ids)
         if len(ids) > self._length:
             ids, types = [*ids[: self._length - 1], tokenizer.sep], types[: self._length]
         return (
@@ -260,18 +259,23 @@ class Epochs:
         dataset: The samples of one epoch.
         seed: The seed for shuffling.
         length: The total number of samples.
-        used: The number of samples to use in each epoch, so that the epoch ends with a full batch.
-            `None` uses all.
+        samples_per_epoch: The number of samples to use in each epoch, so that the epoch ends with a
+            full batch. `None` uses all.
     """
 
     def __init__(
-        self, dataset: SampleDataset, *, seed: int, length: int, used: int | None = None
+        self,
+        dataset: SampleDataset,
+        *,
+        seed: int,
+        length: int,
+        samples_per_epoch: int | None = None,
     ) -> None:
         """Store the dataset, the seed and the lengths."""
         self._dataset = dataset
         self._seed = seed
         self._length = length
-        self._used = used or len(dataset)
+        self._samples_per_epoch = samples_per_epoch or len(dataset)
         self._order: tuple[int, NDArray[np.int64]] | None = None  # the latest epoch and its order
 
     def __len__(self) -> int:
@@ -280,11 +284,11 @@ class Epochs:
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i` of the training run."""
-        epoch, place = divmod(i, self._used)
+        epoch, index = divmod(i, self._samples_per_epoch)
         if self._order is None or self._order[0] != epoch:
             generator = np.random.default_rng((self._seed, epoch))
             self._order = epoch, generator.permutation(len(self._dataset))
-        sample: Sample = self._dataset[int(self._order[1][place])]
+        sample: Sample = self._dataset[int(self._order[1][index])]
         return sample
 
 

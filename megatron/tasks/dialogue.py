@@ -39,10 +39,10 @@ from megatron.inference.sharing import GeneratedText
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, show_notices
-from megatron.tasks.evaluation import parse_evaluation, say_start
-from megatron.tasks.harness import Generator, TextToWrite
+from megatron.tasks.evaluation import parse_evaluation, print_start
+from megatron.tasks.harness import GenerationRequest, Generator
 from megatron.tasks.results import (
-    Numbers,
+    Metrics,
     TaskProgress,
     check_results,
     format_number,
@@ -75,30 +75,30 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         UserError: A flag, the checkpoint or a file is invalid.
     """
     parsed = parse(task, arguments, launch.world_size)
-    options, own = parsed.extra
+    options, task_options = parsed.extra
     notices = list(parsed.notices)
-    if own.prompt_type == "knowledge" and own.num_prompt_examples != _EXAMPLES:
+    if task_options.prompt_type == "knowledge" and task_options.num_prompt_examples != _EXAMPLES:
         notices.append(
-            f"--num-prompt-examples {own.num_prompt_examples} has no effect: --prompt-file has "
-            "the examples for each dialogue"
+            f"--num-prompt-examples {task_options.num_prompt_examples} has no effect: "
+            "--prompt-file has the examples for each dialogue"
         )
     show_notices(notices, launch)
-    if task == "MSDP-PROMPT" and not own.api_prompt:
+    if task == "MSDP-PROMPT" and not task_options.api_prompt:
         if launch.rank == 0:  # find mistakes before any other work
-            _begin_output(options, own)
+            _begin_output(options, task_options)
         with processes(parsed.config, launch) as (device, layout):
             prompt(parsed, device, layout)
     elif launch.rank == 0 and task == "MSDP-PROMPT":
-        _begin_output(options, own)
-        prompts, url = read_prompts(own), own.megatron_api_url or ""
-        with closing(_open_part(own)) as part:
-            part.rest(prompts)  # find mistakes
-            part.keep_settings({"--out-seq-length": own.out_seq_length})
-            for one in prompts[part.done :]:
-                _write(part, one, ask_server(url, own.out_seq_length, one))
-        _write_lines(own)
+        _begin_output(options, task_options)
+        prompts, url = read_prompts(task_options), task_options.megatron_api_url or ""
+        with closing(_open_partial_output(task_options)) as output:
+            output.rest(prompts)  # find mistakes
+            output.keep_settings({"--out-seq-length": task_options.out_seq_length})
+            for text in prompts[output.done :]:
+                _write(output, text, ask_server(url, task_options.out_seq_length, text))
+        _write_lines(task_options)
     elif launch.rank == 0:
-        measure(options, own)
+        measure(options, task_options)
     return EXIT_OK
 
 
@@ -113,7 +113,7 @@ def parse(
     Raises:
         UserError: A flag or the checkpoint is invalid.
     """
-    check = partial(_mistakes, task)
+    check = partial(_find_mistakes, task)
     if task == "MSDP-PROMPT" and "--api-prompt" not in arguments:
         return parse_evaluation(
             task,
@@ -136,27 +136,27 @@ def parse(
     return parse_config(arguments, world_size=world_size, program=program)
 
 
-def _mistakes(task: str, options: TaskConfig, own: DialogueConfig) -> Iterator[str]:
-    prompts = task == "MSDP-PROMPT"
-    for name in _PROMPTING if prompts else _MEASURING:
-        if getattr(own, name) is None:
+def _find_mistakes(task: str, options: TaskConfig, task_options: DialogueConfig) -> Iterator[str]:
+    is_prompting = task == "MSDP-PROMPT"
+    for name in _PROMPTING if is_prompting else _MEASURING:
+        if getattr(task_options, name) is None:
             yield f"--task {task} needs {_flag(name)}: give a file or value"
-    other = "MSDP-EVAL-F1" if prompts else "MSDP-PROMPT"
-    for field in fields(own):
-        is_ours = prompts != (field.name in _MEASURING)
-        if not is_ours and getattr(own, field.name) != field.default:
+    other = "MSDP-EVAL-F1" if is_prompting else "MSDP-PROMPT"
+    for field in fields(task_options):
+        is_used = is_prompting != (field.name in _MEASURING)
+        if not is_used and getattr(task_options, field.name) != field.default:
             yield f"{_flag(field.name)} belongs to {other}, but this is {task}: drop it"
     for name in ("prompt_file", "sample_input_file", *_MEASURING):
-        path = getattr(own, name)
+        path = getattr(task_options, name)
         yield from find_missing(_flag(name), [path] if path else None)
-    if prompts and own.api_prompt != (own.megatron_api_url is not None):
+    if is_prompting and task_options.api_prompt != (task_options.megatron_api_url is not None):
         yield "--api-prompt and --megatron-api-url: give both, or neither to load a model"
     if options.valid_data:
-        name = "sample_input_file" if prompts else "guess_file"
+        name = "sample_input_file" if is_prompting else "guess_file"
         yield f"--valid-data: {_flag(name)} names the data of {task}: drop --valid-data"
-    if prompts and options.results is not None:
+    if is_prompting and options.results is not None:
         yield "--results: MSDP-PROMPT measures nothing: drop --results, or use --sample-output-file"
-    if not prompts and options.overwrite and options.results is None:
+    if not is_prompting and options.overwrite and options.results is None:
         yield "--overwrite without --results: there is no file to replace: drop --overwrite"
 
 
@@ -166,53 +166,63 @@ def _flag(name: str) -> str:
 
 def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
     """Load the model and write a line for each dialogue. Collective."""
-    _, own = parsed.extra
+    _, task_options = parsed.extra
     if layout.world.rank == 0:
-        with closing(_open_part(own)) as part:  # before loading the model, to find mistakes
-            _prompt(parsed, device, layout, part)
-        _write_lines(own)
+        # Open the output before loading the model, to find mistakes.
+        with closing(_open_partial_output(task_options)) as output:
+            _prompt(parsed, device, layout, output)
+        _write_lines(task_options)
     else:
         _prompt(parsed, device, layout, None)
 
 
-def _prompt(parsed: ParsedRun, device: Device, layout: Layout, part: SampleFile | None) -> None:
+def _prompt(parsed: ParsedRun, device: Device, layout: Layout, output: SampleFile | None) -> None:
     """Continue the prompts without a line in the partial output, which only rank 0 opens."""
-    _, own = parsed.extra
-    prompts = read_prompts(own)
-    if part is not None:
-        part.rest(prompts)  # find mistakes before loading the model
+    _, task_options = parsed.extra
+    prompts = read_prompts(task_options)
+    if output is not None:
+        output.rest(prompts)  # find mistakes before loading the model
     config = parsed.config
     folder = config.checkpoint.load
     assert folder is not None
     loaded = load_gpt(folder, device, layout, config=config)
-    say_start("MSDP-PROMPT", loaded, device, f"{own.sample_input_file}: {len(prompts):,} dialogues")
-    if part is not None:
+    print_start(
+        "MSDP-PROMPT",
+        loaded,
+        device,
+        f"{task_options.sample_input_file}: {len(prompts):,} dialogues",
+    )
+    if output is not None:
         model = str(Path(folder).resolve())
         settings: DrawSettings = {"--load": model, "iteration": loaded.iteration}
-        settings["--out-seq-length"] = own.out_seq_length
+        settings["--out-seq-length"] = task_options.out_seq_length
         settings["--seq-length"] = config.data.seq_length
-        part.keep_settings(settings)
-    left = prompts[JsonExchange(layout.world).gather(part.done if part else 0)[0] :]
+        output.keep_settings(settings)
+    remaining = prompts[JsonExchange(layout.world).gather(output.done if output else 0)[0] :]
     requests = [
-        TextToWrite(loaded.tokenizer.tokenize_open(one), own.out_seq_length, until=("\n",))
-        for one in left
+        GenerationRequest(
+            loaded.tokenizer.tokenize_open(text), task_options.out_seq_length, until=("\n",)
+        )
+        for text in remaining
     ]
-    room = config.data.seq_length - min(own.out_seq_length, config.data.seq_length - 1)
-    cut = sum(len(request.prompt) > room for request in requests)
-    if cut and layout.world.rank == 0:
+    max_prompt = config.data.seq_length - min(
+        task_options.out_seq_length, config.data.seq_length - 1
+    )
+    num_cut = sum(len(request.prompt) > max_prompt for request in requests)
+    if num_cut and layout.world.rank == 0:
         print_line(
-            f"WARNING: {cut:,} of {len(left):,} prompts are cut at the beginning: they do not fit "
-            f"into a window of {config.data.seq_length} with {own.out_seq_length} new tokens: "
-            "give fewer examples"
+            f"WARNING: {num_cut:,} of {len(remaining):,} prompts are cut at the beginning: they do "
+            f"not fit into a window of {config.data.seq_length} with {task_options.out_seq_length} "
+            "new tokens: give fewer examples"
         )
     generator = Generator(loaded, device)
-    progress = TaskProgress(shown=layout.world.rank == 0, log_interval=1)
+    progress = TaskProgress(enabled=layout.world.rank == 0, log_interval=1)
     step = _PROGRESS_INTERVAL * layout.data.size
     for first in range(0, len(requests), step):
         texts = generator.generate(requests[first : first + step])
-        if part is not None:
-            for one, text in zip(left[first : first + step], texts, strict=True):
-                _write(part, one, _line(text))
+        if output is not None:
+            for prompt_text, text in zip(remaining[first : first + step], texts, strict=True):
+                _write(output, prompt_text, _line(text))
         progress(first // step + 1, -(-len(requests) // step))
 
 
@@ -221,78 +231,82 @@ def _line(text: str) -> str:
     return text.partition("\n")[0].replace("\r", " ").strip()
 
 
-def _output_path(own: DialogueConfig) -> Path:
-    return Path(own.sample_output_file or f"{own.sample_input_file}.out")
+def _output_path(task_options: DialogueConfig) -> Path:
+    return Path(task_options.sample_output_file or f"{task_options.sample_input_file}.out")
 
 
-def _begin_output(options: TaskConfig, own: DialogueConfig) -> None:
+def _begin_output(options: TaskConfig, task_options: DialogueConfig) -> None:
     """Check that the prompts can be read and that the output can be written."""
-    path = _output_path(own)
+    path = _output_path(task_options)
     expect_no_file("--sample-output-file", [path], overwrite=options.overwrite)
     if not path.parent.is_dir():
         raise ConfigError(f"--sample-output-file {path}: the folder does not exist: create it")
-    read_prompts(own)
+    read_prompts(task_options)
 
 
-def _open_part(own: DialogueConfig) -> SampleFile:
+def _open_partial_output(task_options: DialogueConfig) -> SampleFile:
     """Open the partial output, which an interrupted run leaves behind: prompts and their lines."""
-    path = _output_path(own)
-    part = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
-    if part.done:
-        print_line(f"{part.path}: {part.done:,} lines already exist; continuing with the rest")
-    return part
+    path = _output_path(task_options)
+    output = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
+    if output.done:
+        print_line(f"{output.path}: {output.done:,} lines already exist; continuing with the rest")
+    return output
 
 
-def _write(part: SampleFile, prompt: str, line: str) -> None:
-    part.write(GeneratedText(prompt, line, len(line.split()), finished=True))
+def _write(output: SampleFile, prompt: str, line: str) -> None:
+    output.write(GeneratedText(prompt, line, len(line.split()), finished=True))
 
 
-def _write_lines(own: DialogueConfig) -> None:
-    """Write the output from the partial output (`_open_part`), which is then removed.
+def _write_lines(task_options: DialogueConfig) -> None:
+    """Write the output from the partial output (`_open_partial_output`), which is then removed.
 
     Raises:
         DataError: A line of the partial output has no text.
     """
-    path = _output_path(own)
-    part = path.with_name(f"{path.name}.part.jsonl")
-    lines = [line.fields.get("text") for line in read_objects(part, "--sample-output-file")]
+    path = _output_path(task_options)
+    partial_path = path.with_name(f"{path.name}.part.jsonl")
+    lines = [line.fields.get("text") for line in read_objects(partial_path, "--sample-output-file")]
     for number, line in enumerate(lines, 1):
         if not isinstance(line, str):
-            raise DataError(f"{part}: line {number} has no text: remove the file and start again")
+            raise DataError(
+                f"{partial_path}: line {number} has no text: remove the file and start again"
+            )
     with writing_to("--sample-output-file", path):
         replace_file(path, "".join(f"{line}\n" for line in lines).encode())
-        part.unlink()
-        part.with_name(f"{part.name}.settings.json").unlink(missing_ok=True)
+        partial_path.unlink()
+        partial_path.with_name(f"{partial_path.name}.settings.json").unlink(missing_ok=True)
     print_line(f"{len(lines):,} lines written to {path}")
 
 
-def read_prompts(own: DialogueConfig) -> list[str]:
+def read_prompts(task_options: DialogueConfig) -> list[str]:
     """Return the prompt for each dialogue: examples, and the beginning of one to complete.
 
     Raises:
         ConfigError: NLTK's Punkt, which response prompts need, is not installed.
         DataError: A file cannot be read, or a line is incomplete. The message names the line.
     """
-    assert own.prompt_file is not None
-    assert own.sample_input_file is not None
-    if own.prompt_type == "knowledge":
-        examples = _examples_by_key(own.prompt_file)
-        write = partial(_knowledge_prompt, examples, own.prompt_file)
+    assert task_options.prompt_file is not None
+    assert task_options.sample_input_file is not None
+    if task_options.prompt_type == "knowledge":
+        examples = _examples_by_key(task_options.prompt_file)
+        build_prompt = partial(_knowledge_prompt, examples, task_options.prompt_file)
         columns = 2
     else:
-        lines = _lines("--prompt-file", own.prompt_file)[: own.num_prompt_examples]
-        write = partial(_response_prompt, _joined(lines), word_splitter())
+        lines = _lines("--prompt-file", task_options.prompt_file)[
+            : task_options.num_prompt_examples
+        ]
+        build_prompt = partial(_response_prompt, _joined(lines), word_splitter())
         columns = 3
     prompts = []
-    for number, line in enumerate(_lines("--sample-input-file", own.sample_input_file), 1):
-        where = f"--sample-input-file {own.sample_input_file}, line {number}"
+    for number, line in enumerate(_lines("--sample-input-file", task_options.sample_input_file), 1):
+        where = f"--sample-input-file {task_options.sample_input_file}, line {number}"
         cells = line.strip().split("\t")
         if len(cells) < columns:
             raise DataError(
                 f"{where}: {len(cells)} tab-separated columns, but --prompt-type "
-                f"{own.prompt_type} needs {columns}: fix the line"
+                f"{task_options.prompt_type} needs {columns}: fix the line"
             )
-        prompts.append(write(where, cells))
+        prompts.append(build_prompt(where, cells))
     return prompts
 
 
@@ -308,7 +322,7 @@ def _joined(examples: Sequence[str]) -> str:
 
 def _examples_by_key(path: str) -> dict[str, str]:
     """Return the examples by "TOPIC LAST_TURN". If a key occurs twice, the first one counts."""
-    found: dict[str, str] = {}
+    examples_by_key: dict[str, str] = {}
     for number, line in enumerate(_lines("--prompt-file", path), 1):
         where = f"--prompt-file {path}, line {number}"
         try:
@@ -316,12 +330,14 @@ def _examples_by_key(path: str) -> dict[str, str]:
         except ValueError as error:
             raise DataError(f"{where}: not JSON: {error}: fix the line") from None
         key, examples = next(iter(entry.items())) if entry and isinstance(entry, dict) else ("", 0)
-        if not isinstance(examples, list) or not all(isinstance(one, str) for one in examples):
+        if not isinstance(examples, list) or not all(
+            isinstance(example, str) for example in examples
+        ):
             raise DataError(
                 f'{where}: not of the form {{"TOPIC LAST_TURN": ["example", ...]}}: fix the line'
             )
-        found.setdefault(key, _joined(examples))
-    return found
+        examples_by_key.setdefault(key, _joined(examples))
+    return examples_by_key
 
 
 def _knowledge_prompt(
@@ -359,8 +375,10 @@ def word_splitter() -> Callable[[str], list[str]]:
             "--prompt-type response splits text into words with NLTK, which needs Punkt: run "
             "`python -m nltk.downloader punkt_tab`"
         )
-    words = NLTKWordTokenizer()
-    return lambda text: [word for one in punkt.tokenize(text) for word in words.tokenize(one)]
+    tokenizer = NLTKWordTokenizer()
+    return lambda text: [
+        word for sentence in punkt.tokenize(text) for word in tokenizer.tokenize(sentence)
+    ]
 
 
 def ask_server(url: str, length: int, text: str) -> str:
@@ -388,9 +406,9 @@ def ask_server(url: str, length: int, text: str) -> str:
                 raise TypeError(f"a text is {answer!r:.100}")
             answer.encode()  # half a surrogate pair cannot be written
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")[:500]
+        message = error.read().decode(errors="replace")[:500]
         raise UserError(
-            f"--megatron-api-url {url}: the server refuses the request: {said or error}"
+            f"--megatron-api-url {url}: the server refuses the request: {message or error}"
         ) from error
     except (OSError, http.client.HTTPException) as error:
         raise UserError(
@@ -404,23 +422,25 @@ def ask_server(url: str, length: int, text: str) -> str:
     return _line(answer[len(text) :])
 
 
-def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
+def measure(options: TaskConfig, task_options: DialogueConfig) -> Metrics:
     """Print Megatron-LM's line and a table, write --results if given, and return the metrics.
 
     Raises:
         DataError: The files cannot be read or do not match.
     """
-    assert own.guess_file is not None
-    assert own.answer_file is not None
-    check_results(options, [own.guess_file, own.answer_file])
+    assert task_options.guess_file is not None
+    assert task_options.answer_file is not None
+    check_results(options, [task_options.guess_file, task_options.answer_file])
     guesses = [
-        line.strip().replace("<|endoftext|>", "") for line in _lines("--guess-file", own.guess_file)
+        line.strip().replace("<|endoftext|>", "")
+        for line in _lines("--guess-file", task_options.guess_file)
     ]
-    answers = [line.strip() for line in _lines("--answer-file", own.answer_file)]
+    answers = [line.strip() for line in _lines("--answer-file", task_options.answer_file)]
     if len(guesses) != len(answers):
         raise DataError(
-            f"--guess-file {own.guess_file} has {len(guesses):,} lines, but --answer-file "
-            f"{own.answer_file} has {len(answers):,}: give two files with the same number of lines"
+            f"--guess-file {task_options.guess_file} has {len(guesses):,} lines, but --answer-file "
+            f"{task_options.answer_file} has {len(answers):,}: give two files with the same number "
+            "of lines"
         )
     pairs = [
         pair
@@ -428,24 +448,26 @@ def measure(options: TaskConfig, own: DialogueConfig) -> Numbers:
         if pair[1] not in ("", "no_passages_used")
     ]
     if not pairs:
-        raise DataError(f"--answer-file {own.answer_file}: no line has an answer: give another")
+        raise DataError(
+            f"--answer-file {task_options.answer_file}: no line has an answer: give another"
+        )
     scores = [f1_score(*pair) for pair in pairs]
     means = [sum(column) / len(pairs) for column in zip(*scores, strict=True)]
-    numbers: Numbers = dict(zip(("precision", "recall", "f1"), means, strict=True))
+    metrics: Metrics = dict(zip(("precision", "recall", "f1"), means, strict=True))
     print_line("Precision: {:.4f}; recall: {:.4f}; f1: {:.4f}".format(*means))
-    numbers["pairs"] = len(pairs)
-    rows = [(name, format_number(value)) for name, value in numbers.items()]
+    metrics["pairs"] = len(pairs)
+    rows = [(name, format_number(value)) for name, value in metrics.items()]
     print_line(format_table(("MSDP-EVAL-F1", ""), rows))
     if options.results is not None:
         content = {
             "task": "MSDP-EVAL-F1",
-            "results": numbers,
-            "data": [own.guess_file, own.answer_file],
+            "results": metrics,
+            "data": [task_options.guess_file, task_options.answer_file],
             "version": __version__,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         report_results(Path(options.results), content)
-    return numbers
+    return metrics
 
 
 def f1_score(guess: str, answer: str) -> tuple[float, float, float]:
@@ -453,11 +475,11 @@ def f1_score(guess: str, answer: str) -> tuple[float, float, float]:
 
     As in ParlAI, words are compared in lower case, without punctuation and articles.
     """
-    guessed, expected = (Counter(_words(text)) for text in (guess, answer))
-    same = (guessed & expected).total()
-    if not same:
+    guess_words, answer_words = (Counter(_words(text)) for text in (guess, answer))
+    common = (guess_words & answer_words).total()
+    if not common:
         return 0.0, 0.0, 0.0
-    precision, recall = same / guessed.total(), same / expected.total()
+    precision, recall = common / guess_words.total(), common / answer_words.total()
     return precision, recall, 2 * precision * recall / (precision + recall)
 
 

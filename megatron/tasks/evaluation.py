@@ -25,7 +25,7 @@ from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, show_notices
 from megatron.tasks.results import (
-    Numbers,
+    Metrics,
     check_results,
     format_number,
     format_table,
@@ -70,8 +70,8 @@ def parse_evaluation(
     """
 
     def reads(given: Mapping[str, Any]) -> Collection[str]:
-        of_data = _DATA_READS if "retro_workdir" in given else frozenset()
-        return (SAVED_MODEL_READS | _READS | of_data) - {*unread}
+        data_reads = _DATA_READS if "retro_workdir" in given else frozenset()
+        return (SAVED_MODEL_READS | _READS | data_reads) - {*unread}
 
     return parse_config(
         arguments,
@@ -104,7 +104,7 @@ def run_evaluation(
     return EXIT_OK
 
 
-def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
+def print_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
     """Print the model, the data and the device of an evaluation on the first process."""
     if loaded.layout.world.rank:
         return
@@ -114,7 +114,7 @@ def say_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
 
 
 def publish(
-    task: str, loaded: Loaded, options: TaskConfig, numbers: Numbers, details: Mapping[str, Any]
+    task: str, loaded: Loaded, options: TaskConfig, metrics: Metrics, details: Mapping[str, Any]
 ) -> None:
     """Print the table and write the JSON file on the first process.
 
@@ -124,14 +124,14 @@ def publish(
     if loaded.layout.world.rank:
         return
     print_line(
-        format_table((task, ""), [(key, format_number(value)) for key, value in numbers.items()])
+        format_table((task, ""), [(key, format_number(value)) for key, value in metrics.items()])
     )
     load = loaded.config.checkpoint.load
     assert load is not None
     path = results_path(options.results, load, task, loaded.iteration)
     content = {
         "task": task,
-        "results": {key.replace(" ", "_"): value for key, value in numbers.items()},
+        "results": {key.replace(" ", "_"): value for key, value in metrics.items()},
         **details,
         "data": list(options.valid_data or ()),
         "checkpoint": {"folder": load, "iteration": loaded.iteration},

@@ -29,7 +29,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.tasks.classify import Epochs, Example, Padded, Repeated, TextSamples
 from megatron.tasks.results import (
-    Numbers,
+    Metrics,
     TaskProgress,
     format_number,
     read_results,
@@ -38,7 +38,7 @@ from megatron.tasks.results import (
     write_results,
 )
 from megatron.tasks.table import PROGRAM
-from megatron.tasks.target import Guesses, Target
+from megatron.tasks.target import Predictions, Target
 from megatron.tokenizer import Tokenizer
 from megatron.training.batches import batches_from
 from megatron.training.callbacks.base import Callback, Leave
@@ -58,8 +58,8 @@ class FinetuneRecipe:
         target: The class or value to predict.
         train: The examples to train on. Empty for an evaluation.
         valid: The examples whose loss is computed during training, with --eval-iters.
-        used: The number of examples to use in each epoch. `None` uses all, and those that do not
-            fill a batch are combined with the next epoch.
+        samples_per_epoch: The number of examples to use in each epoch. `None` uses all, and those
+            that do not fill a batch are combined with the next epoch.
     """
 
     program = PROGRAM
@@ -70,13 +70,13 @@ class FinetuneRecipe:
         target: Target,
         train: Sequence[Example],
         valid: Sequence[Example],
-        used: int | None,
+        samples_per_epoch: int | None,
     ) -> None:
         """Store the target and the examples."""
         self.target = target
         self._train = train
         self._valid = valid
-        self._used = used
+        self._samples_per_epoch = samples_per_epoch
 
     @property
     def head(self) -> HeadSpec:
@@ -114,7 +114,7 @@ class FinetuneRecipe:
                 TextSamples(self._train, tokenizer, length),
                 seed=config.training.seed,
                 length=samples[0],
-                used=self._used,
+                samples_per_epoch=self._samples_per_epoch,
             )
         if self._valid:
             valid = Repeated(TextSamples(self._valid, tokenizer, length), samples[1])
@@ -142,7 +142,7 @@ class FinetuneRecipe:
             return {"lm loss": F.mse_loss(result[:, 0], label.float())}
         return {"lm loss": F.cross_entropy(result, label)}
 
-    def guess(
+    def predict(
         self,
         part: BertChooser,
         batch: Batch,
@@ -156,7 +156,7 @@ class FinetuneRecipe:
         if not part.part.head:
             return result
         is_number = self.target.span is not None
-        return {"guess": result[:, 0] if is_number else result.argmax(dim=-1).float()}
+        return {"prediction": result[:, 0] if is_number else result.argmax(dim=-1).float()}
 
     def _scores(self, part: BertChooser, batch: Batch, hidden: Tensor | None) -> Tensor:
         return part.choose(batch["text"], batch["padding_mask"].bool(), batch["types"], hidden)
@@ -164,21 +164,21 @@ class FinetuneRecipe:
 
 BEST = "best"  # the folder of the best weights in --save
 _RECORD = "evaluation.json"  # the file in that folder with the iteration and its score
-_MAY_LACK = ("pooler", "embedding.token_type")  # parts that a pretrained model may lack
+_OPTIONAL_PARTS = ("pooler", "embedding.token_type")  # parts that a pretrained model may lack
 _PASSES = 16  # micro-batches between two updates of the progress
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluation:
     """The predictions of one evaluation, by file."""
 
     iteration: int
-    by_file: Mapping[str, Guesses]
+    by_file: Mapping[str, Predictions]
 
     @property
-    def all_files(self) -> Guesses:
+    def all_files(self) -> Predictions:
         """The predictions for all files, concatenated."""
-        return Guesses.joined(self.by_file.values())
+        return Predictions.joined(self.by_file.values())
 
 
 class Finetuning(Extras):
@@ -211,7 +211,7 @@ class Finetuning(Extras):
         self._epoch_ends = epoch_ends
         self._options = options
         self._start = 0  # the iteration of the weights, if they are only evaluated
-        self.last: Evaluated | None = None
+        self.last: Evaluation | None = None
 
     def begin(self, run: Run) -> None:
         """Load the pretrained weights, unless a finetuning run is resumed.
@@ -222,7 +222,7 @@ class Finetuning(Extras):
             run.save_at = self._epoch_ends
         if self._pretrained is not None and run.progress.iteration == 0:
             fresh = [self._recipe.target.head_name] if self._epoch_ends else []
-            iteration = _take_pretrained(run, self._pretrained, fresh)
+            iteration = _load_pretrained(run, self._pretrained, fresh)
             self._start = 0 if self._epoch_ends else iteration
 
     def callbacks(self, run: Run) -> list[Callback]:
@@ -241,11 +241,13 @@ class Finetuning(Extras):
 
     def evaluate(self, run: Run) -> None:
         """Evaluate all files, print results and keep the best weights. Collective."""
-        found = {name: collect_guesses(run, self._recipe, data) for name, data in self._data(run)}
-        self.last = Evaluated(self._iteration(run), found)
+        predictions = {
+            name: collect_predictions(run, self._recipe, data) for name, data in self._data(run)
+        }
+        self.last = Evaluation(self._iteration(run), predictions)
         if run.layout.world.rank == 0:
             print_line(self._table(run, self.last))
-        self._keep_if_best(run, self.last)
+        self._save_if_best(run, self.last)
 
     def _iteration(self, run: Run) -> int:
         """Return the iteration that produced the weights."""
@@ -258,50 +260,52 @@ class Finetuning(Extras):
             for name, examples in self._valid.items()
         ]
 
-    def _table(self, run: Run, evaluated: Evaluated) -> str:
+    def _table(self, run: Run, evaluation: Evaluation) -> str:
         target = self._recipe.target
-        parts = [f"{target.task} at iteration {evaluated.iteration}"]
-        for name, found in evaluated.by_file.items():
-            parts.append(f"{name}: {_in_line(target.numbers(found))}\n{target.table(found)}")
-        if len(evaluated.by_file) > 1:
-            parts.append(f"all files: {_in_line(target.numbers(evaluated.all_files))}")
+        parts = [f"{target.task} at iteration {evaluation.iteration}"]
+        for name, predictions in evaluation.by_file.items():
+            parts.append(
+                f"{name}: {_in_line(target.metrics(predictions))}\n{target.table(predictions)}"
+            )
+        if len(evaluation.by_file) > 1:
+            parts.append(f"all files: {_in_line(target.metrics(evaluation.all_files))}")
         return "\n".join(parts)
 
-    def _keep_if_best(self, run: Run, evaluated: Evaluated) -> None:
+    def _save_if_best(self, run: Run, evaluation: Evaluation) -> None:
         """Write `--save`/best if this evaluation has a better score. Collective."""
         if run.config.checkpoint.save is None or not self._epoch_ends:
             return
         root = Path(run.config.checkpoint.save) / BEST
         target = self._recipe.target
-        score = target.score(target.numbers(evaluated.all_files))
+        score = target.score(target.metrics(evaluation.all_files))
         best = JsonExchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
         if not score > best:  # NaN is never better
             return
         save_weights(run, root)
         if run.layout.world.rank == 0:
-            record = {"iteration": evaluated.iteration, "score": score, "of": target.scores}
+            record = {"iteration": evaluation.iteration, "score": score, "of": target.scores}
             write_results(root / _RECORD, record)
             print_line(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
 
-    def _write(self, run: Run, evaluated: Evaluated) -> None:
-        asked, save = self._options.results, run.config.checkpoint.save
-        if asked is None and save is None:
+    def _write(self, run: Run, evaluation: Evaluation) -> None:
+        results_file, save = self._options.results, run.config.checkpoint.save
+        if results_file is None and save is None:
             return
         target = self._recipe.target
-        path = results_path(asked, save or "", target.task, evaluated.iteration)
-        together = target.numbers(evaluated.all_files)
+        path = results_path(results_file, save or "", target.task, evaluation.iteration)
+        overall = target.metrics(evaluation.all_files)
         content: dict[str, Any] = {
             "task": target.task,
-            "iteration": evaluated.iteration,
-            "score": target.score(together),
+            "iteration": evaluation.iteration,
+            "score": target.score(overall),
             "score_of": target.scores,
-            "results": _with_underscores(together),
+            "results": _with_underscores(overall),
             "files": {
                 name: {
-                    "results": _with_underscores(target.numbers(found)),
-                    **target.details(found),
+                    "results": _with_underscores(target.metrics(predictions)),
+                    **target.details(predictions),
                 }
-                for name, found in evaluated.by_file.items()
+                for name, predictions in evaluation.by_file.items()
             },
             "pretrained_checkpoint": self._pretrained,
             "layout": run.layout.describe(),
@@ -336,36 +340,36 @@ class AtEpochsEnd(Callback):
             self._evaluate(run)
 
 
-def collect_guesses(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Guesses:
+def collect_predictions(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) -> Predictions:
     """Return the model's prediction for every sample. Collective."""
     run.optimizer.wait_for_weights()
-    each = run.batches.samples_per_pass
-    passes_needed = -(-len(dataset) // each)
-    filled = Padded(dataset, passes_needed * each)
-    batches = batches_from(run, filled, consumed=0)
-    guesses = torch.zeros(len(filled), device=run.device.torch_device)
-    looks = torch.zeros_like(guesses)
+    samples_per_pass = run.batches.samples_per_pass
+    passes_needed = -(-len(dataset) // samples_per_pass)
+    padded = Padded(dataset, passes_needed * samples_per_pass)
+    batches = batches_from(run, padded, consumed=0)
+    predictions = torch.zeros(len(padded), device=run.device.torch_device)
+    visits = torch.zeros_like(predictions)
     progress = TaskProgress(
-        shown=run.layout.world.rank == 0, log_interval=run.config.logging.log_interval
+        enabled=run.layout.world.rank == 0, log_interval=run.config.logging.log_interval
     )
     for part in run.parts:
         part.eval()
     for first in range(0, passes_needed, _PASSES):
         count = min(_PASSES, passes_needed - first)
-        passes = Passes(run, batches, count, forward=DirectForward(recipe.guess))
+        passes = Passes(run, batches, count, forward=DirectForward(recipe.predict))
         passes.forward()
         if passes.losses and run.layout.tensor.is_first:
             ids = [i for micro_batch in passes.sample_ids for i in micro_batch]
-            guesses[ids] = torch.cat(passes.losses["guess"])
-            looks[ids] += 1
+            predictions[ids] = torch.cat(passes.losses["prediction"])
+            visits[ids] += 1
         progress(first + count, passes_needed)
-    guesses, looks = (all_reduce(values, run.layout.world) for values in (guesses, looks))
-    assert bool((looks == 1).all()), "a sample was not evaluated exactly once"
+    predictions, visits = (all_reduce(values, run.layout.world) for values in (predictions, visits))
+    assert bool((visits == 1).all()), "a sample was not evaluated exactly once"
     labels = tuple(example.label for example in dataset.examples)
-    return Guesses(labels, tuple(guesses[: len(dataset)].tolist()))
+    return Predictions(labels, tuple(predictions[: len(dataset)].tolist()))
 
 
-def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
+def _load_pretrained(run: Run, folder: str, new_layers: Sequence[str]) -> int:
     """Load the weights in --pretrained-checkpoint, except for newly initialized layers.
 
     Returns:
@@ -382,15 +386,17 @@ def _take_pretrained(run: Run, folder: str, fresh: Sequence[str]) -> int:
     saved = reader.meta["config"].get("model", {})
     model = replace(run.config.model, bert_binary_head=saved.get("bert_binary_head", True))
     check_network(replace(run.config, model=model), reader, flag)
-    held = reader.names()
-    anew = list(fresh)
-    for name in _MAY_LACK if fresh else ():
-        if not any(one.startswith(f"model.{name}") for one in held):
-            anew.append(name)
+    names = reader.names()
+    new_weights = list(new_layers)
+    for name in _OPTIONAL_PARTS if new_layers else ():
+        if not any(saved_name.startswith(f"model.{name}") for saved_name in names):
+            new_weights.append(name)
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for appended entries
     padded = PaddedReader(reader, rows=run.plan.embedding.vocabulary, entries=entries)
-    take_weights(run, padded, fresh=anew)
-    run.pretrained = str(reader.path) + (f" (new weights: {', '.join(anew)})" if anew else "")
+    take_weights(run, padded, fresh=new_weights)
+    run.pretrained = str(reader.path) + (
+        f" (new weights: {', '.join(new_weights)})" if new_weights else ""
+    )
     return reader.iteration
 
 
@@ -403,9 +409,9 @@ def _best_score(root: Path, scores: Sequence[str]) -> float:
     return -2.0
 
 
-def _with_underscores(numbers: Numbers) -> dict[str, Any]:
-    return {key.replace(" ", "_"): value for key, value in numbers.items()}
+def _with_underscores(metrics: Metrics) -> dict[str, Any]:
+    return {key.replace(" ", "_"): value for key, value in metrics.items()}
 
 
-def _in_line(numbers: Numbers) -> str:
-    return ", ".join(f"{key} {format_number(value)}" for key, value in numbers.items())
+def _in_line(metrics: Metrics) -> str:
+    return ", ".join(f"{key} {format_number(value)}" for key, value in metrics.items())

@@ -100,13 +100,13 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
     training = parsed.config.training
-    pretended = training.dry_run_world_size if training.dry_run else None
-    config, recipe, extras = prepare(task, parsed, pretended or launch.world_size)
+    simulated_world_size = training.dry_run_world_size if training.dry_run else None
+    config, recipe, extras = prepare(task, parsed, simulated_world_size or launch.world_size)
     if training.dry_run:
         return dry_run(config, recipe, launch)
     if launch.rank == 0:
-        options, own = parsed.extra
-        data = (*(own.train_data or ()), *(options.valid_data or ()))
+        options, task_options = parsed.extra
+        data = (*(task_options.train_data or ()), *(options.valid_data or ()))
         check_results(options, data, resumed_folder(config))
     return pretrain(config, recipe, launch, started, extras)
 
@@ -130,21 +130,24 @@ def prepare(
         ConfigError: A flag does not fit the run's length.
         DataError: A file is not in the format of the task.
     """
-    options, own = parsed.extra
+    options, task_options = parsed.extra
     target, read = find_target(task)
-    paths = own.train_data or () if own.epochs else ()
+    paths = task_options.train_data or () if task_options.epochs else ()
     train = [example for path in paths for example in read(path, flag="--train-data")]
     valid = {path: read(path) for path in options.valid_data or ()}
-    config, used = with_length(parsed.config, own, len(train), world_size)
+    config, samples_per_epoch = with_length(parsed.config, task_options, len(train), world_size)
     recipe = FinetuneRecipe(
-        target, train, [example for examples in valid.values() for example in examples], used
+        target,
+        train,
+        [example for examples in valid.values() for example in examples],
+        samples_per_epoch,
     )
     batch = config.training.global_batch_size
     extras = Finetuning(
         recipe,
-        pretrained=own.pretrained_checkpoint,
+        pretrained=task_options.pretrained_checkpoint,
         valid=valid,
-        epoch_ends=epoch_ends(own.epochs or 0, used or len(train), batch),
+        epoch_ends=epoch_ends(task_options.epochs or 0, samples_per_epoch or len(train), batch),
         options=options,
     )
     return config, recipe, extras
@@ -161,28 +164,28 @@ def parse(
         ConfigError: One or more flags are wrong. The message names all of them.
     """
 
-    def check(options: TaskConfig, own: FinetuneConfig) -> Iterator[str]:
-        if own.epochs is None or own.epochs < 0:
+    def check(options: TaskConfig, task_options: FinetuneConfig) -> Iterator[str]:
+        if task_options.epochs is None or task_options.epochs < 0:
             yield f"--task {task} needs --epochs: give a number, or 0 to evaluate only"
-        if own.epochs and not own.train_data:
+        if task_options.epochs and not task_options.train_data:
             yield f"--task {task} needs --train-data: give the file to train on, or --epochs 0"
-        if own.epochs == 0 and not options.valid_data:
+        if task_options.epochs == 0 and not options.valid_data:
             yield "--epochs 0 without --valid-data: there is nothing to do: give --valid-data"
         if options.results is not None and not options.valid_data:
             yield (
                 f"--results {options.results} without --valid-data: nothing is evaluated: give "
                 "--valid-data, or drop --results"
             )
-        yield from find_missing("--train-data", own.train_data)
+        yield from find_missing("--train-data", task_options.train_data)
         yield from find_mistakes(options)
 
     def reads(given: Mapping[str, Any]) -> set[str] | None:
         if given.get("epochs") != 0:
             return None  # all fields
-        vain = {
+        unused = {
             f"{section}.{name}" for section, names in _TRAINING_FIELDS.items() for name in names
         }
-        return set(flatten(RunOptions())) - vain
+        return set(flatten(RunOptions())) - unused
 
     parsed = parse_config(
         arguments,
@@ -202,11 +205,11 @@ def parse(
             elsewhere=flags_elsewhere(task),
         ),
     )
-    options, own = parsed.extra
-    if own.epochs and parsed.config.training.skip_train:
+    options, task_options = parsed.extra
+    if task_options.epochs and parsed.config.training.skip_train:
         raise ConfigError(
-            f"--skip-train cannot be combined with --epochs {own.epochs}: to evaluate only, give "
-            "--epochs 0"
+            f"--skip-train cannot be combined with --epochs {task_options.epochs}: to evaluate "
+            "only, give --epochs 0"
         )
     batches = parsed.config.evaluation.eval_iters
     notices = list(parsed.notices)
@@ -216,9 +219,9 @@ def parse(
         notices.append(
             "--calculate-per-token-loss has no effect, because the loss is counted per sample"
         )
-    if not own.epochs:
-        vain = {"--train-data": own.train_data, "--keep-last": own.keep_last}
-        notices += [f"{flag} has no effect with --epochs 0" for flag in vain if vain[flag]]
+    if not task_options.epochs:
+        unused = {"--train-data": task_options.train_data, "--keep-last": task_options.keep_last}
+        notices += [f"{flag} has no effect with --epochs 0" for flag in unused if unused[flag]]
     return replace(parsed, notices=tuple(notices))
 
 
@@ -228,7 +231,7 @@ def find_target(task: str) -> tuple[Target, Callable[..., list[Example]]]:
 
 
 def with_length(
-    config: RunConfig, own: FinetuneConfig, samples: int, world_size: int
+    config: RunConfig, task_options: FinetuneConfig, samples: int, world_size: int
 ) -> tuple[RunConfig, int | None]:
     """Return the configuration with --train-iters set, and the number of samples per epoch.
 
@@ -240,14 +243,14 @@ def with_length(
             fill a batch.
     """
     batch = config.training.global_batch_size
-    epochs = own.epochs or 0
-    if epochs and samples < batch and not own.keep_last:
+    epochs = task_options.epochs or 0
+    if epochs and samples < batch and not task_options.keep_last:
         raise ConfigError(
             f"--train-data has {samples} examples, fewer than a batch of {batch}: lower "
             "--global-batch-size, or give --keep-last"
         )
-    used = None if own.keep_last else samples // batch * batch
-    iterations = epochs * (samples // batch) if used else -(-epochs * samples // batch)
+    samples_per_epoch = None if task_options.keep_last else samples // batch * batch
+    iterations = epochs * (samples // batch) if samples_per_epoch else -(-epochs * samples // batch)
     training = replace(
         config.training, train_iters=iterations, train_samples=None, train_tokens=None
     )
@@ -255,7 +258,7 @@ def with_length(
     problems = find_problems(config, world_size, rules=LATE_RULES)
     if problems:
         raise ConfigError(problems)
-    return config, used or None
+    return config, samples_per_epoch or None
 
 
 def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
@@ -273,9 +276,9 @@ def refuse_lengths(given: Mapping[str, Any]) -> None:
         ConfigError: Such a flag is given.
     """
     lengths = ("train_iters", "train_samples", "train_tokens")
-    named = {flag: given[flag] for flag in lengths if flag in given}
-    if named:
-        flags = ", ".join("--" + flag.replace("_", "-") for flag in named)
+    lengths_given = {flag: given[flag] for flag in lengths if flag in given}
+    if lengths_given:
+        flags = ", ".join("--" + flag.replace("_", "-") for flag in lengths_given)
         raise ConfigError(f"{flags}: --epochs sets the length of training: drop {flags}")
 
 
@@ -318,7 +321,7 @@ def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
     )
 
 
-def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: bool) -> None:
+def _check_head(reader: Reader, target: Target, source: str, *, only_evaluates: bool) -> None:
     """Check that a finetuned model has the task's head.
 
     Raises:
@@ -330,20 +333,20 @@ def _check_head(reader: Reader, target: Target, shown: str, *, only_evaluates: b
         if name in (f"model.{head}.bias" for head in HEADS)
     }
     if not heads:
-        why = ", and --epochs 0 trains none" if only_evaluates else ""
-        instead = "train one with --epochs"
+        reason = ", and --epochs 0 trains none" if only_evaluates else ""
+        remedy = "train one with --epochs"
         if not only_evaluates:
-            instead = "give this one as --pretrained-checkpoint"
+            remedy = "give this one as --pretrained-checkpoint"
         raise CheckpointError(
-            f"{shown}: this model has no head for a task{why}: give the folder of a finetuned "
-            f"model, such as its `best`, or {instead}"
+            f"{source}: this model has no head for a task{reason}: give the folder of a finetuned "
+            f"model, such as its `best`, or {remedy}"
         )
     if heads.get(target.head_name) != target.head.outputs:
-        found = " and ".join(f"{name} with {outputs}" for name, outputs in heads.items())
+        description = " and ".join(f"{name} with {outputs}" for name, outputs in heads.items())
         raise CheckpointError(
-            f"{shown}: this model was finetuned for another task: it has {found} output(s), but "
-            f"--task {target.task} needs {target.head_name} with {target.head.outputs}: give the "
-            "folder of a model that was finetuned for this task"
+            f"{source}: this model was finetuned for another task: it has {description} output(s), "
+            f"but --task {target.task} needs {target.head_name} with {target.head.outputs}: give "
+            "the folder of a model that was finetuned for this task"
         )
 
 

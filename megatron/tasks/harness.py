@@ -27,8 +27,8 @@ from megatron.inference.request import Event, Finished, Request, Sampling, Token
 from megatron.inference.score import Sample, Scorer
 from megatron.parallel.layout import Axis, Layout
 from megatron.processes.launch import Launch
-from megatron.tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
-from megatron.tasks.results import Numbers, TaskProgress
+from megatron.tasks.evaluation import parse_evaluation, print_start, publish, run_evaluation
+from megatron.tasks.results import Metrics, TaskProgress
 from megatron.tasks.texts import find_mistakes
 
 if TYPE_CHECKING:
@@ -46,15 +46,16 @@ def parse(
 ) -> ParsedRun:
     """Parse and check the command line, as in `parse_evaluation`."""
 
-    def check(options: TaskConfig, own: HarnessConfig) -> Iterator[str]:
-        if not own.lm_eval_tasks:
+    def check(options: TaskConfig, task_options: HarnessConfig) -> Iterator[str]:
+        if not task_options.lm_eval_tasks:
             yield "--task LM_EVAL needs --lm-eval-tasks: give names of tasks, or task files"
-        if own.lm_eval_include_path and not Path(own.lm_eval_include_path).is_dir():
-            yield f"--lm-eval-include-path {own.lm_eval_include_path}: no such folder: fix the path"
-        if own.lm_eval_num_fewshot is not None and own.lm_eval_num_fewshot < 0:
-            yield f"--lm-eval-num-fewshot {own.lm_eval_num_fewshot}: must be at least 0"
-        if own.lm_eval_limit is not None and own.lm_eval_limit <= 0:
-            yield f"--lm-eval-limit {own.lm_eval_limit:g}: must be above 0"
+        folder = task_options.lm_eval_include_path
+        if folder and not Path(folder).is_dir():
+            yield f"--lm-eval-include-path {folder}: no such folder: fix the path"
+        if task_options.lm_eval_num_fewshot is not None and task_options.lm_eval_num_fewshot < 0:
+            yield f"--lm-eval-num-fewshot {task_options.lm_eval_num_fewshot}: must be at least 0"
+        if task_options.lm_eval_limit is not None and task_options.lm_eval_limit <= 0:
+            yield f"--lm-eval-limit {task_options.lm_eval_limit:g}: must be above 0"
         if options.valid_data:
             yield "--valid-data: the tasks of --lm-eval-tasks name their own data: drop the flag"
         yield from find_mistakes(replace(options, valid_data=None))
@@ -82,19 +83,19 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     return run_evaluation(parsed, launch, partial(evaluate, parsed))
 
 
-def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | None:
+def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Metrics | None:
     """Load the model, run the harness, report, and return the metrics on rank 0.
 
     Collective.
     """
     config = parsed.config
-    options, own = parsed.extra
+    options, task_options = parsed.extra
     folder = config.checkpoint.load
     assert folder is not None
     # Text is generated one token at a time, and a single token cannot be split over tensor ranks.
     config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
     loaded = load_gpt(folder, device, layout, config=config)
-    say_start("LM_EVAL", loaded, device, " ".join(own.lm_eval_tasks))
+    print_start("LM_EVAL", loaded, device, " ".join(task_options.lm_eval_tasks))
     backend = Backend(loaded, device, config.training.micro_batch_size, config.logging.log_interval)
     workers = Workers(layout.world, {"score": backend.score, "generate": backend.generate})
     if layout.world.rank:
@@ -102,11 +103,17 @@ def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Numbers | Non
         return None
     from megatron.tasks.harness_model import HarnessModel
 
-    found = _ask(HarnessModel(loaded, workers), own)
+    results = _run_harness(HarnessModel(loaded, workers), task_options)
     workers.end()
-    numbers = _numbers(found)
-    publish("LM_EVAL", loaded, options, numbers, {"options": asdict(own), "tasks": _kept(found)})
-    return numbers
+    metrics = _metrics(results)
+    publish(
+        "LM_EVAL",
+        loaded,
+        options,
+        metrics,
+        {"options": asdict(task_options), "tasks": _run_details(results)},
+    )
+    return metrics
 
 
 class Backend:
@@ -122,21 +129,21 @@ class Backend:
 
     def score(self, samples: list[list[Any]]) -> list[list[Any]]:
         """Return [log-probability, is greedy] for each [tokens, number of last tokens to score]."""
-        shown = self._loaded.layout.world.rank == 0
+        is_first = self._loaded.layout.world.rank == 0
         scores = self._scorer.score(
             [Sample(tokens, scored) for tokens, scored in samples],
-            TaskProgress(shown=shown, log_interval=self._log_interval),
+            TaskProgress(enabled=is_first, log_interval=self._log_interval),
         )
         return [[score.log_probability, score.is_greedy] for score in scores]
 
     def generate(self, requests: list[dict[str, Any]]) -> list[str]:
-        """Return the text that follows each prompt, given as the fields of a `TextToWrite`."""
+        """Return the text after each prompt, which is given as `GenerationRequest` fields."""
         if self._generator is None:
             self._generator = Generator(self._loaded, self._device)
-        return self._generator.generate([TextToWrite(**one) for one in requests])
+        return self._generator.generate([GenerationRequest(**fields) for fields in requests])
 
 
-def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
+def _run_harness(model: LM, task_options: HarnessConfig) -> dict[str, Any]:
     """Run the harness, and return the result of `simple_evaluate`.
 
     Raises:
@@ -146,24 +153,24 @@ def _ask(model: LM, own: HarnessConfig) -> dict[str, Any]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    names = list(own.lm_eval_tasks or ())
-    manager = TaskManager(include_path=own.lm_eval_include_path, include_defaults=False)
+    names = list(task_options.lm_eval_tasks or ())
+    manager = TaskManager(include_path=task_options.lm_eval_include_path, include_defaults=False)
     if _unknown(names, manager):
         # Read the harness's own tasks only if needed, because their thousands of files take many
         # seconds.
-        manager = TaskManager(include_path=own.lm_eval_include_path)
+        manager = TaskManager(include_path=task_options.lm_eval_include_path)
     unknown = _unknown(names, manager)
     if unknown:
         raise ConfigError(
             f"--lm-eval-tasks {' '.join(unknown)}: the harness has no such task, and there is no "
             "such file: `lm_eval ls tasks` lists its tasks; --lm-eval-include-path adds a folder"
         )
-    limit = own.lm_eval_limit
+    limit = task_options.lm_eval_limit
     try:
         result = lm_eval.simple_evaluate(
             model=model,
             tasks=names,
-            num_fewshot=own.lm_eval_num_fewshot,
+            num_fewshot=task_options.lm_eval_num_fewshot,
             limit=int(limit) if limit is not None and limit >= 1 else limit,
             task_manager=manager,
             log_samples=False,
@@ -181,25 +188,25 @@ def _unknown(names: Sequence[str], manager: TaskManager) -> list[str]:
     return [name for name in names if not manager.match_tasks([name]) and not Path(name).is_file()]
 
 
-def _numbers(found: Mapping[str, Any]) -> Numbers:
+def _metrics(results: Mapping[str, Any]) -> Metrics:
     """Return values by `task metric`, and standard errors by `task metric_stderr`."""
-    numbers: Numbers = {}
-    for task, metrics in found["results"].items():
-        for key, value in metrics.items():
+    metrics: Metrics = {}
+    for task, task_metrics in results["results"].items():
+        for key, value in task_metrics.items():
             name, _, filtered = key.partition(",")
             if isinstance(value, int | float) and not isinstance(value, bool) and filtered:
-                shown = name if filtered == "none" else f"{name} ({filtered})"
-                numbers[f"{task} {shown}"] = value
-    return numbers
+                label = name if filtered == "none" else f"{name} ({filtered})"
+                metrics[f"{task} {label}"] = value
+    return metrics
 
 
-def _kept(found: Mapping[str, Any]) -> dict[str, Any]:
+def _run_details(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the task versions, the numbers of few-shot examples and the document counts."""
-    return {key: found.get(key) for key in ("versions", "n-shot", "n-samples")}
+    return {key: results.get(key) for key in ("versions", "n-shot", "n-samples")}
 
 
 @dataclass(frozen=True)
-class TextToWrite:
+class GenerationRequest:
     """A prompt and the settings for continuing it.
 
     Attributes:
@@ -229,44 +236,46 @@ class Generator:
         """Build an engine for this copy of the model. Collective."""
         self._world = loaded.layout.world
         self._data = loaded.layout.data
-        self._is_speaker = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first
+        self._is_copy_leader = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first
         self._tokenizer = loaded.tokenizer
         self._window = loaded.config.data.seq_length
         self._engine = build_engine(
             loaded, device, EngineOptions(max_sequences=64), copy=ranks_of_copy(loaded.layout)
         )
 
-    def generate(self, requests: Sequence[TextToWrite]) -> list[str]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[str]:
         """Return one text per request, in order, on every process. Collective.
 
         Raises:
             UserError: A request cannot be answered.
         """
-        mine = range(self._data.rank, len(requests), self._data.size)
-        texts = self._answer({str(i): requests[i] for i in mine})
-        found: dict[str, str] = {}
-        for part in JsonExchange(self._world).gather(texts if self._is_speaker else {}):
-            found |= part
-        return [found[str(i)] for i in range(len(requests))]
+        indices = range(self._data.rank, len(requests), self._data.size)
+        texts = self._answer({str(i): requests[i] for i in indices})
+        texts_by_index: dict[str, str] = {}
+        for texts_part in JsonExchange(self._world).gather(texts if self._is_copy_leader else {}):
+            texts_by_index |= texts_part
+        return [texts_by_index[str(i)] for i in range(len(requests))]
 
-    def _answer(self, requests: dict[str, TextToWrite]) -> dict[str, str]:
-        for name, asked in requests.items():
-            self._engine.add(self._request(name, asked))
+    def _answer(self, requests: dict[str, GenerationRequest]) -> dict[str, str]:
+        for name, request in requests.items():
+            self._engine.add(self._request(name, request))
         answers: dict[str, list[int]] = {name: [] for name in requests}
         texts: dict[str, str] = {}
         while self._engine.has_work:
             for event in self._engine.step():
                 if event.request not in texts:
-                    self._take(event, requests[event.request], answers[event.request], texts)
+                    self._handle_event(
+                        event, requests[event.request], answers[event.request], texts
+                    )
         return texts
 
-    def _take(
-        self, event: Event, asked: TextToWrite, answer: list[int], texts: dict[str, str]
+    def _handle_event(
+        self, event: Event, request: GenerationRequest, answer: list[int], texts: dict[str, str]
     ) -> None:
         """Add a token to its answer, or a finished answer to `texts`."""
         if isinstance(event, Token):
             answer.append(event.token)
-            text = cut_at(self._tokenizer.detokenize(answer), asked.until)
+            text = cut_at(self._tokenizer.detokenize(answer), request.until)
             if text is not None:
                 texts[event.request] = text
                 self._engine.cancel(event.request)
@@ -277,25 +286,25 @@ class Generator:
                 answer.pop()
             texts[event.request] = self._tokenizer.detokenize(answer)
 
-    def _request(self, name: str, asked: TextToWrite) -> Request:
-        new = min(asked.max_new_tokens, self._window - 1)
+    def _request(self, name: str, request: GenerationRequest) -> Request:
+        max_new_tokens = min(request.max_new_tokens, self._window - 1)
         sampling = Sampling(
-            max_new_tokens=new,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
+            max_new_tokens=max_new_tokens,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
             stop_tokens=(self._tokenizer.eod,),
         )
-        return Request(name, tuple(asked.prompt[new - self._window :]), sampling)
+        return Request(name, tuple(request.prompt[max_new_tokens - self._window :]), sampling)
 
 
 def cut_at(text: str, ends: Sequence[str]) -> str | None:
     """Return `text` up to the first occurrence of any of `ends`, or `None` if none occurs."""
-    places = [place for end in ends if end and (place := text.find(end)) >= 0]
-    return text[: min(places)] if places else None
+    positions = [position for end in ends if end and (position := text.find(end)) >= 0]
+    return text[: min(positions)] if positions else None
 
 
-Work = Callable[[Json], Json]
+Function = Callable[[Json], Json]
 _END = "end"
 
 
@@ -304,18 +313,18 @@ class Workers:
 
     Args:
         world: The axis of all ranks.
-        works: The functions by name. All ranks run a function together, with the same result.
+        functions: The functions by name. All ranks run a function together, with the same result.
     """
 
-    def __init__(self, world: Axis, works: Mapping[str, Work]) -> None:
+    def __init__(self, world: Axis, functions: Mapping[str, Function]) -> None:
         """Store the functions that can be called."""
         self._exchange = JsonExchange(world)
-        self._works = works
+        self._functions = functions
 
     def call(self, name: str, argument: Json) -> Json:
         """Call a function on all ranks, and return its result. Only rank 0 calls this method."""
         self._exchange.on_main(lambda: [name, argument])
-        return self._works[name](argument)
+        return self._functions[name](argument)
 
     def serve(self) -> None:
         """Run the functions that rank 0 calls, until it calls `end`. The other ranks call this."""
@@ -323,7 +332,7 @@ class Workers:
             name, argument = self._exchange.on_main(lambda: None)
             if name == _END:
                 return
-            self._works[name](argument)
+            self._functions[name](argument)
 
     def end(self) -> None:
         """Make `serve` return on the other ranks. Only rank 0 calls this method."""

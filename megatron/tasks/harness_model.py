@@ -21,16 +21,16 @@ class HarnessModel(TemplateLM):
     def __init__(self, loaded: Loaded, workers: Workers) -> None:
         """Store the tokenizer and the workers."""
         super().__init__()
-        self._text = loaded.tokenizer
+        self._tokenizer = loaded.tokenizer
         self._workers = workers
         self._window = loaded.config.data.seq_length
         # Some tokenizers begin every text with a special token.
-        self._start = self._text.tokenize_open("")
+        self._start = self._tokenizer.tokenize_open("")
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a document."""
-        return self._text.eod
+        return self._tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
@@ -40,13 +40,13 @@ class HarnessModel(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """The tokenizer's fingerprint, for the harness's caches."""
-        return self._text.fingerprint()
+        return self._tokenizer.fingerprint()
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Return a text's ids, without the start token if `add_special_tokens` is False."""
-        ids = self._text.tokenize_open(string)
+        ids = self._tokenizer.tokenize_open(string)
         return ids[len(self._start) :] if add_special_tokens is False else ids
 
     def _loglikelihood_tokens(
@@ -62,31 +62,31 @@ class HarnessModel(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return the log-probability of each whole text, with as much context as a window holds."""
-        samples, owner = [], []
-        for number, request in enumerate(requests):
+        samples, owners = [], []
+        for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self._window, 1)
             for context, targets in map(make_disjoint_window, windows):
                 samples.append([[*context, *targets], len(targets)])
-                owner.append(number)
+                owners.append(index)
         totals = [0.0] * len(requests)
-        for number, (value, _) in zip(owner, self._workers.call("score", samples), strict=True):
-            totals[number] += value
+        for index, (value, _) in zip(owners, self._workers.call("score", samples), strict=True):
+            totals[index] += value
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to one of the stop sequences."""
         prompts = []
-        for context, given in (request.args for request in requests):
-            asked = normalize_gen_kwargs(given)
+        for context, gen_kwargs in (request.args for request in requests):
+            settings = normalize_gen_kwargs(gen_kwargs)
             prompts.append(
                 {
                     "prompt": self.tok_encode(context) or [self.prefix_token_id],
-                    "max_new_tokens": asked["max_gen_toks"],
-                    "until": list(asked["until"]),
-                    "temperature": float(asked.get("temperature") or 0.0),
-                    "top_k": int(asked.get("top_k") or 0),
-                    "top_p": float(asked.get("top_p") or 0.0),
+                    "max_new_tokens": settings["max_gen_toks"],
+                    "until": list(settings["until"]),
+                    "temperature": float(settings.get("temperature") or 0.0),
+                    "top_k": int(settings.get("top_k") or 0),
+                    "top_p": float(settings.get("top_p") or 0.0),
                 }
             )
         texts = self._workers.call("generate", prompts)

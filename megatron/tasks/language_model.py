@@ -23,9 +23,9 @@ from megatron.inference.load import load_gpt
 from megatron.inference.score import Sample, Score, Scorer, windows
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.tasks.evaluation import parse_evaluation, publish, run_evaluation, say_start
+from megatron.tasks.evaluation import parse_evaluation, print_start, publish, run_evaluation
 from megatron.tasks.neighbors import evaluate_neighbors
-from megatron.tasks.results import Numbers, TaskProgress, megatron_line
+from megatron.tasks.results import Metrics, TaskProgress, megatron_line
 from megatron.tasks.texts import (
     DETOKENIZERS,
     detokenizer_for,
@@ -48,7 +48,7 @@ class Prepared:
     """
 
     samples: list[Sample]
-    summarize: Callable[[Sequence[Score]], Numbers]
+    summarize: Callable[[Sequence[Score]], Metrics]
     data: str
     headline: dict[str, str]
 
@@ -69,7 +69,7 @@ def prepare_wikitext(
         raise DataError(f"--valid-data {path}: this file has no text to predict: give another file")
     samples = list(windows(tokens, window, options.overlapping_eval))
 
-    def summarize(scores: Sequence[Score]) -> Numbers:
+    def summarize(scores: Sequence[Score]) -> Metrics:
         total = -sum(score.log_probability for score in scores)
         targets = len(tokens) - 1
         ratio = targets / (words - 1)
@@ -112,10 +112,10 @@ def prepare_perplexity(
     samples: list[Sample] = []
     documents = tokens = words = size = 0
     detokenize = DETOKENIZERS[detokenizer_for(paths[0], options.detokenizer)]
-    own_start = tokenizer.tokenize_open("")
-    start = own_start[-1:] or [tokenizer.eod]
+    prefix_ids = tokenizer.tokenize_open("")
+    start = prefix_ids[-1:] or [tokenizer.eod]
     for text in read_documents(paths):
-        ids = tokenizer.tokenize_open(detokenize(text))[len(own_start) :]
+        ids = tokenizer.tokenize_open(detokenize(text))[len(prefix_ids) :]
         documents, tokens = documents + 1, tokens + len(ids)
         words, size = words + len(text.split()), size + len(text.encode())
         document = np.array([*start, *ids])
@@ -125,7 +125,7 @@ def prepare_perplexity(
             f"--valid-data {' '.join(paths)}: there is no text to predict: give other files"
         )
 
-    def summarize(scores: Sequence[Score]) -> Numbers:
+    def summarize(scores: Sequence[Score]) -> Metrics:
         total = -sum(score.log_probability for score in scores)
         return {
             "loss": total / tokens,
@@ -147,7 +147,7 @@ def prepare_lambada(
     """Prepare passages whose last token, or last word with --strict-lambada, is to be predicted."""
     detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0
-    for number, text in enumerate(map(detokenize, read_documents(paths))):
+    for i, text in enumerate(map(detokenize, read_documents(paths))):
         tokens = tokenizer.tokenize_open(text)
         context, target = tokens[:-1], tokens[-1:]
         if options.strict_lambada:
@@ -155,7 +155,7 @@ def prepare_lambada(
             context, target = encode_pair(tokenizer, text[: text.rfind(word)].strip(), f" {word}")
         if not context or not target:
             raise DataError(
-                f"--valid-data {paths[0]}: passage {number + 1} has no "
+                f"--valid-data {paths[0]}: passage {i + 1} has no "
                 f"{'context' if target else 'word to predict'}: {text[:40]!r}: fix or remove it"
             )
         cut += len(context) + len(target) - 1 > window
@@ -163,7 +163,7 @@ def prepare_lambada(
     if not samples:
         raise DataError(f"--valid-data {paths[0]}: this file has no passages: give another file")
 
-    def summarize(scores: Sequence[Score]) -> Numbers:
+    def summarize(scores: Sequence[Score]) -> Metrics:
         correct = sum(score.is_greedy for score in scores)
         scored = sum(sample.scored for sample in samples)
         total = -sum(score.log_probability for score in scores)
@@ -206,12 +206,13 @@ def encode_pair(
 
     With some tokenizers, a continuation that is encoded alone would begin with a start token.
     """
-    before = tokenizer.tokenize_open(context)
-    both = tokenizer.tokenize_open(context + continuation)
-    if both[: len(before)] != before:  # a token across the boundary belongs to the continuation
-        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(before, both, strict=False))
-        before = [token for token, _ in pairs]
-    return before, both[len(before) :]
+    context_ids = tokenizer.tokenize_open(context)
+    ids = tokenizer.tokenize_open(context + continuation)
+    if ids[: len(context_ids)] != context_ids:
+        # A token across the boundary belongs to the continuation.
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(context_ids, ids, strict=False))
+        context_ids = [token for token, _ in pairs]
+    return context_ids, ids[len(context_ids) :]
 
 
 def _exp(loss: float) -> float:
@@ -235,17 +236,17 @@ def parse(
     """Parse and check the command line, as in `parse_evaluation`."""
     retrieves = task == "PERPLEXITY" and asks_for("data.retro_workdir", arguments)
 
-    def check(options: TaskConfig, own: LanguageModelTaskConfig) -> Iterator[str]:
+    def check(options: TaskConfig, task_options: LanguageModelTaskConfig) -> Iterator[str]:
         paths = options.valid_data or ()
-        if own.retro_eval_samples is not None and (paths or not retrieves):
+        if task_options.retro_eval_samples is not None and (paths or not retrieves):
             yield (
                 "--retro-eval-samples is for --task PERPLEXITY with --retro-workdir and without "
                 "--valid-data: drop --retro-eval-samples"
             )
-        if own.bert_embedder_load is not None and not (paths and retrieves):
+        if task_options.bert_embedder_load is not None and not (paths and retrieves):
             yield (
-                f"--bert-embedder-load {own.bert_embedder_load} is for --task PERPLEXITY with "
-                "--retro-workdir and --valid-data: drop --bert-embedder-load"
+                f"--bert-embedder-load {task_options.bert_embedder_load} is for --task PERPLEXITY "
+                "with --retro-workdir and --valid-data: drop --bert-embedder-load"
             )
         if not paths and not retrieves:
             yield f"--task {task} needs --valid-data: give the file to evaluate on"
@@ -255,10 +256,10 @@ def parse(
                 "give one"
             )
         yield from find_mistakes(options)
-        if own.strict_lambada and task != "LAMBADA":
+        if task_options.strict_lambada and task != "LAMBADA":
             yield f"--strict-lambada belongs to --task LAMBADA, not {task}: drop it"
-        if own.overlapping_eval < 1:
-            yield f"--overlapping-eval {own.overlapping_eval}: must be at least 1"
+        if task_options.overlapping_eval < 1:
+            yield f"--overlapping-eval {task_options.overlapping_eval}: must be at least 1"
 
     return parse_evaluation(
         task,
@@ -281,29 +282,29 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     return run_evaluation(parsed, launch, partial(evaluate, task, parsed))
 
 
-def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
+def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Metrics:
     """Load the model, score the data, report, and return the metrics. Collective."""
     config = parsed.config
-    options, own = parsed.extra
+    options, task_options = parsed.extra
     assert config.checkpoint.load is not None
     if config.model.architecture == "retro":
         paths = options.valid_data
-        prepare = partial(prepare_perplexity, paths, own) if paths else None
+        prepare = partial(prepare_perplexity, paths, task_options) if paths else None
         return evaluate_neighbors(parsed, device, layout, prepare)
     loaded = load_gpt(config.checkpoint.load, device, layout, config=config, row_by_row=False)
     window = config.data.seq_length
-    prepared = PREPARE[task](options.valid_data, own, loaded.tokenizer, window)
-    say_start(task, loaded, device, prepared.data)
+    prepared = PREPARE[task](options.valid_data, task_options, loaded.tokenizer, window)
+    print_start(task, loaded, device, prepared.data)
     scorer = Scorer(loaded, device, config.training.micro_batch_size)
     is_main = layout.world.rank == 0
     started = time.monotonic()
     scores = scorer.score(
-        prepared.samples, TaskProgress(shown=is_main, log_interval=config.logging.log_interval)
+        prepared.samples, TaskProgress(enabled=is_main, log_interval=config.logging.log_interval)
     )
     seconds = time.monotonic() - started
-    numbers = prepared.summarize(scores)
+    metrics = prepared.summarize(scores)
     if is_main:
-        print_line(megatron_line(task, prepared.headline, numbers))
-    details = {"options": asdict(own), "seconds": round(seconds, 3)}
-    publish(task, loaded, options, numbers, details)
-    return numbers
+        print_line(megatron_line(task, prepared.headline, metrics))
+    details = {"options": asdict(task_options), "seconds": round(seconds, 3)}
+    publish(task, loaded, options, metrics, details)
+    return metrics

@@ -39,21 +39,21 @@ from megatron.retro.dataset import (
     build_retro_datasets,
 )
 from megatron.retro.retriever import open_retriever
-from megatron.tasks.evaluation import publish, say_start
-from megatron.tasks.results import Numbers, TaskProgress, megatron_line
+from megatron.tasks.evaluation import print_start, publish
+from megatron.tasks.results import Metrics, TaskProgress, megatron_line
 from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.tasks.language_model import Prepared
 
 TASK = "PERPLEXITY"
-_EMPTY = ", no neighbors"
-_MEASURES = ("loss", "perplexity")  # the metrics that are reported for each kind of neighbors
+_NO_NEIGHBORS = ", no neighbors"
+_REPORTED = ("loss", "perplexity")  # the metrics that are reported for each kind of neighbors
 # The neighbors that the model reads, by the words that are appended to a metric's name.
-_READ: dict[str, Callable[[NeighborRows], NeighborRows]] = {
+_NEIGHBOR_KINDS: dict[str, Callable[[NeighborRows], NeighborRows]] = {
     "": lambda table: table,
     ", shuffled neighbors": ShuffledNeighbors,
-    _EMPTY: NoNeighbors,
+    _NO_NEIGHBORS: NoNeighbors,
 }
 
 
@@ -73,7 +73,7 @@ class _Scored(NamedTuple):
     rows: list[tuple[int, int]]
     table: NeighborRows
     texts: NeighborTexts
-    summarize: Callable[[Sequence[Score]], Numbers]
+    summarize: Callable[[Sequence[Score]], Metrics]
     data: str
 
 
@@ -82,7 +82,7 @@ def evaluate_neighbors(
     device: Device,
     layout: Layout,
     prepare: Callable[[Tokenizer, int], Prepared] | None,
-) -> Numbers:
+) -> Metrics:
     """Score the samples three times, report, and return the metrics. Collective.
 
     Args:
@@ -96,56 +96,56 @@ def evaluate_neighbors(
         UserError: The checkpoint, the texts or the working folder is invalid.
     """
     config = parsed.config
-    options, own = parsed.extra
+    options, task_options = parsed.extra
     assert config.checkpoint.load is not None, "a rule requires it"
     loaded = load_gpt(
         config.checkpoint.load, device, layout, config=config, row_by_row=False, kinds=("retro",)
     )
     if prepare is None:
-        scored = _validation(loaded, own.retro_eval_samples)
+        scored = _validation(loaded, task_options.retro_eval_samples)
     else:
         prepared = prepare(loaded.tokenizer, config.data.seq_length)
-        scored = _with_neighbors(prepared, loaded, device, own.bert_embedder_load)
-    say_start(TASK, loaded, device, scored.data)
+        scored = _with_neighbors(prepared, loaded, device, task_options.bert_embedder_load)
+    print_start(TASK, loaded, device, scored.data)
     scorer = Scorer(loaded, device, config.training.micro_batch_size)
     is_main = layout.world.rank == 0
     started = time.monotonic()
-    numbers: Numbers = {}
-    others: Numbers = {}
-    for name, read in _READ.items():
+    metrics: Metrics = {}
+    other_metrics: Metrics = {}
+    for name, select in _NEIGHBOR_KINDS.items():
         if is_main:
             print_line(f"scoring with {name.strip(', ') or 'the correct neighbors'} ...")
-        table = read(scored.table)
-        texts = scored.texts if name != _EMPTY else replace(scored.texts, compatible=False)
+        table = select(scored.table)
+        texts = scored.texts if name != _NO_NEIGHBORS else replace(scored.texts, compatible=False)
         samples = [
             sample._replace(neighbors=partial(_neighbors, table, texts, *rows))
             for sample, rows in zip(scored.samples, scored.rows, strict=True)
         ]
-        progress = TaskProgress(shown=is_main, log_interval=config.logging.log_interval)
+        progress = TaskProgress(enabled=is_main, log_interval=config.logging.log_interval)
         for key, value in scored.summarize(scorer.score(samples, progress)).items():
-            if key in _MEASURES:
-                numbers[f"{key}{name}"] = value
+            if key in _REPORTED:
+                metrics[f"{key}{name}"] = value
             elif not name:
-                others[key] = value
+                other_metrics[key] = value
     seconds = time.monotonic() - started
-    found = scored.table.rows(0, scored.rows[-1][1])
-    numbers |= {"neighbors found": float((found >= 0).mean()), **others}
+    neighbors = scored.table.rows(0, scored.rows[-1][1])
+    metrics |= {"neighbors found": float((neighbors >= 0).mean()), **other_metrics}
     if is_main:
-        print_line(megatron_line(TASK, {"loss": "avg loss", "perplexity": "ppl"}, numbers))
-    details = {"options": asdict(own), "seconds": round(seconds, 3)}
-    publish(TASK, loaded, options, numbers, details)
-    return numbers
+        print_line(megatron_line(TASK, {"loss": "avg loss", "perplexity": "ppl"}, metrics))
+    details = {"options": asdict(task_options), "seconds": round(seconds, 3)}
+    publish(TASK, loaded, options, metrics, details)
+    return metrics
 
 
-def _validation(loaded: Loaded, most: int | None) -> _Scored:
-    """Return the first `most` validation samples of the working folder. `None` returns all."""
+def _validation(loaded: Loaded, limit: int | None) -> _Scored:
+    """Return the first `limit` validation samples of the working folder. `None` returns all."""
     config = loaded.config
     dataset = validation_samples(config, loaded.tokenizer, loaded.layout)
-    count = min(most or len(dataset), len(dataset))
+    count = min(limit or len(dataset), len(dataset))
     texts = [dataset.samples[i]["text"] for i in range(count)]
     size, tokens = dataset.chunks_per_sample, count * config.data.seq_length
 
-    def summarize(scores: Sequence[Score]) -> Numbers:
+    def summarize(scores: Sequence[Score]) -> Metrics:
         loss = -sum(score.log_probability for score in scores) / tokens
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "perplexity": perplexity, "tokens": tokens}
@@ -170,17 +170,17 @@ def _with_neighbors(
         UserError: No text has a whole chunk, or the working folder is invalid.
     """
     config, world = loaded.config, loaded.layout.world
-    m = config.model.chunk_length
-    counts = [(len(sample.tokens) - 1) // m for sample in prepared.samples]
+    chunk_length = config.model.chunk_length
+    counts = [(len(sample.tokens) - 1) // chunk_length for sample in prepared.samples]
     ends = [0, *accumulate(counts)]
     if not ends[-1]:
         raise DataError(
-            f"--valid-data: none of the texts has a whole chunk of {m} tokens, which is needed to "
-            "find neighbors: give longer texts"
+            f"--valid-data: none of the texts has a whole chunk of {chunk_length} tokens, which is "
+            "needed to find neighbors: give longer texts"
         )
     chunks = np.concatenate(
         [
-            np.asarray(sample.tokens[: count * m], np.int64).reshape(-1, m)
+            np.asarray(sample.tokens[: count * chunk_length], np.int64).reshape(-1, chunk_length)
             for sample, count in zip(prepared.samples, counts, strict=True)
         ]
     )
@@ -189,11 +189,11 @@ def _with_neighbors(
     share = slice(*(len(chunks) * rank // world.size for rank in (world.rank, world.rank + 1)))
     if share.start < share.stop:
         neighbors[share] = retriever.find(chunks[share])
-    whole = all_reduce(torch.from_numpy(neighbors).to(device.torch_device), world)
+    all_neighbors = all_reduce(torch.from_numpy(neighbors).to(device.torch_device), world)
     return _Scored(
         prepared.samples,
         [*pairwise(ends)],
-        NeighborArray(whole.cpu().numpy()),
+        NeighborArray(all_neighbors.cpu().numpy()),
         retriever.texts,
         prepared.summarize,
         f"{prepared.data}, {len(chunks):,} chunks with {neighbors.shape[1]} neighbors",
@@ -213,11 +213,11 @@ def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) 
         DataError: Data or a file of the folder is missing or damaged, or they do not match.
     """
     assert config.data.retro_workdir is not None, "a rule requires it"
-    told = read_arguments(config.data.retro_workdir)
+    arguments = read_arguments(config.data.retro_workdir)
     request = DataRequest(
         config.data,
         config.training.seed,
-        (0, _count_samples(config.data.retro_workdir, told), 0),
+        (0, _count_samples(config.data.retro_workdir, arguments), 0),
         is_builder=layout.world.rank == 0,
         barrier=layout.wait_for_all,
     )
@@ -230,11 +230,11 @@ def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) 
     return dataset
 
 
-def _count_samples(workdir: str, told: dict[str, Any]) -> int:
+def _count_samples(workdir: str, arguments: dict[str, Any]) -> int:
     """Return the number of validation samples in the run for which the folder was made."""
 
     def read(name: str) -> int:
-        value = told.get(name)
+        value = arguments.get(name)
         if type(value) is not int:
             raise ConfigError(
                 f"--retro-workdir {workdir}: {Path(workdir) / ARGUMENTS} lacks {name}, so the "
@@ -244,7 +244,7 @@ def _count_samples(workdir: str, told: dict[str, Any]) -> int:
         return value
 
     batch = read("global_batch_size")
-    by_samples = told.get("train_samples") is not None
+    by_samples = arguments.get("train_samples") is not None
     iterations = read("train_samples") // batch if by_samples else read("train_iters")
     evaluations = iterations // max(read("retro_gpt_eval_interval"), 1) + 1
     return evaluations * read("retro_gpt_eval_iters") * batch

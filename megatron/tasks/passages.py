@@ -30,13 +30,13 @@ _BROKEN = (
     *(OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
 )
-_LAST_NUMBER = 2**63 - 1  # the largest id of a passage, because ids are stored as int64
+_MAX_ID = 2**63 - 1  # the largest id of a passage, because ids are stored as int64
 
 
 class Passage(NamedTuple):
     """A passage of the corpus that is searched."""
 
-    number: int
+    id: int
     text: str
     title: str
 
@@ -74,9 +74,9 @@ def read_passages(path: str) -> Iterator[Passage]:
         if count == 0:
             continue
         try:
-            number, text, title = row
-            passage = Passage(int(number), text, title)
-            if abs(passage.number) > _LAST_NUMBER:
+            passage_id, text, title = row
+            passage = Passage(int(passage_id), text, title)
+            if abs(passage.id) > _MAX_ID:
                 raise ValueError
         except ValueError:
             raise DataError(
@@ -102,9 +102,11 @@ def read_questions(path: str, flag: str) -> list[Question]:
     questions = []
     for where, row in _rows(path, flag):
         try:
-            text, listed = row
-            answers = ast.literal_eval(listed)
-            if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
+            text, answer_list = row
+            answers = ast.literal_eval(answer_list)
+            if not isinstance(answers, list) or not all(
+                isinstance(answer, str) for answer in answers
+            ):
                 raise ValueError
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise DataError(
@@ -124,12 +126,12 @@ class PaddedTexts(NamedTuple):
     padding: NDArray[np.bool_]
 
 
-def padded(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) -> PaddedTexts:
+def pad_texts(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) -> PaddedTexts:
     """Return texts between [CLS] and [SEP], cut to `length` tokens and padded to the longest."""
     rows = [[tokenizer.cls, *text[: length - 2], tokenizer.sep] for text in texts]
-    longest = max(map(len, rows))
-    tokens = np.full((len(rows), longest), tokenizer.pad, np.int64)
-    padding = np.zeros((len(rows), longest), bool)
+    max_length = max(map(len, rows))
+    tokens = np.full((len(rows), max_length), tokenizer.pad, np.int64)
+    padding = np.zeros((len(rows), max_length), bool)
     for i, row in enumerate(rows):
         tokens[i, : len(row)], padding[i, : len(row)] = row, True
     return PaddedTexts(tokens, padding)
@@ -148,11 +150,11 @@ class PassageVectors(NamedTuple):
     """The vectors of passages.
 
     Attributes:
-        numbers: The id of each passage, int64 `[n]`.
+        ids: The id of each passage, int64 `[n]`.
         vectors: The vector of each passage, fp16 `[n, e]`.
     """
 
-    numbers: NDArray[np.int64]
+    ids: NDArray[np.int64]
     vectors: NDArray[np.float16]
 
     @staticmethod
@@ -162,14 +164,14 @@ class PassageVectors(NamedTuple):
         Raises:
             DataError: Two passages have the same id.
         """
-        numbers = np.concatenate([part.numbers for part in parts])
-        order = np.argsort(numbers, kind="stable")
-        numbers = numbers[order]
-        if (twice := numbers[:-1][numbers[1:] == numbers[:-1]]).size:
+        ids = np.concatenate([part.ids for part in parts])
+        order = np.argsort(ids, kind="stable")
+        ids = ids[order]
+        if (duplicates := ids[:-1][ids[1:] == ids[:-1]]).size:
             raise DataError(
-                f"--evidence-data-path: passage {twice[0]} occurs twice: remove one of the two"
+                f"--evidence-data-path: passage {duplicates[0]} occurs twice: remove one of the two"
             )
-        return PassageVectors(numbers, np.concatenate([part.vectors for part in parts])[order])
+        return PassageVectors(ids, np.concatenate([part.vectors for part in parts])[order])
 
     def save(self, path: Path, origin: dict[str, Any]) -> None:
         """Write the vectors to a file in numpy's npz format.
@@ -185,7 +187,7 @@ class PassageVectors(NamedTuple):
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(path) as file:
                 text = np.array(json.dumps(origin, sort_keys=True))
-                np.savez(file, numbers=self.numbers, vectors=self.vectors, origin=text)
+                np.savez(file, numbers=self.ids, vectors=self.vectors, origin=text)
 
     @staticmethod
     def load(path: Path) -> tuple[PassageVectors, dict[str, Any]]:
@@ -195,14 +197,14 @@ class PassageVectors(NamedTuple):
             ConfigError: The file was not written by `save`. Megatron-LM's pickles are not read.
         """
         try:
-            with np.load(path, allow_pickle=False) as held:
-                numbers, vectors = held["numbers"], held["vectors"]
-                origin = json.loads(str(held["origin"]))
-            is_sound = numbers.dtype == np.int64 and vectors.dtype == np.float16
+            with np.load(path, allow_pickle=False) as arrays:
+                ids, vectors = arrays["numbers"], arrays["vectors"]
+                origin = json.loads(str(arrays["origin"]))
+            is_sound = ids.dtype == np.int64 and vectors.dtype == np.float16
             is_sound = is_sound and isinstance(origin, dict)
-            if not is_sound or vectors.ndim != 2 or numbers.shape != vectors.shape[:1]:
+            if not is_sound or vectors.ndim != 2 or ids.shape != vectors.shape[:1]:
                 raise ValueError("unexpected arrays")
-            return PassageVectors(numbers, vectors), origin
+            return PassageVectors(ids, vectors), origin
         except _BROKEN as error:
             raise ConfigError(
                 f"--embedding-path {path}: not a file of vectors that this task wrote ({error}; "
@@ -215,8 +217,8 @@ _WITHIN_WORDS, _BETWEEN_WORDS = "LNM", "ZC"
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _kind(sign: str) -> str:
-    return unicodedata.category(sign)[0]
+def _category(character: str) -> str:
+    return unicodedata.category(character)[0]
 
 
 def words_of(text: str) -> list[str]:
@@ -226,33 +228,33 @@ def words_of(text: str) -> list[str]:
     other single character.
     """
     words: list[str] = []
-    run: list[str] = []
-    for sign in unicodedata.normalize("NFD", text):
-        kind = _kind(sign)
-        if kind in _WITHIN_WORDS:
-            run.append(sign)
+    letters: list[str] = []
+    for character in unicodedata.normalize("NFD", text):
+        category = _category(character)
+        if category in _WITHIN_WORDS:
+            letters.append(character)
             continue
-        if run:
-            words.append("".join(run).lower())
-            run = []
-        if kind not in _BETWEEN_WORDS:
-            words.append(sign.lower())
-    if run:
-        words.append("".join(run).lower())
+        if letters:
+            words.append("".join(letters).lower())
+            letters = []
+        if category not in _BETWEEN_WORDS:
+            words.append(character.lower())
+    if letters:
+        words.append("".join(letters).lower())
     return words
 
 
-def holds_words(text: str, answers: Sequence[str]) -> bool:
+def contains_words(text: str, answers: Sequence[str]) -> bool:
     """Return whether the words of one of the answers occur consecutively in a text."""
     words = words_of(text)
     for answer in map(words_of, answers):
         size = len(answer)
-        if any(words[at : at + size] == answer for at in range(len(words) - size + 1)):
+        if any(words[start : start + size] == answer for start in range(len(words) - size + 1)):
             return True
     return False
 
 
-def holds_pattern(text: str, answers: Sequence[str]) -> bool:
+def contains_pattern(text: str, answers: Sequence[str]) -> bool:
     """Return whether an answer, as a regular expression, matches within a text.
 
     Invalid expressions are ignored.
@@ -271,7 +273,7 @@ def holds_pattern(text: str, answers: Sequence[str]) -> bool:
 
 
 MATCHES: dict[str, Callable[[str, Sequence[str]], bool]] = {
-    "string": holds_words,
-    "regex": holds_pattern,
+    "string": contains_words,
+    "regex": contains_pattern,
 }
 """The function for each value of --faiss-match."""

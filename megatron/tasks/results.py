@@ -17,16 +17,16 @@ from megatron.config.tasks import TaskConfig
 from megatron.durable import expect_no_file, replace_file, storage_errors, writing_to
 from megatron.errors import ConfigError
 
-Number = int | float
-Numbers = dict[str, Number]
+MetricValue = int | float
+Metrics = dict[str, MetricValue]
 
 
-def format_number(value: Number) -> str:
+def format_number(value: MetricValue) -> str:
     """Format an integer with thousands separators, and any other number with six digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
-def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | Number]]) -> str:
+def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | MetricValue]]) -> str:
     """Return a table in which text is aligned to the left and numbers to the right."""
     cells = [[v if isinstance(v, str) else format_number(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
@@ -43,19 +43,21 @@ def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | Number]]) 
     return "\n".join([line(titles), rule, *map(line, cells)])
 
 
-def megatron_line(task: str, headline: Mapping[str, str], numbers: Mapping[str, Number]) -> str:
+def megatron_line(
+    task: str, headline: Mapping[str, str], metrics: Mapping[str, MetricValue]
+) -> str:
     """Return the line that Megatron-LM's tasks print, for programs that parse it."""
     parts = [
-        f"{name}: {numbers[key]}" if name == "token ratio" else f"{name}: {numbers[key]:.4E}"
+        f"{name}: {metrics[key]}" if name == "token ratio" else f"{name}: {metrics[key]:.4E}"
         for key, name in headline.items()
     ]
     return f" validation results on {task} | " + " | ".join(parts) + " |"
 
 
-def results_path(asked: str | None, folder: str, task: str, iteration: int) -> Path:
+def results_path(requested: str | None, folder: str, task: str, iteration: int) -> Path:
     """Return the file that --results names, or by default a file in the checkpoint folder."""
-    if asked is not None:
-        return Path(asked)
+    if requested is not None:
+        return Path(requested)
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
 
 
@@ -138,27 +140,27 @@ class TaskProgress:
         log_interval: The number of batches between lines.
     """
 
-    def __init__(self, *, shown: bool, log_interval: int) -> None:
+    def __init__(self, *, enabled: bool, log_interval: int) -> None:
         """Store the settings. The bar is created when progress is first shown."""
-        self._shown = shown
+        self._enabled = enabled
         self._log_interval = log_interval
         self._bar: Any = None
 
-    def __call__(self, batches: int, of: int) -> None:
-        """Show that `batches` out of `of` are done."""
-        if not self._shown:
+    def __call__(self, batches: int, total: int) -> None:
+        """Show that `batches` out of `total` are done."""
+        if not self._enabled:
             return
         if sys.stderr.isatty():
-            self._draw(batches, of)
-        elif batches % self._log_interval == 0 or batches == of:
-            print_line(f"> batch {batches:,} of {of:,}")
+            self._draw(batches, total)
+        elif batches % self._log_interval == 0 or batches == total:
+            print_line(f"> batch {batches:,} of {total:,}")
 
-    def _draw(self, batches: int, of: int) -> None:
+    def _draw(self, batches: int, total: int) -> None:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=of, unit="batch", dynamic_ncols=True, desc="evaluating")
+            self._bar = tqdm(total=total, unit="batch", dynamic_ncols=True, desc="evaluating")
         self._bar.update(batches - self._bar.n)
-        if batches == of:
+        if batches == total:
             self._bar.close()
             self._bar = None

@@ -48,12 +48,12 @@ from megatron.tasks.passages import (
     PassageVectors,
     Question,
     ids_of_passage,
-    padded,
+    pad_texts,
     read_passages,
     read_questions,
 )
 from megatron.tasks.results import (
-    Numbers,
+    Metrics,
     check_results,
     format_number,
     format_table,
@@ -83,19 +83,19 @@ def parse(
     """
 
     def check(
-        options: TaskConfig, own: RetrieverTaskConfig, texts: RetrieverTextConfig
+        options: TaskConfig, task_options: RetrieverTaskConfig, texts: RetrieverTextConfig
     ) -> Iterator[str]:
-        if own.evidence_data_path is None:
+        if task_options.evidence_data_path is None:
             yield f"--task {task} needs --evidence-data-path: give the file of passages"
-        if not _question_files(own) and own.embedding_path is None:
+        if not _question_files(task_options) and task_options.embedding_path is None:
             yield (
                 f"--task {task} has nothing to do without --qa-data-dev, --qa-data-test and "
                 "--embedding-path: give questions, or a file in which to store the passages' "
                 "vectors"
             )
         for flag, path in (
-            ("--evidence-data-path", own.evidence_data_path),
-            *_question_files(own).items(),
+            ("--evidence-data-path", task_options.evidence_data_path),
+            *_question_files(task_options).items(),
         ):
             yield from find_missing(flag, () if path is None else (path,))
         if options.valid_data:
@@ -118,9 +118,9 @@ def parse(
     )
 
 
-def _question_files(own: RetrieverTaskConfig) -> dict[str, str]:
-    named = {"--qa-data-dev": own.qa_data_dev, "--qa-data-test": own.qa_data_test}
-    return {flag: path for flag, path in named.items() if path is not None}
+def _question_files(task_options: RetrieverTaskConfig) -> dict[str, str]:
+    files = {"--qa-data-dev": task_options.qa_data_dev, "--qa-data-test": task_options.qa_data_test}
+    return {flag: path for flag, path in files.items() if path is not None}
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
@@ -132,8 +132,10 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
     if launch.rank == 0:
-        options, own, _ = parsed.extra
-        check_results(options, [own.evidence_data_path, *_question_files(own).values()])
+        options, task_options, _ = parsed.extra
+        check_results(
+            options, [task_options.evidence_data_path, *_question_files(task_options).values()]
+        )
     with processes(parsed.config, launch) as (device, layout):
         evaluate(task, parsed, device, layout)
     return EXIT_OK
@@ -162,13 +164,13 @@ class LoadedTowers:
     @torch.no_grad()
     def vectors(self, tower: TextEncoder, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Return the vectors of texts, `[n, e]`. Collective over tensor-parallel ranks."""
-        batch: PaddedTexts = padded(texts, self.tokenizer, self.length)
+        batch: PaddedTexts = pad_texts(texts, self.tokenizer, self.length)
         if excess := -batch.tokens.shape[1] % self.layout.sequence.size:
             columns = ((0, 0), (0, excess))  # sequence parallelism needs equal shares on all ranks
             tokens = np.pad(batch.tokens, columns, constant_values=self.tokenizer.pad)
             batch = PaddedTexts(tokens, np.pad(batch.padding, columns))
-        where = self.device.torch_device
-        inputs: list[Tensor] = [torch.from_numpy(part).to(where) for part in batch]
+        device = self.device.torch_device
+        inputs: list[Tensor] = [torch.from_numpy(part).to(device) for part in batch]
         result: NDArray[np.float32] = tower.encode(*inputs).float().cpu().numpy()
         return result
 
@@ -189,11 +191,11 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
     folder, options = config.checkpoint.load, config.checkpoint
     assert folder is not None
     if config.model.position_embedding_type == "learned_absolute":
-        most = config.model.max_position_embeddings
-        if length > most:
+        max_positions = config.model.max_position_embeddings
+        if length > max_positions:
             raise ConfigError(
-                f"--retriever-seq-length {length}: the model has {most} positions: give at most "
-                f"{most}"
+                f"--retriever-seq-length {length}: the model has {max_positions} positions: give "
+                f"at most {max_positions}"
             )
     reader = open_existing(
         folder,
@@ -205,8 +207,8 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
     check_network(config, reader)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
-    unit = layout.tensor.size
-    rows = -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
+    multiple = layout.tensor.size
+    rows = -(-int(reader.meta["padded_vocab_size"]) // multiple) * multiple
     reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
     context = run_context(config, layout, device)
     model = build_model(BiEncoderModel, config, context, rows, head=RETRIEVAL_HEAD)
@@ -214,44 +216,44 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
     return LoadedTowers(model.eval(), tokenizer, reader.iteration, layout, device, length)
 
 
-def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Numbers:
+def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Metrics:
     """Embed the passages, search them for all questions, and report. Collective.
 
     Returns:
         The metrics on rank 0; empty on other ranks.
     """
-    config, (_, own, texts) = parsed.config, parsed.extra
+    config, (_, task_options, texts) = parsed.config, parsed.extra
     loaded = load_towers(config, texts.retriever_seq_length, device, layout)
     is_main, exchange = layout.world.rank == 0, JsonExchange(layout.world)
     started = time.monotonic()
-    found = _passage_vectors(loaded, config, own)
-    numbers: Numbers = {}
-    for flag, path in _question_files(own).items():
+    passages = _passage_vectors(loaded, config, task_options)
+    metrics: Metrics = {}
+    for flag, path in _question_files(task_options).items():
         questions = read_questions(path, flag)
         queries = _query_vectors(loaded, questions, config.training.micro_batch_size)
 
         def score(queries: Any = queries, questions: Any = questions, flag: str = flag) -> None:
-            assert found is not None
-            numbers.update(_score(found, queries, questions, config, own, flag))
+            assert passages is not None
+            metrics.update(_score(passages, queries, questions, config, task_options, flag))
 
         exchange.on_main(score)
     if is_main:
         seconds = round(time.monotonic() - started, 3)
         details = {
-            "options": {**asdict(own), **asdict(texts)},
+            "options": {**asdict(task_options), **asdict(texts)},
             "seconds": seconds,
             "layout": layout.describe(),
         }
-        _publish(task, parsed, loaded, numbers, details)
-    return numbers
+        _publish(task, parsed, loaded, metrics, details)
+    return metrics
 
 
 def _passage_vectors(
-    loaded: LoadedTowers, config: RunConfig, own: RetrieverTaskConfig
+    loaded: LoadedTowers, config: RunConfig, task_options: RetrieverTaskConfig
 ) -> PassageVectors | None:
     """Load the passages' vectors or compute them; return them on rank 0. Collective."""
-    path = None if own.embedding_path is None else Path(own.embedding_path)
-    evidence = Path(own.evidence_data_path or "")
+    path = None if task_options.embedding_path is None else Path(task_options.embedding_path)
+    evidence = Path(task_options.evidence_data_path or "")
     status = evidence.stat()
     origin = {
         "checkpoint": str(Path(config.checkpoint.load or "").resolve()),
@@ -260,60 +262,62 @@ def _passage_vectors(
         "length": loaded.length,
     }
     exchange = JsonExchange(loaded.layout.world)
-    kept: list[PassageVectors] = []
+    result: list[PassageVectors] = []
 
-    def find() -> bool:
+    def load_stored() -> bool:
         if path is None or not path.exists():
             return False
-        vectors, made_from = PassageVectors.load(path)
-        if made_from == origin:
-            kept.append(vectors)
-            print_line(
-                f"  {path}: {len(vectors.numbers):,} vectors for these passages and this model"
-            )
+        vectors, stored_origin = PassageVectors.load(path)
+        if stored_origin == origin:
+            result.append(vectors)
+            print_line(f"  {path}: {len(vectors.ids):,} vectors for these passages and this model")
         else:
             print_line(f"  {path}: replacing vectors of other passages or of another model")
-        return bool(kept)
+        return bool(result)
 
-    if exchange.on_main(find):
-        return kept[0] if kept else None
-    parts = Path(f"{path or own.evidence_data_path}.vectors-{loaded.iteration}")
-    mine = _embed(loaded, own)
+    if exchange.on_main(load_stored):
+        return result[0] if result else None
+    folder = Path(f"{path or task_options.evidence_data_path}.vectors-{loaded.iteration}")
+    local_vectors = _embed(loaded, task_options)
     if loaded.layout.tensor.is_first:
-        mine.save(parts / f"{loaded.layout.data.rank}.npz", origin)
+        local_vectors.save(folder / f"{loaded.layout.data.rank}.npz", origin)
     loaded.layout.wait_for_all()
 
-    def join() -> None:
+    def merge() -> None:
         names = range(loaded.layout.data.size)
-        kept.append(
-            PassageVectors.joined([PassageVectors.load(parts / f"{i}.npz")[0] for i in names])
+        result.append(
+            PassageVectors.joined([PassageVectors.load(folder / f"{i}.npz")[0] for i in names])
         )
         if path is not None:
-            kept[0].save(path, origin)
-            print_line(f"  {len(kept[0].numbers):,} vectors of passages written to {path}")
-        shutil.rmtree(parts)
+            result[0].save(path, origin)
+            print_line(f"  {len(result[0].ids):,} vectors of passages written to {path}")
+        shutil.rmtree(folder)
 
-    exchange.on_main(join)
-    return kept[0] if kept else None
+    exchange.on_main(merge)
+    return result[0] if result else None
 
 
-def _embed(loaded: LoadedTowers, own: RetrieverTaskConfig) -> PassageVectors:
+def _embed(loaded: LoadedTowers, task_options: RetrieverTaskConfig) -> PassageVectors:
     """Return the vectors of this data-parallel rank's share of the passages."""
     data, tower = loaded.layout.data, loaded.model.contexts
-    numbers: list[int] = []
+    ids: list[int] = []
     vectors: list[NDArray[np.float16]] = []
-    passages = read_passages(own.evidence_data_path or "")
-    for count, batch in enumerate(_batches(passages, own.indexer_batch_size)):
-        if loaded.layout.world.rank == 0 and count and count % own.indexer_log_interval == 0:
-            print_line(f"> batch {count:,}, passage {count * own.indexer_batch_size:,}")
+    passages = read_passages(task_options.evidence_data_path or "")
+    for count, batch in enumerate(_batches(passages, task_options.indexer_batch_size)):
+        if (
+            loaded.layout.world.rank == 0
+            and count
+            and count % task_options.indexer_log_interval == 0
+        ):
+            print_line(f"> batch {count:,}, passage {count * task_options.indexer_batch_size:,}")
         if count % data.size != data.rank:
             continue
-        texts = [ids_of_passage(one.title, one.text, loaded.tokenizer) for one in batch]
-        numbers += [passage.number for passage in batch]
+        texts = [ids_of_passage(passage.title, passage.text, loaded.tokenizer) for passage in batch]
+        ids += [passage.id for passage in batch]
         vectors.append(loaded.vectors(tower, texts).astype(np.float16))
     width = loaded.model.plan.head("projection")
     empty = np.empty((0, getattr(width, "outputs", loaded.model.plan.hidden)), np.float16)
-    return PassageVectors(np.array(numbers, np.int64), np.concatenate([empty, *vectors]))
+    return PassageVectors(np.array(ids, np.int64), np.concatenate([empty, *vectors]))
 
 
 def _batches(passages: Iterable[Passage], size: int) -> Iterator[list[Passage]]:
@@ -329,9 +333,12 @@ def _query_vectors(
     rows = [
         loaded.vectors(
             loaded.model.queries,
-            [loaded.tokenizer.tokenize_spelled(one.text) for one in questions[at : at + size]],
+            [
+                loaded.tokenizer.tokenize_spelled(question.text)
+                for question in questions[start : start + size]
+            ],
         )
-        for at in range(0, len(questions), size)
+        for start in range(0, len(questions), size)
     ]
     return np.concatenate(rows)
 
@@ -362,10 +369,10 @@ def search(
         options = faiss.GpuMultipleClonerOptions()
         options.shard = options.useFloat16 = True
         index = faiss.index_cpu_to_all_gpus(index, co=options)
-    for at in range(0, len(passages.vectors), 1 << 16):  # convert to fp32 piece by piece
-        index.add(passages.vectors[at : at + (1 << 16)].astype(np.float32))
+    for start in range(0, len(passages.vectors), 1 << 16):  # convert to fp32 piece by piece
+        index.add(passages.vectors[start : start + (1 << 16)].astype(np.float32))
     _, rows = index.search(np.ascontiguousarray(queries), k)
-    return passages.numbers[rows]
+    return passages.ids[rows]
 
 
 def _score(
@@ -373,30 +380,30 @@ def _score(
     queries: NDArray[np.float32],
     questions: Sequence[Question],
     config: RunConfig,
-    own: RetrieverTaskConfig,
+    task_options: RetrieverTaskConfig,
     flag: str,
-) -> Numbers:
+) -> Metrics:
     """Return the top-k accuracies for several k: the percentages of questions answered."""
-    k = min(own.faiss_topk_retrievals, len(passages.numbers))
-    found = search(passages, queries, k, use_gpu=own.faiss_use_gpu)
-    needed = {*found.reshape(-1).tolist()}
+    k = min(task_options.faiss_topk_retrievals, len(passages.ids))
+    retrieved = search(passages, queries, k, use_gpu=task_options.faiss_use_gpu)
+    ids = {*retrieved.reshape(-1).tolist()}
     texts = {
-        one.number: one.text
-        for one in read_passages(own.evidence_data_path or "")
-        if one.number in needed
+        passage.id: passage.text
+        for passage in read_passages(task_options.evidence_data_path or "")
+        if passage.id in ids
     }
-    first = first_hits(found, questions, texts, MATCHES[own.faiss_match])
+    first = first_hits(retrieved, questions, texts, MATCHES[task_options.faiss_match])
     split = flag.removeprefix("--qa-data-")
     tops = config.retriever.retriever_report_topk_accuracies or _TOPS
-    numbers: Numbers = {f"{split} questions": len(questions)}
+    metrics: Metrics = {f"{split} questions": len(questions)}
     for top in sorted({min(top, k) for top in tops}):
-        hits = sum(place < top for place in first)
-        numbers[f"{split} top-{top}"] = 100 * hits / len(questions)
-    return numbers
+        hits = sum(rank < top for rank in first)
+        metrics[f"{split} top-{top}"] = 100 * hits / len(questions)
+    return metrics
 
 
 def first_hits(
-    found: NDArray[np.int64],
+    retrieved: NDArray[np.int64],
     questions: Sequence[Question],
     texts: Mapping[int, str],
     matches: Callable[[str, Sequence[str]], bool],
@@ -404,15 +411,18 @@ def first_hits(
     """Return, for each question, the index of the first passage that answers it, or k.
 
     Args:
-        found: The ids of the passages found for each question, `[q, k]`.
+        retrieved: The ids of the passages found for each question, `[q, k]`.
         questions: The questions.
         texts: The text of each passage that was found.
         matches: A function that returns whether a text contains one of several answers.
     """
-    k = found.shape[1]
+    k = retrieved.shape[1]
     return [
-        next((i for i, number in enumerate(row) if matches(texts[number], one.answers)), k)
-        for row, one in zip(found.tolist(), questions, strict=True)
+        next(
+            (i for i, passage_id in enumerate(row) if matches(texts[passage_id], question.answers)),
+            k,
+        )
+        for row, question in zip(retrieved.tolist(), questions, strict=True)
     ]
 
 
@@ -420,19 +430,19 @@ def _publish(
     task: str,
     parsed: ParsedRun,
     loaded: LoadedTowers,
-    numbers: Numbers,
+    metrics: Metrics,
     details: Mapping[str, Any],
 ) -> None:
     """Print the table and write the JSON file."""
-    if not numbers:
+    if not metrics:
         return
     options, load = parsed.extra[0], parsed.config.checkpoint.load
-    rows = [(key, format_number(value)) for key, value in numbers.items()]
+    rows = [(key, format_number(value)) for key, value in metrics.items()]
     print_line(format_table((task, ""), rows))
     path = results_path(options.results, load or "", task, loaded.iteration)
     content = {
         "task": task,
-        "results": {key.replace(" ", "_"): value for key, value in numbers.items()},
+        "results": {key.replace(" ", "_"): value for key, value in metrics.items()},
         **details,
         "checkpoint": {"folder": load, "iteration": loaded.iteration},
         "tokenizer": loaded.tokenizer.fingerprint(),

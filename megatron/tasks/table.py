@@ -93,25 +93,25 @@ def find_task(arguments: Sequence[str]) -> str:
     Raises:
         ConfigError: The task is missing or unknown, or an old flag names a different task.
     """
-    known = [name for kind in OPTIONS for field in fields_of(kind) for name in field.names]
-    asked: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
+    flag_names = [name for kind in OPTIONS for field in fields_of(kind) for name in field.names]
+    requested: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
     misspelled: list[str] = []
     for flag in split(arguments):
-        if nearest(flag.name, known) == "--task" and flag.name != "--task":
+        if nearest(flag.name, flag_names) == "--task" and flag.name != "--task":
             misspelled.append(f"unknown flag {flag.name}: did you mean --task?")
-        for now in translate([flag], Findings(), known):
-            if now.name == "--task" and now.values:
-                asked[flag.name] = (str(flag), now.values[0])
-    if not asked:
+        for current in translate([flag], Findings(), flag_names):
+            if current.name == "--task" and current.values:
+                requested[flag.name] = (str(flag), current.values[0])
+    if not requested:
         raise ConfigError([*misspelled, f"--task is required: give one of {', '.join(TASKS)}"])
-    shown, names = zip(*asked.values(), strict=True)
+    given, names = zip(*requested.values(), strict=True)
     if len(set(names)) > 1:
-        raise ConfigError(f"{' and '.join(shown)} name different tasks: give only one of them")
+        raise ConfigError(f"{' and '.join(given)} name different tasks: give only one of them")
     name: str = names[0]
     if name not in TASKS:
         spelled = {_letters(task): task for task in TASKS}
-        near = spelled.get(_letters(name))
-        hint = f": did you mean {near}?" if near else suggestion(name, TASKS)
+        match = spelled.get(_letters(name))
+        hint = f": did you mean {match}?" if match else suggestion(name, TASKS)
         hint = hint or f": give one of {', '.join(TASKS)}"
         raise ConfigError(f"--task {name}: there is no such task{hint}")
     return name

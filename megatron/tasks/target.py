@@ -11,25 +11,25 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.models.plan import HeadSpec
-from megatron.tasks.results import Number, Numbers, format_table
+from megatron.tasks.results import Metrics, MetricValue, format_table
 
 HEADS = ("classification_head", "multichoice_head")  # Megatron's names
 
 
 @dataclass(frozen=True)
-class Guesses:
+class Predictions:
     """The labels and predictions of samples, in the same order, as class indices or values."""
 
     labels: tuple[float, ...]
-    guesses: tuple[float, ...]
+    predictions: tuple[float, ...]
 
     @staticmethod
-    def joined(parts: Iterable[Guesses]) -> Guesses:
+    def joined(parts: Iterable[Predictions]) -> Predictions:
         """Return the labels and predictions of all parts, concatenated."""
-        every = list(parts)
-        return Guesses(
-            tuple(label for part in every for label in part.labels),
-            tuple(guess for part in every for guess in part.guesses),
+        parts_list = list(parts)
+        return Predictions(
+            tuple(label for part in parts_list for label in part.labels),
+            tuple(prediction for part in parts_list for prediction in part.predictions),
         )
 
 
@@ -67,43 +67,43 @@ class Target:
         """The name of the score, for messages."""
         return self.scores[0] if len(self.scores) == 1 else f"mean of {' and '.join(self.scores)}"
 
-    def score(self, numbers: Numbers) -> float:
+    def score(self, metrics: Metrics) -> float:
         """Return the task's GLUE score, which is the mean if there are two metrics."""
-        return sum(float(numbers[name]) for name in self.scores) / len(self.scores)
+        return sum(float(metrics[name]) for name in self.scores) / len(self.scores)
 
-    def numbers(self, found: Guesses) -> Numbers:
+    def metrics(self, predictions: Predictions) -> Metrics:
         """Return the metrics over all samples, by name."""
         if self.span is not None:
-            return value_numbers(found.labels, found.guesses)
-        return class_numbers(self._matrix(found))
+            return value_metrics(predictions.labels, predictions.predictions)
+        return class_metrics(self._matrix(predictions))
 
-    def table(self, found: Guesses) -> str:
+    def table(self, predictions: Predictions) -> str:
         """Return a table with one row per class, or per unit interval of the labels' span."""
         if self.span is not None:
-            rows = band_rows(found.labels, found.guesses, self.span)
+            rows = band_rows(predictions.labels, predictions.predictions, self.span)
             return format_table(BAND_TITLES, rows)
-        rows = class_rows(self._matrix(found), self.classes)
+        rows = class_rows(self._matrix(predictions), self.classes)
         return format_table(CLASS_TITLES, rows)
 
-    def details(self, found: Guesses) -> dict[str, Any]:
+    def details(self, predictions: Predictions) -> dict[str, Any]:
         """Return the confusion matrix, [class][prediction], or an empty dictionary for values."""
         if self.span is not None:
             return {}
-        return {"classes": list(self.classes), "counts": self._matrix(found)}
+        return {"classes": list(self.classes), "counts": self._matrix(predictions)}
 
-    def _matrix(self, found: Guesses) -> Matrix:
-        return count_classes(found.labels, found.guesses, len(self.classes))
+    def _matrix(self, predictions: Predictions) -> Matrix:
+        return count_classes(predictions.labels, predictions.predictions, len(self.classes))
 
 
 Matrix = Sequence[Sequence[int]]  # [class][prediction]
 CLASS_TITLES = ("class", "examples", "correct", "precision", "recall", "F1")
 
 
-def count_classes(labels: Sequence[float], guesses: Sequence[float], size: int) -> Matrix:
+def count_classes(labels: Sequence[float], predictions: Sequence[float], size: int) -> Matrix:
     """Return the confusion matrix of `size` classes, [class][prediction]."""
     matrix = [[0] * size for _ in range(size)]
-    for label, guess in zip(labels, guesses, strict=True):
-        matrix[int(label)][int(guess)] += 1
+    for label, prediction in zip(labels, predictions, strict=True):
+        matrix[int(label)][int(prediction)] += 1
     return matrix
 
 
@@ -114,17 +114,17 @@ def accuracy(matrix: Matrix) -> float:
 
 def matthews(matrix: Matrix) -> float:
     """Return the Matthews correlation coefficient of any number of classes; 0 is chance level."""
-    total, right = _total(matrix), sum(matrix[i][i] for i in range(len(matrix)))
+    total, correct = _total(matrix), sum(matrix[i][i] for i in range(len(matrix)))
     true = [sum(row) for row in matrix]
-    guessed = [sum(column) for column in zip(*matrix, strict=True)]
-    above = right * total - sum(t * g for t, g in zip(true, guessed, strict=True))
-    below = (total**2 - sum(g * g for g in guessed)) * (total**2 - sum(t * t for t in true))
-    return above / math.sqrt(below) if below else 0.0
+    predicted = [sum(column) for column in zip(*matrix, strict=True)]
+    numerator = correct * total - sum(t * g for t, g in zip(true, predicted, strict=True))
+    denominator = (total**2 - sum(g * g for g in predicted)) * (total**2 - sum(t * t for t in true))
+    return numerator / math.sqrt(denominator) if denominator else 0.0
 
 
-def class_numbers(matrix: Matrix) -> Numbers:
+def class_metrics(matrix: Matrix) -> Metrics:
     """Return the metrics over all classes. With two classes, include the F1 of the second."""
-    numbers: Numbers = {
+    metrics: Metrics = {
         "number correct": sum(matrix[i][i] for i in range(len(matrix))),
         "total examples": _total(matrix),
         "accuracy": accuracy(matrix),
@@ -132,23 +132,23 @@ def class_numbers(matrix: Matrix) -> Numbers:
         "matthews": matthews(matrix),
     }
     if len(matrix) == 2:
-        numbers["F1"] = _class_row("", 1, matrix)[-1]  # type: ignore[assignment]
-    return numbers
+        metrics["F1"] = _class_row("", 1, matrix)[-1]  # type: ignore[assignment]
+    return metrics
 
 
-def class_rows(matrix: Matrix, names: Sequence[str]) -> list[list[str | Number]]:
+def class_rows(matrix: Matrix, names: Sequence[str]) -> list[list[str | MetricValue]]:
     """Return one row per class under `CLASS_TITLES`."""
     return [_class_row(name, i, matrix) for i, name in enumerate(names)]
 
 
-def _class_row(name: str, index: int, matrix: Matrix) -> list[str | Number]:
-    right, true = matrix[index][index], sum(matrix[index])
-    guessed = sum(row[index] for row in matrix)
-    f1 = 2 * right / (true + guessed) if true + guessed else 0.0
-    return [name, true, right, _share(right, guessed), _share(right, true), f1]
+def _class_row(name: str, index: int, matrix: Matrix) -> list[str | MetricValue]:
+    correct, true = matrix[index][index], sum(matrix[index])
+    predicted = sum(row[index] for row in matrix)
+    f1 = 2 * correct / (true + predicted) if true + predicted else 0.0
+    return [name, true, correct, _ratio(correct, predicted), _ratio(correct, true), f1]
 
 
-def _share(part: int, whole: int) -> float:
+def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
@@ -166,8 +166,8 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
     """
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     a, b = a - a.mean(), b - b.mean()
-    below = np.sqrt((a @ a) * (b @ b))
-    return 0.0 if below == 0 else float(a @ b / below)
+    denominator = np.sqrt((a @ a) * (b @ b))
+    return 0.0 if denominator == 0 else float(a @ b / denominator)
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
@@ -177,44 +177,44 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 def ranks(values: ArrayLike) -> NDArray[np.float64]:
     """Return the rank of each value, from 1, `[n]`; equal values share their mean rank."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     mean: NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
-    return mean[place]
+    return mean[inverse]
 
 
-def value_numbers(labels: Sequence[float], guesses: Sequence[float]) -> Numbers:
+def value_metrics(labels: Sequence[float], predictions: Sequence[float]) -> Metrics:
     """Return the metrics of predicted values over all samples, by name."""
     return {
         "total examples": len(labels),
-        "pearson": pearson(labels, guesses),
-        "spearman": spearman(labels, guesses),
-        "mean squared error": _squared_error(np.array(labels), np.array(guesses)),
+        "pearson": pearson(labels, predictions),
+        "spearman": spearman(labels, predictions),
+        "mean squared error": _squared_error(np.array(labels), np.array(predictions)),
     }
 
 
 def band_rows(
-    labels: Sequence[float], guesses: Sequence[float], span: tuple[int, int]
-) -> list[list[str | Number]]:
+    labels: Sequence[float], predictions: Sequence[float], span: tuple[int, int]
+) -> list[list[str | MetricValue]]:
     """Return one row per unit interval of the span under `BAND_TITLES`, without empty rows.
 
     Args:
         labels: The labels.
-        guesses: The predictions, in the same order.
+        predictions: The predictions, in the same order.
         span: The lowest and highest label. The highest belongs to the last row.
     """
-    x, y = np.array(labels), np.array(guesses)
+    x, y = np.array(labels), np.array(predictions)
     low, high = span
     band = np.minimum(np.floor(x), high - 1)
     return [
         [
             f"{start} to {start + 1}",
-            int(here.sum()),
-            float(x[here].mean()),
-            float(y[here].mean()),
-            _squared_error(x[here], y[here]),
+            int(in_band.sum()),
+            float(x[in_band].mean()),
+            float(y[in_band].mean()),
+            _squared_error(x[in_band], y[in_band]),
         ]
         for start in range(low, high)
-        if (here := band == start).any()
+        if (in_band := band == start).any()
     ]
 
 

@@ -23,10 +23,10 @@ def find_mistakes(options: TaskConfig) -> Iterator[str]:
     yield from find_missing("--valid-data", options.valid_data)
     seen: set[Path] = set()
     for path in options.valid_data or ():
-        place = Path(path).resolve()
-        if place in seen:  # its samples would count twice
+        resolved = Path(path).resolve()
+        if resolved in seen:  # its samples would count twice
             yield f"--valid-data {path}: this file is given twice: give it once"
-        seen.add(place)
+        seen.add(resolved)
     if options.overwrite and options.results is None:
         yield "--overwrite without --results: there is no file to replace: drop --overwrite"
 
@@ -128,14 +128,14 @@ def identity(text: str) -> str:
 
 DETOKENIZERS: dict[str, Detokenizer] = {"wikitext": wikitext, "ptb": ptb, "none": identity}
 # Megatron-LM also chooses by the path of the data, but fails if the path contains none of these.
-_IN_PATH = {"ptb": "ptb", "wiki": "wikitext", "lambada": "none"}
+_DETOKENIZERS_BY_PATH = {"ptb": "ptb", "wiki": "wikitext", "lambada": "none"}
 
 
-def detokenizer_for(path: str, asked: str | None) -> str:
+def detokenizer_for(path: str, requested: str | None) -> str:
     """Return the name of the requested detokenizer, or of the one suggested by the path."""
-    if asked is not None:
-        return asked
-    return next((name for part, name in _IN_PATH.items() if part in path), "none")
+    if requested is not None:
+        return requested
+    return next((name for part, name in _DETOKENIZERS_BY_PATH.items() if part in path), "none")
 
 
 def _replace(text: str, pairs: tuple[tuple[str, str], ...]) -> str:

@@ -48,7 +48,7 @@ from megatron.tasks.finetune_command import (
 )
 from megatron.tasks.passages import ids_of_passage
 from megatron.tasks.results import (
-    Numbers,
+    Metrics,
     check_results,
     format_number,
     report_results,
@@ -74,62 +74,64 @@ class LabeledQuestion:
 
     Attributes:
         text: The question, without its question mark.
-        right: The passage that answers the question.
-        hard: Wrong passages that look right (hard negatives), for example those that BM25 finds.
-        others: Other wrong passages.
+        positive: The passage that answers the question.
+        hard_negatives: Wrong passages that look right, for example those that BM25 finds.
+        negatives: Other wrong passages.
     """
 
     text: str
-    right: tuple[str, str]
-    hard: tuple[tuple[str, str], ...]
-    others: tuple[tuple[str, str], ...]
+    positive: tuple[str, str]
+    hard_negatives: tuple[tuple[str, str], ...]
+    negatives: tuple[tuple[str, str], ...]
 
 
-def read_labeled(path: str, flag: str, hard: int | None, others: int) -> list[LabeledQuestion]:
+def read_labeled(
+    path: str, flag: str, hard_negatives: int | None, negatives: int
+) -> list[LabeledQuestion]:
     """Return the questions of a file in the JSON format of DPR.
 
     Args:
         path: The file, a list of objects with `question`, `positive_ctxs`, `hard_negative_ctxs`
             and `negative_ctxs`, whose passages have a `title` and a `text`.
         flag: The flag that names the file.
-        hard: The number of hard negatives to keep for each question. `None` keeps all.
-        others: The number of other negatives to keep for each question.
+        hard_negatives: The number of hard negatives to keep for each question. `None` keeps all.
+        negatives: The number of other negatives to keep for each question.
 
     Raises:
         DataError: The file cannot be read, or an entry is incomplete.
     """
-    found = []
+    questions = []
     for number, entry in enumerate(_entries(path, flag), 1):
         where = f"{flag} {path}: entry {number}"
         fields = entry if isinstance(entry, dict) else {}
         question = fields.get("question")
         if not isinstance(question, str) or not question.strip():
             raise DataError(f'{where} has no "question": fix or remove it')
-        right = _passages(fields, "positive_ctxs", 1, where)
-        if not right:
+        positive = _passages(fields, "positive_ctxs", 1, where)
+        if not positive:
             raise DataError(f'{where} has no passages in "positive_ctxs": fix or remove it')
-        found.append(
+        questions.append(
             LabeledQuestion(
                 question.removesuffix("?"),
-                right[0],
-                _passages(fields, "hard_negative_ctxs", hard, where),
-                _passages(fields, "negative_ctxs", others, where),
+                positive[0],
+                _passages(fields, "hard_negative_ctxs", hard_negatives, where),
+                _passages(fields, "negative_ctxs", negatives, where),
             )
         )
-    if not found:
+    if not questions:
         raise DataError(f"{flag} {path}: the file has no questions: give another")
-    return found
+    return questions
 
 
 def _passages(
-    fields: Mapping[str, Any], name: str, most: int | None, where: str
+    fields: Mapping[str, Any], name: str, limit: int | None, where: str
 ) -> tuple[tuple[str, str], ...]:
-    listed = fields.get(name, [])
-    chosen = listed[:most] if isinstance(listed, list) else [None]
-    texts = [one if isinstance(one, dict) else {} for one in chosen]
+    value = fields.get(name, [])
+    entries = value[:limit] if isinstance(value, list) else [None]
+    texts = [entry if isinstance(entry, dict) else {} for entry in entries]
     pairs: list[tuple[str, str]] = []
-    for one in texts:
-        title, text = one.get("title", ""), one.get("text")
+    for entry in texts:
+        title, text = entry.get("title", ""), entry.get("text")
         if not isinstance(title, str) or not isinstance(text, str):
             raise DataError(
                 f'{where}: "{name}" is not a list of passages with "title" and "text": fix it'
@@ -140,26 +142,26 @@ def _passages(
 
 def _entries(path: str, flag: str) -> Iterator[Any]:
     """Yield the entries of a JSON list, with one in memory at a time. DPR's file is 7 GB."""
-    decoder, text, begun = json.JSONDecoder(), "", False
+    decoder, text, is_open = json.JSONDecoder(), "", False
     broken = f"{flag} {path}: not a JSON list of questions in DPR's format"
     try:
         with Path(path).open(encoding="utf-8") as file:
             while True:
-                text = text.lstrip() if not begun else text.lstrip(", \t\r\n")
-                if begun and text.startswith("]"):
+                text = text.lstrip() if not is_open else text.lstrip(", \t\r\n")
+                if is_open and text.startswith("]"):
                     return
-                if text and not begun:
+                if text and not is_open:
                     if text[0] != "[":
                         raise DataError(f"{broken}: give such a file")
-                    begun, text = True, text[1:]
+                    is_open, text = True, text[1:]
                     continue
                 try:
                     entry, end = decoder.raw_decode(text)
                 except ValueError:
-                    more = file.read(max(_READ, len(text)))
-                    if not more:
+                    chunk = file.read(max(_READ, len(text)))
+                    if not chunk:
                         raise DataError(f"{broken}, or truncated: fix the file") from None
-                    text += more
+                    text += chunk
                     continue
                 yield entry
                 text = text[end:]
@@ -183,9 +185,9 @@ class TextRows:
         """Return the tokens of a question."""
         return self._tokenizer.tokenize_spelled(text)
 
-    def passage(self, one: tuple[str, str]) -> list[int]:
+    def passage(self, title_and_text: tuple[str, str]) -> list[int]:
         """Return the tokens of a passage, given as title and text."""
-        return ids_of_passage(*one, self._tokenizer)
+        return ids_of_passage(*title_and_text, self._tokenizer)
 
     def stacked(self, texts: Sequence[Sequence[int]], rows: int) -> tuple[Any, Any]:
         """Return tokens and masks, int64 `[rows, s]` each. Rows without a text are masked."""
@@ -233,13 +235,13 @@ class TrainingQuestions:
 
         The passage that answers the question comes first.
         """
-        number: Any = self._order[i]
-        question, rows = self._questions[number], self._rows
-        drawn = np.random.default_rng((self._seed, i)).permutation(len(question.hard))
-        wrong = [question.hard[place] for place in drawn[: self._negatives].tolist()]
-        wrong += question.others[: self._negatives - len(wrong)]
+        index: Any = self._order[i]
+        question, rows = self._questions[index], self._rows
+        order = np.random.default_rng((self._seed, i)).permutation(len(question.hard_negatives))
+        negatives = [question.hard_negatives[k] for k in order[: self._negatives].tolist()]
+        negatives += question.negatives[: self._negatives - len(negatives)]
         tokens, mask = rows.stacked([rows.question(question.text)], 1)
-        texts = [rows.passage(one) for one in (question.right, *wrong)]
+        texts = [rows.passage(passage) for passage in (question.positive, *negatives)]
         passages, passage_mask = rows.stacked(texts, 1 + self._negatives)
         return {
             "query_tokens": tokens[0],
@@ -257,9 +259,11 @@ class TowersRecipe:
     architecture = "ict"
     head = RETRIEVAL_HEAD
 
-    def __init__(self, train: Sequence[LabeledQuestion], used: int | None, negatives: int) -> None:
+    def __init__(
+        self, train: Sequence[LabeledQuestion], samples_per_epoch: int | None, negatives: int
+    ) -> None:
         """Store the questions, the number to use per epoch, and the number of wrong passages."""
-        self._train, self._used, self._negatives = train, used, negatives
+        self._train, self._samples_per_epoch, self._negatives = train, samples_per_epoch, negatives
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the loss and of the retrieval accuracy."""
@@ -283,8 +287,10 @@ class TowersRecipe:
         if not self._train:
             return None, None, None
         seed = config.training.seed
-        numbers: Any = range(len(self._train))
-        order = Epochs(numbers, seed=seed, length=samples[0], used=self._used)
+        indices: Any = range(len(self._train))
+        order = Epochs(
+            indices, seed=seed, length=samples[0], samples_per_epoch=self._samples_per_epoch
+        )
         rows = TextRows(tokenizer, config.data.seq_length)
         train = TrainingQuestions(self._train, rows, order, negatives=self._negatives, seed=seed)
         return train, None, None
@@ -309,10 +315,13 @@ class TowersRecipe:
             for name in ("tokens", "pad_mask")
         )
         vectors = part(batch["query_tokens"], batch["query_pad_mask"].bool(), passages, mask.bool())
-        found = compare_all(
+        comparison = compare_all(
             vectors, layout.data, scale=score_scale(config), counted=mask[:, 0].bool()
         )
-        return {"lm loss": found.loss, "correct predictions": accuracy_among(found.places, 1)}
+        return {
+            "lm loss": comparison.loss,
+            "correct predictions": accuracy_among(comparison.places, 1),
+        }
 
 
 def score_scale(config: RunConfig) -> float:
@@ -369,24 +378,24 @@ class TowersFinetuning(StartFromBert):
         """Evaluate, and write the results."""
         if not self._valid:
             return
-        numbers = self.evaluate_all(run)
-        save, asked = run.config.checkpoint.save, self._options.results
-        if run.layout.world.rank or (asked is None and save is None):
+        metrics = self.evaluate_all(run)
+        save, results_file = run.config.checkpoint.save, self._options.results
+        if run.layout.world.rank or (results_file is None and save is None):
             return
         iteration = run.progress.iteration
-        path = results_path(asked, save or "", "RET-FINETUNE-NQ", iteration)
-        content = {"task": "RET-FINETUNE-NQ", "iteration": iteration, "results": numbers}
+        path = results_path(results_file, save or "", "RET-FINETUNE-NQ", iteration)
+        content = {"task": "RET-FINETUNE-NQ", "iteration": iteration, "results": metrics}
         content |= {"layout": run.layout.describe()}
         if save is not None:  # a later run that continues this one may replace the file
             content["save"] = str(Path(save).resolve())
         report_results(path, content)
 
-    def evaluate_all(self, run: Run) -> dict[str, Numbers]:
+    def evaluate_all(self, run: Run) -> dict[str, Metrics]:
         """Return the metrics from `evaluate` for each file. Collective."""
         return {path: self.evaluate(run, path) for path in self._valid}
 
     @torch.no_grad()
-    def evaluate(self, run: Run, path: str) -> Numbers:
+    def evaluate(self, run: Run, path: str) -> Metrics:
         """Print and return the mean rank of the correct passages and the accuracies. Collective.
 
         As in Megatron-LM, a question's passage is ranked among all passages of its group.
@@ -401,20 +410,27 @@ class TowersFinetuning(StartFromBert):
         groups = range(0, len(questions), self._group)
         for first in groups[data.rank :: data.size]:
             group = questions[first : first + self._group]
-            wrong = [one for question in group for one in (*question.others, *question.hard)]
-            passages = [rows.passage(one) for one in [question.right for question in group] + wrong]
+            negatives = [
+                passage
+                for question in group
+                for passage in (*question.negatives, *question.hard_negatives)
+            ]
+            passages = [
+                rows.passage(passage)
+                for passage in [question.positive for question in group] + negatives
+            ]
             vectors = _embed(run, part.contexts.encode, rows, passages)
-            asked = [rows.question(question.text) for question in group]
-            scores = _embed(run, part.queries.encode, rows, asked) @ vectors.t()
-            places = (scores > scores.diagonal()[:, None]).sum(1)
-            sums += torch.stack([places.sum(), *((places < k).sum() for k in tops)])
+            queries = [rows.question(question.text) for question in group]
+            scores = _embed(run, part.queries.encode, rows, queries) @ vectors.t()
+            ranks = (scores > scores.diagonal()[:, None]).sum(1)
+            sums += torch.stack([ranks.sum(), *((ranks < k).sum() for k in tops)])
         rank, *hits = (all_reduce(sums, data) / len(questions)).tolist()
-        numbers: Numbers = {"rank": rank}
-        numbers |= {f"top{k}_acc": 100 * hit for k, hit in zip(tops, hits, strict=True)}
+        metrics: Metrics = {"rank": rank}
+        metrics |= {f"top{k}_acc": 100 * hit for k, hit in zip(tops, hits, strict=True)}
         if run.layout.world.rank == 0:
-            shown = " | ".join(f"{name} {format_number(n)}" for name, n in numbers.items())
-            print_line(f"RET-FINETUNE-NQ at iteration {run.progress.iteration}: {path}: {shown}")
-        return numbers
+            summary = " | ".join(f"{name} {format_number(n)}" for name, n in metrics.items())
+            print_line(f"RET-FINETUNE-NQ at iteration {run.progress.iteration}: {path}: {summary}")
+        return metrics
 
 
 def _embed(
@@ -424,15 +440,15 @@ def _embed(
     texts: Sequence[Sequence[int]],
 ) -> Tensor:
     """Return the vectors of texts, fp32 `[n, e]`."""
-    parts = []
+    vectors = []
     for first in range(0, len(texts), _EMBED_BATCH):
-        some = texts[first : first + _EMBED_BATCH]
+        batch = texts[first : first + _EMBED_BATCH]
         tokens, mask = (
-            torch.from_numpy(part).to(run.device.torch_device)
-            for part in rows.stacked(some, len(some))
+            torch.from_numpy(array).to(run.device.torch_device)
+            for array in rows.stacked(batch, len(batch))
         )
-        parts.append(encode(tokens, mask.bool()).float())
-    return torch.cat(parts)
+        vectors.append(encode(tokens, mask.bool()).float())
+    return torch.cat(vectors)
 
 
 def run(task: str, arguments: list[str], launch: Launch) -> int:
@@ -445,8 +461,8 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     parsed = parse(task, arguments, launch.world_size)
     show_notices(parsed.notices, launch)
     training = parsed.config.training
-    pretended = training.dry_run_world_size if training.dry_run else None
-    config, recipe, extras = prepare(parsed, pretended or launch.world_size)
+    simulated_world_size = training.dry_run_world_size if training.dry_run else None
+    config, recipe, extras = prepare(parsed, simulated_world_size or launch.world_size)
     if training.dry_run:
         return dry_run(config, recipe, launch)
     if launch.rank == 0:
@@ -463,16 +479,20 @@ def prepare(parsed: ParsedRun, world_size: int) -> tuple[RunConfig, TowersRecipe
         ConfigError: A flag does not fit the run's length.
         DataError: A file is not in DPR's format.
     """
-    options, tuning, own, texts = parsed.extra
-    negatives = own.train_hard_neg if own.train_with_neg else 0
+    options, tuning, towers_options, texts = parsed.extra
+    negatives = towers_options.train_hard_neg if towers_options.train_with_neg else 0
     train = [
-        one
+        question
         for path in tuning.train_data or ()
-        for one in read_labeled(path, "--train-data", None if negatives else 0, negatives)
+        for question in read_labeled(path, "--train-data", None if negatives else 0, negatives)
     ]
-    hard, others = own.val_av_rank_hard_neg, own.val_av_rank_other_neg
+    hard_negatives, other_negatives = (
+        towers_options.val_av_rank_hard_neg,
+        towers_options.val_av_rank_other_neg,
+    )
     valid = {
-        path: read_labeled(path, "--valid-data", hard, others) for path in options.valid_data or ()
+        path: read_labeled(path, "--valid-data", hard_negatives, other_negatives)
+        for path in options.valid_data or ()
     }
     length = texts.retriever_seq_length
     config = replace(
@@ -480,12 +500,12 @@ def prepare(parsed: ParsedRun, world_size: int) -> tuple[RunConfig, TowersRecipe
         data=replace(parsed.config.data, seq_length=length),
         evaluation=replace(parsed.config.evaluation, eval_iters=0),
     )
-    config, used = with_length(config, tuning, len(train), world_size)
+    config, samples_per_epoch = with_length(config, tuning, len(train), world_size)
     batch = config.training.global_batch_size
-    ends = epoch_ends(tuning.epochs or 0, used or len(train), batch)
-    group = own.eval_micro_batch_size or config.training.micro_batch_size
+    ends = epoch_ends(tuning.epochs or 0, samples_per_epoch or len(train), batch)
+    group = towers_options.eval_micro_batch_size or config.training.micro_batch_size
     extras = TowersFinetuning(options, tuning.pretrained_checkpoint, valid, ends, group)
-    return config, TowersRecipe(train, used, negatives), extras
+    return config, TowersRecipe(train, samples_per_epoch, negatives), extras
 
 
 def parse(
@@ -503,17 +523,20 @@ def parse(
     def check(
         options: TaskConfig,
         tuning: FinetuneConfig,
-        own: TowersConfig,
+        towers_options: TowersConfig,
         texts: RetrieverTextConfig,
     ) -> Iterator[str]:
         if not tuning.epochs or tuning.epochs < 0:
             yield f"--task {task} needs --epochs: give a number of at least 1"
         if not tuning.train_data:
             yield f"--task {task} needs --train-data: give a file of questions in DPR's format"
-        if own.train_with_neg and not own.train_hard_neg:
+        if towers_options.train_with_neg and not towers_options.train_hard_neg:
             yield "--train-with-neg needs --train-hard-neg: give the number of wrong passages"
-        if own.train_hard_neg and not own.train_with_neg:
-            yield f"--train-hard-neg {own.train_hard_neg}: add --train-with-neg, or drop it"
+        if towers_options.train_hard_neg and not towers_options.train_with_neg:
+            yield (
+                f"--train-hard-neg {towers_options.train_hard_neg}: add --train-with-neg, or drop "
+                "it"
+            )
         if options.results is not None and not options.valid_data:
             yield (
                 f"--results {options.results} without --valid-data: nothing is evaluated: give "
@@ -541,10 +564,15 @@ def parse(
         ),
     )
     model, texts = parsed.config.model, parsed.extra[3]
-    most, length = model.max_position_embeddings, texts.retriever_seq_length
-    if model.position_embedding_type == "learned_absolute" and most and length > most:
+    max_positions, length = model.max_position_embeddings, texts.retriever_seq_length
+    if (
+        model.position_embedding_type == "learned_absolute"
+        and max_positions
+        and length > max_positions
+    ):
         raise ConfigError(
-            f"--retriever-seq-length {length}: the model has {most} positions: give at most {most}"
+            f"--retriever-seq-length {length}: the model has {max_positions} positions: give at "
+            f"most {max_positions}"
         )
     tensor = parsed.config.parallel.tensor_model_parallel_size
     if parsed.config.parallel.sequence_parallel and length % tensor:

@@ -18,7 +18,7 @@ class _Numbers:
 
 @pytest.mark.parametrize("used", [None, 8])
 def test_epochs_are_shuffled_anew(used):
-    epochs = Epochs(_Numbers(), seed=5, length=3 * (used or 10), used=used)
+    epochs = Epochs(_Numbers(), seed=5, length=3 * (used or 10), samples_per_epoch=used)
     ids = [epochs[i]["id"] for i in range(len(epochs))]
     size = used or 10
     parts = [ids[start : start + size] for start in range(0, len(ids), size)]

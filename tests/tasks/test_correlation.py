@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron.tasks.target import band_rows, pearson, ranks, spearman, value_numbers
+from megatron.tasks.target import band_rows, pearson, ranks, spearman, value_metrics
 
 
 def test_equal_values_share_the_mean_of_their_ranks():
@@ -28,7 +28,7 @@ def test_an_order_is_all_that_spearman_asks_for():
 
 
 def test_one_guess_for_all_says_nothing():
-    numbers = value_numbers([1.0, 2.0, 4.5], [2.5, 2.5, 2.5])
+    numbers = value_metrics([1.0, 2.0, 4.5], [2.5, 2.5, 2.5])
     assert (numbers["pearson"], numbers["spearman"]) == (0, 0)
     assert numbers["mean squared error"] == pytest.approx((1.5**2 + 0.5**2 + 2**2) / 3)
 

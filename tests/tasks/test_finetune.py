@@ -19,7 +19,7 @@ from megatron.tasks import finetune_command, target
 from megatron.tasks.classify import read_glue, read_race
 from megatron.tasks.finetune import _best_score
 from megatron.tasks.main import main
-from megatron.tasks.target import Guesses
+from megatron.tasks.target import Predictions
 from megatron.training.build import build_run
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
@@ -109,10 +109,10 @@ def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
     written = json.loads((tmp_path / "evaluation" / "sts-b-iter_0000064.json").read_text())
     numbers = written["results"]
     assert numbers["total_examples"] == 23
-    assert numbers["pearson"] == pytest.approx(np.corrcoef(found.labels, found.guesses)[0, 1])
+    assert numbers["pearson"] == pytest.approx(np.corrcoef(found.labels, found.predictions)[0, 1])
     assert numbers["pearson"] > 0.9
     assert written["score"] == (numbers["pearson"] + numbers["spearman"]) / 2
-    error = np.subtract(found.labels, found.guesses)
+    error = np.subtract(found.labels, found.predictions)
     assert numbers["mean_squared_error"] == pytest.approx(np.mean(error**2))
     assert "4 to 5" in (shown := capsys.readouterr().out)
     assert "mean of pearson and spearman" in shown
@@ -133,7 +133,7 @@ def test_a_number_is_not_rounded_to_16_bits_and_its_loss_has_no_perplexity(toy, 
     _, last = finetune(
         Layout.single(), "STS-B", [*words, "--eval-iters", "1", "--eval-interval", "4"]
     )
-    guesses = torch.tensor(last.all_files.guesses)
+    guesses = torch.tensor(last.all_files.predictions)
     assert (guesses != guesses.bfloat16().float()).sum() > len(guesses) / 2
     said = capsys.readouterr().out
     assert "validation loss at iteration 4 | lm loss value:" in said
@@ -299,7 +299,7 @@ def test_heads_of_pretraining_are_not_said_to_be_drawn(toy, tmp_path, capsys):
 
 
 def _counts(last):
-    return target.count_classes(last.all_files.labels, last.all_files.guesses, 2)
+    return target.count_classes(last.all_files.labels, last.all_files.predictions, 2)
 
 
 LAYOUTS = [
@@ -329,7 +329,9 @@ def test_every_layout_learns_as_one_process(toy, processes, sizes, flags):
         for (losses, last), (expected_losses, at_end) in zip(got, expected, strict=True):
             assert losses == pytest.approx(expected_losses, rel=1e-4)
             assert last.all_files.labels == at_end.all_files.labels
-            assert last.all_files.guesses == pytest.approx(at_end.all_files.guesses, rel=1e-4)
+            assert last.all_files.predictions == pytest.approx(
+                at_end.all_files.predictions, rel=1e-4
+            )
 
 
 def test_several_files_are_told_apart(toy, tmp_path):
@@ -399,7 +401,7 @@ def test_an_epoch_is_saved_and_evaluated_when_its_last_sample_was_trained_on(toy
 def test_the_best_is_by_the_metric_of_glue(task, better, worse):
     target, _ = finetune_command.find_target(task)
     labels = (0, 0, 1, 1, 1, 1)
-    scores = [target.score(target.numbers(Guesses(labels, found))) for found in (better, worse)]
+    scores = [target.score(target.metrics(Predictions(labels, found))) for found in (better, worse)]
     assert scores[0] > scores[1]
 
 

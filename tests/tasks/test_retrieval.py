@@ -116,7 +116,7 @@ def test_vectors_are_kept_and_used_again(toy, tmp_path, capsys):
     words = words_of(toy, "--embedding-path", str(path))
     assert evaluate(Layout.single(), words) == {}
     held, _ = PassageVectors.load(path)
-    assert held.numbers.tolist() == list(range(100, 100 + COUNT))
+    assert held.ids.tolist() == list(range(100, 100 + COUNT))
     assert held.vectors.shape == (COUNT, 16)
     before = path.stat().st_mtime_ns
     words += ["--qa-data-dev", str(toy / "dev.tsv"), "--qa-data-test", str(toy / "test.tsv")]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron.tasks.results import format_table, write_results
-from megatron.tasks.target import accuracy, class_numbers, class_rows, matthews
+from megatron.tasks.target import accuracy, class_metrics, class_rows, matthews
 
 
 def test_two_classes():
@@ -14,13 +14,13 @@ def test_two_classes():
     # (tp tn - fp fn) / sqrt of the margins' product
     expected = (35 * 50 - 10 * 5) / math.sqrt(45 * 40 * 60 * 55)
     assert matthews(matrix) == pytest.approx(expected)
-    numbers = class_numbers(matrix)
+    numbers = class_metrics(matrix)
     assert numbers["F1"] == pytest.approx(2 * 35 / (2 * 35 + 10 + 5))
     assert numbers["largest class"] == 0.6
 
 
 def test_guessing_one_class_only():
-    numbers = class_numbers([[0, 7], [0, 3]])
+    numbers = class_metrics([[0, 7], [0, 3]])
     assert (numbers["accuracy"], numbers["matthews"]) == (0.3, 0.0)
 
 

@@ -174,8 +174,8 @@ def test_wrong_passages_are_drawn_anew_and_stood_in_for(toy):
     tokenizer = build_tokenizer(config.tokenizer)
     questions = read_labeled(str(toy / "train.json"), "--train-data", None, 1)
     assert not questions[0].text.endswith("?")
-    assert [len(questions[i].hard) for i in (0, 2)] == [2, 0]
-    assert len(questions[0].others) == 1
+    assert [len(questions[i].hard_negatives) for i in (0, 2)] == [2, 0]
+    assert len(questions[0].negatives) == 1
     rows = TextRows(tokenizer, LENGTH)
     order = Epochs(range(QUESTIONS), seed=1, length=200)
     dataset = TrainingQuestions(questions, rows, order, negatives=2, seed=1)
