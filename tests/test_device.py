@@ -1,4 +1,4 @@
-"""What a CPU can show of the device: one ferry per thread, peaks by name, buffers and marks."""
+"""What a CPU can show of the device: buffers, peaks by name, memory and marks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from megatron import device as module
-from megatron.device import Device, Ferries, StreamMarks, cuda_release, datasheet_flops
+from megatron.device import Device, StagingBuffers, StreamMarks, cuda_release, datasheet_flops
 
 
-def test_each_thread_keeps_a_ferry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Ferry", lambda device, size: [device, size])
-    ferries, gpu, both = Ferries(7), torch.device("cuda", 3), Barrier(2)
+def test_each_thread_keeps_a_staging_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "StagingBuffer", lambda device, size: [device, size])
+    buffers, gpu, both = StagingBuffers(7), torch.device("cuda", 3), Barrier(2)
 
     def take(_: int) -> tuple[object, object]:
         both.wait()  # so that two threads run
-        return ferries.to(gpu), ferries.to(gpu)
+        return buffers.for_device(gpu), buffers.for_device(gpu)
 
     with ThreadPoolExecutor(2) as pool:
         (first, again), (other, _) = pool.map(take, range(2))
@@ -77,8 +77,8 @@ def test_the_memory_of_a_cpu_process_is_its_resident_memory() -> None:
 def test_marks_count_how_far_the_queue_is_behind() -> None:
     """A number takes part modulo 2**16, so a run may queue any number of marks."""
     marks = StreamMarks(torch.device("cpu"))
-    assert marks.behind(3) == 3
+    assert marks.lag(3) == 3
     for number in (5, 2**16 - 1, 2**16, 2**17 + 1):
         marks.put(number)
-        assert marks.behind(number) == 0
-        assert marks.behind(number + 4) == 4
+        assert marks.lag(number) == 0
+        assert marks.lag(number + 4) == 4
