@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import MOST_IDS, MOST_WIDTH, Need, flag
+from megatron.config.fields import MAX_IDS, MAX_WIDTH, Need, flag
 from megatron.config.patterns import read_pattern
 
 _WINDOW = Need(lambda run: run.model.window_size, "--window-size")
@@ -145,27 +145,27 @@ class SelfAttentionOptions:
 
     multi_latent_attention: bool = flag(False, only_for=("gpt",), requires=_ROTARY)
     q_lora_rank: int | None = flag(
-        None, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT
+        None, unit="channels", at_least=1, at_most=MAX_WIDTH, requires=_LATENT
     )
-    kv_lora_rank: int = flag(32, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT)
-    qk_head_dim: int = flag(128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT)
+    kv_lora_rank: int = flag(32, unit="channels", at_least=1, at_most=MAX_WIDTH, requires=_LATENT)
+    qk_head_dim: int = flag(128, unit="channels", at_least=1, at_most=MAX_WIDTH, requires=_LATENT)
     qk_pos_emb_head_dim: int = flag(
-        64, unit="channels", at_least=2, at_most=MOST_WIDTH, requires=_LATENT
+        64, unit="channels", at_least=2, at_most=MAX_WIDTH, requires=_LATENT
     )
-    v_head_dim: int = flag(128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_LATENT)
+    v_head_dim: int = flag(128, unit="channels", at_least=1, at_most=MAX_WIDTH, requires=_LATENT)
     attention_output_gate: bool = flag(False, only_for=("gpt",))
     experimental_attention_variant: str | None = flag(
         None, choices=("gated_delta_net",), only_for=("gpt",)
     )
     linear_attention_freq: str | None = flag(None, requires=_DELTA)
     linear_conv_kernel_dim: int = flag(
-        4, unit="tokens", at_least=1, at_most=MOST_WIDTH, requires=_DELTA
+        4, unit="tokens", at_least=1, at_most=MAX_WIDTH, requires=_DELTA
     )
     linear_key_head_dim: int = flag(
-        128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_DELTA
+        128, unit="channels", at_least=1, at_most=MAX_WIDTH, requires=_DELTA
     )
     linear_value_head_dim: int = flag(
-        128, unit="channels", at_least=1, at_most=MOST_WIDTH, requires=_DELTA
+        128, unit="channels", at_least=1, at_most=MAX_WIDTH, requires=_DELTA
     )
     linear_num_key_heads: int = flag(16, unit="heads", at_least=1, at_most=2**16, requires=_DELTA)
     linear_num_value_heads: int = flag(32, unit="heads", at_least=1, at_most=2**16, requires=_DELTA)
@@ -178,13 +178,13 @@ class SelfAttentionOptions:
     window_rotary_base: float | None = flag(None, above=0, requires=_ROTARY, needs=_WINDOW)
     no_rope_freq: str | None = flag(None, requires=_ROTARY)
     attention_chunk_size: int | None = flag(
-        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_ROTARY, only_for=("gpt",)
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_ROTARY, only_for=("gpt",)
     )
     attention_temperature_scale: float | None = flag(
         None, above=0, requires=_STILL, only_for=("gpt",)
     )
     attention_temperature_floor: int = flag(
-        8192, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_TEMPERED
+        8192, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_TEMPERED
     )
     qk_l2_norm: bool = flag(False, requires=_ROTARY, only_for=("gpt",))
     rope_type: str = flag(
@@ -192,7 +192,7 @@ class SelfAttentionOptions:
     )
     rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_SCALED)
     yarn_original_max_position_embeddings: int | None = flag(
-        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_YARN
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_YARN
     )
     yarn_beta_fast: float = flag(32.0, unit="turns", above=0, requires=_YARN)
     yarn_beta_slow: float = flag(1.0, unit="turns", above=0, requires=_YARN)
@@ -200,7 +200,7 @@ class SelfAttentionOptions:
     mscale: float = flag(1.0, at_least=0, requires=_YARN)
     mscale_all_dim: float = flag(0.0, at_least=0, requires=_YARN)
     longrope_original_max_position_embeddings: int | None = flag(
-        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_LONG_ROPE
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_LONG_ROPE
     )
     longrope_short_factor: tuple[float, ...] = flag((), above=0, requires=_LONG_ROPE)
     longrope_long_factor: tuple[float, ...] = flag((), above=0, requires=_LONG_ROPE)

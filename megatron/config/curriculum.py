@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import MOST_IDS, Need, flag
+from megatron.config.fields import MAX_IDS, Need, flag
 
 _GROWS = Need(
     lambda run: run.curriculum.curriculum_schedule in ("fixed_linear", "fixed_root"),
@@ -43,18 +43,18 @@ class CurriculumConfig:
         None, choices=("fixed_linear", "fixed_root", "fixed_discrete"), only_for=("gpt",)
     )
     curriculum_min_length: int | None = flag(
-        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_GROWS
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_GROWS
     )
     curriculum_max_length: int | None = flag(
-        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_GROWS
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_GROWS
     )
     curriculum_steps: int | None = flag(None, unit="iterations", at_least=1, requires=_GROWS)
     curriculum_length_step: int = flag(
-        8, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_GROWS
+        8, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_GROWS
     )
     curriculum_root_degree: float = flag(2.0, at_least=1, requires=_ROOT)
     curriculum_lengths: tuple[int, ...] | None = flag(
-        None, unit="tokens", at_least=1, at_most=MOST_IDS, requires=_DISCRETE
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_DISCRETE
     )
     curriculum_until: tuple[int, ...] | None = flag(
         None, unit="iterations", at_least=1, requires=_DISCRETE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.config.fields import MOST_IDS, Need, flag
+from megatron.config.fields import MAX_IDS, Need, flag
 from megatron.config.retro import RetroDataOptions
 
 # Kinds of tokenizers, with the fields that each is built from: its files, or its size.
@@ -104,7 +104,7 @@ class TokenizerConfig:
     )
     vocab_file: str | None = flag(None, is_common=True)
     merge_file: str | None = None
-    vocab_size: int | None = flag(None, unit="entries", at_least=1, at_most=MOST_IDS)
+    vocab_size: int | None = flag(None, unit="entries", at_least=1, at_most=MAX_IDS)
     vocab_extra_ids: int = flag(0, unit="entries", at_least=0, at_most=2**20, needs=_APPENDS)
     tiktoken_pattern: str | None = flag(
         None, choices=("v1", "v2", "gpt2", "cl100k"), needs=_TIKTOKEN
@@ -192,10 +192,10 @@ class DataOptions(RetroDataOptions):
         names="--seq-length --encoder-seq-length",
         required="required",
         at_least=1,
-        at_most=MOST_IDS,
+        at_most=MAX_IDS,
     )
     decoder_seq_length: int | None = flag(
-        None, unit="tokens", at_least=1, at_most=MOST_IDS, only_for=("t5",)
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, only_for=("t5",)
     )
     mmap_warmup: bool = False
     num_workers: int = flag(2, unit="processes", at_least=0, at_most=1024)

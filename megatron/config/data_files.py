@@ -36,7 +36,7 @@ _RETRO_SETTINGS = {
     "data.data_path": ("retro_gpt_data_path", list),
     "data.split": ("retro_gpt_split", str),
 }
-_MOST_BYTES = 1 << 26  # a million corpora; a larger file holds data, not a list of corpora
+_MAX_BYTES = 1 << 26  # a million corpora; a larger file holds data, not a list of corpora
 
 
 def read_data_files(
@@ -106,11 +106,11 @@ def _text_of(file: Path) -> str:
     """
     try:
         with open(file, "rb") as stream:
-            data = stream.read(_MOST_BYTES + 1)
+            data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from None
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"is larger than {_MOST_BYTES:,} bytes")
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"is larger than {_MAX_BYTES:,} bytes")
     try:
         return data.decode("utf-8-sig")  # drops the byte order mark that some editors write
     except UnicodeDecodeError:

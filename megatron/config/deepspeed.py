@@ -28,8 +28,8 @@ from megatron.errors import ConfigError
 
 NAMES = ("--deepspeed_config", "--deepspeed-config")
 _FILE = Path(__file__).with_name("deepspeed_keys.json")
-_MOST_BYTES = 2**20
-_MOST_DIGITS = 100
+_MAX_BYTES = 2**20
+_MAX_DIGITS = 100
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]')
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 _DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -476,17 +476,17 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     name = f"{NAMES[0]} {path}"
     try:
         with path.open(encoding="utf-8-sig") as file:
-            text = file.read(_MOST_BYTES + 1)
+            text = file.read(_MAX_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: cannot be read: {error}") from None
-    if len(text) > _MOST_BYTES:
-        raise ConfigError(f"{name}: larger than {_MOST_BYTES:,} characters")
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"{name}: larger than {_MAX_BYTES:,} characters")
 
     def no_constant(word: str) -> None:
         raise ValueError(f"{word} is not a number in JSON: write a finite number")
 
     def whole_number(word: str) -> int:
-        if len(word) > _MOST_DIGITS:
+        if len(word) > _MAX_DIGITS:
             raise ValueError(f"a number has {len(word)} digits: write a smaller one")
         return int(word)
 

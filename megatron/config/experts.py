@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import MOST_WIDTH, Need, flag
+from megatron.config.fields import MAX_WIDTH, Need, flag
 from megatron.config.patterns import read_pattern
 
-MOST_EXPERTS = 2**16
+MAX_EXPERTS = 2**16
 # Load-balancing losses by Megatron Core's names, with the names under which it logs them.
 BALANCING_LOSSES = {
     "aux_loss": "load_balancing_loss",
@@ -120,12 +120,12 @@ class ExpertOptions:
     """
 
     num_experts: tuple[int, ...] | None = flag(
-        None, unit="experts", at_least=1, at_most=MOST_EXPERTS
+        None, unit="experts", at_least=1, at_most=MAX_EXPERTS
     )
     moe_layer_freq: str = flag("1", needs=_MIXTURE)
-    moe_ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH, needs=_MIXTURE)
+    moe_ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MAX_WIDTH, needs=_MIXTURE)
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, at_least=1, at_most=MOST_WIDTH, requires=_MIXTURE
+        None, at_least=1, at_most=MAX_WIDTH, requires=_MIXTURE
     )
     moe_shared_expert_gate: bool = flag(False, requires=_SHARED)
     mlp_type: str = flag("standard", choices=("standard", "residual"), requires=_MIXTURE)

@@ -15,9 +15,9 @@ from typing import Any
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
 MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an error instead of a hang
-MOST_IDS = 2**31 - 1  # token ids and sample offsets are stored in 32 bits
-MOST_WIDTH = 2**24  # the largest side of a matrix, so that products of sides do not overflow
-_MOST_DIVISORS = 1024  # the largest divisor that a message considers
+MAX_IDS = 2**31 - 1  # token ids and sample offsets are stored in 32 bits
+MAX_WIDTH = 2**24  # the largest side of a matrix, so that products of sides do not overflow
+_MAX_DIVISORS = 1024  # the largest divisor that a message considers
 _LARGEST = 2**63 - 1  # the limit for files, tensors and the length of a dataset
 _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
@@ -382,6 +382,6 @@ def near_multiples(number: int, step: int) -> str:
 
 def divisors(number: int) -> str:
     """Name the process counts that divide a number: `1, 2, 3 or 6` for 6."""
-    most = min(number, _MOST_DIVISORS)
+    most = min(number, _MAX_DIVISORS)
     values = [str(value) for value in range(1, most + 1) if number % value == 0]
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -10,10 +10,10 @@ from typing import Any
 from megatron.config.fields import fields_of, flag
 from megatron.errors import ConfigError
 
-MOST_SEQUENCES = 1 << 16  # per step; CUDA graphs are recorded for sizes up to this
+MAX_SEQUENCES = 1 << 16  # per step; CUDA graphs are recorded for sizes up to this
 
-_MOST_GUESSES, _LONGEST_RUN = 64, 64  # tokens
-_MOST_SAMPLES = 10_000_000  # per file, because a file that is continued is read whole
+_MAX_DRAFT_TOKENS, _LONGEST_RUN = 64, 64  # tokens
+_MAX_SAMPLES = 10_000_000  # per file, because a file that is continued is read whole
 
 
 def bounds_problems(config: Any) -> list[str]:
@@ -67,7 +67,7 @@ class Speculation:
     """
 
     method: str = flag("ngram", choices=("ngram", "mtp"))
-    num_speculative_tokens: int = flag(1, unit="tokens", at_least=1, at_most=_MOST_GUESSES)
+    num_speculative_tokens: int = flag(1, unit="tokens", at_least=1, at_most=_MAX_DRAFT_TOKENS)
     prompt_lookup_max: int = flag(4, unit="tokens", at_least=1, at_most=_LONGEST_RUN)
     prompt_lookup_min: int = flag(2, unit="tokens", at_least=1, at_most=_LONGEST_RUN)
 
@@ -192,7 +192,7 @@ class ServerConfig(SpeculationOptions):
     top_p: float = flag(0.0, names="--top_p --top-p", at_least=0, at_most=1)
     out_seq_length: int | None = flag(None, unit="tokens", at_least=1)
     max_tokens_to_oom: int = flag(12000, unit="tokens", at_least=1)
-    max_batch_size: int = flag(256, unit="sequences", at_least=1, at_most=MOST_SEQUENCES)
+    max_batch_size: int = flag(256, unit="sequences", at_least=1, at_most=MAX_SEQUENCES)
     max_queued_requests: int = flag(1024, unit="sequences", at_least=1)
     cache_tokens: int | None = flag(None, unit="tokens", at_least=1)
     max_body_bytes: int = flag(1 << 20, unit="bytes", at_least=1)
@@ -249,8 +249,8 @@ class SamplesConfig(SpeculationOptions):
     prompt: str | None = None
     sample_input_file: str | None = None
     sample_output_file: str | None = None
-    num_samples: int = flag(0, unit="texts", at_least=0, at_most=_MOST_SAMPLES)
-    samples_per_prompt: int = flag(1, unit="texts", at_least=1, at_most=_MOST_SAMPLES)
+    num_samples: int = flag(0, unit="texts", at_least=0, at_most=_MAX_SAMPLES)
+    samples_per_prompt: int = flag(1, unit="texts", at_least=1, at_most=_MAX_SAMPLES)
     genfile: str | None = None
     out_seq_length: int = flag(1024, unit="tokens", at_least=1)
     greedy: bool = False
@@ -258,7 +258,7 @@ class SamplesConfig(SpeculationOptions):
     top_k: int = flag(0, names="--top_k --top-k", at_least=0)
     top_p: float = flag(0.0, names="--top_p --top-p", at_least=0, at_most=1)
     recompute: bool = False
-    max_batch_size: int = flag(64, unit="texts", at_least=1, at_most=MOST_SEQUENCES)
+    max_batch_size: int = flag(64, unit="texts", at_least=1, at_most=MAX_SEQUENCES)
     serve_adapter: tuple[str, ...] | None = flag(
         None, names="--serve-adapter --lora-modules", adds=True
     )

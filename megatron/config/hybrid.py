@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_LAYERS, MOST_WIDTH, Need, flag
+from megatron.config.fields import MAX_LAYERS, MAX_WIDTH, Need, flag
 
 MAMBA, ATTENTION, MLP, MIXTURE = "M", "*", "-", "E"
 # The meaning of each symbol of a pattern.
@@ -62,8 +62,8 @@ class HybridOptions:
     hybrid_layer_pattern: str | None = flag(
         None, names="--hybrid-layer-pattern --hybrid-override-pattern", only_for=("gpt",)
     )
-    mamba_state_dim: int = flag(128, at_least=1, at_most=MOST_WIDTH, needs=_HYBRID)
-    mamba_head_dim: int = flag(64, unit="channels", at_least=1, at_most=MOST_WIDTH, needs=_HYBRID)
+    mamba_state_dim: int = flag(128, at_least=1, at_most=MAX_WIDTH, needs=_HYBRID)
+    mamba_head_dim: int = flag(64, unit="channels", at_least=1, at_most=MAX_WIDTH, needs=_HYBRID)
     mamba_num_groups: int = flag(8, unit="groups", at_least=1, at_most=2**16, needs=_HYBRID)
     mamba_num_heads: int | None = flag(None, unit="heads", at_least=1, at_most=2**16, needs=_HYBRID)
     parallel_mamba: bool = flag(False, only_for=("gpt",))

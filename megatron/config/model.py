@@ -13,7 +13,7 @@ from megatron.config.attention import (
     SelfAttentionOptions,
 )
 from megatron.config.experts import ExpertOptions
-from megatron.config.fields import MAX_LAYERS, MOST_IDS, MOST_WIDTH, Need, flag
+from megatron.config.fields import MAX_IDS, MAX_LAYERS, MAX_WIDTH, Need, flag
 from megatron.config.hybrid import MAMBA_FIELDS, HybridOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.retro import RetroOptions
@@ -181,21 +181,21 @@ class DenseOptions:
     decoder_num_layers: int | None = flag(
         None, unit="layers", at_least=1, at_most=MAX_LAYERS, only_for=("t5",)
     )
-    hidden_size: int | None = flag(None, required="required", at_least=1, at_most=MOST_WIDTH)
-    ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH)
+    hidden_size: int | None = flag(None, required="required", at_least=1, at_most=MAX_WIDTH)
+    ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MAX_WIDTH)
     num_attention_heads: int | None = flag(
         None, unit="heads", required="required", at_least=1, at_most=2**16
     )
     kv_channels: int | None = flag(None, at_least=1, at_most=2**16)
     group_query_attention: bool = False
     num_query_groups: int = flag(1, unit="groups", at_least=1, at_most=2**16, needs=_GROUPED)
-    max_position_embeddings: int | None = flag(None, unit="tokens", at_least=1, at_most=MOST_IDS)
+    max_position_embeddings: int | None = flag(None, unit="tokens", at_least=1, at_most=MAX_IDS)
     position_embedding_type: str = flag(
         "learned_absolute", choices=("learned_absolute", "rope", "relative", "alibi", "none")
     )
     scale_alibi: bool = flag(False, requires=_ALIBI)
     relative_attention_num_buckets: int = flag(
-        32, unit="buckets", at_most=MOST_WIDTH, requires=_RELATIVE
+        32, unit="buckets", at_most=MAX_WIDTH, requires=_RELATIVE
     )
     relative_attention_max_distance: int = flag(128, unit="tokens", at_least=1, requires=_RELATIVE)
     rotary_percent: float = flag(1.0, unit="0 to 1", above=0, at_most=1, needs=_ROTARY)
@@ -204,7 +204,7 @@ class DenseOptions:
     use_rope_scaling: bool = flag(False, requires=_ROTARY)
     rope_scaling_factor: float = flag(8.0, above=0, needs=_SCALED)
     rope_high_freq_factor: float = flag(4.0, unit="turns", at_least=1, needs=_SCALED)
-    make_vocab_size_divisible_by: int = flag(128, unit="entries", at_least=1, at_most=MOST_IDS)
+    make_vocab_size_divisible_by: int = flag(128, unit="entries", at_least=1, at_most=MAX_IDS)
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, names="--norm-epsilon --layernorm-epsilon", above=0)
     layernorm_bias: bool = flag(True, off="--disable-layernorm-bias", requires=_LAYER_NORM)
@@ -242,7 +242,7 @@ class DenseOptions:
         "head", choices=("head", "each-head", "projection"), needs=_QK_NORM
     )
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", only_for=("bert",))
-    biencoder_projection_dim: int = flag(0, at_least=0, at_most=MOST_WIDTH, only_for=("ict",))
+    biencoder_projection_dim: int = flag(0, at_least=0, at_most=MAX_WIDTH, only_for=("ict",))
     biencoder_shared_query_context_model: bool = flag(False, only_for=("ict",))
     attention_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
     hidden_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
@@ -305,7 +305,7 @@ class WidthOptions:
     """
 
     use_mup: bool = flag(False, only_for=("gpt",))
-    mup_base_hidden_size: int | None = flag(None, at_least=1, at_most=MOST_WIDTH, requires=_MUP)
+    mup_base_hidden_size: int | None = flag(None, at_least=1, at_most=MAX_WIDTH, requires=_MUP)
     mup_embedding_mult: float = flag(1.0, above=0, requires=_MUP)
     mup_output_mult: float = flag(1.0, above=0, requires=_MUP)
     mup_base_head_dim: float | None = flag(None, above=0, requires=_MUP)
@@ -514,7 +514,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
     return not has_effect.get(name, True)
 
 
-def flash_head_misfit(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:
+def flash_head_problem(size: int, *, largest: int = _LARGEST_FLASH_HEAD) -> str:
     """Return why flash attention does not support heads of this size, or "".
 
     Args:

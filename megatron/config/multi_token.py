@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.fields import Need, flag
 
-MOST_DEPTHS = 64
+MAX_DEPTHS = 64
 _PREDICTS = Need(lambda run: run.model.mtp_num_layers, "--mtp-num-layers")
 
 
@@ -23,7 +23,7 @@ class MultiTokenOptions:
     """
 
     mtp_num_layers: int | None = flag(
-        None, unit="layers", at_least=1, at_most=MOST_DEPTHS, only_for=("gpt",)
+        None, unit="layers", at_least=1, at_most=MAX_DEPTHS, only_for=("gpt",)
     )
     mtp_loss_scaling_factor: float = flag(0.1, at_least=0, requires=_PREDICTS)
 

@@ -10,7 +10,7 @@ _LIST = r"\[((?:[01](?:,[01])*)?)\]"
 _IN_PARENTHESES = re.compile(rf"\({_LIST}\)")
 _REPEATED = re.compile(rf"{_LIST}\*([0-9]{{1,5}})")
 _SUM = re.compile(rf"{_LIST}\+{_LIST}(?!\*)")
-_MOST_PASSES = 32  # each pass halves the number of sums and removes innermost parentheses
+_MAX_PASSES = 32  # each pass halves the number of sums and removes innermost parentheses
 
 
 def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[bool, ...]:
@@ -32,7 +32,7 @@ def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[b
             raise ValueError(f"expected at most {MAX_LAYERS} layers")
         return f"[{','.join(entries * times)}]"
 
-    for _ in range(_MOST_PASSES):
+    for _ in range(_MAX_PASSES):
         if len(text) > 4 * MAX_LAYERS:
             raise ValueError(f"expected at most {MAX_LAYERS} layers")
         before = text

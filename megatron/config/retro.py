@@ -11,7 +11,7 @@ from megatron.config.fields import Need, flag
 from megatron.errors import ConfigError
 
 ARGUMENTS = "args.json"  # the command line that made a working folder
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 _RETRO = ("retro",)
 _CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 # Every third layer attends to neighbors, from the first such layer on. Megatron-LM places the first
@@ -110,7 +110,7 @@ def read_arguments(workdir: str) -> dict[str, Any]:
     file = Path(workdir) / ARGUMENTS
     shown = f"--retro-workdir {workdir}"
     try:
-        if file.stat().st_size > _MOST_BYTES:
+        if file.stat().st_size > _MAX_BYTES:
             raise ValueError("it is too large")
         found = json.loads(file.read_bytes())
     except FileNotFoundError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.config.data import TOKENIZER_TYPES, TokenizerConfig
-from megatron.config.fields import MOST_IDS, fields_of, flag
+from megatron.config.fields import MAX_IDS, fields_of, flag
 
 # The tasks that --retro-tasks accepts, in order, with the components of combined tasks.
 STAGES = ("db-build", "index-train", "index-add", "query-pretraining-neighbors")
@@ -81,9 +81,9 @@ class RetroGPTConfig:
     retro_gpt_split: str = "969,30,1"
     retro_gpt_seed: int = flag(1234, at_least=0)
     retro_gpt_seq_length: int | None = flag(
-        None, unit="tokens", at_least=1, at_most=MOST_IDS, required="required"
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, required="required"
     )
-    retro_gpt_chunk_length: int = flag(64, unit="tokens", at_least=1, at_most=MOST_IDS)
+    retro_gpt_chunk_length: int = flag(64, unit="tokens", at_least=1, at_most=MAX_IDS)
     retro_gpt_eval_interval: int | None = flag(None, unit="iterations", at_least=1)
     retro_gpt_eval_iters: int | None = flag(None, unit="iterations", at_least=0)
     retro_gpt_global_batch_size: int | None = flag(None, unit="samples")
@@ -128,7 +128,7 @@ class RetroEmbeddingConfig:
     )
     retro_bert_vocab_file: str | None = None
     retro_bert_batch_size: int = flag(128, unit="chunks", at_least=1)
-    retro_bert_max_chunk_length: int = flag(256, unit="tokens", at_least=3, at_most=MOST_IDS)
+    retro_bert_max_chunk_length: int = flag(256, unit="tokens", at_least=3, at_most=MAX_IDS)
     output_bert_embeddings: bool = False
 
     @property
@@ -162,7 +162,7 @@ class RetroIndexConfig:
 
     retro_index_type: str = flag("faiss-par-add", choices=INDEX_TYPES)
     retro_index_str: str | None = None
-    retro_index_nfeats: int = flag(1024, at_least=1, at_most=MOST_IDS)
+    retro_index_nfeats: int = flag(1024, at_least=1, at_most=MAX_IDS)
     retro_index_ntrain: int | None = flag(None, unit="chunks", at_least=1)
     retro_index_train_load_fraction: float = flag(1.0, unit="0 to 1", above=0, at_most=1)
     retro_index_add_load_fraction: float = flag(1.0, unit="0 to 1", above=0, at_most=1)

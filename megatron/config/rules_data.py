@@ -116,10 +116,10 @@ def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
             "--tokenizer-model tokenizer.json, or NullTokenizer with --vocab-size"
         )
         return
-    yield from tokenizer_misfits(config.tokenizer)
+    yield from tokenizer_problems(config.tokenizer)
 
 
-def tokenizer_misfits(tokenizer: TokenizerConfig) -> Iterator[str]:
+def tokenizer_problems(tokenizer: TokenizerConfig) -> Iterator[str]:
     """Yield an error for each flag that a known kind of tokenizer lacks or does not support."""
     kind, count = tokenizer.tokenizer_type or "", tokenizer.vocab_extra_ids
     for field in TOKENIZER_NEEDS[kind]:

@@ -8,7 +8,7 @@ from megatron.config.fields import divisors
 from megatron.config.model import ModelOptions
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunOptions
-from megatron.config.stages import megatron_misfit, possible_plan
+from megatron.config.stages import megatron_layout_problem, possible_plan
 
 
 def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -85,9 +85,9 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support this "
             "network: use --ckpt-format native"
         )
-    misfit = tensor_misfit(model, config.parallel.tensor_model_parallel_size)
-    if misfit and model.group_query_attention:  # without groups, other rules refuse the split
-        yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}, or use --ckpt-format native"
+    problem = tensor_split_problem(model, config.parallel.tensor_model_parallel_size)
+    if problem and model.group_query_attention:  # without groups, other rules refuse the split
+        yield f"--ckpt-format legacy: Megatron-LM 23.08 {problem}, or use --ckpt-format native"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
             "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file stores "
@@ -104,12 +104,12 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     parts, layers = possible_plan(model, config.parallel), model.num_layers
     stages = config.parallel.pipeline_model_parallel_size
     is_t5 = model.architecture == "t5"
-    misfit = megatron_misfit(parts, stages, layers if is_t5 else None)
-    if misfit:
+    problem = megatron_layout_problem(parts, stages, layers if is_t5 else None)
+    if problem:
         remedy = "use --ckpt-format native"
         if is_t5:
             remedy = f"choose another --pipeline-model-parallel-split-rank, or {remedy}"
-        yield f"--ckpt-format legacy: Megatron-LM 23.08 {misfit}: {remedy}"
+        yield f"--ckpt-format legacy: Megatron-LM 23.08 {problem}: {remedy}"
 
 
 def unsupported_flags(model: ModelOptions) -> Iterator[str]:
@@ -197,7 +197,7 @@ def unsupported_state(precision: PrecisionConfig, style: str | None, flag: str) 
         )
 
 
-def tensor_misfit(model: ModelOptions, ranks: int) -> str:
+def tensor_split_problem(model: ModelOptions, ranks: int) -> str:
     """Return why Megatron-LM 23.08 cannot split attention among this many ranks, or "".
 
     If there are more ranks than query groups, this package repeats keys and values instead.

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from megatron.config.experts import mixture_layers
 from megatron.config.fields import divisors
-from megatron.config.model import ModelOptions, flash_head_misfit
+from megatron.config.model import ModelOptions, flash_head_problem
 from megatron.config.resolve import longest_sequence
 from megatron.config.retro import retro_layers
 from megatron.config.rules_parallel import Exclusions, excluded
@@ -319,10 +319,10 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
     numbers, head = config.precision, config.model.kv_channels
     if numbers.fp16 and numbers.bf16:
         yield "--fp16 and --bf16 cannot be combined: use one of them"
-    misfit = flash_head_misfit(head) if config.model.use_flash_attn and head else ""
-    if misfit:
+    problem = flash_head_problem(head) if config.model.use_flash_attn and head else ""
+    if problem:
         yield (
-            f"--use-flash-attn: {misfit}: choose another --num-attention-heads or --kv-channels, "
+            f"--use-flash-attn: {problem}: choose another --num-attention-heads or --kv-channels, "
             "or drop the flag"
         )
     impl, bound = numbers.cross_entropy_fusion_impl, config.model.final_logit_softcapping

@@ -129,13 +129,15 @@ def layout(config: RunOptions, world_size: int) -> Iterator[str]:
         "--ffn-hidden-size": model.ffn_hidden_size,
         "--hidden-size": model.hidden_size,
     }
-    misfits = {name: size for name, size in sizes.items() if size and size > 0 and size % tensor}
-    if misfits:
-        *others, last = (f"{name} {size}" for name, size in misfits.items())
+    indivisible = {
+        name: size for name, size in sizes.items() if size and size > 0 and size % tensor
+    }
+    if indivisible:
+        *others, last = (f"{name} {size}" for name, size in indivisible.items())
         shown = f"{', '.join(others)} and {last} are" if others else f"{last} is"
         yield (
             f"{shown} not divisible by --tensor-model-parallel-size {tensor}: "
-            f"use {divisors(gcd(*misfits.values()))}"
+            f"use {divisors(gcd(*indivisible.values()))}"
         )
         return  # a valid size would change the number of processes too
     product = tensor * pipeline * context

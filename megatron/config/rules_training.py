@@ -19,7 +19,7 @@ _NOT_WITH_OFFLOADING: Exclusions = {
 _RAMP_WORDS = 3
 _UNITS = ("iters", "samples", "tokens")
 _COUNTABLE = 2**63 - 1  # the limit for the number of samples in a dataset
-_MOST_PASSES = 2**20  # per update, because a pipeline's schedule lists all of them
+_MAX_PASSES = 2**20  # per update, because a pipeline's schedule lists all of them
 
 
 def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -490,8 +490,8 @@ def passes(config: RunOptions, world_size: int) -> Iterator[str]:
     if not micro or not batch or micro < 1:
         return
     each = micro * data_parallel_size(config, world_size)
-    if batch // each > _MOST_PASSES:
+    if batch // each > _MAX_PASSES:
         yield (
             f"--global-batch-size {batch} gives each process {batch // each} micro-batches per "
-            f"update: use at most {_MOST_PASSES * each}, or a larger --micro-batch-size"
+            f"update: use at most {_MAX_PASSES * each}, or a larger --micro-batch-size"
         )

@@ -152,7 +152,7 @@ def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[Mode
     return parts[stage::stages]
 
 
-def megatron_misfit(parts: list[ModelPart], stages: int, encoder: int | None) -> str:
+def megatron_layout_problem(parts: list[ModelPart], stages: int, encoder: int | None) -> str:
     """Return why Megatron-LM 23.08 never cuts a model into such parts, or "".
 
     Args:

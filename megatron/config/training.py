@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.config.fields import MOST_WIDTH, Need, flag
+from megatron.config.fields import MAX_WIDTH, Need, flag
 
 # Networks whose training may be measured in tokens, because all samples have the same length.
 TOKEN_ARCHITECTURES = ("gpt", "bert", "retro")
@@ -129,7 +129,7 @@ class TrainingOptions:
     """
 
     micro_batch_size: int | None = flag(
-        None, unit="samples", required="required", at_least=1, at_most=MOST_WIDTH
+        None, unit="samples", required="required", at_least=1, at_most=MAX_WIDTH
     )
     global_batch_size: int | None = flag(None, unit="samples", is_common=True, at_least=1)
     rampup_batch_size: tuple[int, ...] | None = None

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.config.model import ModelConfig, flash_head_misfit
+from megatron.config.model import ModelConfig, flash_head_problem
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 
@@ -474,7 +474,7 @@ def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> st
         return f"no flash kernel on {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return "flash kernels compute in 16 bits"
-    return flash_head_misfit(head_size)
+    return flash_head_problem(head_size)
 
 
 class _FlashCall(NamedTuple):
@@ -625,7 +625,7 @@ class FlashPackage(NamedTuple):
         """Return whether the package is fast here: 16 bits, one sample, no option but a window."""
         return (
             query.dtype in (torch.float16, torch.bfloat16)
-            and not flash_head_misfit(query.shape[-1], largest=_LARGEST_FLASH_HEAD)
+            and not flash_head_problem(query.shape[-1], largest=_LARGEST_FLASH_HEAD)
             and query.shape[1] == 1
             and options.dropout == 0
             and options.mask is None

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.checkpoint.huggingface.families import family_named
 from megatron.checkpoint.huggingface.files import CONFIG, tokenizer_in
-from megatron.checkpoint.huggingface.rules import Described
+from megatron.checkpoint.huggingface.rules import ModelDescription
 from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
@@ -21,7 +21,7 @@ from megatron.models.plans import model_plan
 from megatron.tokenizer.build import vocabulary_multiple
 
 
-def describe_network(path: Path) -> Described:
+def describe_network(path: Path) -> ModelDescription:
     """Return the network and the vocabulary size that a config.json describes.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 # Errors that a damaged record can raise when it is parsed as JSON or passed to `History.add`.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _RESERVED = {"iteration", "consumed samples", "time", "event", "expert load", "end of training"}
-_MOST_ITERATIONS = 1 << 48
+_MAX_ITERATIONS = 1 << 48
 _LONGEST_TEXT = 2000  # maximum number of characters of a setting or an event
 
 
@@ -110,7 +110,7 @@ class History:
                 record. Nothing has been added.
         """
         iteration = int(record["iteration"])
-        if not 0 <= iteration < _MOST_ITERATIONS:
+        if not 0 <= iteration < _MAX_ITERATIONS:
             raise ValueError(f"iteration {iteration}")
         time = float(record["time"]) if "time" in record else None
         time = time if time is not None and math.isfinite(time) else None

@@ -16,7 +16,7 @@ from megatron.report.charts import make_charts, reduce_curve
 from megatron.report.history import Curve, History
 
 GENERATOR = '<meta name="generator" content="megatron report">'
-_MOST_EVENTS = 500
+_MAX_EVENTS = 500
 _CLOCK = 500  # points of the curves that convert iterations to samples and hours
 # In JSON, these characters occur only in strings, where an escape has the same meaning.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
@@ -42,7 +42,7 @@ def _run_data(history: History) -> dict[str, Any]:
         "notes": history.notes,
         "damaged": history.damaged + history.incomplete,
         "events": [
-            {**vars(event), "time": _finite(event.time)} for event in history.events[-_MOST_EVENTS:]
+            {**vars(event), "time": _finite(event.time)} for event in history.events[-_MAX_EVENTS:]
         ],
         "eventCounts": Counter(event.kind for event in history.events),
         "settings": history.settings,

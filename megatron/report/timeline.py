@@ -10,9 +10,9 @@ from typing import Any
 
 _PATTERNS = tuple("*/" * depth + "*.pt.trace.json" for depth in range(4))
 _NAME = re.compile(r"rank(\d+)\.(\d+)\.pt\.trace\.json")
-_MOST_BYTES = 256 << 20  # limit for all traces; parsing takes about ten times as much memory
-_MOST_RANKS = 16
-_MOST_SPANS = 1500  # limit for the page; the shortest ones are omitted
+_MAX_BYTES = 256 << 20  # limit for all traces; parsing takes about ten times as much memory
+_MAX_RANKS = 16
+_MAX_SPANS = 1500  # limit for the page; the shortest ones are omitted
 _LONGEST_NUMBER = 40  # characters
 _LATEST = 1e26  # nanoseconds
 _ITERATION = re.compile(r"iteration (\d+)")
@@ -47,20 +47,20 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         if last != newest:
             continue
         size += path.stat().st_size
-        if size > _MOST_BYTES:
-            notes.append(f"{path}: not read: the limit for all traces is {_MOST_BYTES >> 20} MiB")
+        if size > _MAX_BYTES:
+            notes.append(f"{path}: not read: the limit for all traces is {_MAX_BYTES >> 20} MiB")
             continue
         timeline = _read(rank, path)
         if timeline is None:
             notes.append(f"{path}: damaged, or without an iteration")
-        elif len(read) < _MOST_RANKS:
+        elif len(read) < _MAX_RANKS:
             read.append(timeline)
     origin = min((timeline["start"] for timeline in read), default=0.0)
     for timeline in read:
         shift = timeline.pop("start") - origin
         for row in timeline["rows"]:
             spans = sorted(row["spans"], key=lambda span: -span[1])
-            kept = spans[: _MOST_SPANS // (len(read) * len(timeline["rows"]))]
+            kept = spans[: _MAX_SPANS // (len(read) * len(timeline["rows"]))]
             row["spans"] = sorted(
                 (round(start + shift, 3), round(length, 3), name) for start, length, name in kept
             )

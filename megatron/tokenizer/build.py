@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from megatron.config.data import TOKENIZER_NEEDS, TokenizerConfig
-from megatron.config.rules_data import tokenizer_misfits
+from megatron.config.rules_data import tokenizer_problems
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
@@ -50,7 +50,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     kind = config.tokenizer_type
     if kind is None or kind not in TOKENIZER_NEEDS:
         raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_NEEDS)}")
-    misfits = list(tokenizer_misfits(config))
+    misfits = list(tokenizer_problems(config))
     if misfits:
         raise ConfigError(misfits)
     module, name = _CLASSES[kind]

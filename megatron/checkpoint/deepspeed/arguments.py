@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.arguments import legacy_config, refuse_unknown
-from megatron.config.experts import MOST_EXPERTS
+from megatron.config.experts import MAX_EXPERTS
 from megatron.config.fields import MAX_LAYERS
 from megatron.errors import CheckpointError
 
@@ -74,7 +74,7 @@ def _mixture(args: Mapping[str, Json]) -> dict[str, Json]:
     counts = listed if isinstance(listed, list) else [listed]
     if not set(counts) - {None, 1}:
         return {"num_experts": None}
-    if not all(type(count) is int and 0 < count <= MOST_EXPERTS for count in counts):
+    if not all(type(count) is int and 0 < count <= MAX_EXPERTS for count in counts):
         raise CheckpointError(f"num_experts is {listed!r:.80}")
     interval = args.get("expert_interval", 1)
     if type(interval) is not int or not 0 < interval <= MAX_LAYERS:

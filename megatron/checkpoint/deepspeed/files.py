@@ -32,15 +32,15 @@ _KINDS = {
         "expert states": rf"expp_rank_{_NUMBER}_{_RANK}_optim_states\.pt",
     }.items()
 }
-_MOST_FILES = 1 << 20
+_MAX_FILES = 1 << 20
 
 
 def _typed(function: Any, kind: Any, args: Any, *_: Any) -> TensorRef:
     """Return a tensor without the attributes that it was saved with."""
     if type(function) is not Factory or function.name != "tensor" or kind != "torch.Tensor":
         raise ValueError("an unknown kind of tensor")
-    made: TensorRef = function.call(*args)
-    return made
+    result: TensorRef = function.call(*args)
+    return result
 
 
 def _enum(name: str) -> Factory:
@@ -122,17 +122,17 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
             has no file.
     """
     files, partitions = Files(), set[tuple[int, int]]()
-    listed = sorted(path.glob("*_states.pt"))
-    if len(listed) > _MOST_FILES:
-        raise CheckpointError(f"{path}: {len(listed):,} files")
-    for one in listed:
-        kind, numbers = _kind_of(one)
+    matches = sorted(path.glob("*_states.pt"))
+    if len(matches) > _MAX_FILES:
+        raise CheckpointError(f"{path}: {len(matches):,} files")
+    for file in matches:
+        kind, numbers = _kind_of(file)
         if kind == "partitioned":
             files.partitioned = True
             partitions.add((numbers[1], numbers[0]))
             if numbers[0]:
                 continue  # holds no weights; the rest repeats rank 0's file
-        opened = open_file(one, allow_foreign=allow_foreign)
+        opened = open_file(file, allow_foreign=allow_foreign)
         tables: dict[str, dict[Any, StateFile]] = {
             "layer": files.layers,
             "expert": files.experts,
@@ -147,7 +147,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
             key = (numbers[1], numbers[0]) if is_of_rank else tuple(numbers)
             table = tables[kind]
         if key in table:
-            raise CheckpointError(f"{one}: a second file of the same rank")
+            raise CheckpointError(f"{file}: a second file of the same rank")
         table[key] = opened
     if sorted(files.models) != list(range(len(files.models))) or not files.models:
         raise CheckpointError(f"{path}: the model states of a model-parallel rank are missing")
@@ -158,7 +158,7 @@ def _kind_of(path: Path) -> tuple[str, list[int]]:
     for kind, pattern in _KINDS.items():
         match = pattern.fullmatch(path.name)
         if match:
-            return kind, [int(one or 0) for one in match.groups()]
+            return kind, [int(group or 0) for group in match.groups()]
     raise CheckpointError(f"{path}: not a file that DeepSpeed 0.7 or later writes")
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.legacy.names import our_name
+from megatron.checkpoint.legacy.names import native_name
 from megatron.errors import CheckpointError
 
 _MODEL, _ENCODER = "language_model.", "language_model.encoder."
@@ -27,13 +27,13 @@ _EXPERT = re.compile(
 _MIXTURE = re.compile(r"language_model\.encoder\.(layers\.\d{1,6}\.mlp)\.(.+)")
 _GATE = "deepspeed_moe.gate.wg.weight"
 # Modules of a mixture in addition to its experts: the MLP of residual experts, and its weight.
-_BESIDE = {
+_MIXTURE_MODULES = {
     _GATE: "router.weight",
     "coefficient.weight": "coefficient.weight",
     "coefficient.bias": "coefficient.bias",
     **{
-        f"mlp.dense_{theirs}.{kind}": f"shared.{ours}.{kind}"
-        for theirs, ours in (("h_to_4h", "up"), ("4h_to_h", "down"))
+        f"mlp.dense_{deepspeed}.{kind}": f"shared.{native}.{kind}"
+        for deepspeed, native in (("h_to_4h", "up"), ("4h_to_h", "down"))
         for kind in ("weight", "bias")
     },
 }
@@ -77,7 +77,7 @@ def flatten(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, 
 def first_layer(names: Iterable[str]) -> int:
     """Return the index of the first transformer layer in a PipelineModule."""
     matches = (_IN_PIPELINE.fullmatch(name) for name in names)
-    layers = (int(one[1]) for one in matches if one and one[2] == _FIRST_OF_LAYER)
+    layers = (int(match[1]) for match in matches if match and match[2] == _FIRST_OF_LAYER)
     return min(layers, default=0)
 
 
@@ -139,16 +139,16 @@ def is_derived(name: str) -> bool:
     return name.endswith(("_extra_state", "inv_freq"))
 
 
-def place_of(name: str) -> Destination:
+def destination_of(name: str) -> Destination:
     """Return where a parameter belongs, given its name in a whole model.
 
     Raises:
         CheckpointError: Our networks have no such parameter.
     """
-    beside = _MIXTURE.fullmatch(name)
-    if beside is not None and beside[2] in _BESIDE:
-        ours = f"{beside[1]}.{_BESIDE[beside[2]]}"
-        return Destination(ours, ours.replace(".shared.", "."))
+    mixture = _MIXTURE.fullmatch(name)
+    if mixture is not None and mixture[2] in _MIXTURE_MODULES:
+        native = f"{mixture[1]}.{_MIXTURE_MODULES[mixture[2]]}"
+        return Destination(native, native.replace(".shared.", "."))
     expert, dense = None, name
     match = _EXPERT.fullmatch(name)
     if match:
@@ -157,13 +157,13 @@ def place_of(name: str) -> Destination:
         if not dense.startswith(_MODEL):
             raise KeyError(dense)
         path = dense.removeprefix(_MODEL)
-        found = our_name(path, {"encoder": 0}, has_decoder=False, is_first=True)
+        full_name = native_name(path, {"encoder": 0}, has_decoder=False, is_first=True)
     except KeyError:
         raise CheckpointError(f"parameter {name[:200]} does not exist in our networks") from None
-    if found is None:
+    if full_name is None:
         raise CheckpointError(f"parameter {name[:200]} is a copy of another")
     if expert is None:
-        return Destination(found, found)
-    if ".mlp." not in found:
+        return Destination(full_name, full_name)
+    if ".mlp." not in full_name:
         raise CheckpointError(f"parameter {name[:200]} does not exist in our networks")
-    return Destination(found.replace(".mlp.", ".mlp.experts."), found, expert)
+    return Destination(full_name.replace(".mlp.", ".mlp.experts."), full_name, expert)

@@ -100,7 +100,7 @@ class DeepSpeedReader(Reader):
             self._first = names.first_layer([*in_layers, *in_models])
             self._own = [self._weights_of(rank) for rank in range(len(self._files.models))]
             states = self._read_states()
-            self._pieces = dict(self._place_all(states))
+            self._pieces = dict(self._locate_all(states))
         except CheckpointError as error:
             where = "" if str(error).startswith(str(path)) else f"{path}: "
             raise CheckpointError(f"{where}{error}") from None
@@ -142,33 +142,33 @@ class DeepSpeedReader(Reader):
         heads = self._args.get("num_attention_heads")
         groups = self._args.get("num_query_groups", heads)
         if type(heads) is not int or type(groups) is not int or heads < 1 or groups < 1:
-            told = f"{show(heads)} heads and {show(groups)} groups"
-            raise CheckpointError(f"{self.path}: `args` has {told}")
+            sizes = f"{show(heads)} heads and {show(groups)} groups"
+            raise CheckpointError(f"{self.path}: `args` has {sizes}")
         parts = [name.split(".") for name in self.tensors if name.startswith("model.layers.")]
         layers = 1 + max((int(part[2]) for part in parts), default=0)
         if layers != self._args.get("num_layers"):
-            told = f"num_layers is {show(self._args.get('num_layers'))} in `args`"
-            raise CheckpointError(f"{self.path}: {told}, but the weights have {layers}")
+            problem = f"num_layers is {show(self._args.get('num_layers'))} in `args`"
+            raise CheckpointError(f"{self.path}: {problem}, but the weights have {layers}")
         options = from_given(ExpertOptions, deepspeed_config(self._args)["model"])
         try:
             experts = layer_experts(options, layers)
         except ValueError as error:
-            told = f"num_experts is {show(self._args.get('num_experts'))} in `args`"
-            raise CheckpointError(f"{self.path}: {told}: {error}") from None
-        for name, held in self.tensors.items():
+            problem = f"num_experts is {show(self._args.get('num_experts'))} in `args`"
+            raise CheckpointError(f"{self.path}: {problem}: {error}") from None
+        for name, meta in self.tensors.items():
             if not (name.startswith("model.layers.") and ".mlp.experts." in name):
                 continue
             layer = int(name.split(".")[2])
-            if held.shape[0] != experts[layer]:
-                told = f"layer {layer} has {experts[layer]} experts according to `args`"
-                raise CheckpointError(f"{self.path}: {told}, but {held.shape[0]} in the weights")
-        for name, held in self.tensors.items():
-            if held.dtype not in _DTYPES.values():
-                raise CheckpointError(f"{self.path}: {name} is {held}")
-            if name.endswith(".attention.qkv.weight") and held.shape[0] % (heads + 2 * groups):
-                kinds = f"{heads} heads and {groups} key-value groups"
+            if meta.shape[0] != experts[layer]:
+                problem = f"layer {layer} has {experts[layer]} experts according to `args`"
+                raise CheckpointError(f"{self.path}: {problem}, but {meta.shape[0]} in the weights")
+        for name, meta in self.tensors.items():
+            if meta.dtype not in _DTYPES.values():
+                raise CheckpointError(f"{self.path}: {name} is {meta}")
+            if name.endswith(".attention.qkv.weight") and meta.shape[0] % (heads + 2 * groups):
+                heads_text = f"{heads} heads and {groups} key-value groups"
                 raise CheckpointError(
-                    f"{self.path}: {name} is {held}, which does not match {kinds}"
+                    f"{self.path}: {name} is {meta}, which does not match {heads_text}"
                 )
 
     def _find_split(self) -> int:
@@ -180,10 +180,10 @@ class DeepSpeedReader(Reader):
             if type(size) is not int or not 0 < size <= _LARGEST_RANKS:
                 raise CheckpointError(f"`args` has a model-parallel size of {show(size)}")
         tensor, pipeline = sizes
-        found = len(self._files.models)
-        if tensor * pipeline != found:
+        ranks = len(self._files.models)
+        if tensor * pipeline != ranks:
             raise CheckpointError(
-                f"model states of {found} ranks, but `args` has {tensor} tensor ranks x {pipeline} "
+                f"model states of {ranks} ranks, but `args` has {tensor} tensor ranks x {pipeline} "
                 "stages: are files missing, or do they come from different saves?"
             )
         return int(tensor)
@@ -203,38 +203,40 @@ class DeepSpeedReader(Reader):
         All layers of a PipelineModule are assigned to the first stage, because their files do not
         say which stage held them.
         """
-        file, found = self._files.models[rank], dict[str, Value]()
+        file, weights = self._files.models[rank], dict[str, Value]()
         if self._files.partitioned:
             dtype = _dtype(self._args.get("params_dtype"))
             for name, shape in _shapes(file).items():
-                found[self._whole(name)] = Value(shape, dtype, ())
-            return found
+                weights[self._whole(name)] = Value(shape, dtype, ())
+            return weights
         # Experts are numbered within the process. Each expert has its own file.
         sources = [(file, {n: ref for n, ref in _module(file).items() if not names.is_copy(n)})]
-        for (layer, tensor_rank), held in sorted(self._files.layers.items()):
+        for (layer, tensor_rank), source in sorted(self._files.layers.items()):
             if tensor_rank == rank:
-                listed = names.flatten(held.tree)
-                sources.append((held, {f"{layer}.{name}": ref for name, ref in listed}))
-        for (_, expert, expert_rank), held in sorted(self._files.experts.items()):
+                leaves = names.flatten(source.tree)
+                sources.append((source, {f"{layer}.{name}": ref for name, ref in leaves}))
+        for (_, expert, expert_rank), source in sorted(self._files.experts.items()):
             if expert_rank == rank:
-                module = dict(names.flatten(held.tree))
+                module = dict(names.flatten(source.tree))
                 if any(names.local_expert(self._whole(name)) != expert for name in module):
                     raise CheckpointError(
-                        f"{held.zip.path}: contains parameters of a different expert"
+                        f"{source.zip.path}: contains parameters of a different expert"
                     )
-                sources.append((held, module))
-        for held, module in sources:
+                sources.append((source, module))
+        for source, module in sources:
             for name, ref in module.items():
                 whole = self._whole(name)
                 if names.is_derived(name):
                     continue
                 if not isinstance(ref, TensorRef):
-                    raise CheckpointError(f"{held.zip.path}: {name[:200]} is not a tensor")
-                if whole in found:
-                    raise CheckpointError(f"{held.zip.path}: {name[:200]} is also in another file")
-                held.zip.find(ref)
-                found[whole] = Value(ref.shape, ref.storage.dtype, ((held.zip, ref),))
-        return found
+                    raise CheckpointError(f"{source.zip.path}: {name[:200]} is not a tensor")
+                if whole in weights:
+                    raise CheckpointError(
+                        f"{source.zip.path}: {name[:200]} is also in another file"
+                    )
+                source.zip.find(ref)
+                weights[whole] = Value(ref.shape, ref.storage.dtype, ((source.zip, ref),))
+        return weights
 
     def _whole(self, name: str) -> str:
         return names.whole_name(name, self._first)
@@ -249,55 +251,58 @@ class DeepSpeedReader(Reader):
             [files.states[key] for key in sorted(files.states) if key[0] == rank]
             for rank in range(len(files.models))
         ]
-        why = self._why_no_states(ranks)
-        if not why:
+        reason = self._why_no_states(ranks)
+        if not reason:
             if files.partitioned:
-                divided = []
+                states = []
                 for weights, own in zip(self._own, ranks, strict=True):
                     shapes = {name: value.shape for name, value in weights.items()}
-                    divided.append(read_divided(own, shapes))
+                    states.append(read_divided(own, shapes))
                     for name, value in weights.items():  # the masters are the weights
-                        parts = divided[-1].values[MASTER, name].parts
+                        parts = states[-1].values[MASTER, name].parts
                         weights[name] = value._replace(parts=parts)
-                return divided
+                return states
             if files.states:  # ZeRO 1 and 2, or the bf16 optimizer
-                held = []
+                states = []
                 for rank, own in enumerate(ranks):
                     weights = self._own[rank % self._tensor_size if files.layers else rank]
                     shapes = {name: value.shape for name, value in weights.items()}
-                    held.append(read_partitions(own, shapes, self._whole))
-                return held
+                    states.append(read_partitions(own, shapes, self._whole))
+                return states
             plain = [self._plain(rank) for rank in range(len(files.models))]
-            known = [one for one in plain if one is not None]
+            known = [rank_states for rank_states in plain if rank_states is not None]
             if len(known) == len(plain):
                 return known
-            why = "the format of the optimizer's states is not supported"
+            reason = "the format of the optimizer's states is not supported"
         if files.partitioned:
-            raise CheckpointError(f"{why}, and with ZeRO 3 they hold the weights")
-        self._notices.append(f"{why}: only the weights are read")
+            raise CheckpointError(f"{reason}, and with ZeRO 3 they hold the weights")
+        self._notices.append(f"{reason}: only the weights are read")
         return None
 
     def _why_no_states(self, ranks: list[list[StateFile]]) -> str:
         """Return why the optimizer's states cannot be read, or ""."""
         files, counts = self._files, self._args.get("num_experts")
-        misfit = ""
+        unsupported = ""
         if isinstance(counts, list) and len(set(counts)) > 1:
-            misfit = "layers with different experts"
+            unsupported = "layers with different experts"
         elif files.states and self._tensor_size > 1:
-            misfit = "experts with tensor parallelism"
-        if files.experts and misfit:
-            return f"optimizer states of {misfit} are not supported"
+            unsupported = "experts with tensor parallelism"
+        if files.experts and unsupported:
+            return f"optimizer states of {unsupported} are not supported"
         if not files.states:
             if files.layers and len(files.models) > self._tensor_size:
                 return "without ZeRO, the states of pipeline stages do not name their parameters"
             return ""
-        for rank, own in enumerate(ranks):
+        for rank, rank_files in enumerate(ranks):
             indices = [key[1] for key in sorted(files.states) if key[0] == rank]
-            tree = own[0].tree.get("optimizer_state_dict") if own else None
+            tree = rank_files[0].tree.get("optimizer_state_dict") if rank_files else None
             count = tree.get("partition_count") if isinstance(tree, dict) else None
             largest = max(map(_number, count), default=0) if isinstance(count, list) else count
             if type(largest) is not int or indices != list(range(largest)):
-                return f"only {len(own)} of {show(largest)} partitions of the optimizer are present"
+                return (
+                    f"only {len(rank_files)} of {show(largest)} partitions of the optimizer are "
+                    "present"
+                )
             mappings = tree.get("param_slice_mappings") if isinstance(tree, dict) else None
             if not files.partitioned and not isinstance(mappings, list):
                 return "the optimizer's states were written by DeepSpeed before 0.7"
@@ -305,30 +310,30 @@ class DeepSpeedReader(Reader):
 
     def _plain(self, rank: int) -> States | None:
         """Return the states of an optimizer without ZeRO."""
-        own = self._own[rank]
+        weights = self._own[rank]
         if not self._files.experts:
             file = self._files.models[rank]
-            shapes = {name: value.shape for name, value in own.items()}
+            shapes = {name: value.shape for name, value in weights.items()}
             return read_plain(file, file.tree.get("optimizer"), shapes)
         result = States()
         files = {key[1]: file for key, file in self._files.expert_states.items() if key[0] == rank}
-        count = 1 + max(names.local_expert(name) or 0 for name in own)
+        count = 1 + max(names.local_expert(name) or 0 for name in weights)
         if sorted(files) != list(range(len(files))) or not files or count % len(files):
             return None
-        each = count // len(files)
+        experts_per_file = count // len(files)
         for index, file in sorted(files.items()):
-            shapes = self._shapes_with_experts(own, each)
+            shapes = self._shapes_with_experts(weights, experts_per_file)
             states = read_plain(file, file.tree.get("optimizer"), shapes)
             if states is None:
                 return None
             result.steps += states.steps
             for (kind, name), value in states.values.items():
-                whole = names.shift_expert(name, index * each)
+                whole = names.shift_expert(name, index * experts_per_file)
                 result.values[kind, whole] = value
         return result
 
     def _shapes_with_experts(
-        self, own: Mapping[str, Value], each: int
+        self, weights: Mapping[str, Value], experts_per_file: int
     ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a process's parameters, in the order of the model.
 
@@ -336,53 +341,58 @@ class DeepSpeedReader(Reader):
         """
         shapes: dict[str, tuple[int, ...]] = {}
         experts = defaultdict[str, list[tuple[int, str]]](list)  # by layer
-        for name in own:
+        for name in weights:
             index = names.local_expert(name)
-            if index is not None and index < each:
+            if index is not None and index < experts_per_file:
                 experts[name.partition("deepspeed_moe.")[0]].append((index, name))
-        for name, value in own.items():
+        for name, value in weights.items():
             if names.local_expert(name) is not None:
                 continue
             shapes[name] = value.shape
             members = experts[name.partition("deepspeed_moe.")[0]] if names.is_gate(name) else []
-            for _, one in sorted(members, key=lambda member: member[0]):  # keeps the model's order
-                shapes[one] = own[one].shape
+            for _, expert_name in sorted(
+                members, key=lambda member: member[0]
+            ):  # keeps the model's order
+                shapes[expert_name] = weights[expert_name].shape
         return shapes
 
-    def _place_all(self, states: list[States] | None) -> Iterator[tuple[str, list[TensorPart]]]:
+    def _locate_all(self, states: list[States] | None) -> Iterator[tuple[str, list[TensorPart]]]:
         """Yield each of our tensors with its parts."""
-        found = defaultdict[str, dict[tuple[int, int], tuple[Value, str]]](dict)
+        parts = defaultdict[str, dict[tuple[int, int], tuple[Value, str]]](dict)
 
-        def add(name: str, rank: int, place: names.Destination, value: Value) -> None:
-            key = (place.expert if place.expert is not None else -1, rank % self._tensor_size)
+        def add(name: str, rank: int, destination: names.Destination, value: Value) -> None:
+            key = (
+                destination.expert if destination.expert is not None else -1,
+                rank % self._tensor_size,
+            )
             # A later stage holds a copy of tied embeddings.
-            found[name].setdefault(key, (value, place.dense))
+            parts[name].setdefault(key, (value, destination.dense))
 
-        for rank, own in enumerate(self._own):
-            for whole, value in own.items():
-                place = names.place_of(whole)
-                add(f"model.{place.name}", rank, place, value)
-        types = {value.dtype for own in self._own for value in own.values()}
+        for rank, weights in enumerate(self._own):
+            for whole_name, value in weights.items():
+                destination = names.destination_of(whole_name)
+                add(f"model.{destination.name}", rank, destination, value)
+        types = {value.dtype for weights in self._own for value in weights.values()}
         types.discard(torch.float32)  # expert gates may stay in fp32
         if len(types) > 1:
             raise CheckpointError(f"weights of several types: {sorted(map(str, types))}")
         has_masters = bool(types)
-        for rank, each in enumerate(states or ()):
-            for (kind, whole), value in each.values.items():
+        for rank, rank_states in enumerate(states or ()):
+            for (kind, whole_name), value in rank_states.values.items():
                 if kind == MASTER and not has_masters:
                     continue  # an fp32 weight is its own master
-                place = names.place_of(whole)
-                add(f"optimizer.{place.name}.{kind}", rank, place, value)
-        kinds = {kind for each in states or () for kind, _ in each.values}
+                destination = names.destination_of(whole_name)
+                add(f"optimizer.{destination.name}.{kind}", rank, destination, value)
+        kinds = {kind for rank_states in states or () for kind, _ in rank_states.values}
         kinds -= set() if has_masters else {MASTER}
-        weights = [name.removeprefix("model.") for name in found if name.startswith("model.")]
-        for name, kind in itertools.product(weights, sorted(kinds)):
-            if f"optimizer.{name}.{kind}" not in found:
+        weight_names = [name.removeprefix("model.") for name in parts if name.startswith("model.")]
+        for name, kind in itertools.product(weight_names, sorted(kinds)):
+            if f"optimizer.{name}.{kind}" not in parts:
                 raise CheckpointError(f"{kind} of {name} is missing")
-        for name, values in found.items():
-            yield name, self._place(name, values)
+        for name, values in parts.items():
+            yield name, self._locate(name, values)
 
-    def _place(
+    def _locate(
         self, name: str, values: Mapping[tuple[int, int], tuple[Value, str]]
     ) -> list[TensorPart]:
         """Return a tensor's parts with the box of each in the whole tensor."""
@@ -393,8 +403,8 @@ class DeepSpeedReader(Reader):
             if dim is None and expert in done:
                 continue  # another tensor rank's copy
             done.add(expert)
-            own = torch.empty(value.shape, device="meta")
-            shape = list(self._arrange(dense, own).shape)
+            stored = torch.empty(value.shape, device="meta")
+            shape = list(self._arrange(dense, stored).shape)
             offset = [0] * len(shape)
             if dim is not None:
                 if dim >= len(shape):
@@ -430,7 +440,7 @@ class DeepSpeedReader(Reader):
 
     def _counters(self, states: list[States]) -> Json:
         """Return the step count and the loss scale of the optimizer."""
-        steps = {self._number(*step) for each in states for step in each.steps}
+        steps = {self._number(*step) for rank_states in states for step in rank_states.steps}
         if len(steps) > 1:
             raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
         return {
@@ -445,18 +455,20 @@ class DeepSpeedReader(Reader):
         tree = next(iter(self._files.states.values()), self._main).tree
         inner = tree.get("optimizer_state_dict")
         scaler = inner.get("loss_scaler") if isinstance(inner, dict) else None
-        known = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
+        keys = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
         values = scaler.state if isinstance(scaler, Record) else None
-        found = {key: values.get(key) for key in known} if isinstance(values, dict) else {}
-        if not found or not all(type(one) in (int, float) for one in found.values()):
+        scaler_values = {key: values.get(key) for key in keys} if isinstance(values, dict) else {}
+        if not scaler_values or not all(
+            type(value) in (int, float) for value in scaler_values.values()
+        ):
             self._notices.append(
                 "the loss scale has a different format, so it starts from its initial value"
             )
             return {}
-        counts = {key: int(value or 0) for key, value in found.items()}
+        counts = {key: int(value or 0) for key, value in scaler_values.items()}
         good = max(0, counts["cur_iter"] - counts["last_overflow_iter"] - 1)
         return {
-            "scale": found["cur_scale"],
+            "scale": scaler_values["cur_scale"],
             "growth_tracker": good % max(1, counts["scale_window"]),
             "hysteresis_tracker": counts["cur_hysteresis"],
         }
@@ -469,13 +481,13 @@ class DeepSpeedReader(Reader):
             raise CheckpointError(f"{archive.path}: {show(value)} is not a counter")
         return value
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        result = torch.empty(wanted.shape, dtype=self.tensors[name].dtype)
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        result = torch.empty(box.shape, dtype=self.tensors[name].dtype)
         for piece in self._pieces[name]:
-            common = piece.box.intersect(wanted)
-            if common is not None:
+            overlap = piece.box.intersect(box)
+            if overlap is not None:
                 whole = self._arrange(piece.dense, piece.value.load()).view(piece.box.shape)
-                result[common.slices_in(wanted)] = whole[common.slices_in(piece.box)]
+                result[overlap.slices_in(box)] = whole[overlap.slices_in(piece.box)]
         return result
 
 

@@ -89,18 +89,22 @@ def read_partitions(
     experts = 1 + max((local_expert(name) or 0 for name in shapes), default=0)
     for rank, file in enumerate(files):
         mappings = _optimizer(file).get("param_slice_mappings") or ()
-        held = (name for one in mappings if isinstance(one, dict) for name in one)
-        own = 1 + max((local_expert(whole_name(str(name))) or 0 for name in held), default=0)
-        first = rank % max(1, experts // own) * own
+        mapping_names = (
+            name for mapping in mappings if isinstance(mapping, dict) for name in mapping
+        )
+        experts_of_rank = 1 + max(
+            (local_expert(whole_name(str(name))) or 0 for name in mapping_names), default=0
+        )
+        first = rank % max(1, experts // experts_of_rank) * experts_of_rank
         for kind, name, ref in _slices(file, result.steps):
             parts[kind, shift_expert(whole_name(name), first)].append((file.zip, ref))
     for (kind, name), windows in parts.items():
         if name not in shapes:
             raise CheckpointError(f"{kind} of {name[:200]}: there is no such parameter")
-        found = sum(ref.shape[0] for _, ref in windows)
-        if found != math.prod(shapes[name]):
+        elements = sum(ref.shape[0] for _, ref in windows)
+        if elements != math.prod(shapes[name]):
             raise CheckpointError(
-                f"{kind} of {name} has {found:,} elements, and the parameter "
+                f"{kind} of {name} has {elements:,} elements, and the parameter "
                 f"{math.prod(shapes[name]):,}"
             )
         result.values[kind, name] = Value(shapes[name], torch.float32, tuple(windows))
@@ -126,10 +130,10 @@ def _slices(
         if not isinstance(mapping, dict):
             raise CheckpointError(f"{file.zip.path}: a mapping is {show(mapping)}")
         for name, address in mapping.items():
-            where = address.state if isinstance(address, Record) else None
-            if not isinstance(where, dict) or type(name) is not str:
+            address_fields = address.state if isinstance(address, Record) else None
+            if not isinstance(address_fields, dict) or type(name) is not str:
                 raise CheckpointError(f"{file.zip.path}: {show(name)} has no address")
-            start, count = where.get("start"), where.get("numel")
+            start, count = address_fields.get("start"), address_fields.get("numel")
             for kind, flat in flats.items():
                 yield kind, name, _window(file, flat, start, count)
 
@@ -141,16 +145,16 @@ def _states_of(
     if isinstance(base, list):  # an elastic checkpoint has a list
         return base
     state = base.get("state") if isinstance(base, dict) else None
-    listed = base.get("param_groups") if isinstance(base, dict) else None
-    if not isinstance(state, dict) or not isinstance(listed, list):
+    param_groups = base.get("param_groups") if isinstance(base, dict) else None
+    if not isinstance(state, dict) or not isinstance(param_groups, list):
         raise CheckpointError(f"{file.zip.path}: the base optimizer's state is missing")
-    members = [one.get("params") if isinstance(one, dict) else None for one in listed]
-    if not all(isinstance(one, list) for one in members):
+    members = [group.get("params") if isinstance(group, dict) else None for group in param_groups]
+    if not all(isinstance(numbers, list) for numbers in members):
         raise CheckpointError(f"{file.zip.path}: a group of the base optimizer has no parameters")
-    numbers = list(itertools.chain.from_iterable(one or () for one in members))
-    if len(numbers) != groups or not all(type(one) is int for one in numbers):
+    numbers = list(itertools.chain.from_iterable(numbers or () for numbers in members))
+    if len(numbers) != groups or not all(type(number) is int for number in numbers):
         raise CheckpointError(f"{file.zip.path}: the base optimizer has different groups")
-    steps += _steps_of_groups(file, state, listed)
+    steps += _steps_of_groups(file, state, param_groups)
     return [state.get(number) for number in numbers]
 
 
@@ -162,24 +166,26 @@ def _steps_of_groups(
     Apex's FusedAdam counts steps by group. DeepSpeed's counts them by state, and the counts of its
     groups stay at 0.
     """
-    if any(isinstance(one, dict) and "step" in one for one in state.values()):
+    if any(isinstance(item, dict) and "step" in item for item in state.values()):
         return []
-    return [(file.zip, one["step"]) for one in groups if isinstance(one, dict) and "step" in one]
+    return [
+        (file.zip, item["step"]) for item in groups if isinstance(item, dict) and "step" in item
+    ]
 
 
 def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> dict[str, Any]:
     """Return a flat partition's state tensors by our kind names, and collect its step count."""
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.zip.path}: the state of a partition is missing")
-    found = {}
+    tensors = {}
     for key, value in state.items():
         if key == "step":
             steps.append((file.zip, value))
         elif key in STATE_KINDS:
-            found[STATE_KINDS[key]] = value
+            tensors[STATE_KINDS[key]] = value
         else:
             raise CheckpointError(f"{file.zip.path}: optimizer state {show(key)} is not supported")
-    return found
+    return tensors
 
 
 def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
@@ -200,23 +206,23 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
         if not isinstance(masters, list):
             raise CheckpointError(f"{file.zip.path}: fp32_flat_groups is missing")
         states = _states_of(file, tree.get("optimizer_state_dict"), len(masters), result.steps)
-        known = [
+        flats = [
             {MASTER: master} | _known(file, state, result.steps)
             for master, state in zip(masters, states, strict=True)
         ]
         group, start = 0, 0
         for name, shape in shapes.items():
-            left = -(-math.prod(shape) // len(files))
-            while left:
+            remaining = -(-math.prod(shape) // len(files))
+            while remaining:
                 if group == len(masters):
                     raise CheckpointError(f"{file.zip.path}: too short for its parameters")
                 size = _flat(file, masters[group]).shape[0]
-                count = min(left, size - start)
-                for kind, flat in known[group].items():
+                count = min(remaining, size - start)
+                for kind, flat in flats[group].items():
                     if count:
                         window = _window(file, flat, start, count)
                         parts[kind, name].append((file.zip, window))
-                left, start = left - count, start + count
+                remaining, start = remaining - count, start + count
                 if start == size:
                     group, start = group + 1, 0
         if group != len(masters):
@@ -248,26 +254,28 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
     groups = tree.get("param_groups") if isinstance(tree, dict) else None
     if not isinstance(state, dict) or not isinstance(groups, list):
         return None
-    apart = any(isinstance(one, dict) and one.get("moe") is True for one in groups)
+    has_expert_groups = any(
+        isinstance(group, dict) and group.get("moe") is True for group in groups
+    )
 
     def group_of(name: str) -> tuple[bool, bool]:
         is_decayed = not name.endswith("bias") and len(shapes[name]) > 1
-        return apart and local_expert(name) is not None, not is_decayed
+        return has_expert_groups and local_expert(name) is not None, not is_decayed
 
     order = sorted(shapes, key=group_of)  # stable: the model's order in each group
     expected = [len(list(names)) for _, names in itertools.groupby(order, group_of)]
-    members = [one.get("params") if isinstance(one, dict) else None for one in groups]
-    sizes = [len(one) if isinstance(one, list) else None for one in members]
+    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    sizes = [len(numbers) if isinstance(numbers, list) else None for numbers in members]
     if sizes != expected:
         raise CheckpointError(f"{file.zip.path}: the optimizer's groups do not match the model's")
-    numbers = itertools.chain.from_iterable(one or () for one in members)
+    numbers = itertools.chain.from_iterable(numbers or () for numbers in members)
     result = States(steps=_steps_of_groups(file, state, groups))
     for number, name in zip(numbers, order, strict=True):
-        own = state.get(number) if type(number) is int else None
+        parameter_state = state.get(number) if type(number) is int else None
         # A parameter that no token has used has no state yet.
-        known = {} if own is None else _known(file, own, result.steps)
+        tensors = {} if parameter_state is None else _known(file, parameter_state, result.steps)
         for kind in ("exp_avg", "exp_avg_sq"):
-            ref = known.get(kind)
+            ref = tensors.get(kind)
             if ref is not None and (not isinstance(ref, TensorRef) or ref.shape != shapes[name]):
                 raise CheckpointError(f"{file.zip.path}: {kind} of {name} has a different shape")
             parts = () if ref is None else ((file.zip, ref),)

@@ -7,7 +7,7 @@
     llama, mixtures, gpt2, bert, t5   one module for each group of families
     reader      a folder behind the interface `Reader`
     writer      a checkpoint as such a folder
-    peft_places which part of a PEFT adapter corresponds to each of our adapters
+    peft_slices which part of a PEFT adapter corresponds to each of our adapters
     peft        adapters in PEFT's files
 
 A family defines how config.json is converted to network flags and back, and which tensors make up

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
 _TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
@@ -21,8 +21,8 @@ _TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 _POOLER, _MASKED, _ORDER = "pooler", "masked tokens", "sentence order"
 _KEYS = (
     rules.Key("hidden_size", "hidden_size"),
-    rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
-    rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    rules.Key("num_attention_heads", "num_attention_heads", max_value=MAX_HEADS),
+    rules.Key("num_hidden_layers", "num_layers", max_value=MAX_LAYERS),
     rules.Key("intermediate_size", "ffn_hidden_size"),
     rules.Key("max_position_embeddings", "max_position_embeddings"),
     rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-12),

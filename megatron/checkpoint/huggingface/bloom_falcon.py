@@ -12,14 +12,14 @@ from typing import Any
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
 from megatron.checkpoint.huggingface.llama import read_rope, write_rope
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
 _BLOOM_POSITIONS = 2048  # the length that published models were trained with
 _BLOOM_KEYS = (
     rules.Key("hidden_size", "hidden_size"),
-    rules.Key("n_head", "num_attention_heads", most=MOST_HEADS),
-    rules.Key("n_layer", "num_layers", most=MOST_LAYERS),
+    rules.Key("n_head", "num_attention_heads", max_value=MAX_HEADS),
+    rules.Key("n_layer", "num_layers", max_value=MAX_LAYERS),
     rules.Key("seq_length", "max_position_embeddings", default=_BLOOM_POSITIONS),
     rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
     rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
@@ -33,8 +33,8 @@ _BLOOM_KEYS = (
 )
 _FALCON_KEYS = (
     rules.Key("hidden_size", "hidden_size"),
-    rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
-    rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    rules.Key("num_attention_heads", "num_attention_heads", max_value=MAX_HEADS),
+    rules.Key("num_hidden_layers", "num_layers", max_value=MAX_LAYERS),
     rules.Key("max_position_embeddings", "max_position_embeddings", default=2048),
     rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
     rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
@@ -73,7 +73,7 @@ class _Shared(rules.Family):
     prefix: str = "transformer."
     older: dict[str, str] = field(default_factory=dict)
 
-    def read(self, settings: Settings) -> rules.Described:
+    def read(self, settings: Settings) -> rules.ModelDescription:
         """Return the network that a config.json describes. Its keys may have older names."""
         values = dict(settings.values)
         for old, new in self.older.items():
@@ -97,7 +97,7 @@ class _Shared(rules.Family):
         yield "final_norm", ["transformer.ln_f"]
         yield "output", ["lm_head"]
 
-    def form(self, layer: Any, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(self, layer: Any, module: str, tensors: int) -> rules.TensorConversion:
         """Return the conversion for a layer's module, which leaves every tensor unchanged."""
         return rules.SAME
 
@@ -166,7 +166,7 @@ class Falcon(_Shared):
             flags["num_attention_heads"],
             settings.switch("new_decoder_architecture", False),
         )
-        kv_heads = settings.size("num_kv_heads", heads, MOST_HEADS)
+        kv_heads = settings.size("num_kv_heads", heads, MAX_HEADS)
         multi_query = settings.switch("multi_query", True)
         if not is_new:
             kv_heads = 1 if multi_query else heads

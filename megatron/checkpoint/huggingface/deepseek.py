@@ -9,17 +9,17 @@ from typing import Any
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.mixtures import Mixtral
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, Settings
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
-from megatron.config.multi_token import MOST_DEPTHS
+from megatron.config.multi_token import MAX_DEPTHS
 
 _EPSILON = 1e-6  # for the normalization of latent vectors, whatever rms_norm_eps is
 _SIZES = (
     rules.Key("kv_lora_rank", "kv_lora_rank"),
-    rules.Key("qk_nope_head_dim", "qk_head_dim", most=MOST_HEADS),
-    rules.Key("qk_rope_head_dim", "qk_pos_emb_head_dim", most=MOST_HEADS),
-    rules.Key("v_head_dim", "v_head_dim", most=MOST_HEADS),
+    rules.Key("qk_nope_head_dim", "qk_head_dim", max_value=MAX_HEADS),
+    rules.Key("qk_rope_head_dim", "qk_pos_emb_head_dim", max_value=MAX_HEADS),
+    rules.Key("v_head_dim", "v_head_dim", max_value=MAX_HEADS),
 )
 _ATTENTION = {
     "attention.query_norm": ("self_attn.q_a_layernorm",),
@@ -50,7 +50,7 @@ _AHEAD = {
 }
 
 
-def partly_rotated(size: int, rotated: int) -> rules.TensorForm:
+def partly_rotated(size: int, rotated: int) -> rules.TensorConversion:
     """Return the conversion of a projection in which the last channels of each head rotate.
 
     Hugging Face rotates channels 2i and 2i + 1 together, whereas we rotate i and i + rotated / 2.
@@ -60,7 +60,7 @@ def partly_rotated(size: int, rotated: int) -> rules.TensorForm:
         rotated: The number of rows at the end of each head that rotate.
     """
     order = rules.halves(size, range(size - rotated, size))
-    return rules.TensorForm(
+    return rules.TensorConversion(
         lambda parts: rules.by_head(parts[0], order),
         lambda whole: [rules.by_head(whole, order.argsort())],
     )
@@ -114,12 +114,12 @@ class DeepSeek(Mixtral):
             qk_layernorm=True,
         )
         if settings.values.get(_DEPTHS):
-            model = replace(model, mtp_num_layers=settings.size(_DEPTHS, None, MOST_DEPTHS))
+            model = replace(model, mtp_num_layers=settings.size(_DEPTHS, None, MAX_DEPTHS))
         else:
             settings.must_be(_DEPTHS, settings.values.get(_DEPTHS))  # 0 or absent
         return self._read_mixture(settings, model)
 
-    def held_in(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
+    def without_missing_layers(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
         """Return the network in the files, without multi-token prediction if they lack its layers.
 
         `transformers` drops these layers when it saves a model.
@@ -261,7 +261,9 @@ class DeepSeek(Mixtral):
         dense = {name: them for name, them in inherited.items() if name.startswith("mlp.")}
         return {**query, **_ATTENTION, **dense, **(_BIAS if self.biased else {})}
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, plans.LatentAttentionPlan):
@@ -269,7 +271,7 @@ class DeepSeek(Mixtral):
                 return partly_rotated(mixer.key_size, mixer.rope_size)
             if module == "attention.latent_down":
                 return partly_rotated(mixer.rank + mixer.rope_size, mixer.rope_size)
-        return super().form(layer, module, tensors)
+        return super().conversion(layer, module, tensors)
 
 
 _METHODS = {False: "greedy", True: "group_limited_greedy"}

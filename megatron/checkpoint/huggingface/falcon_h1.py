@@ -11,7 +11,7 @@ import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.llama import LLAMA_KEYS, LlamaLike
 from megatron.checkpoint.huggingface.mamba import by_group, convolution, read_limit
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.recurrent_plan import ParallelMambaPlan
 
@@ -26,7 +26,7 @@ _FACTORS = {
 _SEVERAL = {"ssm_multipliers": ("mamba_multipliers", 5), "mlp_multipliers": ("mlp_multipliers", 2)}
 _KEYS = (
     *LLAMA_KEYS,
-    rules.Key("mamba_n_heads", "mamba_num_heads", default=128, most=MOST_HEADS),
+    rules.Key("mamba_n_heads", "mamba_num_heads", default=128, max_value=MAX_HEADS),
     rules.Key("mamba_n_groups", "mamba_num_groups", default=1),
     rules.Key("mamba_d_state", "mamba_state_dim", default=256),
     rules.Key("mamba_rms_norm", "mamba_norm", "switch", False),
@@ -122,7 +122,9 @@ class FalconH1(LlamaLike):
         yield "final_norm", ["model.final_layernorm"]
         yield "output", ["lm_head"]
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, ParallelMambaPlan) and module.startswith("attention.mamba."):
@@ -133,7 +135,7 @@ class FalconH1(LlamaLike):
                 case "convolution":
                     return convolution(mamba.groups, mamba.widths[1:4])
             return rules.SAME
-        return super().form(layer, module, tensors)
+        return super().conversion(layer, module, tensors)
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""

@@ -91,58 +91,59 @@ def family_named(name: object, path: object) -> Family:
     return known[name]
 
 
-def family_for(model: ModelConfig, vocab: int, wanted: str | None) -> Family:
+def family_for(model: ModelConfig, vocab: int, model_type: str | None) -> Family:
     """Return the family for writing a network: the requested one, or the first that can express it.
 
     Args:
         model: The network.
         vocab: Rows of the word embedding.
-        wanted: The `model_type` to write, or None for any.
+        model_type: The `model_type` to write, or None for any.
 
     Raises:
         CheckpointError: No family can express the network. The message says why, for each family.
     """
     known = families()
-    candidates = [known[wanted]] if wanted else list(known.values())
+    candidates = [known[model_type]] if model_type else list(known.values())
     problems = []
     for family in candidates:
-        found = misfits(family, model, vocab)
-        if not found:
+        differences = mismatches(family, model, vocab)
+        if not differences:
             return family
-        is_kind = not any(line.startswith("architecture ") for line in found)
-        if is_kind or wanted:
-            problems.append("; ".join(found))
-    which = f"a {wanted} model cannot" if wanted else "no family can"
-    raise CheckpointError(f"{which} express this network:\n  " + "\n  ".join(problems))
+        is_kind = not any(line.startswith("architecture ") for line in differences)
+        if is_kind or model_type:
+            problems.append("; ".join(differences))
+    subject = f"a {model_type} model cannot" if model_type else "no family can"
+    raise CheckpointError(f"{subject} express this network:\n  " + "\n  ".join(problems))
 
 
-def misfits(family: Family, model: ModelConfig, vocab: int) -> list[str]:
+def mismatches(family: Family, model: ModelConfig, vocab: int) -> list[str]:
     """Return a line for each setting of a network that the family's config.json cannot express."""
     written = Settings(family.write(model, vocab), "config.json")
     try:
-        said = family.read(written).model
+        round_trip = family.read(written).model
     except CheckpointError as error:  # the nearest network that the family could write is invalid
         return [str(error)]
-    differing = differing_fields(family, model, said)
-    values = {name: (getattr(model, name), getattr(said, name)) for name in differing}
+    differing = differing_fields(family, model, round_trip)
+    values = {name: (getattr(model, name), getattr(round_trip, name)) for name in differing}
     # If the flags are equal but their meanings differ, show the meanings, which depend on other
     # flags.
     values = {name: pair for name, pair in values.items() if pair[0] != pair[1]} or {
-        name: (_meaning(family, model, name), _meaning(family, said, name)) for name in differing
+        name: (_meaning(family, model, name), _meaning(family, round_trip, name))
+        for name in differing
     }
     return [
-        f"{name} is {ours}, but a {family.name} model has {theirs}"
-        for name, (ours, theirs) in values.items()
+        f"{name} is {requested}, but a {family.name} model has {expressed}"
+        for name, (requested, expressed) in values.items()
     ]
 
 
-def differing_fields(family: Family, one: ModelConfig, other: ModelConfig) -> list[str]:
-    """Return the names of the fields in which `one` and `other` describe different networks."""
+def differing_fields(family: Family, first: ModelConfig, second: ModelConfig) -> list[str]:
+    """Return the names of the fields in which `first` and `second` describe different networks."""
     return [
         name
         for name in NETWORK_FIELDS
-        if not is_irrelevant(one, name)
-        and _meaning(family, one, name) != _meaning(family, other, name)
+        if not is_irrelevant(first, name)
+        and _meaning(family, first, name) != _meaning(family, second, name)
     ]
 
 

@@ -96,9 +96,9 @@ def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]
         return {"": inside(folder, SINGLE)}
     pickled = [name for name in _PICKLED if (folder / name).exists()]
     if pickled:
-        why = "is a pickle, which can run code when it is read; only safetensors is read"
+        reason = "is a pickle, which can run code when it is read; only safetensors is read"
         remedy = "save the model again with save_pretrained"
-        raise CheckpointError(f"{folder}: {pickled[0]} {why}: {remedy}")
+        raise CheckpointError(f"{folder}: {pickled[0]} {reason}: {remedy}")
     if (folder / ADAPTER).exists():
         raise CheckpointError(
             f"{folder}: {ADAPTER} changes another model's weights: merge both first "
@@ -148,20 +148,20 @@ def tokenizer_in(
     """
     paths = {name: str(folder / name) for name in COMPANIONS if (folder / name).is_file()}
     settings, special = paths.get(TOKENIZER_CONFIG), _SPECIAL.get(architecture)
-    said: dict[str, Any] = {}
+    tokenizer_config: dict[str, Any] = {}
     if settings is not None:
-        said = read_json(Path(settings), allow_foreign=allow_foreign)
+        tokenizer_config = read_json(Path(settings), allow_foreign=allow_foreign)
     extra, used = 0, dict[str, Any]()
     if special == WORDPIECES and WORDPIECES in paths:
-        lower = said.get("do_lower_case") is not False
+        lower = tokenizer_config.get("do_lower_case") is not False
         kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
         used["vocab_file"] = paths[WORDPIECES]
     elif TOKENIZER_JSON in paths:
         kind, used["tokenizer_model"] = "HuggingFaceTokenizer", paths[TOKENIZER_JSON]
     elif special == SPIECE and SPIECE in paths:
         kind, used["tokenizer_model"] = "GPTSentencePieceTokenizer", paths[SPIECE]
-        asked = said.get("extra_ids")
-        extra = asked if isinstance(asked, int) else _SENTINELS
+        requested = tokenizer_config.get("extra_ids")
+        extra = requested if isinstance(requested, int) else _SENTINELS
     elif TOKENIZER_MODEL in paths:
         kind, used["tokenizer_model"] = "Llama2Tokenizer", paths[TOKENIZER_MODEL]
     elif VOCAB in paths and MERGES in paths:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.plan import LayerPlan
 
 EXACT_GELU = {"gelu_new": False, "gelu_pytorch_tanh": False, "gelu": True}
 _KEYS = (
     rules.Key("n_embd", "hidden_size"),
-    rules.Key("n_head", "num_attention_heads", most=MOST_HEADS),
-    rules.Key("n_layer", "num_layers", most=MOST_LAYERS),
+    rules.Key("n_head", "num_attention_heads", max_value=MAX_HEADS),
+    rules.Key("n_layer", "num_layers", max_value=MAX_LAYERS),
     rules.Key("n_positions", "max_position_embeddings"),
     rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
     rules.Key("attn_pdrop", "attention_dropout", "share", 0.1),
@@ -75,8 +75,8 @@ class GPT2(rules.Family):
         yield "final_norm", ["transformer.ln_f"]
         yield "output", ["lm_head"]
 
-    def form(self, layer: LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(self, layer: LayerPlan, module: str, tensors: int) -> rules.TensorConversion:
         """Return the conversion for a layer's module."""
         if module in ("attention.output", "mlp.up", "mlp.down"):
             return rules.TRANSPOSED
-        return super().form(layer, module, tensors)
+        return super().conversion(layer, module, tensors)

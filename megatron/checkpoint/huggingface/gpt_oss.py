@@ -44,9 +44,9 @@ def _swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2) if x.dim() == 3 else x
 
 
-UP = rules.TensorForm(_join_up, _split_up)
+UP = rules.TensorConversion(_join_up, _split_up)
 # The experts' matrices, which are [e, in, out] in files and [e, out, in] here.
-DOWN = rules.TensorForm(lambda parts: _swapped(parts[0]), lambda whole: [_swapped(whole)])
+DOWN = rules.TensorConversion(lambda parts: _swapped(parts[0]), lambda whole: [_swapped(whole)])
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,13 @@ class GptOss(Mixtral):
             return module if kind == "weight" else f"{module}_bias"
         return super().tensor_name(module, kind)
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         match module:
             case "mlp.experts.up":
                 return UP
             case "mlp.experts.down":
                 return DOWN
-        return super().form(layer, module, tensors)
+        return super().conversion(layer, module, tensors)

@@ -22,14 +22,14 @@ from megatron.checkpoint.huggingface.llama import (
     read_alternating_windows,
     write_alternating_windows,
 )
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
 
 _J_KEYS = (
     rules.Key("n_embd", "hidden_size"),
-    rules.Key("n_head", "num_attention_heads", most=MOST_HEADS),
-    rules.Key("n_layer", "num_layers", most=MOST_LAYERS),
+    rules.Key("n_head", "num_attention_heads", max_value=MAX_HEADS),
+    rules.Key("n_layer", "num_layers", max_value=MAX_LAYERS),
     rules.Key("n_positions", "max_position_embeddings", default=2048),
     rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
     rules.Key("attn_pdrop", "attention_dropout", "share", 0.0),
@@ -59,35 +59,37 @@ _DESCRIPTIONS = {
 }
 
 
-def interleaved(layer: plans.LayerPlan, form: rules.TensorForm) -> rules.TensorForm:
+def interleaved(
+    layer: plans.LayerPlan, conversion: rules.TensorConversion
+) -> rules.TensorConversion:
     """Return the conversion of queries, keys and values whose adjacent channels rotate together.
 
     Args:
         layer: The layer.
-        form: The conversion apart from the order of channels.
+        conversion: The conversion apart from the order of channels.
     """
     mixer = rules.attention_of(layer)
     if mixer.rotary is None:
-        return form
+        return conversion
     order = rules.halves(mixer.head_size, range(mixer.rotary.channels))
-    return rules.TensorForm(
-        lambda parts: form.join(
+    return rules.TensorConversion(
+        lambda parts: conversion.join(
             [*(rules.by_head(part, order) for part in parts[:2]), parts[2]],
         ),
         lambda whole: [
             part if index == 2 else rules.by_head(part, order.argsort())
-            for index, part in enumerate(form.split(whole))
+            for index, part in enumerate(conversion.split(whole))
         ],
     )
 
 
-def _norm_of_heads(layer: plans.LayerPlan) -> rules.TensorForm:
+def _norm_of_heads(layer: plans.LayerPlan) -> rules.TensorConversion:
     """Return the conversion of the weights that normalize heads, which are [n, d] in files."""
     mixer = rules.attention_of(layer)
     order = torch.arange(mixer.head_size)
     if mixer.rotary is not None:
         order = rules.halves(mixer.head_size, range(mixer.rotary.channels))
-    return rules.TensorForm(
+    return rules.TensorConversion(
         lambda parts: rules.by_head(parts[0].flatten(), order),
         lambda whole: [rules.by_head(whole, order.argsort()).unflatten(0, (-1, len(order)))],
     )
@@ -152,10 +154,12 @@ class GPTJ(rules.Family):
         yield "final_norm", ["transformer.ln_f"]
         yield "output", ["lm_head"]
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion for a layer's module."""
-        form = super().form(layer, module, tensors)
-        return interleaved(layer, form) if module == "attention.qkv" else form
+        conversion = super().conversion(layer, module, tensors)
+        return interleaved(layer, conversion) if module == "attention.qkv" else conversion
 
 
 @dataclass(frozen=True)
@@ -223,12 +227,14 @@ class Cohere(LlamaLike):
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
         return _COHERE_LAYER
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion for a layer's module."""
-        form = super().form(layer, module, tensors)
+        conversion = super().conversion(layer, module, tensors)
         match module:
             case "attention.qkv":
-                return interleaved(layer, form)
+                return interleaved(layer, conversion)
             case "attention.query_norm" | "attention.key_norm":
                 return _norm_of_heads(layer)
-        return form
+        return conversion

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
 from megatron.models.plans import yarn
@@ -21,9 +21,9 @@ _LLAMA3 = {
 _SCORE = "score"  # a reward model's head
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 LLAMA_KEYS = (
-    rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
+    rules.Key("num_attention_heads", "num_attention_heads", max_value=MAX_HEADS),
     rules.Key("hidden_size", "hidden_size"),
-    rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    rules.Key("num_hidden_layers", "num_layers", max_value=MAX_LAYERS),
     rules.Key("intermediate_size", "ffn_hidden_size"),
     rules.Key("rms_norm_eps", "norm_epsilon", "number"),
     rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
@@ -96,7 +96,7 @@ class LlamaLike(rules.Family):
             reward_head=self._is_reward_model(settings),
             **self._read_windows(settings, flags["num_layers"]),
             **self._read_rotation(settings),
-            kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MOST_HEADS),
+            kv_channels=settings.size("head_dim", self.head_size or hidden // heads, MAX_HEADS),
             group_query_attention=kv_heads != heads,
             num_query_groups=kv_heads if kv_heads != heads else 1,
             max_position_embeddings=settings.size("max_position_embeddings"),

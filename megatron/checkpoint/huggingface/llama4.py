@@ -44,7 +44,7 @@ def _split_up(whole: Tensor) -> list[Tensor]:
     return [whole.flatten(1, 2).transpose(1, 2)]
 
 
-_UP = rules.TensorForm(_join_up, _split_up)
+_UP = rules.TensorConversion(_join_up, _split_up)
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,19 @@ class Llama4(Mixtral):
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
         return {**LAYER, **self.mixture}
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
-        form = super().form(layer, module, tensors)
+        conversion = super().conversion(layer, module, tensors)
         match module:
             case "attention.qkv":
-                return interleaved(layer, form)
+                return interleaved(layer, conversion)
             case "mlp.experts.up":
                 return _UP
             case "mlp.experts.down":
                 return DOWN
-        return form
+        return conversion
 
 
 def _pattern(chosen: Iterable[bool]) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
-from megatron.config.experts import MOST_EXPERTS
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
+from megatron.config.experts import MAX_EXPERTS
 from megatron.config.hybrid import ATTENTION, MAMBA, MIXTURE, MLP, layer_symbols, pattern_parts
 from megatron.config.model import ModelConfig
 from megatron.models.recurrent_plan import MambaPlan
@@ -67,7 +67,7 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 
 
-def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
+def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
     """Return the conversion of projections that files store one by one and we order by group.
 
     Args:
@@ -84,26 +84,26 @@ def by_group(groups: int, widths: Sequence[int]) -> rules.TensorForm:
         each = whole.unflatten(0, (groups, -1)).split(shares, dim=1)
         return [torch.cat([part.flatten(0, 1) for part in each])]
 
-    return rules.TensorForm(join, split)
+    return rules.TensorConversion(join, split)
 
 
-def convolution(groups: int, widths: Sequence[int]) -> rules.TensorForm:
+def convolution(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
     """Return the conversion of a convolution's weight [c, 1, k] and bias [c], as in `by_group`.
 
     Args:
         groups: The number of groups.
         widths: The channels of each projection that is convolved.
     """
-    form = by_group(groups, widths)
+    conversion = by_group(groups, widths)
 
     def join(parts: Sequence[Tensor]) -> Tensor:
-        return form.join([part.squeeze(1) if part.dim() == 3 else part for part in parts])
+        return conversion.join([part.squeeze(1) if part.dim() == 3 else part for part in parts])
 
     def split(whole: Tensor) -> list[Tensor]:
-        (rows,) = form.split(whole)
+        (rows,) = conversion.split(whole)
         return [rows.unsqueeze(1) if rows.dim() == 2 else rows]
 
-    return rules.TensorForm(join, split)
+    return rules.TensorConversion(join, split)
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class Mamba2(rules.Family):
     whole_names: tuple[str, ...] = (".A_log", ".D", ".dt_bias", "e_score_correction_bias")
     keys: tuple[rules.Key, ...] = (
         rules.Key("hidden_size", "hidden_size"),
-        rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+        rules.Key("num_hidden_layers", "num_layers", max_value=MAX_LAYERS),
         rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
-        rules.Key("num_heads", "mamba_num_heads", most=MOST_HEADS),
-        rules.Key("head_dim", "mamba_head_dim", most=MOST_HEADS),
+        rules.Key("num_heads", "mamba_num_heads", max_value=MAX_HEADS),
+        rules.Key("head_dim", "mamba_head_dim", max_value=MAX_HEADS),
         rules.Key("n_groups", "mamba_num_groups", default=8),
         rules.Key("state_size", "mamba_state_dim", default=128),
     )
@@ -175,7 +175,9 @@ class Mamba2(rules.Family):
         yield "final_norm", [f"{_PREFIX}norm_f"]
         yield "output", ["lm_head"]
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, MambaPlan):
@@ -184,7 +186,7 @@ class Mamba2(rules.Family):
             if module == "attention.convolution":
                 return convolution(mixer.groups, mixer.widths[1:4])
             return rules.SAME
-        return super().form(layer, module, tensors)
+        return super().conversion(layer, module, tensors)
 
 
 @dataclass(frozen=True)
@@ -195,14 +197,14 @@ class NemotronH(Mamba2):
     keys: tuple[rules.Key, ...] = (
         rules.Key("hidden_size", "hidden_size"),
         rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
-        rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
-        rules.Key("head_dim", "kv_channels", default=128, most=MOST_HEADS),
+        rules.Key("num_attention_heads", "num_attention_heads", max_value=MAX_HEADS),
+        rules.Key("head_dim", "kv_channels", default=128, max_value=MAX_HEADS),
         rules.Key("intermediate_size", "ffn_hidden_size", default=21504),
         rules.Key("max_position_embeddings", "max_position_embeddings", default=4096),
         rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
         rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
-        rules.Key("mamba_num_heads", "mamba_num_heads", most=MOST_HEADS),
-        rules.Key("mamba_head_dim", "mamba_head_dim", default=64, most=MOST_HEADS),
+        rules.Key("mamba_num_heads", "mamba_num_heads", max_value=MAX_HEADS),
+        rules.Key("mamba_head_dim", "mamba_head_dim", default=64, max_value=MAX_HEADS),
         rules.Key("n_groups", "mamba_num_groups", default=8),
         rules.Key("ssm_state_size", "mamba_state_dim", default=128),
     )
@@ -325,8 +327,8 @@ def _read_pattern(settings: Settings) -> str:
             (pattern,) = pattern_parts(text)
         except ValueError as error:
             raise settings.error("hybrid_override_pattern", str(error)) from None
-    if len(pattern) > MOST_LAYERS:
-        raise settings.error("layers_block_type", f"more than {MOST_LAYERS} layers")
+    if len(pattern) > MAX_LAYERS:
+        raise settings.error("layers_block_type", f"more than {MAX_LAYERS} layers")
     settings.must_be("hybrid_override_pattern", text if text is None else pattern)
     settings.must_be("num_hidden_layers", len(pattern))
     return pattern
@@ -342,7 +344,7 @@ def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
         raise settings.error("moe_latent_size", "experts on projected inputs are not supported")
     settings.must_be("norm_topk_prob", True)
     settings.must_be("n_shared_experts", settings.values.get("n_shared_experts"))
-    most = min(MOST_EXPERTS, _MAX_TOTAL_EXPERTS // len(pattern))
+    most = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // len(pattern))
     experts = settings.size("n_routed_experts", 8, most)
     chosen = settings.size("num_experts_per_tok", 2, experts)
     if chosen < 2:

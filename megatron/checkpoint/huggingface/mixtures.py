@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.settings import Settings
-from megatron.config.experts import MOST_EXPERTS, mixture_layers
+from megatron.config.experts import MAX_EXPERTS, mixture_layers
 from megatron.config.model import ModelConfig
 
 _MAX_TOTAL_EXPERTS = 1 << 18  # experts of all layers; the largest models have about twenty thousand
@@ -48,7 +48,7 @@ class Mixtral(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         dense = super().network(settings, flags)
-        most = min(MOST_EXPERTS, _MAX_TOTAL_EXPERTS // dense.num_layers)
+        most = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // dense.num_layers)
         is_other = self.other_count in settings.values and self.count not in settings.values
         experts = settings.size(self.other_count if is_other else self.count, None, most)
         for either in (self.count, self.other_count):

@@ -8,13 +8,13 @@ from typing import Any
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
 from megatron.checkpoint.huggingface.llama import LLAMA_KEYS, LlamaLike, read_rope, write_rope
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
 _KEYS = (
     rules.Key("hidden_size", "hidden_size"),
-    rules.Key("num_attention_heads", "num_attention_heads", most=MOST_HEADS),
-    rules.Key("num_hidden_layers", "num_layers", most=MOST_LAYERS),
+    rules.Key("num_attention_heads", "num_attention_heads", max_value=MAX_HEADS),
+    rules.Key("num_hidden_layers", "num_layers", max_value=MAX_LAYERS),
     rules.Key("intermediate_size", "ffn_hidden_size"),
     rules.Key("max_position_embeddings", "max_position_embeddings"),
     rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-5),
@@ -85,7 +85,7 @@ class NeoX(rules.Family):
         yield "final_norm", ["gpt_neox.final_layer_norm"]
         yield "output", ["embed_out"]
 
-    def form(self, layer: Any, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(self, layer: Any, module: str, tensors: int) -> rules.TensorConversion:
         """Return the conversion for a layer's module, which leaves every tensor unchanged."""
         return rules.SAME
 

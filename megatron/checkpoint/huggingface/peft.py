@@ -1,7 +1,7 @@
 """Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
 PEFT names an adapter's tensors after the module of `transformers` that it adapts. If the module
-computes several of our projections at once, its adapter combines theirs (`peft_places`), and its
+computes several of our projections at once, its adapter combines theirs (`peft_slices`), and its
 rank and alpha are exceptions in adapter_config.json (`rank_pattern`, `alpha_pattern`). The adapters
 of a mixture's experts are stacked in two matrices (`target_parameters`): A [experts rank, in], B
 [out, rank experts]. The head of a reward model is trained in full alongside the adapters, and is in
@@ -22,9 +22,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from megatron.checkpoint.entries import DTYPES, Box, LazyTensor
-from megatron.checkpoint.huggingface.families import families, family_for, misfits
+from megatron.checkpoint.huggingface.families import families, family_for, mismatches
 from megatron.checkpoint.huggingface.files import ADAPTER, ADAPTER_CONFIG, inside
-from megatron.checkpoint.huggingface.peft_places import AdapterPlace, join, places_in
+from megatron.checkpoint.huggingface.peft_slices import AdapterSlice, adapter_slices, join
 from megatron.checkpoint.huggingface.rules import Family
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.mapped import MappedFile
@@ -42,13 +42,13 @@ class PeftTensor(NamedTuple):
     Attributes:
         name: PEFT's name for it.
         meta: The shape and dtype of our tensor.
-        place: The part of PEFT's adapter that corresponds to ours; `None` for the head of a reward
-            model.
+        adapter_slice: The part of PEFT's adapter that corresponds to ours; `None` for the head of
+            a reward model.
     """
 
     name: str
     meta: TensorMeta
-    place: AdapterPlace | None = None
+    adapter_slice: AdapterSlice | None = None
 
     def to_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
         """Return our tensor in PEFT's layout, if PEFT's tensor combines no others with it.
@@ -58,9 +58,9 @@ class PeftTensor(NamedTuple):
             kind: "a", "b" or "magnitude".
         """
         tensor = _flat(tensor, kind)
-        if self.place is None or not self.place.moves:
+        if self.adapter_slice is None or not self.adapter_slice.is_rearranged:
             return tensor
-        return join(kind, {self.place: tensor}, None)
+        return join(kind, {self.adapter_slice: tensor}, None)
 
 
 PeftNames = Mapping[str, PeftTensor]  # by our name
@@ -107,33 +107,38 @@ def peft_names(
     Raises:
         CheckpointError: A module of the family contains only a part of a projection.
     """
-    found: dict[str, PeftTensor] = {}
+    peft_tensors: dict[str, PeftTensor] = {}
     rules = {rule.name: rule for rule in family.rules(plain_network(model), rows)}
-    for ours, modules in family.names(plain_network(model)):
-        if ours == _HEAD and model.reward_head:
-            held = TensorMeta((1, model.hidden_size), torch.float32)
-            found[f"model.{_HEAD}.weight"] = PeftTensor(f"{_PREFIX}{_HEAD}.weight", held)
-        linear = layers.get(ours)
+    for layer, modules in family.names(plain_network(model)):
+        if layer == _HEAD and model.reward_head:
+            meta = TensorMeta((1, model.hidden_size), torch.float32)
+            peft_tensors[f"model.{_HEAD}.weight"] = PeftTensor(f"{_PREFIX}{_HEAD}.weight", meta)
+        linear = layers.get(layer)
         if linear is None or not isinstance(linear.adapter, Adapter | ExpertAdapter):
             continue
-        rule, theirs = rules[f"model.{ours}.weight"], tuple(modules)
-        outputs, form = rule.shape[:-1], rule.form
+        rule, hf_modules = rules[f"model.{layer}.weight"], tuple(modules)
+        outputs, conversion = rule.shape[:-1], rule.conversion
         if isinstance(linear, ExpertLinear):
-            if family.stacks_experts and f".{_EXPERTS}." not in theirs[0]:
+            if family.stacks_experts and f".{_EXPERTS}." not in hf_modules[0]:
                 raise CheckpointError(
-                    f"{theirs[0]} of a {family.name} model: PEFT takes its inputs for outputs: "
+                    f"{hf_modules[0]} of a {family.name} model: PEFT takes its inputs for outputs: "
                     "convert the merged weights with --saver hf"
                 )
-            theirs, outputs = (_experts_module(ours, theirs[0], layers),), (1, *outputs[1:])
-        is_apart = isinstance(linear, ExpertLinear) and not family.stacks_experts
-        places = places_in(linear.adapter, outputs, theirs, None if is_apart else form)
-        for projection, place in places.items():
+            hf_modules, outputs = (
+                (_experts_module(layer, hf_modules[0], layers),),
+                (1, *outputs[1:]),
+            )
+        is_separate = isinstance(linear, ExpertLinear) and not family.stacks_experts
+        slices = adapter_slices(
+            linear.adapter, outputs, hf_modules, None if is_separate else conversion
+        )
+        for projection, adapter_slice in slices.items():
             for kind, parameter in linear.adapter[projection].named_parameters():
-                held = TensorMeta(tuple(parameter.shape), parameter.dtype)
-                name = f"{_PREFIX}{_module(place.module, family)}.{_SUFFIXES[kind]}"
-                tensor = PeftTensor(name, held, place)
-                found.setdefault(f"model.{ours}.adapter.{projection}.{kind}", tensor)
-    return found
+                meta = TensorMeta(tuple(parameter.shape), parameter.dtype)
+                name = f"{_PREFIX}{_module(adapter_slice.module, family)}.{_SUFFIXES[kind]}"
+                tensor = PeftTensor(name, meta, adapter_slice)
+                peft_tensors.setdefault(f"model.{layer}.adapter.{projection}.{kind}", tensor)
+    return peft_tensors
 
 
 def _module(name: str, family: Family) -> str:
@@ -155,7 +160,7 @@ def tensor_names(path: Path, *, allow_foreign: bool = False) -> frozenset[str]:
 
 
 def family_in(
-    theirs: frozenset[str],
+    tensor_names: frozenset[str],
     model: ModelConfig,
     layers: Mapping[str, AdaptedLayer | ExpertLinear],
     rows: int,
@@ -165,7 +170,7 @@ def family_in(
     """Return the family whose modules PEFT's files name, among those that can express a network.
 
     Args:
-        theirs: PEFT's names for the tensors.
+        tensor_names: PEFT's names for the tensors.
         model: The network with adapters.
         layers: Its layers that have adapters, by name.
         rows: Rows of the word embedding.
@@ -175,35 +180,35 @@ def family_in(
         CheckpointError: No family can express the network.
     """
     plain = plain_network(model)
-    first = family_for(plain, rows, None)
-    known = families() if theirs else {}
+    fallback = family_for(plain, rows, None)
+    known = families() if tensor_names else {}
     for name in sorted(known, key=lambda name: name != base):
-        if misfits(known[name], plain, rows):
+        if mismatches(known[name], plain, rows):
             continue
         try:
-            names = {one.name for one in peft_names(model, layers, known[name], rows).values()}
+            names = {peft.name for peft in peft_names(model, layers, known[name], rows).values()}
         except CheckpointError:
             continue
-        if names.issuperset(theirs - {_FROZEN_OUTPUT}):
+        if names.issuperset(tensor_names - {_FROZEN_OUTPUT}):
             return known[name]
-    return first
+    return fallback
 
 
 def _experts_module(
-    ours: str, theirs: str, layers: Mapping[str, AdaptedLayer | ExpertLinear]
+    layer: str, hf_module: str, layers: Mapping[str, AdaptedLayer | ExpertLinear]
 ) -> str:
     """Return the name under which PEFT adapts a weight of all experts.
 
     PEFT wraps the module of the experts once for each weight, the last one outermost.
 
     Args:
-        ours: Our name for the layer.
-        theirs: The Hugging Face module of its first tensor.
+        layer: Our name for the layer.
+        hf_module: The Hugging Face module of its first tensor.
         layers: The layers that have adapters.
     """
-    match = _LAYER.match(theirs)
+    match = _LAYER.match(hf_module)
     assert match is not None
-    is_inner = ours.endswith(".up") and f"{ours.removesuffix('.up')}.down" in layers
+    is_inner = layer.endswith(".up") and f"{layer.removesuffix('.up')}.down" in layers
     return f"{match.group()}{_EXPERTS}{'.base_layer' if is_inner else ''}"
 
 
@@ -235,19 +240,19 @@ def _kind_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _target_of(ours: str, theirs: str) -> str:
+def _target_of(name: str, peft_name: str) -> str:
     """Return the module, or the weight of experts, that one of PEFT's tensors adapts.
 
     Args:
-        ours: Our name for an adapter's tensor.
-        theirs: PEFT's name.
+        name: Our name for an adapter's tensor.
+        peft_name: PEFT's name.
     """
-    module = theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]
-    if _ROUTER in ours:
+    module = peft_name.removeprefix(_PREFIX).rpartition(".lora_")[0]
+    if _ROUTER in name:
         return f"{module}.weight"
     if not module.removesuffix(".base_layer").endswith(_EXPERTS):
         return module
-    weight = "gate_up_proj" if ".up.adapter." in ours else "down_proj"
+    weight = "gate_up_proj" if ".up.adapter." in name else "down_proj"
     return f"{module.removesuffix('.base_layer')}.{weight}"
 
 
@@ -282,68 +287,73 @@ class PeftReader(Reader):
         """Check every setting, name and shape, without reading any tensor."""
         self.path, self.allow_foreign = path, allow_foreign
         if not (path / ADAPTER_CONFIG).is_file():
-            what = "holds no adapter" if path.is_dir() else "does not exist"
+            problem = "holds no adapter" if path.is_dir() else "does not exist"
             raise CheckpointError(
-                f"--load-adapter {path} {what}: give a folder with {ADAPTER_CONFIG} and {ADAPTER}"
+                f"--load-adapter {path} {problem}: give a folder with {ADAPTER_CONFIG} and "
+                f"{ADAPTER}"
             )
         if not (path / ADAPTER).exists() and (path / "adapter_model.bin").exists():
             raise CheckpointError(
                 f"--load-adapter {path}: adapter_model.bin is a pickle, which could run code and "
                 f"is not read: load it with peft and write {ADAPTER} with save_pretrained"
             )
-        said = _settings_in(path, allow_foreign=allow_foreign, has_head=model.reward_head)
-        if not said.get("modules_to_save"):  # an adapter of a language model
-            names = {ours: one for ours, one in names.items() if ".adapter." in ours}
-        self._remedy = _remedy(said) if remedy is None else remedy
+        settings = _settings_in(path, allow_foreign=allow_foreign, has_head=model.reward_head)
+        if not settings.get("modules_to_save"):  # an adapter of a language model
+            names = {name: peft for name, peft in names.items() if ".adapter." in name}
+        self._remedy = _remedy(settings) if remedy is None else remedy
         self._file = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign)
-        self._names, self._theirs = names, self._file.header()
-        wanted = {one.name for one in names.values()}
-        self._check_settings(said, model, self._theirs.keys() - wanted - {_FROZEN_OUTPUT})
-        missing = sorted(wanted - self._theirs.keys())
+        self._names, self._header = names, self._file.header()
+        expected = {peft.name for peft in names.values()}
+        self._check_settings(settings, model, self._header.keys() - expected - {_FROZEN_OUTPUT})
+        missing = sorted(expected - self._header.keys())
         if missing:
             raise CheckpointError(f"{path / ADAPTER}: {missing[0]} is missing: {self._remedy}")
         self.tensors = {}
-        for name, one in names.items():
-            self._check_shape(name, one)
-            found, shape = self._theirs[one.name], one.meta.shape
+        for name, peft in names.items():
+            self._check_shape(name, peft)
+            placement, shape = self._header[peft.name], peft.meta.shape
             if is_vocabulary_table(name):  # our table may have padding rows
-                shape = (*found.shape[:1], *shape[1:])
-            self.tensors[name] = TensorMeta(shape, DTYPES[found.dtype])
-            if one.place is not None and _kind_of(name) in _AXIS:
-                self._check_scale(said, model, name, one)
+                shape = (*placement.shape[:1], *shape[1:])
+            self.tensors[name] = TensorMeta(shape, DTYPES[placement.dtype])
+            if peft.adapter_slice is not None and _kind_of(name) in _AXIS:
+                self._check_scale(settings, model, name, peft)
         self.meta = {"config": {}}
 
-    def _check_shape(self, name: str, one: PeftTensor) -> None:
-        found = self._theirs[one.name].shape
-        wanted, kind = list(_peft_shape(name, one.meta.shape)), _kind_of(name)
-        if one.place is not None and kind != "a":
-            wanted[0] = len(one.place.weight_rows)
-        if is_vocabulary_table(name) and found[:1] < tuple(wanted[:1]):  # ours is padded
-            wanted[:1] = found[:1]
-        if one.place is not None and kind in _AXIS and len(found) == 2:
+    def _check_shape(self, name: str, peft: PeftTensor) -> None:
+        shape = self._header[peft.name].shape
+        expected, kind = list(_peft_shape(name, peft.meta.shape)), _kind_of(name)
+        if peft.adapter_slice is not None and kind != "a":
+            expected[0] = len(peft.adapter_slice.weight_rows)
+        if is_vocabulary_table(name) and shape[:1] < tuple(expected[:1]):  # ours is padded
+            expected[:1] = shape[:1]
+        if peft.adapter_slice is not None and kind in _AXIS and len(shape) == 2:
             axis = _AXIS[kind]
-            times, rest = divmod(found[axis], wanted[axis])
-            if not rest and times <= one.place.most:  # the adapters of several projections
-                wanted[axis] = found[axis]
-        if list(found) != wanted:
+            times, rest = divmod(shape[axis], expected[axis])
+            if (
+                not rest and times <= peft.adapter_slice.projections
+            ):  # the adapters of several projections
+                expected[axis] = shape[axis]
+        if list(shape) != expected:
             raise CheckpointError(
-                f"{self.path / ADAPTER}: {one.name} has shape {list(found)}, but it is {wanted} "
+                f"{self.path / ADAPTER}: {peft.name} has shape {list(shape)}, but it is {expected} "
                 "here: the adapter is for a different network: load that network with --load"
             )
 
     def _check_scale(
-        self, said: dict[str, Any], model: ModelConfig, name: str, one: PeftTensor
+        self, settings: dict[str, Any], model: ModelConfig, name: str, peft: PeftTensor
     ) -> None:
         """Check that a tensor's rank matches the settings, and its scale that of our adapters."""
-        target = _target_of(name, one.name)
-        rank = _in_pattern(said, "rank_pattern", target, said.get("r", 8))
-        alpha = _in_pattern(said, "alpha_pattern", target, said.get("lora_alpha", 8))
-        size = self._theirs[one.name].shape[_AXIS[_kind_of(name)]]
-        if _is_stacked(one.meta.shape):
-            size //= one.meta.shape[0]
+        target = _target_of(name, peft.name)
+        rank = _in_pattern(settings, "rank_pattern", target, settings.get("r", 8))
+        alpha = _in_pattern(settings, "alpha_pattern", target, settings.get("lora_alpha", 8))
+        size = self._header[peft.name].shape[_AXIS[_kind_of(name)]]
+        if _is_stacked(peft.meta.shape):
+            size //= peft.meta.shape[0]
         scale = alpha / (math.sqrt(rank) if model.use_rslora else rank)
         if size != rank or not math.isclose(scale, model.lora_scale, rel_tol=1e-6):
-            patterns = [f"{key} {said.get(key)!s:.80}" for key in ("rank_pattern", "alpha_pattern")]
+            patterns = [
+                f"{key} {settings.get(key)!s:.80}" for key in ("rank_pattern", "alpha_pattern")
+            ]
             raise CheckpointError(
                 f"{self.path / ADAPTER_CONFIG}: {' and '.join(patterns)} give {target} rank {rank} "
                 f"and scale {scale:g}, which is not supported: here adapters have rank "
@@ -352,53 +362,60 @@ class PeftReader(Reader):
                 "merge_and_unload of peft"
             )
 
-    def _check_settings(self, said: dict[str, Any], model: ModelConfig, strange: set[str]) -> None:
+    def _check_settings(
+        self, settings: dict[str, Any], model: ModelConfig, unknown: set[str]
+    ) -> None:
         """Check that the adapter's settings match the run."""
-        rank = said.get("r", 8)
-        here = {
+        rank = settings.get("r", 8)
+        expected = {
             "r": model.lora_rank,
             "lora_alpha": rank if model.lora_alpha is None else model.lora_alpha,
             "use_rslora": model.use_rslora,
             "use_dora": model.use_dora,
         }
-        there = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
-        for key, value in here.items():
-            if said.get(key, there[key]) != value:
+        defaults = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
+        for key, value in expected.items():
+            if settings.get(key, defaults[key]) != value:
                 raise CheckpointError(
-                    f"{self.path / ADAPTER_CONFIG}: {key} is {said.get(key, there[key])!s:.40}, "
-                    f"but {value} here: {self._remedy}"
+                    f"{self.path / ADAPTER_CONFIG}: {key} is "
+                    f"{settings.get(key, defaults[key])!s:.40}, but {value} here: {self._remedy}"
                 )
-        places = [one.place for one in self._names.values() if one.place is not None]
-        if said.get("fan_in_fan_out") and not any(place.is_transposed for place in places):
+        slices = [
+            peft.adapter_slice for peft in self._names.values() if peft.adapter_slice is not None
+        ]
+        if settings.get("fan_in_fan_out") and not any(
+            adapter_slice.is_transposed for adapter_slice in slices
+        ):
             raise CheckpointError(
-                f"{self.path / ADAPTER_CONFIG}: fan_in_fan_out {said['fan_in_fan_out']!s:.80} is "
-                "not supported for this network: merge the adapter with merge_and_unload of peft"
+                f"{self.path / ADAPTER_CONFIG}: fan_in_fan_out "
+                f"{settings['fan_in_fan_out']!s:.80} is not supported for this "
+                "network: merge the adapter with merge_and_unload of peft"
             )
-        if strange:
+        if unknown:
             raise CheckpointError(
-                f"{self.path / ADAPTER}: {min(strange)} does not belong to this network's "
+                f"{self.path / ADAPTER}: {min(unknown)} does not belong to this network's "
                 "adapters: "
                 f"{self._remedy}"
             )
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        one, kind = self._names[name], _kind_of(name)
-        shape, whole = one.meta.shape, self._file.tensor(self._theirs[one.name])
-        if one.place is not None:
-            if kind != "a" and one.place.moves:
-                whole = whole[one.place.rows]
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        peft, kind = self._names[name], _kind_of(name)
+        shape, whole = peft.meta.shape, self._file.tensor(self._header[peft.name])
+        if peft.adapter_slice is not None:
+            if kind != "a" and peft.adapter_slice.is_rearranged:
+                whole = whole[peft.adapter_slice.rows]
             if kind in _AXIS:
                 axis = _AXIS[kind]
                 width = _peft_shape(name, shape)[axis]
                 if whole.shape[axis] > width:
                     whole = whole.narrow(axis, self._block(name) * width, width)
                 if kind == "b":
-                    self._check_others(one)
+                    self._check_unadapted_rows(peft)
         if _is_stacked(shape) and kind != "a":
             experts, *_, rank = shape
             whole = whole.view(-1, rank, experts).permute(2, 0, 1)
         whole = whole.reshape(self.tensors[name].shape)
-        return whole[wanted.slices_in(Box.whole(tuple(whole.shape)))]
+        return whole[box.slices_in(Box.whole(tuple(whole.shape)))]
 
     def _block(self, name: str) -> int:
         """Return which block of a module's rank a projection uses.
@@ -406,39 +423,42 @@ class PeftReader(Reader):
         Raises:
             CheckpointError: The projection uses several blocks.
         """
-        one = self._names[f"{name.rpartition('.')[0]}.b"]
-        assert one.place is not None
-        width = one.meta.shape[-1]
-        rows = self._file.tensor(self._theirs[one.name])[one.place.rows]
+        peft = self._names[f"{name.rpartition('.')[0]}.b"]
+        assert peft.adapter_slice is not None
+        width = peft.meta.shape[-1]
+        rows = self._file.tensor(self._header[peft.name])[peft.adapter_slice.rows]
         blocks = rows.unflatten(1, (-1, width)).abs().amax((0, 2))
         used = blocks.nonzero().flatten().tolist()
         if len(used) > 1:
             raise CheckpointError(
-                f"{self.path / ADAPTER}: {one.name}: a projection of this module has more than "
+                f"{self.path / ADAPTER}: {peft.name}: a projection of this module has more than "
                 f"rank {width}: merge the adapter with merge_and_unload of peft"
             )
-        return used[0] if used else min(one.place.index, len(blocks) - 1)
+        return used[0] if used else min(peft.adapter_slice.index, len(blocks) - 1)
 
-    def _check_others(self, one: PeftTensor) -> None:
+    def _check_unadapted_rows(self, peft: PeftTensor) -> None:
         """Refuse a module's B that changes rows of projections without an adapter in this run."""
-        assert one.place is not None
-        if one.place.index > 0 or one.place.count == one.place.most:
+        assert peft.adapter_slice is not None
+        if (
+            peft.adapter_slice.index > 0
+            or peft.adapter_slice.adapted == peft.adapter_slice.projections
+        ):
             return
-        whole = self._file.tensor(self._theirs[one.name])
-        others = torch.ones(len(whole), dtype=torch.bool)
-        for each in self._names.values():
-            if each.name == one.name and each.place is not None:
-                others[each.place.rows] = False
-        if whole[others].any():
+        whole = self._file.tensor(self._header[peft.name])
+        unadapted = torch.ones(len(whole), dtype=torch.bool)
+        for other in self._names.values():
+            if other.name == peft.name and other.adapter_slice is not None:
+                unadapted[other.adapter_slice.rows] = False
+        if whole[unadapted].any():
             raise CheckpointError(
-                f"{self.path / ADAPTER}: {one.name} adapts projections that have no adapter here: "
+                f"{self.path / ADAPTER}: {peft.name} adapts projections that have no adapter here: "
                 f"name the whole layer with --lora-target-modules, or {self._remedy}"
             )
 
 
-def _in_pattern(said: dict[str, Any], key: str, target: str, default: Any) -> Any:
+def _in_pattern(settings: dict[str, Any], key: str, target: str, default: Any) -> Any:
     """Return a module's rank or alpha: its exception in the settings, or the default."""
-    for name, value in (said.get(key) or {}).items():
+    for name, value in (settings.get(key) or {}).items():
         if target == name or target.endswith(f".{name}"):
             return value
     return default
@@ -455,35 +475,35 @@ def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> 
     Raises:
         CheckpointError: The file cannot be read, or has a setting that we do not support.
     """
-    said = read_json(inside(path, ADAPTER_CONFIG), allow_foreign=allow_foreign)
+    settings = read_json(inside(path, ADAPTER_CONFIG), allow_foreign=allow_foreign)
     for key, allowed in _FIXED.items():
-        if said.get(key, allowed[0]) not in allowed:
+        if settings.get(key, allowed[0]) not in allowed:
             raise CheckpointError(
-                f"{path / ADAPTER_CONFIG}: {key} {said[key]!s:.80} is not supported: merge the "
+                f"{path / ADAPTER_CONFIG}: {key} {settings[key]!s:.80} is not supported: merge the "
                 "adapter with merge_and_unload of peft"
             )
     for key in ("rank_pattern", "alpha_pattern"):
-        patterns = said.get(key) or {}
+        patterns = settings.get(key) or {}
         # PEFT reads names as regular expressions, which may take forever to match.
         if not isinstance(patterns, dict) or not all(
             re.fullmatch(r"[\w.]+", name) and isinstance(value, int | float) and value > 0
             for name, value in patterns.items()
         ):
             raise CheckpointError(
-                f"{path / ADAPTER_CONFIG}: {key} {said[key]!s:.80} is not supported: merge the "
+                f"{path / ADAPTER_CONFIG}: {key} {settings[key]!s:.80} is not supported: merge the "
                 "adapter with merge_and_unload of peft"
             )
-    saved = said.get("modules_to_save") or []
+    saved = settings.get("modules_to_save") or []
     saved = saved if isinstance(saved, list) else [saved]
-    others = [name for name in saved if not (has_head and name in (_HEAD, *_UNUSED_HEADS))]
-    if others:
+    unsupported = [name for name in saved if not (has_head and name in (_HEAD, *_UNUSED_HEADS))]
+    if unsupported:
         remedy = "merge the adapter with merge_and_unload of peft"
-        if _HEAD in others:
+        if _HEAD in unsupported:
             remedy = "a reward model's adapter is for --preference-loss bradley-terry"
         raise CheckpointError(
             f"{path / ADAPTER_CONFIG}: modules_to_save {saved!s:.80} is not supported: {remedy}"
         )
-    return said
+    return settings
 
 
 def network_with(
@@ -502,19 +522,19 @@ def network_with(
     Raises:
         CheckpointError: The settings cannot be read, or are not supported.
     """
-    said = _settings_in(path, allow_foreign=allow_foreign)
-    stacked = said.get("target_parameters") or ()
-    if stacked and said.get("use_dora") is True:
+    settings = _settings_in(path, allow_foreign=allow_foreign)
+    expert_weights = settings.get("target_parameters") or ()
+    if expert_weights and settings.get("use_dora") is True:
         raise CheckpointError(
             f"{path / ADAPTER_CONFIG}: use_dora with target_parameters is not supported: merge the "
             "adapter with merge_and_unload of peft"
         )
     targets = [ALL_LINEAR]
-    if "lm_head" in {name.rpartition(".")[2] for name in said.get("target_modules") or ()}:
+    if "lm_head" in {name.rpartition(".")[2] for name in settings.get("target_modules") or ()}:
         targets.append("lm_head")
-    if any(str(name).endswith(_ROUTERS) for name in stacked):
+    if any(str(name).endswith(_ROUTERS) for name in expert_weights):
         targets.append("router")
-    rank, alpha = said.get("r", 8), said.get("lora_alpha", 8)
+    rank, alpha = settings.get("r", 8), settings.get("lora_alpha", 8)
     for key, value, kinds in (("r", rank, (int,)), ("lora_alpha", alpha, (int, float))):
         if type(value) not in kinds or not 0 < value < math.inf:
             raise CheckpointError(
@@ -526,10 +546,10 @@ def network_with(
         lora_rank=rank,
         lora_alpha=float(alpha),
         lora_target_modules=tuple(targets),
-        use_rslora=said.get("use_rslora") is True,
-        use_dora=said.get("use_dora") is True,
+        use_rslora=settings.get("use_rslora") is True,
+        use_dora=settings.get("use_dora") is True,
     )
-    return adapted, tuple(map(str, stacked))
+    return adapted, tuple(map(str, expert_weights))
 
 
 def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> PeftNames:
@@ -540,26 +560,32 @@ def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> Pe
         names: Names and shapes of adapters of all projections (`peft_names`).
         allow_foreign: Accept files owned by other users.
     """
-    theirs = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header()
-    held = {ours.rpartition(".")[0] for ours, one in names.items() if one.name in theirs}
-    return {ours: found for ours, found in names.items() if ours.rpartition(".")[0] in held}
+    header = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header()
+    adapted = {name.rpartition(".")[0] for name, peft in names.items() if peft.name in header}
+    return {name: peft for name, peft in names.items() if name.rpartition(".")[0] in adapted}
 
 
-def _remedy(said: dict[str, Any]) -> str:
+def _remedy(settings: dict[str, Any]) -> str:
     """Return the flags that give an adapter the settings of PEFT's configuration."""
-    shown = set()
+    names = set()
     for key in ("target_modules", "target_parameters"):
-        targets = said.get(key)
+        targets = settings.get(key)
         targets = targets if isinstance(targets, list) else [targets]
-        words = (one.removesuffix(".weight").split(".") for one in targets if isinstance(one, str))
-        ends = {".".join(one[-2:] if "experts" in one[-2:-1] else one[-1:]) for one in words}
-        shown |= {"router" if end == "gate" and "parameters" in key else end for end in ends}
+        paths = (
+            path.removesuffix(".weight").split(".") for path in targets if isinstance(path, str)
+        )
+        suffixes = {
+            ".".join(path[-2:] if "experts" in path[-2:-1] else path[-1:]) for path in paths
+        }
+        names |= {
+            "router" if suffix == "gate" and "parameters" in key else suffix for suffix in suffixes
+        }
     flags = lora_flags(
-        rank=said.get("r", 8),
-        alpha=said.get("lora_alpha", 8),
-        targets=sorted(shown) if shown else None,
-        is_rslora=bool(said.get("use_rslora")),
-        is_dora=bool(said.get("use_dora")),
+        rank=settings.get("r", 8),
+        alpha=settings.get("lora_alpha", 8),
+        targets=sorted(names) if names else None,
+        is_rslora=bool(settings.get("use_rslora")),
+        is_dora=bool(settings.get("use_dora")),
     )
     return f"give {flags:.300}, and the network that it was trained for"
 
@@ -582,34 +608,36 @@ class AdapterExport:
     def tensors(self) -> dict[str, LazyTensor]:
         """Return the tensors by name. Each is read only when it is written."""
         members = defaultdict(list)
-        for ours, one in self.names.items():
-            members[one.name].append(ours)
+        for own_names, peft in self.names.items():
+            members[peft.name].append(own_names)
         return {
-            theirs: LazyTensor(
-                self._shape(ours[0]), self.reader.tensors[ours[0]].dtype, partial(self._read, ours)
+            peft_name: LazyTensor(
+                self._shape(own_names[0]),
+                self.reader.tensors[own_names[0]].dtype,
+                partial(self._read, own_names),
             )
-            for theirs, ours in members.items()
+            for peft_name, own_names in members.items()
         }
 
-    def _shape(self, ours: str) -> tuple[int, ...]:
+    def _shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the PEFT tensor that contains one of ours."""
-        place, kind = self.names[ours].place, _kind_of(ours)
-        shape = list(_peft_shape(ours, self.names[ours].meta.shape))
-        if place is not None and kind != "a":
-            shape[0] = len(place.weight_rows)
-        if place is not None and kind in _AXIS:
-            shape[_AXIS[kind]] *= place.count
+        adapter_slice, kind = self.names[name].adapter_slice, _kind_of(name)
+        shape = list(_peft_shape(name, self.names[name].meta.shape))
+        if adapter_slice is not None and kind != "a":
+            shape[0] = len(adapter_slice.weight_rows)
+        if adapter_slice is not None and kind in _AXIS:
+            shape[_AXIS[kind]] *= adapter_slice.adapted
         return tuple(shape)
 
     def _read(self, members: Sequence[str]) -> torch.Tensor:
         kind, parts = _kind_of(members[0]), {}
-        for ours in members:
-            tensor, place = self.reader.read(ours), self.names[ours].place
-            if place is None or not place.moves:
+        for name in members:
+            tensor, adapter_slice = self.reader.read(name), self.names[name].adapter_slice
+            if adapter_slice is None or not adapter_slice.is_rearranged:
                 return _flat(tensor, kind)
             tensor = _flat(tensor, kind)
-            parts[place] = tensor
-        lengths, count = None, sum(len(place.rows) for place in parts)
+            parts[adapter_slice] = tensor
+        lengths, count = None, sum(len(adapter_slice.rows) for adapter_slice in parts)
         if kind == "magnitude" and count < len(next(iter(parts)).weight_rows):
             weight = self.reader.read(f"{members[0].partition('.adapter.')[0]}.weight")
             lengths = torch.linalg.vector_norm(weight.flatten(0, -2).float(), dim=1)
@@ -625,7 +653,9 @@ class AdapterExport:
         assert rank is not None
         alpha = rank if model.lora_alpha is None else model.lora_alpha
         counts = self._counts()
-        places = [one.place for one in self.names.values() if one.place is not None]
+        slices = [
+            peft.adapter_slice for peft in self.names.values() if peft.adapter_slice is not None
+        ]
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if model.reward_head else "CAUSAL_LM",
@@ -644,7 +674,7 @@ class AdapterExport:
             "target_modules": self._targets(names_parameters=False),
             "target_parameters": self._targets(names_parameters=True),
             "bias": "none",
-            "fan_in_fan_out": all(place.is_transposed for place in places),
+            "fan_in_fan_out": all(adapter_slice.is_transposed for adapter_slice in slices),
             "inference_mode": True,
             "modules_to_save": [_HEAD] if model.reward_head else None,
         }
@@ -654,16 +684,16 @@ class AdapterExport:
 
         A name may be a suffix that the modules of all layers share.
         """
-        by_end: dict[str, dict[str, int]] = defaultdict(dict)
-        for ours, one in self.names.items():
-            if one.place is not None:
-                name = _target_of(ours, one.name)
-                by_end[name.rpartition(".")[2]][name] = one.place.count
-        found: dict[str, int] = {}
-        for end, counts in by_end.items():
+        by_suffix: dict[str, dict[str, int]] = defaultdict(dict)
+        for own_name, peft in self.names.items():
+            if peft.adapter_slice is not None:
+                name = _target_of(own_name, peft.name)
+                by_suffix[name.rpartition(".")[2]][name] = peft.adapter_slice.adapted
+        counts_by_name: dict[str, int] = {}
+        for suffix, counts in by_suffix.items():
             is_alike = len(set(counts.values())) == 1
-            found |= {end: max(counts.values())} if is_alike else counts
-        return {name: count for name, count in found.items() if count > 1}
+            counts_by_name |= {suffix: max(counts.values())} if is_alike else counts
+        return {name: count for name, count in counts_by_name.items() if count > 1}
 
     def _targets(self, *, names_parameters: bool) -> list[str] | None:
         """Return the suffixes of adapted modules' names, or whole names if layers differ.
@@ -671,13 +701,13 @@ class AdapterExport:
         Args:
             names_parameters: Whether to name weights of experts and routers instead of modules.
         """
-        by_end = defaultdict(set)
-        for ours, one in self.names.items():
-            is_parameter = _ROUTER in ours or _is_stacked(one.meta.shape)
-            if one.place is not None and is_parameter == names_parameters:
-                name = _target_of(ours, one.name)
-                end = name.split(".")[-2 if is_parameter else -1 :]
-                by_end[".".join(end)].add(name)
-        is_alike = all(len(held) == self.model.num_layers for held in by_end.values())
-        names = sorted(by_end if is_alike else set().union(*by_end.values()))
+        by_suffix = defaultdict(set)
+        for own_name, peft in self.names.items():
+            is_parameter = _ROUTER in own_name or _is_stacked(peft.meta.shape)
+            if peft.adapter_slice is not None and is_parameter == names_parameters:
+                name = _target_of(own_name, peft.name)
+                suffix = name.split(".")[-2 if is_parameter else -1 :]
+                by_suffix[".".join(suffix)].add(name)
+        is_alike = all(len(modules) == self.model.num_layers for modules in by_suffix.values())
+        names = sorted(by_suffix if is_alike else set().union(*by_suffix.values()))
         return names or None

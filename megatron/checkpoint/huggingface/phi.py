@@ -23,16 +23,16 @@ _MODULES = {
     "mlp.up": ("mlp.gate_up_proj",),
 }
 # Gate and up projections [2 f, h], one after the other.
-_JOINED = rules.TensorForm(
+_JOINED = rules.TensorConversion(
     lambda parts: parts[0].unflatten(0, (2, -1)), lambda whole: [whole.flatten(0, 1)]
 )
 
 
-def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
+def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
     """Return the conversion of one tensor with all queries, then all keys, then all values."""
     by_group = rules.grouped(mixer.kv_heads, (mixer.heads // mixer.kv_heads, 1, 1))
     sizes = [mixer.query, *[mixer.kv_heads * mixer.head_size] * 2]
-    return rules.TensorForm(
+    return rules.TensorConversion(
         lambda parts: by_group.join(parts[0].split(sizes)),
         lambda whole: [torch.cat(by_group.split(whole))],
     )
@@ -129,11 +129,13 @@ class Phi(LlamaLike):
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
         return _MODULES
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         match module:
             case "attention.qkv":
                 return joined_heads(rules.attention_of(layer))
             case "mlp.up":
                 return _JOINED
-        return super().form(layer, module, tensors)
+        return super().conversion(layer, module, tensors)

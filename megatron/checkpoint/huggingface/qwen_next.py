@@ -13,7 +13,7 @@ import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.llama import FULL, LLAMA_KEYS, read_rope
 from megatron.checkpoint.huggingface.mixtures import QwenMixture
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, Settings
 from megatron.config.attention import delta_net_layers
 from megatron.config.model import ModelConfig
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
@@ -25,8 +25,8 @@ _SIZES = (
     rules.Key("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
     rules.Key("linear_key_head_dim", "linear_key_head_dim", default=128),
     rules.Key("linear_value_head_dim", "linear_value_head_dim", default=128),
-    rules.Key("linear_num_key_heads", "linear_num_key_heads", default=16, most=MOST_HEADS),
-    rules.Key("linear_num_value_heads", "linear_num_value_heads", default=32, most=MOST_HEADS),
+    rules.Key("linear_num_key_heads", "linear_num_key_heads", default=16, max_value=MAX_HEADS),
+    rules.Key("linear_num_value_heads", "linear_num_value_heads", default=32, max_value=MAX_HEADS),
 )
 _DELTA_NET = {
     "attention.input": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
@@ -38,7 +38,7 @@ _DELTA_NET = {
 }
 
 
-def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
+def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
     """Return the conversion of queries, each head followed by its gate, and of keys and values."""
     groups, heads = mixer.kv_heads, mixer.heads // mixer.kv_heads
     by_group = rules.grouped(groups, (2 * heads, 1, 1))
@@ -52,14 +52,14 @@ def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorForm:
         pairs = query.unflatten(0, (groups, 2, heads, -1))
         return [pairs.transpose(1, 2).flatten(0, 3), *others]
 
-    return rules.TensorForm(join, split)
+    return rules.TensorConversion(join, split)
 
 
-def convolution(mixer: GatedDeltaNetPlan) -> rules.TensorForm:
+def convolution(mixer: GatedDeltaNetPlan) -> rules.TensorConversion:
     """Return the conversion of filters [c, 1, k] of all queries, then all keys, then all values."""
     sizes = (mixer.keys, mixer.keys, mixer.values)
     by_head = rules.grouped(mixer.key_heads, [size // mixer.key_heads for size in sizes])
-    return rules.TensorForm(
+    return rules.TensorConversion(
         lambda parts: by_head.join(parts[0].squeeze(1).split(sizes)),
         lambda whole: [torch.cat(by_head.split(whole)).unsqueeze(1)],
     )
@@ -143,7 +143,9 @@ class QwenNext(QwenMixture):
         tables = (modules, {**_DELTA_NET, **others})
         return [tables[is_delta] for is_delta in delta_net_layers(model, model.num_layers)]
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> rules.TensorForm:
+    def conversion(
+        self, layer: plans.LayerPlan, module: str, tensors: int
+    ) -> rules.TensorConversion:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         mixer = layer.mixer
         if isinstance(mixer, GatedDeltaNetPlan):
@@ -155,4 +157,4 @@ class QwenNext(QwenMixture):
                     return convolution(mixer)
         elif module == "attention.qkv":
             return gated_heads(rules.attention_of(layer))
-        return super().form(layer, module, tensors)
+        return super().conversion(layer, module, tensors)

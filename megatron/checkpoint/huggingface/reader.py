@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.entries import DTYPES, Box
 from megatron.checkpoint.huggingface.families import family_named
 from megatron.checkpoint.huggingface.files import CONFIG, find_shards, inside
-from megatron.checkpoint.huggingface.rules import ParameterRule, Shape, present
+from megatron.checkpoint.huggingface.rules import ParameterRule, Shape, present_rules
 from megatron.checkpoint.huggingface.settings import Settings, read_json
 from megatron.checkpoint.manifest import describe
 from megatron.checkpoint.mapped import MappedFile
@@ -81,33 +81,33 @@ class HFReader(Reader):
         config_path = inside(path, CONFIG)
         values = read_json(config_path, allow_foreign=allow_foreign)
         self.family = family_named(values.get("model_type"), config_path)
-        described = self.family.read(Settings(values, config_path))
+        description = self.family.read(Settings(values, config_path))
         head = self.family.tied_head
-        self.vocab = described.vocab
+        self.vocab = description.vocab
         self._files = _open_shards(path, shards, allow_foreign)
-        model = self.family.held_in(self._files, described.model)
+        model = self.family.without_missing_layers(self._files, description.model)
         prefix = self.family.prefix
         self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._files)
         rules = self.family.rules(model, self.vocab)
-        self._words = next(r.theirs[0] for r in rules if r.name == "model.embedding.word.weight")
+        self._words = next(r.hf_names[0] for r in rules if r.name == "model.embedding.word.weight")
         tied = not model.untie_embeddings_and_output_weights
         # Files may contain an output weight that config.json does not mention.
         if tied and self.family.head_follows_files and not self._is_word_copy(head):
             model, tied = replace(model, untie_embeddings_and_output_weights=True), False
             rules = self.family.rules(model, self.vocab)
-        found = [rule for rule in rules if any(self._name(n) in self._files for n in rule.theirs)]
+        found = [rule for rule in rules if any(self._name(n) in self._files for n in rule.hf_names)]
         self._rules: dict[str, ParameterRule] = {}
         self._copies: dict[str, str] = {}  # copies, with the tensors that they repeat
-        for rule in present(rules, found):
+        for rule in present_rules(rules, found):
             original = self._rules.setdefault(rule.name, rule)
             if original is not rule:
-                self._copies[self._name(rule.theirs[0])] = self._name(original.theirs[0])
+                self._copies[self._name(rule.hf_names[0])] = self._name(original.hf_names[0])
         pieces = frozenset(rule.piece for rule in self._rules.values())
         self.architecture = self.family.architecture(pieces)
         self._check(values.get("architectures"))
         self.tensors = dict[str, TensorMeta]()
         for name, rule in self._rules.items():
-            first = self._files[self._name(rule.theirs[0])]
+            first = self._files[self._name(rule.hf_names[0])]
             self.tensors[name] = TensorMeta(rule.shape, DTYPES[first.dtype])
         for name in (*self.family.word_copies, *([head] if tied else [])):
             if not self._is_word_copy(name):
@@ -132,11 +132,11 @@ class HFReader(Reader):
             "huggingface": origin,
         }
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        def load(theirs: str) -> torch.Tensor:
-            return self._files[self._name(theirs)].load()
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        def load(hf_name: str) -> torch.Tensor:
+            return self._files[self._name(hf_name)].load()
 
-        return self._rules[name].join(load, wanted, self.dtype(name))
+        return self._rules[name].join(load, box, self.dtype(name))
 
     def chunks(self, name: str) -> list[Box]:
         """Return one box for each expert if experts have separate tensors, otherwise a single box.
@@ -170,20 +170,20 @@ class HFReader(Reader):
         only_class = len(problems)
         expected: dict[str, Shape] = {}
         for rule in self._rules.values():
-            parts = {self._name(name): name for name in rule.theirs}
+            parts = {self._name(name): name for name in rule.hf_names}
             expected |= dict(zip(parts, rule.shapes(), strict=True))
             kinds = {self._files[name].dtype for name in parts if name in self._files}
             if len(kinds) > 1:
                 problems.append(f"{', '.join(parts)} have several types: {', '.join(kinds)}")
         for name, shape in expected.items():
-            held = self._files.get(name)
-            if held is None:
+            tensor = self._files.get(name)
+            if tensor is None:
                 problems.append(f"{name} is missing")
-            elif held.shape != shape:
-                found = describe(held.dtype, held.shape)
+            elif tensor.shape != shape:
+                found = describe(tensor.dtype, tensor.shape)
                 problems.append(f"{name} is {found}, but config.json says {list(shape)}")
-            elif held.dtype not in _FLOATS:
-                problems.append(f"{name} is {held.dtype}: only plain floating point is read")
+            elif tensor.dtype not in _FLOATS:
+                problems.append(f"{name} is {tensor.dtype}: only plain floating point is read")
         copies = (self.family.tied_head, *self.family.word_copies, *self._copies)
         for name in sorted(self._files.keys() - expected.keys()):
             if name not in copies and not re.fullmatch(self.family.derived, name):
@@ -194,8 +194,8 @@ class HFReader(Reader):
 
     def _is_word_copy(self, name: str) -> bool:
         """Return whether a tensor is absent or equals the word embeddings."""
-        held, words = self._files.get(name), self._files.get(self._name(self._words))
-        return held is None or (words is not None and torch.equal(held.load(), words.load()))
+        tensor, words = self._files.get(name), self._files.get(self._name(self._words))
+        return tensor is None or (words is not None and torch.equal(tensor.load(), words.load()))
 
     def _is_copy(self, name: str, original: str) -> bool:
         """Return whether two tensors of the files have the same values."""
@@ -210,19 +210,19 @@ def _open_shards(
     Raises:
         CheckpointError: The tensors differ from those in the index.
     """
-    held: dict[str, _FileTensor] = {}
+    tensors: dict[str, _FileTensor] = {}
     for path in sorted(set(shards.values())):
         file = MappedFile(path, allow_foreign=allow_foreign)
-        for name, place in file.header().items():
-            if name in held:
-                raise CheckpointError(f"{path}: {name} is in {held[name].file.path.name} too")
-            held[name] = _FileTensor(file, place)
+        for name, placement in file.header().items():
+            if name in tensors:
+                raise CheckpointError(f"{path}: {name} is in {tensors[name].file.path.name} too")
+            tensors[name] = _FileTensor(file, placement)
     if "" not in shards:
-        missing = sorted(shards.keys() - held.keys()) + sorted(held.keys() - shards.keys())
+        missing = sorted(shards.keys() - tensors.keys()) + sorted(tensors.keys() - shards.keys())
         if missing:
             raise CheckpointError(f"{folder}: index and files disagree about {missing[0]}")
     modern = {}
-    for name, tensor in held.items():
+    for name, tensor in tensors.items():
         old = next((old for old in _OLD_NORMS if name.endswith(old)), "")
         modern[name.removesuffix(old) + _OLD_NORMS.get(old, "")] = tensor
     return modern

@@ -2,9 +2,9 @@
 
 In this package, "their" tensors and names are those in a Hugging Face folder, and "our" tensors and
 names are those in this program. A family's module has a table that says which of their modules make
-up each of ours. The shapes follow from the network's plan, and the conversion (a `TensorForm`) from
-the kind of parameter. A conversion only moves values, so `join` and `split` undo each other bit for
-bit.
+up each of ours. The shapes follow from the network's plan, and the conversion (a
+`TensorConversion`) from the kind of parameter. A conversion only moves values, so `join` and
+`split` undo each other bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import megatron.models.plan as plans
 from megatron.checkpoint.entries import Box
-from megatron.checkpoint.huggingface.settings import MOST, Settings
+from megatron.checkpoint.huggingface.settings import MAX_VALUE, Settings
 from megatron.config.model import ModelConfig
 from megatron.models.mixture_plan import MixturePlan
 from megatron.models.plans import model_plan
@@ -33,7 +33,7 @@ KINDS = ("weight", "bias")
 _IN_LAYER = re.compile(r"(.*layers\.\d+|mtp\.\d+\.layer)\.(.+)")
 
 
-class TensorForm(NamedTuple):
+class TensorConversion(NamedTuple):
     """A conversion of several Hugging Face tensors to one of ours, and back.
 
     Attributes:
@@ -45,7 +45,7 @@ class TensorForm(NamedTuple):
     split: Callable[[Tensor], list[Tensor]]
 
 
-def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> TensorForm:
+def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> TensorConversion:
     """Return the conversion that packs queries [n d, ...], keys and values [g d, ...] by group.
 
     Both formats rotate channel i of a head with channel i + d/2, so rows keep their order within a
@@ -69,7 +69,7 @@ def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> Ten
         parts = [part.flatten(0, 2) for part in by_group.split(list(heads), dim=1)]
         return [_transposed(torch.cat(parts))] if is_fused else parts
 
-    return TensorForm(join, split)
+    return TensorConversion(join, split)
 
 
 def halves(size: int, rotated: range) -> Tensor:
@@ -100,11 +100,15 @@ def _transposed(x: Tensor) -> Tensor:
     return x.t() if x.dim() == 2 else x
 
 
-SAME = TensorForm(lambda parts: parts[0], lambda whole: [whole])
+SAME = TensorConversion(lambda parts: parts[0], lambda whole: [whole])
 # A matrix that is [in, out] in GPT-2 files and [out, in] here. A bias is unchanged.
-TRANSPOSED = TensorForm(lambda parts: _transposed(parts[0]), lambda whole: [_transposed(whole)])
+TRANSPOSED = TensorConversion(
+    lambda parts: _transposed(parts[0]), lambda whole: [_transposed(whole)]
+)
 # Gate and up projections [f, h], which are one tensor [2, f, h] here.
-STACKED = TensorForm(lambda parts: torch.stack(tuple(parts)), lambda whole: list(whole.unbind(0)))
+STACKED = TensorConversion(
+    lambda parts: torch.stack(tuple(parts)), lambda whole: list(whole.unbind(0))
+)
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,9 @@ class ParameterRule:
     Attributes:
         name: Our name for the parameter.
         shape: The shape of our parameter.
-        theirs: Names of their tensors that make up the parameter, expert by expert.
-        form: The conversion between their tensors and our parameter, or one expert's slice of it.
+        hf_names: Names of their tensors that make up the parameter, expert by expert.
+        conversion: The conversion between their tensors and our parameter, or one expert's slice of
+            it.
         piece: The optional part of the model that the parameter belongs to, which a folder may lack
             entirely; "" if the parameter is required.
         experts: Size of the first dimension if it is the expert, otherwise 0. Their files store
@@ -124,14 +129,14 @@ class ParameterRule:
 
     name: str
     shape: Shape
-    theirs: tuple[str, ...]
-    form: TensorForm
+    hf_names: tuple[str, ...]
+    conversion: TensorConversion
     piece: str = ""
     experts: int = 0
 
     @property
-    def form_shape(self) -> Shape:
-        """The shape of the result of `form`: the parameter, or one expert's slice of it."""
+    def converted_shape(self) -> Shape:
+        """The shape of the result of `conversion`: the parameter, or one expert's slice of it."""
         return self.shape[1:] if self.experts else self.shape
 
     @property
@@ -143,37 +148,37 @@ class ParameterRule:
         """Return the box that a part of the parameter fills. Each part has its own tensors."""
         if not self.experts:
             return Box.whole(self.shape)
-        inner = self.form_shape
+        inner = self.converted_shape
         return Box((part, *(0 for _ in inner)), (1, *inner))
 
     def shapes(self) -> list[Shape]:
         """Return the shapes of the Hugging Face tensors, in order."""
-        parts = self.form.split(torch.empty(self.form_shape, device="meta"))
+        parts = self.conversion.split(torch.empty(self.converted_shape, device="meta"))
         return [tuple(part.shape) for part in parts] * self.parts
 
-    def join(self, load: Callable[[str], Tensor], wanted: Box, dtype: torch.dtype) -> Tensor:
+    def join(self, load: Callable[[str], Tensor], box: Box, dtype: torch.dtype) -> Tensor:
         """Return a part of our parameter. Tensors of other experts are not read.
 
         Args:
             load: Function that returns one of their tensors by its name.
-            wanted: The part.
+            box: The part.
             dtype: The type of the parameter.
         """
-        each = len(self.theirs) // self.parts
+        names_per_part = len(self.hf_names) // self.parts
 
-        def read(number: int, part: Box) -> Tensor:
-            names, box = self.theirs[number * each : (number + 1) * each], self.box(number)
-            return self.form.join([load(name) for name in names]).view(box.shape)[
-                part.slices_in(box)
-            ]
+        def read(number: int, wanted: Box) -> Tensor:
+            names = self.hf_names[number * names_per_part : (number + 1) * names_per_part]
+            part_box = self.box(number)
+            part = self.conversion.join([load(name) for name in names]).view(part_box.shape)
+            return part[wanted.slices_in(part_box)]
 
         if not self.experts:
-            return read(0, wanted).contiguous()
-        result = torch.empty(wanted.shape, dtype=dtype)
-        for expert in range(wanted.offset[0], wanted.end[0]):
-            common = self.box(expert).intersect(wanted)
+            return read(0, box).contiguous()
+        result = torch.empty(box.shape, dtype=dtype)
+        for expert in range(box.offset[0], box.end[0]):
+            common = self.box(expert).intersect(box)
             if common is not None:
-                result[common.slices_in(wanted)] = read(expert, common)
+                result[common.slices_in(box)] = read(expert, common)
         return result
 
     def split(self, read: Callable[[Box], Tensor], index: int) -> Tensor:
@@ -181,15 +186,17 @@ class ParameterRule:
 
         Args:
             read: Function that returns a part of our parameter.
-            index: Position of the tensor in `theirs`.
+            index: Position of the tensor in `hf_names`.
         """
-        part, position = divmod(index, len(self.theirs) // self.parts)
-        return self.form.split(read(self.box(part)).view(self.form_shape))[position]
+        part, position = divmod(index, len(self.hf_names) // self.parts)
+        return self.conversion.split(read(self.box(part)).view(self.converted_shape))[position]
 
 
-def present(rules: Sequence[ParameterRule], held: Iterable[ParameterRule]) -> list[ParameterRule]:
+def present_rules(
+    rules: Sequence[ParameterRule], found: Iterable[ParameterRule]
+) -> list[ParameterRule]:
     """Return the rules, leaving out those for optional parts that the folder lacks entirely."""
-    pieces = {rule.piece for rule in held} | {""}
+    pieces = {rule.piece for rule in found} | {""}
     return [rule for rule in rules if rule.piece in pieces]
 
 
@@ -201,27 +208,27 @@ class Key(NamedTuple):
         field: The field of `ModelConfig`.
         kind: The method of `Settings` that reads the value.
         default: The value if config.json lacks the key. None means that the key is required.
-        most: The largest accepted value, if the value is a size.
+        max_value: The largest accepted value, if the value is a size.
     """
 
     key: str
     field: str
     kind: str = "size"
     default: Any = None
-    most: int = MOST
+    max_value: int = MAX_VALUE
 
 
 def read_keys(settings: Settings, keys: Iterable[Key]) -> dict[str, Any]:
     """Return the network flags that correspond to keys of config.json."""
     flags = {}
     for key in keys:
-        more = (key.most,) if key.kind == "size" else ()
-        flags[key.field] = getattr(settings, key.kind)(key.key, key.default, *more)
+        bounds = (key.max_value,) if key.kind == "size" else ()
+        flags[key.field] = getattr(settings, key.kind)(key.key, key.default, *bounds)
     return flags
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelDescription:
     """The network that a config.json describes.
 
     Attributes:
@@ -284,7 +291,7 @@ class Family(ABC):
         """
         return self.language_model
 
-    def read(self, settings: Settings) -> Described:
+    def read(self, settings: Settings) -> ModelDescription:
         """Return the network that a config.json describes.
 
         Raises:
@@ -295,7 +302,7 @@ class Family(ABC):
             settings.must_be(key, value)
         model, vocab = self.network(settings, flags), settings.size("vocab_size", self.vocab)
         settings.refuse_unread_keys()
-        return Described(model, vocab)
+        return ModelDescription(model, vocab)
 
     @abstractmethod
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
@@ -309,12 +316,12 @@ class Family(ABC):
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return a config.json for a network, or the nearest one that the family can express.
 
-        `families.misfits` returns what the family cannot express.
+        `families.mismatches` returns what the family cannot express.
         """
         values = {key.key: getattr(model, key.field) for key in self.keys}
         return {"model_type": self.name, "vocab_size": vocab, **values}
 
-    def held_in(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
+    def without_missing_layers(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
         """Return the network without the optional layers that the files lack.
 
         Args:
@@ -335,25 +342,27 @@ class Family(ABC):
         plan = model_plan(model, vocab)
         shapes, layers = parameter_shapes(plan), layers_of(plan)
         rules = []
-        for ours, theirs in self.names(model):
-            held = {f"{ours}.{kind}": kind for kind in KINDS if f"{ours}.{kind}" in shapes}
-            if ours in shapes:  # a parameter that is not in a module
-                held = {ours: "weight"}
-            if not held:
+        for module_name, hf_modules in self.names(model):
+            parameters = {
+                f"{module_name}.{kind}": kind for kind in KINDS if f"{module_name}.{kind}" in shapes
+            }
+            if module_name in shapes:  # a parameter that is not in a module
+                parameters = {module_name: "weight"}
+            if not parameters:
                 continue  # a module that this network, or this layer, does not have
-            match = _IN_LAYER.fullmatch(ours)
-            form, experts = SAME, 0
+            match = _IN_LAYER.fullmatch(module_name)
+            conversion, experts = SAME, 0
             if match:
                 layer, module = layers[match.group(1)], match.group(2)
-                is_apart = module.startswith("mlp.experts.") and not self.stacks_experts
-                if is_apart and isinstance(layer.mlp, MixturePlan):
+                is_separate = module.startswith("mlp.experts.") and not self.stacks_experts
+                if is_separate and isinstance(layer.mlp, MixturePlan):
                     experts = layer.mlp.router.experts
-                form = self.form(layer, module, len(theirs) // max(1, experts))
-            piece = self.pieces.get(ours.partition(".")[0], "")
-            for name, kind in held.items():
-                names = tuple(self.tensor_name(one, kind) for one in theirs)
+                conversion = self.conversion(layer, module, len(hf_modules) // max(1, experts))
+            piece = self.pieces.get(module_name.partition(".")[0], "")
+            for name, kind in parameters.items():
+                names = tuple(self.tensor_name(hf_module, kind) for hf_module in hf_modules)
                 rules.append(
-                    ParameterRule(f"model.{name}", shapes[name], names, form, piece, experts)
+                    ParameterRule(f"model.{name}", shapes[name], names, conversion, piece, experts)
                 )
         return rules
 
@@ -366,7 +375,7 @@ class Family(ABC):
         """
         return module if module.endswith(self.whole_names) else f"{module}.{kind}"
 
-    def form(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorForm:
+    def conversion(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorConversion:
         """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
         if module == "attention.qkv":
             mixer = attention_of(layer)
@@ -384,10 +393,12 @@ def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
     stacks = {"": plan.layers}
     if first:
         stacks = {"encoder.": plan.layers[:first], "decoder.": plan.layers[first:]}
-    found = {f"{k}layers.{i}": one for k, stack in stacks.items() for i, one in enumerate(stack)}
+    layers = {
+        f"{k}layers.{i}": layer for k, stack in stacks.items() for i, layer in enumerate(stack)
+    }
     ahead = plans.multi_token_plan(plan)
     depths = () if ahead is None else ahead.layers
-    return found | {f"mtp.{depth}.layer": layer for depth, layer in enumerate(depths)}
+    return layers | {f"mtp.{depth}.layer": layer for depth, layer in enumerate(depths)}
 
 
 def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
@@ -586,7 +597,7 @@ def mlp_shapes(name: str, mlp: plans.MLPPlan) -> dict[str, dict[str, Shape]]:
     }
 
 
-def layer_names(ours: str, theirs: str, modules: Mapping[str, Sequence[str]]) -> Names:
+def layer_names(prefix: str, hf_prefix: str, modules: Mapping[str, Sequence[str]]) -> Names:
     """Yield each of our modules in a layer with the modules that a table assigns to it."""
     for module, names in modules.items():
-        yield f"{ours}.{module}", [f"{theirs}.{name}" for name in names]
+        yield f"{prefix}.{module}", [f"{hf_prefix}.{name}" for name in names]

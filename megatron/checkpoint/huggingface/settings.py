@@ -17,9 +17,9 @@ from megatron.errors import CheckpointError
 
 MAX_BYTES = 1 << 20  # limit for a JSON file that describes a model; real ones have a few thousand
 # Larger than in any model, and small enough to compute with.
-MOST = 1 << 24
-MOST_LAYERS = 1 << 14
-MOST_HEADS = 1 << 16  # also the largest head size
+MAX_VALUE = 1 << 24
+MAX_LAYERS = 1 << 14
+MAX_HEADS = 1 << 16  # also the largest head size
 
 # These keys describe how the network was trained, loaded or used, but not what it computes.
 _HARMLESS = frozenset(
@@ -94,11 +94,11 @@ class Settings:
         """Return whether the file has the key, even if its value is null."""
         return key in self._keys
 
-    def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
+    def size(self, key: str, default: int | None = None, max_value: int = MAX_VALUE) -> int:
         """Read a positive integer."""
         value = self._take(key, default)
-        if type(value) is not int or not 0 < value <= most:
-            raise self.error(key, f"expected an integer from 1 to {most}")
+        if type(value) is not int or not 0 < value <= max_value:
+            raise self.error(key, f"expected an integer from 1 to {max_value}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -147,7 +147,9 @@ class Settings:
         """Read a list of `count` numbers above 0."""
         value = self._take(key, None)
         fits = isinstance(value, list) and len(value) == count
-        if not fits or not all(type(one) in (int, float) and 0 < one < MOST for one in value):
+        if not fits or not all(
+            type(number) in (int, float) and 0 < number < MAX_VALUE for number in value
+        ):
             raise self.error(key, f"expected a list of {count} numbers above 0")
         return tuple(map(float, value))
 
@@ -182,8 +184,8 @@ class Settings:
 
     def error(self, key: str, what: str) -> CheckpointError:
         """Return an error that names the key and its value."""
-        shown = json.dumps(self.values.get(key))
-        return CheckpointError(f"{self.path}: {key} {shown[:80]}: {what}")
+        text = json.dumps(self.values.get(key))
+        return CheckpointError(f"{self.path}: {key} {text[:80]}: {what}")
 
     def _take(self, key: str, default: Any) -> Any:
         self._taken.add(key)

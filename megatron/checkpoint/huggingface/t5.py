@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
 # Our flag and our activation by the value of `feed_forward_proj`.
@@ -23,11 +23,11 @@ _ACTIVATIONS = {
     "gelu": ("onnx_safe", "gelu"),
 }
 _KEYS = (
-    rules.Key("num_layers", "num_layers", default=6, most=MOST_LAYERS),
+    rules.Key("num_layers", "num_layers", default=6, max_value=MAX_LAYERS),
     rules.Key("d_model", "hidden_size", default=512),
     rules.Key("d_ff", "ffn_hidden_size", default=2048),
-    rules.Key("num_heads", "num_attention_heads", default=8, most=MOST_HEADS),
-    rules.Key("d_kv", "kv_channels", default=64, most=MOST_HEADS),
+    rules.Key("num_heads", "num_attention_heads", default=8, max_value=MAX_HEADS),
+    rules.Key("d_kv", "kv_channels", default=64, max_value=MAX_HEADS),
     # The length that the model was trained with. It accepts any length.
     rules.Key("n_positions", "max_position_embeddings", default=512),
     rules.Key("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
@@ -56,7 +56,7 @@ class T5(rules.Family):
         """Return the network that a config.json describes."""
         tied = settings.switch("tie_word_embeddings", True)
         dropout = settings.share("dropout_rate", 0.1)
-        decoder = settings.size("num_decoder_layers", flags["num_layers"], MOST_LAYERS)
+        decoder = settings.size("num_decoder_layers", flags["num_layers"], MAX_LAYERS)
         name = settings.word("feed_forward_proj", {key: key for key in _ACTIVATIONS}, "relu")
         # Newer files repeat both halves of this value in separate keys.
         settings.must_be("is_gated_act", name.startswith("gated-"))

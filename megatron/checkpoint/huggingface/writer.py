@@ -16,7 +16,7 @@ from megatron import durable
 from megatron.checkpoint.entries import LazyTensor
 from megatron.checkpoint.huggingface.families import differing_fields
 from megatron.checkpoint.huggingface.files import CONFIG, INDEX, SINGLE, json_bytes
-from megatron.checkpoint.huggingface.rules import Family, ParameterRule, present
+from megatron.checkpoint.huggingface.rules import Family, ParameterRule, present_rules
 from megatron.checkpoint.huggingface.settings import Settings, harmless
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.shard import plan_shard, write_shard
@@ -50,27 +50,27 @@ class Export:
 
     def tensors(self) -> Tensors:
         """Return the tensors by name, in order. Each is read only when it is written."""
-        found: Tensors = {}
+        tensors: Tensors = {}
         path, rules = self.reader.path, self._rules()
         for rule in rules:
             shape, dtype = self.reader.tensors[rule.name]
             if shape != rule.shape:
                 sizes = f"{list(shape)}, but its configuration says {list(rule.shape)}"
                 raise CheckpointError(f"{path}: {rule.name} has shape {sizes}")
-            for index, (name, shape) in enumerate(zip(rule.theirs, rule.shapes(), strict=True)):
-                shown = name.removeprefix(self.family.prefix) if self.bare_names else name
-                found[shown] = LazyTensor(shape, dtype, partial(self._read, rule, index))
+            for index, (name, shape) in enumerate(zip(rule.hf_names, rule.shapes(), strict=True)):
+                label = name.removeprefix(self.family.prefix) if self.bare_names else name
+                tensors[label] = LazyTensor(shape, dtype, partial(self._read, rule, index))
         extra = {name for name in self.reader.names() if name.startswith("model.")}
         extra -= {rule.name for rule in rules}
         if extra:
             what = f"{min(extra)} does not exist in a {self.family.name} model"
             raise CheckpointError(f"{path}: {what}")
-        return found
+        return tensors
 
     def _rules(self) -> list[ParameterRule]:
         """Return the rules for the parts of the model that the checkpoint has."""
-        rules, held = self.family.rules(self.model, self.vocab), self.reader.tensors
-        return present(rules, [rule for rule in rules if rule.name in held])
+        rules, saved = self.family.rules(self.model, self.vocab), self.reader.tensors
+        return present_rules(rules, [rule for rule in rules if rule.name in saved])
 
     def _read(self, rule: ParameterRule, index: int) -> torch.Tensor:
         return rule.split(partial(self.reader.read, rule.name), index)
@@ -84,21 +84,21 @@ class Export:
         """
         dtype = _DTYPES.get(self.reader.dtype("model.embedding.word.weight"), "float32")
         if template and template.get("model_type") == self.family.name:
-            described = self.family.read(Settings(template, CONFIG))
-            model = described.model
+            description = self.family.read(Settings(template, CONFIG))
+            model = description.model
             if self.family.head_follows_files and self.model.untie_embeddings_and_output_weights:
                 model = replace(model, untie_embeddings_and_output_weights=True)
             if self.model.mtp_num_layers is None:  # config.json may name layers that files lack
                 model = replace(model, mtp_num_layers=None)
             is_same = not differing_fields(self.family, self.model, model)
-            if is_same and described.vocab == self.vocab:
+            if is_same and description.vocab == self.vocab:
                 key = "torch_dtype" if "torch_dtype" in template else "dtype"
                 return {**template, key: dtype}
-        kept = harmless(template or {})
-        kept.pop("dtype", None)
+        template_keys = harmless(template or {})
+        template_keys.pop("dtype", None)
         pieces = frozenset(rule.piece for rule in self._rules())
-        kept["architectures"] = [self.family.architecture(pieces)]
-        return {**kept, **self.family.write(self.model, self.vocab), "torch_dtype": dtype}
+        template_keys["architectures"] = [self.family.architecture(pieces)]
+        return {**template_keys, **self.family.write(self.model, self.vocab), "torch_dtype": dtype}
 
 
 class Exported(Protocol):
@@ -147,14 +147,14 @@ def write_folder(
                 needed = f"{total:,} bytes are needed, but only {free:,} are free"
                 raise StorageError(f"--save-dir {folder.parent}: {needed}")
             for name, tensors in shards.items():
-                header, places = plan_shard(tensors, metadata={"format": "pt"})
-                write_shard(temporary / name, tensors, header, places)
-            small = dict(companions)
+                header, placements = plan_shard(tensors, metadata={"format": "pt"})
+                write_shard(temporary / name, tensors, header, placements)
+            config_files = dict(companions)
             if len(shards) > 1:
-                held = {name: file for file, tensors in shards.items() for name in tensors}
-                index = {"metadata": {"total_size": total}, "weight_map": held}
-                small[INDEX] = json_bytes(index)
-            for name, data in small.items():
+                weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                config_files[INDEX] = json_bytes(index)
+            for name, data in config_files.items():
                 with durable.new_file(temporary / name) as file:
                     file.write(data)
             durable.sync_folder(temporary)
@@ -167,16 +167,16 @@ def write_folder(
         raise
 
 
-def plan_shards(tensors: Tensors, most: int) -> dict[str, Tensors]:
+def plan_shards(tensors: Tensors, max_bytes: int) -> dict[str, Tensors]:
     """Return the files by name, in order, each with its tensors.
 
     Args:
         tensors: All tensors.
-        most: Maximum size of a file in bytes, unless a single tensor is larger.
+        max_bytes: Maximum size of a file in bytes, unless a single tensor is larger.
     """
     groups: list[Tensors] = [{}]
     for name, tensor in tensors.items():
-        if groups[-1] and _size(groups[-1]) + _size({name: tensor}) > most:
+        if groups[-1] and _size(groups[-1]) + _size({name: tensor}) > max_bytes:
             groups.append({})
         groups[-1][name] = tensor
     if len(groups) == 1:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.legacy import names
 from megatron.config.parallel import ParallelOptions
-from megatron.config.stages import ModelPart, megatron_misfit, parts_of_stage
+from megatron.config.stages import ModelPart, megatron_layout_problem, parts_of_stage
 from megatron.errors import CheckpointError
 
 VERSION = 3.0  # the `checkpoint_version` of the files written
@@ -66,8 +66,8 @@ class FilePlan:
 
     def parameters(self) -> list[FileParameter]:
         """Return all parameters in the optimizer's order: those with weight decay first."""
-        found = [one for chunk in self.chunks for one in chunk]
-        return sorted(found, key=lambda one: not one.is_decayed)
+        parameters = [parameter for chunk in self.chunks for parameter in chunk]
+        return sorted(parameters, key=lambda parameter: not parameter.is_decayed)
 
 
 def plan_files(
@@ -95,7 +95,7 @@ def plan_files(
             chunks = tuple(
                 tuple(
                     FileParameter(path, name, _box(name, shapes[name], order, rank, tensor))
-                    for name, path in _places(shapes, part, encoder)
+                    for name, path in _parameter_paths(shapes, part, encoder)
                     if name in shapes
                 )
                 for part in parts_of_stage(parts, stage, stages)
@@ -106,23 +106,25 @@ def plan_files(
 
 
 def _check(shapes: Shapes, parts: list[ModelPart], stages: int, encoder: int) -> None:
-    placed = {name for part in parts for name, _ in _places(shapes, part, encoder)}
-    extra = sorted(shapes.keys() - placed)
+    known = {name for part in parts for name, _ in _parameter_paths(shapes, part, encoder)}
+    extra = sorted(shapes.keys() - known)
     if extra:
         missing = f"{extra[0]} does not exist in Megatron-LM 23.08"
         raise CheckpointError(f"{missing}: use the native format")
     if "layers.0.attention.qkv.bias" in shapes and "layers.0.mlp.up.bias" not in shapes:
         why = "Megatron-LM 23.08 has biases in all linear layers or in none"
         raise CheckpointError(f"--add-qkv-bias: {why}: use the native format")
-    misfit = megatron_misfit(parts, stages, encoder or None)
-    if misfit:
+    problem = megatron_layout_problem(parts, stages, encoder or None)
+    if problem:
         remedy = "use the native format"
         if encoder:
             remedy = f"convert with another --target-pipeline-parallel-split-rank, or {remedy}"
-        raise CheckpointError(f"Megatron-LM 23.08 {misfit}: {remedy}")
+        raise CheckpointError(f"Megatron-LM 23.08 {problem}: {remedy}")
 
 
-def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _parameter_paths(
+    shapes: Shapes, part: ModelPart, encoder: int
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield our name and Megatron's path for each possible parameter, in Megatron's order."""
 
     def outside(modules: names.Modules) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -135,14 +137,17 @@ def _places(shapes: Shapes, part: ModelPart, encoder: int) -> Iterator[tuple[str
         ("", part.layers, part.head)
     ]  # prefix of names, layers in this part, whether the stack ends in this part
     if encoder:
-        above, below = part.halves(encoder)
-        stacks = [("encoder.", above, encoder - 1 in above), ("decoder.", below, part.head)]
+        encoder_layers, decoder_layers = part.halves(encoder)
+        stacks = [
+            ("encoder.", encoder_layers, encoder - 1 in encoder_layers),
+            ("decoder.", decoder_layers, part.head),
+        ]
     for stack, layers, ends in stacks:
         for layer in (f"{stack}layers.{index}" for index in layers):
-            for holder in (layer, *_retriever_layers(shapes, layer)):
-                crosses = f"{holder}.cross_norm.weight" in shapes
+            for prefix in (layer, *_retriever_layers(shapes, layer)):
+                crosses = f"{prefix}.cross_norm.weight" in shapes
                 for module in names.DECODER_LAYER if crosses else names.LAYER:
-                    for name in (f"{holder}.{module}.{kind}" for kind in names.KINDS):
+                    for name in (f"{prefix}.{module}.{kind}" for kind in names.KINDS):
                         yield name, names.megatron_path(name, layers.start, crosses=crosses)
         for name in (f"{stack}final_norm.{kind}" for kind in names.KINDS if ends):
             yield name, names.megatron_path(name, layers.start)
@@ -169,8 +174,8 @@ def _box(
     dim = arrangement.split_dim(name)
     if dim is None:
         return Box.whole(shape)
-    size, left = divmod(shape[dim], ranks)
-    if left:
+    size, remainder = divmod(shape[dim], ranks)
+    if remainder:
         padded = ", or give --true-vocab-size (or the tokenizer's files) so that rows are padded"
         raise CheckpointError(
             f"{name} {list(shape)} cannot be split among {ranks} tensor-parallel ranks: set "

@@ -80,7 +80,9 @@ _LAYER_NUMBER = re.compile(r"(?:decoder\.)?layers\.(\d+)\.")
 _LAYER_PREFIX = re.compile(r"(?:(?:encoder|decoder)\.)?layers\.\d+\.(?:retriever\.\d+\.)?")
 _CROSSING = re.compile(r"(.*layers\.\d+)\.inter_attention\.")
 _RETRIEVER = re.compile(r"retriever\.(?:layers\.)?(\d{1,4})\.(.+)")
-_OURS = re.compile(r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)")
+_NATIVE_NAME = re.compile(
+    r"(?:(encoder|decoder)\.)?(?:layers\.(\d+)\.(.+)|final_norm)\.(weight|bias)"
+)
 _SPLIT_OUTPUTS = {
     *("embedding.word", "output", "attention.qkv", "mlp.up"),
     *("cross_attention.query", "cross_attention.key_value"),
@@ -183,10 +185,13 @@ def list_parameters(
     parameters: list[Parameter] = []
     if towers := towers_of(model):
         for tower in towers:
-            inside = list_parameters(
+            tower_parameters = list_parameters(
                 model[tower], first, architecture, tied=tied, is_first=is_first
             )
-            parameters += [replace(one, name=f"{tower}.{one.name}") for one in inside]
+            parameters += [
+                replace(parameter, name=f"{tower}.{parameter.name}")
+                for parameter in tower_parameters
+            ]
         return parameters
     is_flat = is_core(model)
     leaves = list(_flatten(model, "") if is_flat else _flatten_nested(model))
@@ -205,7 +210,7 @@ def list_parameters(
                 name = None
         else:
             try:
-                name = our_name(
+                name = native_name(
                     path,
                     first,
                     has_decoder=architecture == "t5",
@@ -213,8 +218,8 @@ def list_parameters(
                     crossing=crossing,
                 )
             except KeyError:
-                what = f"parameter {path} does not exist in our {architecture}"
-                raise CheckpointError(what) from None
+                problem = f"parameter {path} does not exist in our {architecture}"
+                raise CheckpointError(problem) from None
         is_decayed = not path.endswith("bias") and len(value.shape) > 1
         parameters.append(Parameter(name, value, is_decayed, expert))
     return parameters
@@ -230,27 +235,29 @@ def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
     if match is not None:
         expert = int(match[2] or match[4] or 0)
         path = f"{match[1]}.experts.{match[3]}"
-    place = core.native_name(path)
-    if place is None or place.prefix != "model." or place.is_stacked:
+    native = core.native_name(path)
+    if native is None or native.prefix != "model." or native.is_stacked:
         raise CheckpointError(f"parameter {path[:200]} does not belong to a layer")
-    name = place.name(None if place.layer is None else first + place.layer)
+    name = native.name(None if native.layer is None else first + native.layer)
     return name.removeprefix("model."), expert
 
 
 def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree older than Megatron Core, by dotted path, in a fixed order."""
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
-        what = "not a GPT, BERT, T5 or Retro file of Megatron-LM up to 23.08"
-        raise CheckpointError(f"no `language_model`: {what}")
+        problem = "not a GPT, BERT, T5 or Retro file of Megatron-LM up to 23.08"
+        raise CheckpointError(f"no `language_model`: {problem}")
     language = model["language_model"]
-    inside = ("embedding", "encoder", "decoder", "pooler", "output_layer")
-    beside = (TIED_COPY[0], *_BESIDE)
-    extra = sorted({*model, *language} - {"language_model", "transformer", *inside, *beside})
-    if extra:
-        names = ", ".join(extra)
+    language_keys = ("embedding", "encoder", "decoder", "pooler", "output_layer")
+    model_keys = (TIED_COPY[0], *_BESIDE)
+    unknown = sorted(
+        {*model, *language} - {"language_model", "transformer", *language_keys, *model_keys}
+    )
+    if unknown:
+        names = ", ".join(unknown)
         raise CheckpointError(f"it holds {names}: only GPT, BERT, T5 and Retro files are supported")
     language = {"encoder": language.get("transformer", {}), **language}
-    for tree, tops in ((language, inside), (model, beside)):
+    for tree, tops in ((language, language_keys), (model, model_keys)):
         for top in tops:
             yield from _flatten(tree.get(top, {}), top)
 
@@ -274,7 +281,7 @@ def _cross_attention_paths(leaves: Iterable[tuple[str, Any]]) -> set[str]:
     return {match[1] for match in matches if match}
 
 
-def our_name(
+def native_name(
     path: str,
     first: Mapping[str, int],
     *,
@@ -308,13 +315,21 @@ def our_name(
     if match is None:
         raise KeyError(path)
     layer, part, kind = match.groups()
-    holder, ours = f"{top}.layers.{layer}", f"{stack}layers.{first[top] + int(layer)}"
+    megatron_prefix, native_prefix = (
+        f"{top}.layers.{layer}",
+        f"{stack}layers.{first[top] + int(layer)}",
+    )
     inner = _RETRIEVER.fullmatch(part)
     if inner is not None:
         number, part = inner.groups()
-        holder, ours = f"{holder}.retriever.layers.{number}", f"{ours}.retriever.{number}"
-    known = _READ_LAYERS["decoder" if top == "decoder" or holder in crossing else "encoder"]
-    return f"{ours}.{known[part]}.{kind}"
+        megatron_prefix, native_prefix = (
+            f"{megatron_prefix}.retriever.layers.{number}",
+            f"{native_prefix}.retriever.{number}",
+        )
+    modules = _READ_LAYERS[
+        "decoder" if top == "decoder" or megatron_prefix in crossing else "encoder"
+    ]
+    return f"{native_prefix}.{modules[part]}.{kind}"
 
 
 def megatron_path(name: str, first_layer: int, *, crosses: bool = False) -> tuple[str, ...]:
@@ -325,21 +340,21 @@ def megatron_path(name: str, first_layer: int, *, crosses: bool = False) -> tupl
         first_layer: The index of the stage's first layer.
         crosses: Whether the parameter belongs to a layer with cross-attention.
     """
-    match = _OURS.fullmatch(name)
+    match = _NATIVE_NAME.fullmatch(name)
     if match:
         stack, layer, part, kind = match.groups()
         stack, module = stack or "encoder", _FINAL_NORM[0]
         table = DECODER_LAYER if stack == "decoder" or crosses else LAYER
         if layer is not None:
-            inner, holder = _RETRIEVER.fullmatch(part), ""
+            inner, prefix = _RETRIEVER.fullmatch(part), ""
             if inner is not None:
-                holder, part = f"retriever.layers.{inner[1]}.", inner[2]
-            module = f"layers.{int(layer) - first_layer}.{holder}{table[part][0]}"
+                prefix, part = f"retriever.layers.{inner[1]}.", inner[2]
+            module = f"layers.{int(layer) - first_layer}.{prefix}{table[part][0]}"
         return ("language_model", stack, f"{module}.{kind}")
-    theirs = _OUTSIDE[name][0]
-    top, _, rest = theirs.partition(".")
+    path = _OUTSIDE[name][0]
+    top, _, rest = path.partition(".")
     if top == "embedding":
-        return ("language_model", *theirs.split("."))
+        return ("language_model", *path.split("."))
     return (top, rest) if top in _BESIDE else ("language_model", top, rest)
 
 

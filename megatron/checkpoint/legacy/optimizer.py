@@ -72,13 +72,15 @@ def read_optimizers(optimizer: Any, parameters: Sequence[Parameter]) -> Optimize
     If Megatron Core distributes experts over processes, they have a separate optimizer, the second
     in a list.
     """
-    parameters = [one for one in parameters if not str(one.name).endswith("expert_bias")]
+    parameters = [
+        parameter for parameter in parameters if not str(parameter.name).endswith("expert_bias")
+    ]
     if not isinstance(optimizer, list):
         return read_optimizer(optimizer, parameters)
     result = OptimizerState()
-    for index, one in enumerate(optimizer):
+    for index, part in enumerate(optimizer):
         members = [p for p in parameters if (p.expert is not None) is (index == 1)]
-        state = read_optimizer(one, members) if len(optimizer) == 2 else None
+        state = read_optimizer(part, members) if len(optimizer) == 2 else None
         if state is None:
             return None
         result.tensors.update(state.tensors)
@@ -99,22 +101,27 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
     if not isinstance(torch_state, dict) or not isinstance(torch_state.get("state"), dict):
         return None  # the distributed optimizer keeps its state in distrib_optim.pt
     groups = torch_state.get("param_groups", [])
-    by_decay = [[one for one in parameters if one.is_decayed is decays] for decays in (True, False)]
+    by_decay = [
+        [parameter for parameter in parameters if parameter.is_decayed is decays]
+        for decays in (True, False)
+    ]
     expected = [group for group in by_decay if group]
     if isinstance(groups, list):  # Megatron Core's groups may be in any order, and may be empty
-        groups = [one for one in groups if not (isinstance(one, dict) and one.get("params") == [])]
+        groups = [
+            group for group in groups if not (isinstance(group, dict) and group.get("params") == [])
+        ]
         first = groups[0].get("wd_mult") if groups and isinstance(groups[0], dict) else None
         if type(first) in (int, float) and not first:
             expected.reverse()
     if not isinstance(groups, list) or len(groups) != len(expected):
-        why = "groups with their own learning rate are not supported"
-        raise CheckpointError(f"the optimizer's groups are not (decayed, not decayed): {why}")
+        reason = "groups with their own learning rate are not supported"
+        raise CheckpointError(f"the optimizer's groups are not (decayed, not decayed): {reason}")
     members: dict[int, Parameter] = {}
-    for group, wanted in zip(groups, expected, strict=True):
+    for group, expected_parameters in zip(groups, expected, strict=True):
         numbers = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(numbers, list) or len(numbers) != len(wanted):
+        if not isinstance(numbers, list) or len(numbers) != len(expected_parameters):
             raise CheckpointError("the optimizer's groups do not match the model's parameters")
-        members.update(zip(numbers, wanted, strict=True))
+        members.update(zip(numbers, expected_parameters, strict=True))
     result = _counters(optimizer, groups)
     for index, parameter in members.items():
         for key, value in torch_state["state"].get(index, {}).items():

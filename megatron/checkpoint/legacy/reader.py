@@ -91,7 +91,7 @@ class LegacyReader(Reader):
         self._refusal = ""  # why optimizer states of Megatron Core cannot be read
         models = (model for file in self._files for model in file.chunks)
         self._architecture = legacy.architecture_of(models)
-        self._beside: list[RankFile] = []
+        self._distributed_files: list[RankFile] = []
         self._parts = defaultdict[str, list[_Part]](list)
         layers = self._first_layers()
         states = [self._add_file(file, layers) for file in self._files]
@@ -99,9 +99,9 @@ class LegacyReader(Reader):
             for name in [name for name in self._parts if name.startswith("optimizer.")]:
                 del self._parts[name]
         if verify:
-            for file in [*self._files, *self._beside][world.rank :: world.size]:
+            for file in [*self._files, *self._distributed_files][world.rank :: world.size]:
                 file.zip.verify()
-        self._pieces = {name: self._place(name, parts) for name, parts in self._parts.items()}
+        self._pieces = {name: self._locate(name, parts) for name, parts in self._parts.items()}
         pieces = self._pieces.items()
         self.tensors = {n: TensorMeta(p[-1].box.end, p[0].ref.storage.dtype) for n, p in pieces}
         iteration = first.get("iteration", first.get("total_iters"))
@@ -119,13 +119,13 @@ class LegacyReader(Reader):
         names = [f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")]
         for file in self._files:
             args = plain_arguments(file.tree.get("args"))
-            told = tuple(map(args.get, names, sizes))
-            if told != sizes:
+            sizes_in_args = tuple(map(args.get, names, sizes))
+            if sizes_in_args != sizes:
                 raise CheckpointError(
                     f"{self.path}: mp_rank folders of {sizes[0]} tensor ranks x {sizes[1]} stages, "
                     f"{sizes[2]} ranks of experts, but {file.zip.path.parent.name}'s `args` has "
-                    f"{told[0]} x {told[1]} x {told[2]}: do they come from different saves? Remove "
-                    "the folders that do not belong together"
+                    f"{' x '.join(map(str, sizes_in_args))}: do they come from different saves? "
+                    "Remove the folders that do not belong together"
                 )
             width = args.get("expert_tensor_parallel_size") or sizes[0]
             if args.get("num_experts") and width != sizes[0]:
@@ -138,8 +138,8 @@ class LegacyReader(Reader):
         version = tree.get("checkpoint_version", 0)
         heads = self._args.get("num_attention_heads", 0)
         if type(version) not in (int, float) or not 0 <= version < 4 or type(heads) is not int:
-            what = f"checkpoint_version {show(version)}"
-            raise CheckpointError(f"{self.path}: {what} is not supported")
+            problem = f"checkpoint_version {show(version)}"
+            raise CheckpointError(f"{self.path}: {problem} is not supported")
         if version < 2 and not heads:
             raise CheckpointError(f"{self.path}: `args` does not contain the number of heads")
         gated = bool(self._args.get("swiglu", False))
@@ -155,7 +155,7 @@ class LegacyReader(Reader):
             for chunk, model in enumerate(file.chunks):
                 counts.setdefault((chunk, file.stage), legacy.count_layers(model))
         order = sorted(counts)
-        before = accumulate((counts[place] for place in order), initial=Counter[str]())
+        before = accumulate((counts[position] for position in order), initial=Counter[str]())
         return dict(zip(order, before, strict=False))
 
     def _add_file(
@@ -171,21 +171,23 @@ class LegacyReader(Reader):
             )
             chunks = [list_parameters(m, first[i, file.stage]) for i, m in enumerate(file.chunks)]
             parameters = [parameter for chunk in chunks for parameter in chunk]
-            for one in parameters:
-                if one.name is not None:
-                    self._parts[f"model.{one.name}"].append((file, one.tensor, one.expert))
+            for parameter in parameters:
+                if parameter.name is not None:
+                    self._parts[f"model.{parameter.name}"].append(
+                        (file, parameter.tensor, parameter.expert)
+                    )
             optimizer = file.tree.get("optimizer")
-            state, holder = self._read_states(optimizer, parameters), file
+            state, source = self._read_states(optimizer, parameters), file
             if self._is_core and state is None:
                 return None
             if state is None:
-                beside = torch_file.open_distributed(file, allow_foreign=self.allow_foreign)
-                if beside is None:
+                distributed = torch_file.open_distributed(file, allow_foreign=self.allow_foreign)
+                if distributed is None:
                     return None
-                state, holder = read_distributed(optimizer, beside.tree, chunks), beside
-                self._beside.append(beside)
+                state, source = read_distributed(optimizer, distributed.tree, chunks), distributed
+                self._distributed_files.append(distributed)
             for (name, expert), ref in state.tensors.items():
-                self._parts[f"optimizer.{name}"].append((holder, ref, expert))
+                self._parts[f"optimizer.{name}"].append((source, ref, expert))
             return state
         except CheckpointError as error:
             raise CheckpointError(f"{file.zip.path}: {error}") from None
@@ -202,7 +204,7 @@ class LegacyReader(Reader):
             self._refusal = str(error)
             return None
 
-    def _place(self, name: str, parts: list[_Part]) -> list[RankPart]:
+    def _locate(self, name: str, parts: list[_Part]) -> list[RankPart]:
         """Return a tensor's shards with the box of each in the whole tensor."""
         experts = 1 + max(-1 if expert is None else expert for *_, expert in parts)  # per file
         if not experts:  # all ranks of the experts have the same values
@@ -305,14 +307,14 @@ class LegacyReader(Reader):
             raise CheckpointError(f"{file.zip.path}: {show(value)} is not a counter")
         return value
 
-    def _read(self, name: str, wanted: Box) -> torch.Tensor:
-        result = torch.empty(wanted.shape, dtype=self.tensors[name].dtype)
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        result = torch.empty(box.shape, dtype=self.tensors[name].dtype)
         for piece in self._pieces[name]:
-            common = piece.box.intersect(wanted)
-            if common is not None:
+            overlap = piece.box.intersect(box)
+            if overlap is not None:
                 whole = self._arrange(name, piece.file.zip.load(piece.ref))
                 whole = whole[None] if piece.is_expert else whole
-                result[common.slices_in(wanted)] = whole[common.slices_in(piece.box)]
+                result[overlap.slices_in(box)] = whole[overlap.slices_in(piece.box)]
         return result
 
 

@@ -401,9 +401,9 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
             )
         files.append(RankFile(rank, sum(others), *opened, expert))
     files.sort(key=lambda file: (file.stage, file.expert_rank, file.tensor_rank))
-    places = [(file.stage, file.expert_rank, file.tensor_rank) for file in files]
-    grid = itertools.product(*(range(1 + max(axis)) for axis in zip(*places, strict=True)))
-    if places != list(grid):
+    positions = [(file.stage, file.expert_rank, file.tensor_rank) for file in files]
+    grid = itertools.product(*(range(1 + max(axis)) for axis in zip(*positions, strict=True)))
+    if positions != list(grid):
         raise CheckpointError(f"{path}: mp_rank_* folders are missing or duplicated")
     for key in ("iteration", "checkpoint_version"):
         if len({show(file.tree.get(key)) for file in files}) != 1:

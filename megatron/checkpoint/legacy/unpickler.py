@@ -209,9 +209,9 @@ class _Machine:
         start = self._marks.pop() if count is None else len(self._stack) - count
         if not 0 <= start <= len(self._stack):
             raise RefusedError("an empty stack")
-        taken = self._stack[start:]
+        items = self._stack[start:]
         del self._stack[start:]
-        return taken
+        return items
 
     def remember(self, index: int | None = None) -> None:
         index = len(self._memo) if index is None else index
@@ -252,9 +252,9 @@ class _Machine:
         self._stack.append(_find(module, name, self._names))
 
     def make_object(self) -> None:
-        made = self._stack[-2]
-        if type(made) is not Factory or not made.is_class:
-            raise RefusedError(f"a new object of {show(made)}")
+        instance = self._stack[-2]
+        if type(instance) is not Factory or not instance.is_class:
+            raise RefusedError(f"a new object of {show(instance)}")
         self.call()
 
     def set_state(self) -> None:

@@ -75,8 +75,8 @@ def notices(model: ModelConfig) -> Iterator[str]:
         ("--qk-l2-norm", "" if model.qk_l2_norm else None),
     ):
         if value is not None:
-            shown = f"{flag} {value}".strip()
-            yield f"{shown}: Megatron-LM 23.08 does not support it; later versions do"
+            flag_text = f"{flag} {value}".strip()
+            yield f"{flag_text}: Megatron-LM 23.08 does not support it; later versions do"
     if model.normalization == "RMSNorm":
         needs = "only with --transformer-impl transformer_engine; its Llama-2 fork always does"
         yield f"--normalization RMSNorm: Megatron-LM 23.08 supports it {needs}"
@@ -251,8 +251,8 @@ class LegacyWriter:
             tree["optimizer"] = self._optimizer(plan)
             tree["opt_param_scheduler"] = meta["schedule"]
         if not self.config.checkpoint.no_save_rng:
-            kept = (meta.get("rng") or {}).get("seed")
-            seed = self.config.training.seed if kept is None else kept
+            saved_seed = (meta.get("rng") or {}).get("seed")
+            seed = self.config.training.seed if saved_seed is None else saved_seed
             tree["rng_state"] = [
                 random_states(seed, self.reader.iteration, plan.stage, plan.tensor_rank)
             ]
@@ -261,16 +261,16 @@ class LegacyWriter:
     def _model(self, parameters: tuple[FileParameter, ...]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for parameter in parameters:
-            place: Any = tree
+            subtree: Any = tree
             for key in parameter.path[:-1]:
-                place = place.setdefault(key, OrderedDict())
-            place[parameter.path[-1]] = self._value(parameter)
+                subtree = subtree.setdefault(key, OrderedDict())
+            subtree[parameter.path[-1]] = self._value(parameter)
         return tree
 
     def _optimizer(self, plan: FilePlan) -> dict[str, Any]:
         parameters, scale = plan.parameters(), self.reader.meta["optimizer"].get("loss_scale")
         # Number the parameters with weight decay first, then the others. Omit an empty group.
-        decayed = sum(one.is_decayed for one in parameters)
+        decayed = sum(parameter.is_decayed for parameter in parameters)
         groups = [group for group in (range(decayed), range(decayed, len(parameters))) if group]
         settings = [
             group_settings(self.config, self.reader.meta, decays=parameters[group.start].is_decayed)
@@ -281,8 +281,8 @@ class LegacyWriter:
         if scale:
             scaler["grad_scaler"] = {**scale, "scale": torch.tensor([float(scale["scale"])])}
         if self.config.parallel.use_distributed_optimizer:
-            for one in settings:
-                del one["params"]
+            for group in settings:
+                del group["params"]
             return {"optimizer": {"param_groups": settings}, **scaler}
         states = {index: self._state(parameter) for index, parameter in enumerate(parameters)}
         tree = {"state": states, "param_groups": settings}
@@ -292,15 +292,15 @@ class LegacyWriter:
         return {"optimizer": tree, **scaler, "fp32_from_fp16_params": masters}
 
     def _state(self, parameter: FileParameter) -> dict[str, Any]:
-        found = {
-            theirs: self._value(parameter, ours)
-            for theirs, ours in STATE_KINDS.items()
-            if _name(parameter, ours) in self._held
+        state = {
+            megatron_kind: self._value(parameter, kind)
+            for megatron_kind, kind in STATE_KINDS.items()
+            if _name(parameter, kind) in self._held
         }
-        if "exp_avg" not in found:
-            return found
+        if "exp_avg" not in state:
+            return state
         step = torch.tensor(float(self.reader.meta["optimizer"]["step"]))
-        return {"step": step, **found}
+        return {"step": step, **state}
 
     def _flat_states(self, plan: FilePlan) -> dict[int, Any]:
         """Return the content of a rank's `distrib_optim.pt`."""

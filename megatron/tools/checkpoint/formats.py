@@ -37,7 +37,7 @@ from megatron.config.fields import divisors
 from megatron.config.model import ModelConfig, with_article
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
-from megatron.config.rules_legacy import tensor_misfit
+from megatron.config.rules_legacy import tensor_split_problem
 from megatron.config.run import ModelRun, RunOptions, narrow
 from megatron.config.stages import plan_model
 from megatron.config.yaml_file import from_dict
@@ -309,7 +309,7 @@ def split_as_asked(
         pipeline_model_parallel_split_rank=split,
         num_layers_per_virtual_pipeline_stage=virtual,
     )
-    misfit = tensor_misfit(model, parallel.tensor_model_parallel_size)
+    misfit = tensor_split_problem(model, parallel.tensor_model_parallel_size)
     if misfit:
         raise ConfigError(f"--target-tensor-parallel-size: Megatron-LM 23.08 {misfit}")
     try:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megatron.checkpoint.deepspeed.names import place_of
+from megatron.checkpoint.deepspeed.names import destination_of
 from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.loading import open_checkpoint
 from tests.ports import free_port
@@ -55,7 +55,7 @@ def _run(kind, folder):
 
 def _compare(reader, name, state, expected):
     """Compare a parameter or a state, and return our name for it."""
-    place = place_of(name)
+    place = destination_of(name)
     ours = f"optimizer.{place.name}.{state}" if state else f"model.{place.name}"
     master = f"optimizer.{place.name}.master"
     source = master if not state and master in reader.tensors else ours

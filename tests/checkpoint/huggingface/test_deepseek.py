@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.checkpoint.huggingface.deepseek import partly_rotated
-from megatron.checkpoint.huggingface.families import families, family_for, misfits
+from megatron.checkpoint.huggingface.families import families, family_for, mismatches
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.huggingface.writer import Export
@@ -87,7 +87,7 @@ def test_what_the_family_cannot_express_is_named() -> None:
         {"qk_layernorm": False},
         {"moe_router_enable_expert_bias": False},
     ):
-        found = misfits(family, replace(model, **changes), 70)
+        found = mismatches(family, replace(model, **changes), 70)
         assert any(line.startswith(f"{name} is ") for name in changes for line in found), changes
 
 
@@ -116,7 +116,7 @@ def test_published_models_have_their_size() -> None:
 def _parameters(config: dict[str, Any]) -> int:
     family = families()[config["model_type"]]
     described = family.read(Settings(config, "config.json"))
-    assert not misfits(family, described.model, described.vocab)
+    assert not mismatches(family, described.model, described.vocab)
     rules = family.rules(described.model, described.vocab)
     return sum(math.prod(shape) for rule in rules for shape in rule.shapes())
 

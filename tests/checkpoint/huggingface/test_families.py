@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.huggingface.families import families, family_for, misfits
+from megatron.checkpoint.huggingface.families import families, family_for, mismatches
 from megatron.checkpoint.huggingface.peft import peft_names
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import Settings
@@ -184,7 +184,7 @@ def test_what_a_family_cannot_express_is_named(
     config = CASES[name].config
     model = families()[family].read(Settings(config, "config.json")).model
     assert family_for(model, 70, None).name == family
-    found = misfits(families()[family], replace(model, **changes), 70)
+    found = mismatches(families()[family], replace(model, **changes), 70)
     assert any(line.startswith(f"{key} is ") for key in changes for line in found), found
 
 
@@ -194,7 +194,7 @@ def test_every_network_is_compared_with_every_family(name: str) -> None:
     config = CASES[name].config
     model = families()[config["model_type"]].read(Settings(config, "config.json")).model
     for family in families().values():
-        found = misfits(family, model, 70)
+        found = mismatches(family, model, 70)
         assert not found or family.name != config["model_type"], found
 
 
@@ -467,7 +467,7 @@ def test_published_models_have_their_size(name: str) -> None:
     config, expected = _PUBLISHED[name]
     family = families()[config["model_type"]]
     described = family.read(Settings(config, "config.json"))
-    assert not misfits(family, described.model, described.vocab)
+    assert not mismatches(family, described.model, described.vocab)
     rules = family.rules(described.model, described.vocab)
     assert sum(math.prod(shape) for rule in rules for shape in rule.shapes()) == expected
 

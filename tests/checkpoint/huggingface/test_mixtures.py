@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.entries import Box, Entry
-from megatron.checkpoint.huggingface.families import families, family_for, misfits
+from megatron.checkpoint.huggingface.families import families, family_for, mismatches
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.reader import restore
@@ -182,7 +182,7 @@ def test_mixture_layers_are_those_of_transformers(
     family = families()["qwen3_moe"]
     model = family.read(Settings(config, "config.json")).model
     assert model.moe_layer_freq == pattern
-    assert not misfits(family, model, 70)
+    assert not mismatches(family, model, 70)
 
 
 @pytest.mark.parametrize(
@@ -212,10 +212,10 @@ def test_families_differ_in_what_is_normalized_together(tmp_path: Path) -> None:
     assert family_for(_model(folder), 70, None).name == "olmoe"
     by_head = _model(folder, qk_layernorm_scope="head")
     assert family_for(by_head, 70, None).name == "qwen3_moe"
-    assert "qk_layernorm_scope is head, but a olmoe model has projection" in misfits(
+    assert "qk_layernorm_scope is head, but a olmoe model has projection" in mismatches(
         families()["olmoe"], by_head, 70
     )
-    wide = misfits(families()["olmoe"], _model(folder, kv_channels=12), 70)
+    wide = mismatches(families()["olmoe"], _model(folder, kv_channels=12), 70)
     assert wide == ["kv_channels is 12, but a olmoe model has 8"]
 
 
@@ -272,7 +272,7 @@ def test_settings_of_experts_mean_nothing_to_a_dense_network(tmp_path: Path) -> 
     case = CASES["llama"]
     model = _model(write_folder(tmp_path, case.config, tensors_of(case)), moe_router_topk=5)
     assert family_for(model, 70, None).name == "llama"
-    found = misfits(family_for(_model(_folder(tmp_path / "b")), 70, None), model, 70)
+    found = mismatches(family_for(_model(_folder(tmp_path / "b")), 70, None), model, 70)
     assert "num_experts is None, but a mixtral model has (1,)" in found
 
 
@@ -381,6 +381,6 @@ def test_published_models_have_their_size(
     described = family.read(Settings({**common, **config}, "config.json"))
     rules = family.rules(described.model, described.vocab)
     shapes = [shape for rule in rules for shape in rule.shapes()]
-    assert len(shapes) == sum(len(rule.theirs) for rule in rules) == tensors
+    assert len(shapes) == sum(len(rule.hf_names) for rule in rules) == tensors
     assert sum(math.prod(shape) for shape in shapes) == parameters
-    assert not misfits(family, described.model, described.vocab)
+    assert not mismatches(family, described.model, described.vocab)

@@ -50,7 +50,7 @@ def test_rules_take_every_tensor_once(name: str) -> None:
     family = families()[config["model_type"]]
     described = family.read(Settings(config, "config.json"))
     rules = family.rules(described.model, described.vocab)
-    theirs = [one for rule in rules for one in rule.theirs]
+    theirs = [one for rule in rules for one in rule.hf_names]
     assert len(theirs) == len(set(theirs))
     assert len({rule.name for rule in rules}) == len(rules)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.checkpoint.huggingface.rules import Family, Key, Names, layer_names
-from megatron.checkpoint.huggingface.settings import MOST_HEADS, MOST_LAYERS, Settings
+from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
 _KEYS = (
     Key("width", "hidden_size"),
     Key("inner", "ffn_hidden_size"),
-    Key("blocks", "num_layers", most=MOST_LAYERS),
-    Key("heads", "num_attention_heads", most=MOST_HEADS),
-    Key("groups", "num_query_groups", most=MOST_HEADS),
-    Key("head_width", "kv_channels", most=MOST_HEADS),
+    Key("blocks", "num_layers", max_value=MAX_LAYERS),
+    Key("heads", "num_attention_heads", max_value=MAX_HEADS),
+    Key("groups", "num_query_groups", max_value=MAX_HEADS),
+    Key("head_width", "kv_channels", max_value=MAX_HEADS),
     Key("context", "max_position_embeddings"),
 )
 _BLOCK = {

@@ -16,14 +16,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.huggingface.rules import TensorForm
+from megatron.checkpoint.huggingface.rules import TensorConversion
 from megatron.errors import CheckpointError
 from megatron.parallel.adapter import WHOLE, Adapter
 from megatron.parallel.expert_linear import ExpertAdapter
 
 
 @dataclass(frozen=True, eq=False)
-class AdapterPlace:
+class AdapterSlice:
     """The part of a module's adapter that corresponds to the adapter of a projection.
 
     Attributes:
@@ -32,8 +32,8 @@ class AdapterPlace:
         weight_rows: For each row of the module, the corresponding row of our layer, int64 [outputs
             of the module].
         index: The index of the projection among the module's adapted projections.
-        count: The number of the module's adapted projections.
-        most: The number of all projections of the module, with or without an adapter.
+        adapted: The number of the module's adapted projections.
+        projections: The number of all projections of the module, with or without an adapter.
         is_transposed: Whether the module's weight is [in, out], as in GPT-2.
     """
 
@@ -41,12 +41,12 @@ class AdapterPlace:
     rows: Tensor
     weight_rows: Tensor
     index: int
-    count: int
-    most: int
+    adapted: int
+    projections: int
     is_transposed: bool
 
     @cached_property
-    def moves(self) -> bool:
+    def is_rearranged(self) -> bool:
         """Whether the module has more rows than the projection, or orders them differently."""
         same = torch.arange(len(self.weight_rows))
         return len(self.rows) < len(same) or not self.rows.equal(same)
@@ -60,51 +60,63 @@ class AdapterPlace:
         return slice(self.index * width, (self.index + 1) * width)
 
 
-def places_in(
+def adapter_slices(
     adapter: Adapter | ExpertAdapter,
     outputs: tuple[int, ...],
     modules: Sequence[str],
-    form: TensorForm | None,
-) -> dict[str, AdapterPlace]:
+    conversion: TensorConversion | None,
+) -> dict[str, AdapterSlice]:
     """Return the part of a module's adapter that corresponds to each adapted projection of a layer.
 
     Args:
         adapter: The layer's adapter, in a single process.
         outputs: The shape of the layer's weight without the input dimension, for one expert.
         modules: The modules that make up the layer.
-        form: The conversion of the layer's weight to the weights of the modules; `None` if the
-            layer is a single module with our rows.
+        conversion: The conversion of the layer's weight to the weights of the modules; `None` if
+            the layer is a single module with our rows.
 
     Raises:
         CheckpointError: A projection is split over several modules.
     """
     rows = torch.arange(math.prod(outputs))
     # The rows of a weight with a single column.
-    parts = [rows.view(-1, 1)] if form is None else form.split(rows.view(*outputs, 1))
+    parts = [rows.view(-1, 1)] if conversion is None else conversion.split(rows.view(*outputs, 1))
     projections = {WHOLE: rows}
     if isinstance(adapter, Adapter):
-        projections = {name: own.flatten() for name, own in adapter.by_projection(rows).items()}
-    found: dict[str, AdapterPlace] = {}
+        projections = {
+            name: own_rows.flatten() for name, own_rows in adapter.by_projection(rows).items()
+        }
+    slices: dict[str, AdapterSlice] = {}
     for module, part in zip(modules, parts, strict=True):
-        theirs = part.flatten()
+        module_rows = part.flatten()
         position = torch.full_like(rows, -1)  # the index in the module of each of our rows
-        position[theirs] = torch.arange(len(theirs))
-        here = {name: position[ours] for name, ours in projections.items()}
-        here = {name: own for name, own in here.items() if (own >= 0).any()}
-        adapted = {name: own for name, own in here.items() if name in adapter}
-        for index, (name, own) in enumerate(adapted.items()):
-            if own.min() < 0:
+        position[module_rows] = torch.arange(len(module_rows))
+        positions = {name: position[own_rows] for name, own_rows in projections.items()}
+        positions = {
+            name: module_positions
+            for name, module_positions in positions.items()
+            if (module_positions >= 0).any()
+        }
+        adapted = {
+            name: module_positions
+            for name, module_positions in positions.items()
+            if name in adapter
+        }
+        for index, (name, module_positions) in enumerate(adapted.items()):
+            if module_positions.min() < 0:
                 raise CheckpointError(
                     f"{module} contains only a part of {name}, which has one adapter here: "
                     "convert the merged weights with --saver hf"
                 )
             is_transposed = part.dim() == 2 and part.shape[0] == 1 < part.numel()
-            sizes = len(adapted), len(here)
-            found[name] = AdapterPlace(module, own, theirs, index, *sizes, is_transposed)
-    return found
+            sizes = len(adapted), len(positions)
+            slices[name] = AdapterSlice(
+                module, module_positions, module_rows, index, *sizes, is_transposed
+            )
+    return slices
 
 
-def join(kind: str, parts: Mapping[AdapterPlace, Tensor], lengths: Tensor | None) -> Tensor:
+def join(kind: str, parts: Mapping[AdapterSlice, Tensor], lengths: Tensor | None) -> Tensor:
     """Return a tensor of a module's adapter, made from the tensors of its projections.
 
     Args:
@@ -116,17 +128,17 @@ def join(kind: str, parts: Mapping[AdapterPlace, Tensor], lengths: Tensor | None
     """
     if kind == "a":
         return torch.cat(list(parts.values()))
-    place, first = next(iter(parts.items()))
-    outputs = len(place.weight_rows)
+    adapter_slice, first = next(iter(parts.items()))
+    outputs = len(adapter_slice.weight_rows)
     if kind == "b":
         width = first.shape[1]
-        whole = first.new_zeros(outputs, width * place.count)
-        for place, part in parts.items():
-            whole[place.rows, place.block(width)] = part
+        whole = first.new_zeros(outputs, width * adapter_slice.adapted)
+        for adapter_slice, part in parts.items():
+            whole[adapter_slice.rows, adapter_slice.block(width)] = part
         return whole
     whole = first.new_empty(outputs)
     if lengths is not None:
-        whole.copy_(lengths[place.weight_rows])
-    for place, part in parts.items():
-        whole[place.rows] = part
+        whole.copy_(lengths[adapter_slice.weight_rows])
+    for adapter_slice, part in parts.items():
+        whole[adapter_slice.rows] = part
     return whole
