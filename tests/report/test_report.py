@@ -17,6 +17,7 @@ from megatron.report.charts import make_charts, reduce_curve
 from megatron.report.history import Curve, History
 from megatron.report.page import summarize
 from megatron.report.sources import open_runs
+from megatron.report.timeline import find_timelines
 
 
 def read_run(folder: Path) -> History:
@@ -367,6 +368,79 @@ def test_the_timeline_of_the_last_profiled_iteration(tmp_path):
     assert second["rows"][0]["spans"][0] == (8.0, 20.0, "forward")
     assert report(run) == 0
     assert len(data_of(run / "report.html")["runs"][0]["timelines"]) == 2
+
+
+def test_spans_of_a_timeline_are_those_that_begin_in_the_iteration(tmp_path):
+    host, folder = "user_annotation", tmp_path / "a" / "b"
+    events = [
+        (host, "iteration 4", 100, 50), (host, "early", 99, 5), (host, "first", 100, 10),
+        (host, "next", 110, 10), (host, "inner", 110, 2), (host, "late", 150, 1),
+        ("kernel", "x", 120, 2), ("kernel", "y", 122, 2), ("kernel", "z", 125, 1),
+        ("kernel", "late", 150, 1),
+    ]  # fmt: skip
+    write_trace(folder, 0, 4, events)
+    write_trace(folder, 11, 4, events)  # ranks have any number of digits
+    write_trace(folder / "c", 0, 3, events)  # of an earlier window
+    (folder / "rank1.5.pt.trace.json.gz").touch()
+    first, second = find_timelines(tmp_path)[0]
+    assert [first["rank"], second["rank"]] == [0, 11]
+    assert first["rows"] == [
+        {"name": "host", "spans": [(0.0, 10.0, "first"), (10.0, 10.0, "next")]},
+        {"name": "", "spans": [(10.0, 2.0, "inner")]},
+        {"name": "GPU", "spans": [(20.0, 4.0, "kernels"), (25.0, 1.0, "kernels")]},
+    ]
+
+
+def test_ranks_of_a_timeline_have_one_clock(tmp_path):
+    for rank, base in ((0, 5_000_000), (1, 7_000_000)):
+        text = {
+            "baseTimeNanoseconds": base,
+            "traceEvents": [
+                {"ph": "X", "cat": "user_annotation", "name": name, "ts": 1000, "dur": duration}
+                for name, duration in (("iteration 1", 9000), ("forward", 1500))
+            ]
+            + [{"ph": "i", "name": "no span"}, {"ph": "X", "cat": "cpu_op", "name": "no time"}],
+        }
+        write_trace(tmp_path, rank, 1, [], json.dumps(text))
+    spans = [timeline["rows"][0]["spans"] for timeline in find_timelines(tmp_path)[0]]
+    assert spans == [[(0.0, 1.5, "forward")], [(2.0, 1.5, "forward")]]
+
+
+@pytest.mark.parametrize("number", [-1, 1e27, "9" * 40, "soon", None])
+def test_a_trace_with_impossible_times_is_not_read(tmp_path, number):
+    event = {"ph": "X", "cat": "user_annotation", "name": "iteration 1", "ts": 0, "dur": number}
+    write_trace(tmp_path, 0, 1, [], json.dumps({"traceEvents": [event]}))
+    timelines, notes = find_timelines(tmp_path)
+    assert timelines == []
+    assert notes == [f"{tmp_path / 'rank0.1.pt.trace.json'}: damaged, or without an iteration"]
+
+
+def test_a_page_has_room_for_the_longest_spans_of_a_few_traces(tmp_path, monkeypatch):
+    host = "user_annotation"
+    for rank in range(4):
+        spans = [(host, f"of {length}", 10 + 10 * length, length) for length in range(1, 6)]
+        write_trace(tmp_path, rank, 1, [(host, "iteration 1", 0, 100), *spans])
+    size = (tmp_path / "rank0.1.pt.trace.json").stat().st_size
+    monkeypatch.setattr("megatron.report.timeline._MOST_BYTES", 3 * size)
+    monkeypatch.setattr("megatron.report.timeline._MOST_RANKS", 2)
+    monkeypatch.setattr("megatron.report.timeline._MOST_SPANS", 6)
+    timelines, notes = find_timelines(tmp_path)
+    assert [timeline["rank"] for timeline in timelines] == [0, 1]
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{tmp_path / 'rank3.1.pt.trace.json'}: not read: the limit")
+    for timeline in timelines:
+        names = [name for _, _, name in timeline["rows"][0]["spans"]]
+        assert names == ["of 3", "of 4", "of 5"]
+
+
+def test_the_page_of_a_metrics_file_is_next_to_it(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", [record(1)])
+    assert report(folder / "metrics.jsonl") == 0
+    assert (folder / "report.html").exists()
+    assert report(folder, "--output", tmp_path / "new" / "x.html") == 0
+    assert (tmp_path / "new" / "x.html").exists()
+    assert report(folder, "--live", "--port", 65536) == 9
+    assert "--port 65536: use 0 to 65535" in capsys.readouterr().err
 
 
 def test_the_busiest_and_the_idlest_expert_are_curves():

@@ -1,0 +1,199 @@
+"""The history of a run: restarts, its state, and how the files of a folder are found and read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.report import page
+from megatron.report.charts import chart_of, make_charts, reduce_curve
+from megatron.report.history import Event, History
+from megatron.report.page import page_data, summarize
+from megatron.report.sources import EventFiles, MetricsFile, open_runs
+from tests.report.test_report import START, curve_of, event, record, write_events, write_run
+
+
+def history_of(*records: dict[str, Any]) -> History:
+    history = History("run")
+    for one in records:
+        history.add(one)
+    return history
+
+
+def test_a_start_at_the_beginning_discards_the_first_attempt() -> None:
+    """A run that failed before its first checkpoint begins again at iteration 0."""
+    history = history_of(START, record(1), record(2), START)
+    assert [(each.kind, each.text) for each in history.events] == [
+        ("start", ""),
+        ("resumed", "repeats 2 iterations"),
+    ]
+    assert history.curves == {}
+    assert history.last_iteration == 0
+    history.add(record(1))
+    assert list(history.curves["lm loss"].iterations) == [1]
+
+
+def test_a_start_at_the_last_iteration_repeats_nothing() -> None:
+    history = history_of(START, *map(record, (1, 2, 3)), {**START, "iteration": 3}, record(4))
+    assert [(each.kind, each.text) for each in history.events] == [("start", ""), ("resumed", "")]
+    assert list(history.curves["lm loss"].iterations) == [1, 2, 3, 4]
+
+
+def test_a_file_that_begins_with_a_later_start_is_of_a_resumed_run() -> None:
+    assert history_of({**START, "iteration": 7}).events[0].kind == "resumed"
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "running, or interrupted"),
+        ([("end", "of an hour"), ("checkpoint", "saved")], "ended: of an hour"),
+        ([("failure", "a disk is full")], "failed: a disk is full"),
+        ([("failure", "a disk is full"), ("resumed", "")], "running, or interrupted"),
+        ([("end", "of an hour"), ("start", "")], "running, or interrupted"),
+    ],
+)
+def test_the_state_follows_the_last_start_or_end(events: list[tuple[str, str]], state: str) -> None:
+    history = History("run", events=[Event(kind, 1, None, text) for kind, text in events])
+    assert history.state == state
+
+
+def test_texts_are_cut() -> None:
+    start = {**START, "settings": {"--data-path": "x" * 5000}, "changed": []}
+    history = history_of(start, event("failure", 1, "y" * 5000))
+    assert history.settings == {"--data-path": "x" * 2000}
+    assert history.events[1].text == "y" * 2000
+
+
+def test_the_loss_scale_s_changes_and_evaluations_are_events() -> None:
+    scales = (8.0, 8.0, 4.0)
+    records = [record(i, **{"loss-scale": scale}) for i, scale in enumerate(scales, 1)]
+    evaluation = {"iteration": 3, "lm loss test": 2.0, "lm loss validation": 1.5}
+    events = history_of(*records, evaluation).events
+    assert [(each.kind, each.iteration, each.text) for each in events] == [
+        ("loss scale", 3, "8 to 4"),
+        ("evaluation", 3, "lm loss test 2.0000, lm loss validation 1.5000"),
+    ]
+
+
+def test_a_file_that_another_run_has_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [record(1), record(2)], "x\n") / "metrics.jsonl"
+    source = MetricsFile("run", path)
+    assert (source.read(), source.read()) == (True, False)
+    assert source.history.damaged == 1
+    path.write_text(json.dumps(record(1, **{"other loss": 1.0})) + "\n")
+    assert source.read()
+    assert source.history.damaged == 0
+    assert list(source.history.curves["lm loss"].iterations) == [1]
+    assert "other loss" in source.history.curves
+
+
+def test_event_files_are_read_as_they_grow(tmp_path: Path) -> None:
+    source = EventFiles("run", write_events(tmp_path, 3))
+    assert (source.read(), source.read()) == (True, False)
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path), filename_suffix=".later") as writer:
+        writer.add_scalar("lm loss", 1.0, 4)
+        settings = "| flag | value |\n| --- | --- |\n| **--lr** | 2 |\n| --seed | 1 |"
+        facts = "| fact | value |\n| --- | --- |\n| layout | TP 2 |"
+        writer.add_text("settings", f"{settings}\n\n{facts}", 3)
+    assert source.read()
+    history = source.history
+    assert list(history.curves["lm loss"].iterations) == [1, 2, 3, 4]
+    assert [each.kind for each in history.events] == ["start", "checkpoint", "resumed"]
+    assert history.settings == {"--lr": "2", "--seed": "1"}
+    assert history.changed == {"--lr"}
+    assert history.facts == {"layout": "TP 2"}
+
+
+def test_runs_are_named_by_their_folders_and_files(tmp_path: Path) -> None:
+    lines = json.dumps(record(1)) + "\n"
+    for name in ("one/a", "two/a", "two/b"):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(lines)
+    write_events(tmp_path / "one", 1)  # not read, because there is a metrics file
+
+    def names(*paths: Path) -> list[str]:
+        return [source.history.name for source in open_runs(paths)]
+
+    assert names(tmp_path) == ["one", "two/a.jsonl", "two/b.jsonl"]
+    assert names(tmp_path / "one") == ["one"]
+    assert names(tmp_path / "two" / "b.jsonl") == ["two"]
+    assert names(tmp_path / "two", tmp_path / "one") == ["two/a.jsonl", "two/b.jsonl", "one"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "title", "unit"),
+    [
+        ("lm loss", "LM loss", ""),
+        ("lm loss validation", "LM loss", ""),
+        ("lm loss test ppl", "LM loss, perplexity", ""),
+        ("load-balancing loss", "Load balancing loss", ""),
+        ("decoupled-learning-rate", "Learning rate", ""),
+        ("forward-backward-time", "Time of an iteration", "s"),
+        ("expert-load/idlest", "Expert load", "even shares"),
+        ("throughput", "Throughput", "TFLOP/s per GPU"),
+        (" test", " test", ""),
+    ],
+)
+def test_the_chart_of_a_tag(tag: str, title: str, unit: str) -> None:
+    assert chart_of(tag) == (title, unit)
+
+
+def test_settings_that_never_change_are_no_charts() -> None:
+    steady = [record(i, **{"loss-scale": 8.0, "batch-size": 4 * i}) for i in (1, 2)]
+    charts, constants = make_charts([history_of(*steady), history_of(*steady)])
+    assert constants == {"loss-scale": 8.0}
+    assert [chart["title"] for chart in charts] == ["LM loss", "Gradient norm", "Batch size"]
+    smooth = {chart["title"]: chart["curves"][0]["smooth"] for chart in charts}
+    assert smooth == {"LM loss": True, "Gradient norm": True, "Batch size": False}
+    other = [record(i, **{"loss-scale": 4.0}) for i in (1, 2)]
+    charts, constants = make_charts([history_of(*steady), history_of(*other)])
+    assert "loss-scale" not in constants
+    (scale,) = (chart for chart in charts if chart["title"] == "Loss scale")
+    assert [curve["smooth"] for curve in scale["curves"]] == [False, False]
+
+
+def test_the_iterations_without_a_number_are_listed() -> None:
+    reduced = reduce_curve(curve_of([1.0, math.nan, 1 / 3, math.inf]), 2)
+    assert reduced == {"x": [1, 2, 3, 4], "y": [1.0, None, 0.333333, None], "bad": [2, 4]}
+    assert "low" not in reduce_curve(curve_of([1.0] * 6), 2)
+    assert len(reduce_curve(curve_of([1.0] * 7), 2)["low"]) == 2
+
+
+def test_a_page_has_the_latest_events_and_counts_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "_MOST_EVENTS", 3)
+    records = [event("checkpoint", i) for i in range(1, 6)]
+    (run,) = page_data([history_of(record(1), *records)])["runs"]
+    assert [each["iteration"] for each in run["events"]] == [3, 4, 5]
+    assert run["eventCounts"] == {"checkpoint": 5}
+
+
+def test_a_page_converts_iterations_to_samples_and_hours() -> None:
+    times = [1e9 + 1800 * i for i in range(3)]
+    (run,) = page_data([history_of(*(record(i + 1, time=t) for i, t in enumerate(times)))])["runs"]
+    assert run["clock"]["hours"] == {"x": [1, 2, 3], "y": [0.0, 0.5, 1.0]}
+    assert run["clock"]["samples"] == {"x": [1, 2, 3], "y": [4.0, 8.0, 12.0]}
+    assert run["lastTime"] == times[-1]
+
+
+def test_a_summary_omits_what_is_unknown() -> None:
+    losses = {"lm loss": math.nan, "lm loss validation ppl": 3.0, "loss-scale": 1.0}
+    found = dict(summarize(history_of({"iteration": 1200, **losses})))
+    assert found == {"state": "running, or interrupted", "iterations": "1,200"}
+
+
+def test_a_metrics_file_that_cannot_be_read_is_no_run(tmp_path: Path) -> None:
+    if os.getuid() == 0:
+        (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    else:
+        (tmp_path / "gone.jsonl").touch(mode=0)
+    (tmp_path / "list.jsonl").write_text("[1, 2]\n")
+    assert open_runs([tmp_path], may_be_empty=True) == []
