@@ -169,7 +169,7 @@ def test_the_iterations_without_a_number_are_listed() -> None:
 
 
 def test_a_page_has_the_latest_events_and_counts_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_MOST_EVENTS", 3)
+    monkeypatch.setattr(page, "_MAX_EVENTS", 3)
     records = [event("checkpoint", i) for i in range(1, 6)]
     (run,) = page_data([history_of(record(1), *records)])["runs"]
     assert [each["iteration"] for each in run["events"]] == [3, 4, 5]

@@ -421,9 +421,9 @@ def test_a_page_has_room_for_the_longest_spans_of_a_few_traces(tmp_path, monkeyp
         spans = [(host, f"of {length}", 10 + 10 * length, length) for length in range(1, 6)]
         write_trace(tmp_path, rank, 1, [(host, "iteration 1", 0, 100), *spans])
     size = (tmp_path / "rank0.1.pt.trace.json").stat().st_size
-    monkeypatch.setattr("megatron.report.timeline._MOST_BYTES", 3 * size)
-    monkeypatch.setattr("megatron.report.timeline._MOST_RANKS", 2)
-    monkeypatch.setattr("megatron.report.timeline._MOST_SPANS", 6)
+    monkeypatch.setattr("megatron.report.timeline._MAX_BYTES", 3 * size)
+    monkeypatch.setattr("megatron.report.timeline._MAX_RANKS", 2)
+    monkeypatch.setattr("megatron.report.timeline._MAX_SPANS", 6)
     timelines, notes = find_timelines(tmp_path)
     assert [timeline["rank"] for timeline in timelines] == [0, 1]
     assert len(notes) == 1
