@@ -26,7 +26,7 @@ from megatron.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megatron.retro.embedding import EmbedderOptions
 
-_ORIGIN = "made_from.json"  # file in --output-dir that records the vectors' sources
+_ORIGIN_FILE = "made_from.json"  # file in --output-dir that records the vectors' sources
 
 
 def build_parser() -> ToolParser:
@@ -114,19 +114,19 @@ def run(options: argparse.Namespace) -> None:
         "input": [str(Path(path).resolve()) for path in paths],
         "texts": count,
         "width": embedder.width,
-        **{name: getattr(options, name) for name in _OF_ORIGIN},
+        **{name: getattr(options, name) for name in _ORIGIN_FLAGS},
     }
-    _check_origin(folder / _ORIGIN, origin)
+    _check_origin(folder / _ORIGIN_FILE, origin)
 
     def contents(block: TableBlock) -> dict[str, DataSet]:
         return {"data": DataSet("f4", (block.rows, embedder.width))}
 
     # Each process writes its own blocks and waits for no other process.
-    share = plan_blocks(folder, count, options.block_size)[launch.rank :: launch.world_size]
-    texts, place = read_texts(paths, options.json_key), 0
-    for block in blocks_to_do(share, contents, Axis()):
-        batch = list(islice(texts, block.start - place, block.stop - place))
-        place = block.stop
+    own_blocks = plan_blocks(folder, count, options.block_size)[launch.rank :: launch.world_size]
+    texts, position = read_texts(paths, options.json_key), 0
+    for block in blocks_to_do(own_blocks, contents, Axis()):
+        batch = list(islice(texts, block.start - position, block.stop - position))
+        position = block.stop
         write_block(block, {"data": embedder.embed(batch)})
         print_line(
             f"{block.path}: {block.rows:,} of {count:,} vectors, {embedder.width} numbers each"
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 # The flags that determine the vectors.
-_OF_ORIGIN = (
+_ORIGIN_FLAGS = (
     *("json_key", "block_size", "bert_embedder_type", "load", "tokenizer_type", "vocab_file"),
     *("dtype", "max_length", "retro_compatible", "seed", "mask_prob"),
 )
@@ -191,7 +191,7 @@ def _check_origin(path: Path, origin: dict[str, Any]) -> None:
         DataError: The earlier record cannot be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        recorded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         with writing_to("--output-dir", path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,12 +201,13 @@ def _check_origin(path: Path, origin: dict[str, Any]) -> None:
         raise DataError(
             f"{path}: cannot be read ({error}): give another --output-dir, or delete the folder"
         ) from error
-    found = found if isinstance(found, dict) else {}
-    other = [name for name, value in origin.items() if found.get(name) != value]
-    if other:
+    recorded = recorded if isinstance(recorded, dict) else {}
+    changed = [name for name, value in origin.items() if recorded.get(name) != value]
+    if changed:
         raise ConfigError(
-            f"--output-dir {path.parent} contains vectors that were made with {other[0]} "
-            f"{found.get(other[0])!r}, not {origin[other[0]]!r}: give another folder, or delete it"
+            f"--output-dir {path.parent} contains vectors that were made with {changed[0]} "
+            f"{recorded.get(changed[0])!r}, not {origin[changed[0]]!r}: give another folder, or "
+            "delete it"
         )
 
 

@@ -128,7 +128,7 @@ def _add_running_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def plan_of(options: argparse.Namespace) -> Any:
+def plan_from_options(options: argparse.Namespace) -> Any:
     """Return the plan described by the flags or a YAML file.
 
     Raises:
@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UserError: A flag or the input is invalid, or the output cannot be written.
     """
-    plan = plan_of(options)
+    plan = plan_from_options(options)
     if options.print_plan:
         import yaml
 

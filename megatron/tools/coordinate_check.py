@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Changes = dict[str, float]
 _FLAT = 0.3  # largest exponent of the width at which a change counts as independent of it
-_OURS = ("--hidden-size", "--num-attention-heads", "--train-iters")
+_OWN_FLAGS = ("--hidden-size", "--num-attention-heads", "--train-iters")
 # The flags of a complete run. Those on the command line override them.
 _START = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --seq-length 32 --num-layers 2
@@ -79,51 +79,55 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: A flag is out of range.
     """
-    _check(options)
+    _check_options(options)
     folder: Path = options.output
     files = [folder / name for name in ("coordinates.json", "coordinates.png")]
     expect_no_file("--output", files, overwrite=options.overwrite)
     with writing_to("--output", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    found: dict[int, Changes] = {}
+    changes_by_width: dict[int, Changes] = {}
     for width in options.widths:
         seeds = [
             changes_after(config_of(options, width, seed), options.steps)
             for seed in range(1, options.seeds + 1)
         ]
-        found[width] = {name: sum(s[name] for s in seeds) / len(seeds) for name in seeds[0]}
+        changes_by_width[width] = {
+            name: sum(s[name] for s in seeds) / len(seeds) for name in seeds[0]
+        }
         print(f"width {width}: done", flush=True)
-    powers = powers_of(found)
-    print("\n".join(table(found, powers)))
-    content = {"flags": options.words, "changes": found, "powers": powers}
+    powers = fit_powers(changes_by_width)
+    print("\n".join(table_lines(changes_by_width, powers)))
+    content = {"flags": options.words, "changes": changes_by_width, "powers": powers}
     with writing_to("--output", folder):
         replace_file(files[0], json.dumps(content, indent=1).encode() + b"\n")
-    draw(found, files[1])
+    draw(changes_by_width, files[1])
     print(f"wrote {files[1]} and {files[0]}")
     return int(any(abs(power) > _FLAT for power in powers.values()))
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     problems = []
     widths = options.widths
     if len(widths) < 2 or sorted(set(widths)) != widths or widths[0] < 1:
         problems.append(
             f"--widths {' '.join(map(str, widths))}: give at least two, in increasing order"
         )
-    unit = options.heads or options.head_size
+    divisor = options.heads or options.head_size
     flag = "--head-size" if options.heads is None else "--heads"
-    if unit < 1:
-        problems.append(f"{flag} {unit}: must be at least 1")
+    if divisor < 1:
+        problems.append(f"{flag} {divisor}: must be at least 1")
     else:
         problems += [
-            f"--widths {width}: not divisible by {flag} {unit}" for width in widths if width % unit
+            f"--widths {width}: not divisible by {flag} {divisor}"
+            for width in widths
+            if width % divisor
         ]
     for name in ("steps", "seeds"):
         if getattr(options, name) < 1:
             problems.append(f"--{name} {getattr(options, name)}: must be at least 1")
-    for word in options.words:
-        if word.partition("=")[0] in _OURS:
-            problems.append(f"{word}: the check sets it: drop it")
+    for arg in options.words:
+        if arg.partition("=")[0] in _OWN_FLAGS:
+            problems.append(f"{arg}: the check sets it: drop it")
     if options.output.suffix.lower() in PLOT_SUFFIXES:
         problems.append(
             f"--output {options.output}: give a folder; coordinates.png is written to it"
@@ -141,11 +145,11 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
         seed: The run's --seed.
     """
     heads = options.heads or width // options.head_size
-    words = [*_START, "--seed", str(seed), *options.words]
-    if "--use-mup" in words and "--mup-base-hidden-size" not in words:
-        words += ["--mup-base-hidden-size", str(options.widths[0])]
-    words += ["--hidden-size", str(width), "--num-attention-heads", str(heads)]
-    return parse_config([*words, "--train-iters", str(options.steps)], world_size=1).config
+    args = [*_START, "--seed", str(seed), *options.words]
+    if "--use-mup" in args and "--mup-base-hidden-size" not in args:
+        args += ["--mup-base-hidden-size", str(options.widths[0])]
+    args += ["--hidden-size", str(width), "--num-attention-heads", str(heads)]
+    return parse_config([*args, "--train-iters", str(options.steps)], world_size=1).config
 
 
 def changes_after(config: RunConfig, steps: int) -> Changes:
@@ -188,21 +192,21 @@ def activations(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """
     import torch
 
-    seen: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     model.eval()
-    with torch.no_grad(), _recording(model, seen):
-        seen["logits"] = model(tokens).float()
-    return seen
+    with torch.no_grad(), _recording(model, outputs):
+        outputs["logits"] = model(tokens).float()
+    return outputs
 
 
 @contextmanager
-def _recording(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
+def _recording(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
     handles = []
     for name, module in model.named_modules():
         if re.fullmatch(r"embedding|layers\.\d+\.(attention|mlp)", name):
 
             def record(_: nn.Module, inputs: object, x: Tensor, name: str = name) -> None:
-                seen[name] = x.float()
+                outputs[name] = x.float()
 
             handles.append(module.register_forward_hook(record))
     yield
@@ -210,32 +214,36 @@ def _recording(model: nn.Module, seen: dict[str, Tensor]) -> Iterator[None]:
         handle.remove()
 
 
-def powers_of(found: Mapping[int, Changes]) -> dict[str, float]:
+def fit_powers(changes_by_width: Mapping[int, Changes]) -> dict[str, float]:
     """Return the exponent with which each change grows with the width, from a log-log fit."""
-    widths = [math.log(width) for width in found]
+    widths = [math.log(width) for width in changes_by_width]
     mean = sum(widths) / len(widths)
     spread = sum((x - mean) ** 2 for x in widths)
     return {
         name: sum(
             (x - mean) * math.log(max(changes[name], 1e-30))
-            for x, changes in zip(widths, found.values(), strict=True)
+            for x, changes in zip(widths, changes_by_width.values(), strict=True)
         )
         / spread
-        for name in next(iter(found.values()))
+        for name in next(iter(changes_by_width.values()))
     }
 
 
-def table(found: Mapping[int, Changes], powers: Mapping[str, float]) -> list[str]:
+def table_lines(changes_by_width: Mapping[int, Changes], powers: Mapping[str, float]) -> list[str]:
     """Return the lines of the table: a row for each activation, a column for each width."""
-    lines = ["mean change of".ljust(22) + "".join(f"{width:>11}" for width in found) + "   power"]
+    lines = [
+        "mean change of".ljust(22)
+        + "".join(f"{width:>11}" for width in changes_by_width)
+        + "   power"
+    ]
     for name, power in powers.items():
-        cells = "".join(f"{changes[name]:11.3e}" for changes in found.values())
-        word = "flat" if abs(power) <= _FLAT else "grows" if power > 0 else "shrinks"
-        lines.append(f"{name:22}{cells}{power:8.2f} {word}")
+        cells = "".join(f"{changes[name]:11.3e}" for changes in changes_by_width.values())
+        verdict = "flat" if abs(power) <= _FLAT else "grows" if power > 0 else "shrinks"
+        lines.append(f"{name:22}{cells}{power:8.2f} {verdict}")
     return lines
 
 
-def draw(found: Mapping[int, Changes], output: Path) -> None:
+def draw(changes_by_width: Mapping[int, Changes], output: Path) -> None:
     """Plot the mean change against the width, with a line for each activation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -243,8 +251,13 @@ def draw(found: Mapping[int, Changes], output: Path) -> None:
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name in next(iter(found.values())):
-        axes.plot(list(found), [changes[name] for changes in found.values()], "o-", label=name)
+    for name in next(iter(changes_by_width.values())):
+        axes.plot(
+            list(changes_by_width),
+            [changes[name] for changes in changes_by_width.values()],
+            "o-",
+            label=name,
+        )
     axes.set(xscale="log", yscale="log", xlabel="--hidden-size", ylabel="Mean change")
     axes.set_title("Change of activations by width")
     axes.grid(alpha=0.3)

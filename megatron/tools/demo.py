@@ -132,22 +132,22 @@ def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
             for path in present:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         elif out.is_dir() and any(out.iterdir()):
-            if settings_of(out) != settings:
-                held = next(iter(present), next(out.iterdir()))
+            if read_settings(out) != settings:
+                existing = next(iter(present), next(out.iterdir()))
                 raise ConfigError(
-                    f"--out {out}: {held} already exists and is not from a demo with these "
+                    f"--out {out}: {existing} already exists and is not from a demo with these "
                     "settings: choose another folder (make demo OUT=...), or give --overwrite "
                     "(make demo OVERWRITE=1) to replace the files of an earlier run there"
                 )
-            names = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
-            kept = next(name for name in names if not os.path.lexists(name))
-            out.rename(kept)
-            print(f"An earlier run with the same settings in {out} was moved to {kept}.\n")
+            names = (out.with_name(f"{out.name}.{i}") for i in itertools.count(1))
+            moved_to = next(name for name in names if not os.path.lexists(name))
+            out.rename(moved_to)
+            print(f"An earlier run with the same settings in {out} was moved to {moved_to}.\n")
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / MARKER, json.dumps(settings).encode() + b"\n")
 
 
-def settings_of(out: Path) -> Any:
+def read_settings(out: Path) -> Any:
     """Return the settings of the demo that wrote to `out`, or `None` if no demo did."""
     try:
         return json.loads((out / MARKER).read_text(encoding="utf-8"))
@@ -157,11 +157,11 @@ def settings_of(out: Path) -> Any:
 
 def run_step(title: str, command: Sequence[str]) -> None:
     """Print and run one command of the tutorial, and exit with its code if it fails."""
-    print(f"\n=== {title}\n$ {shown(command)}\n", flush=True)
+    print(f"\n=== {title}\n$ {format_command(command)}\n", flush=True)
     start = time.perf_counter()
     # The command `megatron` exists only if the package is installed.
-    started = ["python", "-m", *command] if command[0] == "megatron" else command
-    code = subprocess.run(started, cwd=ROOT, env=with_our_programs(), check=False)
+    argv = ["python", "-m", *command] if command[0] == "megatron" else command
+    code = subprocess.run(argv, cwd=ROOT, env=with_our_programs(), check=False)
     if code.returncode:
         print(
             f"\n{Path(sys.argv[0]).stem}: the step above failed ({title}); see its message",
@@ -171,15 +171,15 @@ def run_step(title: str, command: Sequence[str]) -> None:
     print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
 
 
-def shown(command: Sequence[str]) -> str:
+def format_command(command: Sequence[str]) -> str:
     """Format a command for reading and pasting, with a flag and its values on one line."""
     lines = [shlex.quote(command[0])]
-    for word in command[1:]:
-        quoted = shlex.quote(word)
-        if word.startswith("--") and len(lines[-1]) > 70:
-            lines.append("    " + quoted)
+    for arg in command[1:]:
+        quoted_arg = shlex.quote(arg)
+        if arg.startswith("--") and len(lines[-1]) > 70:
+            lines.append("    " + quoted_arg)
         else:
-            lines[-1] += " " + quoted
+            lines[-1] += " " + quoted_arg
     return " \\\n".join(lines)
 
 
@@ -242,18 +242,18 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
     tokens = np.concatenate(sequences)
     counts = np.bincount(tokens)
     shares = counts[counts > 0] / len(tokens)
-    long = [sequence for sequence in sequences if len(sequence) >= 8]
+    long_sequences = [sequence for sequence in sequences if len(sequence) >= 8]
     return Validation(
         entropy=float(-(shares * np.log(shares)).sum()),
         bytes_per_token=len(decode(tokens.tolist()).encode()) / len(tokens),
-        texts=[decode(sequence.tolist()) for sequence in (long or sequences)[:TEXTS]],
+        texts=[decode(sequence.tolist()) for sequence in (long_sequences or sequences)[:TEXTS]],
     )
 
 
 def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
     """Print the result and suggestions for what to look at next."""
-    entropy, saved = validation.entropy, out / "checkpoints"
-    what = "masked token" if kind.sentences else "token"
+    entropy, checkpoints = validation.entropy, out / "checkpoints"
+    unit = "masked token" if kind.sentences else "token"
     untrained = ""
     if not loss < entropy:
         untrained = (
@@ -262,7 +262,7 @@ def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: 
         )
     print(f"""
 === Result
-validation loss  {loss:.3f} nats per {what}{bits_per_byte(kind, validation, loss)}
+validation loss  {loss:.3f} nats per {unit}{bits_per_byte(kind, validation, loss)}
 unigram entropy  {entropy:.3f} nats per token{bits_per_byte(kind, validation, entropy)}
                  (the loss of a model that knows only how frequent each validation token is)
 time             {seconds:.0f} s
@@ -270,14 +270,14 @@ time             {seconds:.0f} s
 Loss curve     {out / "loss.png"}
 TensorBoard    .venv/bin/tensorboard --logdir {out / "tensorboard"}
 Metrics        {out / "metrics.jsonl"}
-Checkpoint     {saved}
-Train longer   use the training command above with a larger --train-iters, --load {saved}
+Checkpoint     {checkpoints}
+Train longer   use the training command above with a larger --train-iters, --load {checkpoints}
                and --override-opt_param-scheduler (a longer run has a different learning rate)
 Your own text  the same command with --input my.jsonl --out runs/mine, or
-               make demo{kind.choice} INPUT=my.jsonl OUT=runs/mine
+               make demo{kind.make_argument} INPUT=my.jsonl OUT=runs/mine
                (one {{"text": ...}} object per line)
 
-{kind.go_on(out)}""")
+{kind.next_steps(out)}""")
 
 
 def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
@@ -321,9 +321,9 @@ def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
     validation = describe_validation(dataset, first, out / "tokenizer" / "tokenizer.json")
     count, gpu = processes()
     share_cores(count)
-    where = f"{count} GPU(s)" if gpu else f"{count} processes on the CPU"
+    devices = f"{count} GPU(s)" if gpu else f"{count} processes on the CPU"
     run_step(
-        f"Pretrain a small {kind.name} on {where}",
+        f"Pretrain a small {kind.name} on {devices}",
         training_command(kind, out, prefix, split, iterations, count, gpu),
     )
     run_step(
@@ -331,7 +331,7 @@ def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
         ["megatron", "plot", "--metrics", str(out / "metrics.jsonl")]
         + ["--output", str(out / "loss.png"), "--entropy", f"{validation.entropy:.4f}"],
     )
-    tool, *flags = kind.show(None if source is None else validation.texts)
+    tool, *flags = kind.inference_command(None if source is None else validation.texts)
     run_step(kind.title, ["megatron", tool, "--load", str(out / "checkpoints"), *flags])
     loss = last_validation_loss(out / "metrics.jsonl")
     report(kind, out, validation, loss, time.perf_counter() - start)
@@ -387,20 +387,20 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
     from megatron.tools import demo_chat, demo_retro
 
     kind = kind or KINDS.get(options.model)
-    chats = kind is None and options.model == CHAT
-    own = demo_chat if chats else demo_retro
-    usual = kind.iterations if kind else own.ITERATIONS
-    iterations = usual if options.iters is None else options.iters
-    if kind is None and not chats and options.input is not None:
+    is_chat = kind is None and options.model == CHAT
+    special_demo = demo_chat if is_chat else demo_retro
+    default_iterations = kind.iterations if kind else special_demo.ITERATIONS
+    iterations = default_iterations if options.iters is None else options.iters
+    if kind is None and not is_chat and options.input is not None:
         raise ConfigError("--input: the demo of Retro generates its own text: drop the flag")
     if options.input is not None and not options.input.is_file():
         raise DataError(f"--input {options.input}: no such file: give the path of a text file")
     if iterations < 1:
         raise ConfigError(f"--iters {iterations}: give at least 1")
     # Commands run in the repository, where short relative paths are easier to read.
-    here = Path.cwd() == ROOT
-    out = options.out if here else options.out.absolute()
-    source = options.input if here or options.input is None else options.input.absolute()
+    in_repository = Path.cwd() == ROOT
+    out = options.out if in_repository else options.out.absolute()
+    source = options.input if in_repository or options.input is None else options.input.absolute()
     if source is not None:
         if source.resolve().is_relative_to(out.resolve()):
             raise ConfigError(f"--input {source}: is inside --out {out}: choose another folder")
@@ -413,7 +413,7 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
     open_folder(out, settings, overwrite=options.overwrite)
     if kind:
         demo(kind, out, source, iterations)
-    elif chats:
+    elif is_chat:
         demo_chat.demo(out, source, iterations)
     else:
         demo_retro.demo(out, iterations)

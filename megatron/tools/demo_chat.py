@@ -33,7 +33,7 @@ from megatron.tools.demo_kinds import KINDS
 from megatron.tools.text_generation_cli import Server, serving
 
 ITERATIONS = 300  # of pretraining; finetuning has the same number
-QUESTIONS, _ENOUGH = 100, 90
+QUESTIONS, _MIN_FORMED = 100, 90
 _SEED = 1234
 _CONVERSATIONS = 4000
 # These are frequent in the standard library, so that most are a single token.
@@ -41,7 +41,7 @@ _WORDS = (
     *("name", "file", "list", "string", "value", "class", "key", "line", "code", "path"),
     *("time", "object", "type", "error", "index", "data", "size", "result", "method", "number"),
 )
-_FORM = re.compile(r"Answer: [a-z]+( [a-z]+)*\.")
+_ANSWER_FORM = re.compile(r"Answer: [a-z]+( [a-z]+)*\.")
 # The server and finetune.py find it next to the tokenizer. Only text inside `generation` counts in
 # the loss.
 _TEMPLATE = """\
@@ -64,19 +64,19 @@ def conversations(count: int) -> list[dict[str, Any]]:
     Args:
         count: The number of conversations. Their questions are all different.
     """
-    draw = random.Random(_SEED)
-    found: dict[str, str] = {}
-    while len(found) < count:
-        words = draw.sample(_WORDS, draw.randint(3, 4))
-        said = " ".join(words)
-        question, answer = draw.choice(
+    rng = random.Random(_SEED)
+    answers: dict[str, str] = {}
+    while len(answers) < count:
+        words = rng.sample(_WORDS, rng.randint(3, 4))
+        word_list = " ".join(words)
+        question, answer = rng.choice(
             (
-                (f"Which word is first: {said}?", words[0]),
-                (f"Which word is last: {said}?", words[-1]),
-                (f"Repeat these words: {said}", said),
+                (f"Which word is first: {word_list}?", words[0]),
+                (f"Which word is last: {word_list}?", words[-1]),
+                (f"Repeat these words: {word_list}", word_list),
             )
         )
-        found[question] = f"Answer: {answer}."
+        answers[question] = f"Answer: {answer}."
     return [
         {
             "messages": [
@@ -84,7 +84,7 @@ def conversations(count: int) -> list[dict[str, Any]]:
                 {"role": "assistant", "content": answer},
             ]
         }
-        for question, answer in found.items()
+        for question, answer in answers.items()
     ]
 
 
@@ -131,8 +131,8 @@ def ask(server: Server, question: str) -> str:
 def judge(held_out: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> tuple[int, int]:
     """Return how many answers have the form `Answer: WORDS.`, and how many are correct."""
     expected = [conversation["messages"][1]["content"] for conversation in held_out]
-    formed = sum(bool(_FORM.fullmatch(answer)) for answer in answers)
-    return formed, sum(a == e for a, e in zip(answers, expected, strict=True))
+    num_formed = sum(bool(_ANSWER_FORM.fullmatch(answer)) for answer in answers)
+    return num_formed, sum(a == e for a, e in zip(answers, expected, strict=True))
 
 
 def demo(out: Path, source: Path | None, iterations: int) -> None:
@@ -159,9 +159,9 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     )
     print(f"\n=== Generated conversations, and a chat template in {base / 'tokenizer'}")
     replace_file(base / "tokenizer" / "chat_template.jinja", _TEMPLATE.encode())
-    written = conversations(_CONVERSATIONS + QUESTIONS)
-    held_out = written[:QUESTIONS]
-    for name, lines in (("held-out", held_out), ("conversations", written[QUESTIONS:])):
+    generated = conversations(_CONVERSATIONS + QUESTIONS)
+    held_out = generated[:QUESTIONS]
+    for name, lines in (("held-out", held_out), ("conversations", generated[QUESTIONS:])):
         path = out / f"{name}.jsonl"
         replace_file(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
         print(f"wrote {path}: {len(lines)} conversations")
@@ -174,17 +174,17 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     print(f"\n=== Ask a server {QUESTIONS} questions that no conversation contains", flush=True)
     with serving(out / "checkpoints") as address:
         server = Server(address, None, timeout=60)
-        asked = [conversation["messages"][0]["content"] for conversation in held_out]
-        answers = [ask(server, question) for question in asked]
-    pairs = [{"question": q, "answer": a} for q, a in zip(asked, answers, strict=True)]
+        questions = [conversation["messages"][0]["content"] for conversation in held_out]
+        answers = [ask(server, question) for question in questions]
+    pairs = [{"question": q, "answer": a} for q, a in zip(questions, answers, strict=True)]
     replace_file(out / "answers.jsonl", "".join(json.dumps(p) + "\n" for p in pairs).encode())
     for pair in pairs[:5]:
         print(f"{pair['question']}\n    {pair['answer']}")
-    formed, right = judge(held_out, answers)
+    num_formed, num_correct = judge(held_out, answers)
     print(f"""
 === Result
-in the form "Answer: WORDS."  {formed} of {QUESTIONS} answers
-correct                       {right} of {QUESTIONS}
+in the form "Answer: WORDS."  {num_formed} of {QUESTIONS} answers
+correct                       {num_correct} of {QUESTIONS}
 validation loss               {last_validation_loss(out / "metrics.jsonl"):.3f} nats per token
 time                          {time.perf_counter() - start:.0f} s
 
@@ -192,9 +192,10 @@ Answers        {out / "answers.jsonl"}
 Loss curve     {out / "loss.png"}
 Conversations  {out / "conversations.jsonl"}
 Checkpoint     {out / "checkpoints"}""")
-    if formed < _ENOUGH:
+    if num_formed < _MIN_FORMED:
         raise DataError(
-            f"only {formed} of {QUESTIONS} answers have the form that the model was taught, fewer "
-            f"than {_ENOUGH}: train it longer with more --iters (make demo MODEL=chat ITERS=...)"
+            f"only {num_formed} of {QUESTIONS} answers have the form that the model was taught, "
+            f"fewer than {_MIN_FORMED}: train it longer with more --iters (make demo MODEL=chat "
+            "ITERS=...)"
         )
-    print(f"\n{kind.go_on(out)} --chat\nand ask, for example: {asked[0]}")
+    print(f"\n{kind.next_steps(out)} --chat\nand ask, for example: {questions[0]}")

@@ -83,8 +83,8 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
         f"{NETWORK} {tokenizer} --max-position-embeddings 48 --micro-batch-size 16 "
         "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 --log-interval 50 --eval-iters 2"
     )
-    own = out / "own_texts"
-    found = [
+    generated = out / "own_texts"
+    result = [
         (
             "Train a tokenizer",
             f"megatron data tokenizer --input {out}/corpus.jsonl --vocab-size 350 "
@@ -103,34 +103,34 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
         ),
         (
             "Generate texts with it",
-            f"megatron generate --load {base} --num-samples {_SAMPLES} --genfile {own}.jsonl "
+            f"megatron generate --load {base} --num-samples {_SAMPLES} --genfile {generated}.jsonl "
             "--out-seq-length 40 --top_p 0.9",
         ),
         (
             "Score them",
-            f"megatron detoxify annotate --data-path {own}.jsonl "
-            f"--out-path {own}.annotated.jsonl {scorer}",
+            f"megatron detoxify annotate --data-path {generated}.jsonl "
+            f"--out-path {generated}.annotated.jsonl {scorer}",
         ),
         (
             "Keep the half with the lowest scores",
-            f"megatron detoxify select --data-path {own}.annotated.jsonl "
-            f"--out-path {own}.nontoxic.jsonl",
+            f"megatron detoxify select --data-path {generated}.annotated.jsonl "
+            f"--out-path {generated}.nontoxic.jsonl",
         ),
         (
             "Turn these texts into token ids",
-            f"megatron data preprocess --input {own}.nontoxic.jsonl --output-prefix {own} "
-            f"{tokenizer} --append-eod --workers 1",
+            f"megatron data preprocess --input {generated}.nontoxic.jsonl "
+            f"--output-prefix {generated} {tokenizer} --append-eod --workers 1",
         ),
         (
             "Train the GPT further on them",
             f"python pretrain_gpt.py {training} --finetune --load {base} "
-            f"--train-data-path {own}_text_document "
+            f"--train-data-path {generated}_text_document "
             f"--valid-data-path {out}/corpus_text_document --train-iters 100 --eval-interval 100 "
             f"--lr 1e-3 --lr-decay-style constant --save {tuned} --save-interval 100",
         ),
     ]
     for folder in (base, tuned):
-        found += [
+        result += [
             (
                 f"Continue the prompts: {folder.name}",
                 f"megatron generate --load {folder} --sample-input-file {out}/prompts.jsonl "
@@ -143,7 +143,7 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
                 f"--results {folder}.perplexity.json",
             ),
         ]
-    found.append(
+    result.append(
         (
             "Compare",
             f"megatron detoxify evaluate --prompt-path {out}/prompts.jsonl "
@@ -152,7 +152,7 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
             f"--results {out}/results.json",
         )
     )
-    return [(title, command.split()) for title, command in found]
+    return [(title, command.split()) for title, command in result]
 
 
 def write_texts(out: Path) -> None:
@@ -161,8 +161,8 @@ def write_texts(out: Path) -> None:
     documents = []
     for _ in range(_DOCUMENTS + _HELD_OUT):
         kinds = (_POLITE, _RUDE) if generator.random() < _RUDE_SHARE else (_POLITE,)
-        chosen = (generator.choice(generator.choice(kinds)) for _ in range(_SENTENCES))
-        documents.append({"text": " . ".join(chosen) + " ."})
+        sentences = (generator.choice(generator.choice(kinds)) for _ in range(_SENTENCES))
+        documents.append({"text": " . ".join(sentences) + " ."})
     prompts = [{"prompt": {"text": text, "toxicity": score}} for text, score in _PROMPTS]
     for name, records in (
         ("corpus", documents[_HELD_OUT:]),

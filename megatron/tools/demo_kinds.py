@@ -20,7 +20,7 @@ _LAYERS = "--num-layers 4 --seq-length 128 --max-position-embeddings 128"
 # Each token uses two of eight experts, each half as wide as the GPT's MLP: the same work per token.
 _EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2"
 # The settings that a small model keeps from a recipe's network. Its sizes are those of the demo.
-_KEPT = (
+_KEPT_FIELDS = (
     *("position_embedding_type", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias"),
     *("untie_embeddings_and_output_weights", "qk_layernorm", "squared_relu"),
 )
@@ -45,9 +45,10 @@ class Kind:
         global_batch: The number of samples per update.
         iterations: The default number of updates.
         title: The title of the last step, which shows what the model can do.
-        show: A function that returns the command and the flags of that step. It takes texts of
-            validation documents, or `None` if the text is source code.
-        go_on: A function that returns instructions for using the model, from the demo's folder.
+        inference_command: A function that returns the command and the flags of that step. It takes
+            texts of validation documents, or `None` if the text is source code.
+        next_steps: A function that returns instructions for using the model, given the demo's
+            folder.
         blocks: The flags for the structure of the layers.
     """
 
@@ -61,12 +62,12 @@ class Kind:
     global_batch: int
     iterations: int
     title: str
-    show: Callable[[Sequence[str] | None], list[str]]
-    go_on: Callable[[Path], str]
+    inference_command: Callable[[Sequence[str] | None], list[str]]
+    next_steps: Callable[[Path], str]
     blocks: str = _BLOCKS
 
     @property
-    def choice(self) -> str:
+    def make_argument(self) -> str:
         """The argument for `make demo` that selects this demo, with a leading space."""
         return "" if self.name == "GPT" else f" MODEL={self.name.lower()}"
 
@@ -80,7 +81,7 @@ def _wordpiece(folder: Path) -> list[str]:
     return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
 
 
-def _write(texts: Sequence[str] | None) -> list[str]:
+def _generate(texts: Sequence[str] | None) -> list[str]:
     prompt = "    def __init__(self" if texts is None else texts[0][:40].partition("\n")[0]
     return [
         *["generate", "--prompt", prompt, "--out-seq-length", "100"],
@@ -88,15 +89,15 @@ def _write(texts: Sequence[str] | None) -> list[str]:
     ]
 
 
-def _talk(out: Path) -> str:
-    where = "" if out == DEFAULT_OUT else f" OUT={out}"
+def _serve_steps(out: Path) -> str:
+    make_out = "" if out == DEFAULT_OUT else f" OUT={out}"
     return f"""Talk to the model: run
-    make serve{where}
+    make serve{make_out}
 and open http://127.0.0.1:5000/ in a browser, or without a browser run
     .venv/bin/megatron chat {out / "checkpoints"}"""
 
 
-_HOLES = (
+_MASKED_LINES = (
     "def __init__([MASK], name):",
     "def close([MASK]):",
     "class Error(Exception)[MASK]",
@@ -106,11 +107,11 @@ _HOLES = (
 
 
 def _fill_in(texts: Sequence[str] | None) -> list[str]:
-    holes = _HOLES if texts is None else [mask_a_word(text) for text in texts]
-    return ["fill-in", "--text", *holes]
+    masked_texts = _MASKED_LINES if texts is None else [mask_a_word(text) for text in texts]
+    return ["fill-in", "--text", *masked_texts]
 
 
-def _ask(out: Path) -> str:
+def _fill_in_steps(out: Path) -> str:
     command = f".venv/bin/megatron fill-in --load {out / 'checkpoints'}"
     return f"Ask the model: run\n    {command} --text 'while [MASK]:'"
 
@@ -142,8 +143,8 @@ _GPT = Kind(
     global_batch=8,
     iterations=1000,
     title="Generate text",
-    show=_write,
-    go_on=_talk,
+    inference_command=_generate,
+    next_steps=_serve_steps,
 )
 KINDS = {
     "gpt": _GPT,
@@ -159,8 +160,8 @@ KINDS = {
         global_batch=16,
         iterations=2000,
         title="Fill in masked words",
-        show=_fill_in,
-        go_on=_ask,
+        inference_command=_fill_in,
+        next_steps=_fill_in_steps,
     ),
     "t5": Kind(
         name="T5",
@@ -174,8 +175,8 @@ KINDS = {
         global_batch=16,
         iterations=2000,
         title="Fill in masked words",
-        show=_fill_in,
-        go_on=_ask,
+        inference_command=_fill_in,
+        next_steps=_fill_in_steps,
     ),
 }
 
@@ -197,7 +198,7 @@ def small_kind(architecture: str, model: Mapping[str, Any]) -> Kind:
         )
     kind = KINDS["moe" if model.get("num_experts") else architecture]
     fields = {field.name: field for field in fields_of(ModelOptions)}
-    flags = [fields[name].spell(model[name]) for name in _KEPT if name in model]
+    flags = [fields[name].spell(model[name]) for name in _KEPT_FIELDS if name in model]
     if model.get("num_query_groups"):
         flags.append("--group-query-attention --num-query-groups 2")
     return replace(kind, blocks=" ".join(flags), iterations=kind.iterations // 3)

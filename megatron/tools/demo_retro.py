@@ -48,7 +48,7 @@ _RETRO = (
 _GPT = f"--num-layers 9 --seq-length {_LENGTH}"
 
 
-def documents_for(iterations: int) -> int:
+def num_documents(iterations: int) -> int:
     """Return the number of documents that training can read about once each."""
     length = _PASSAGE * (1 + _QUOTES)
     return max(2 * _SHARE, iterations * _BATCH * _LENGTH // length)
@@ -65,24 +65,27 @@ def write_corpus(path: Path, documents: int) -> None:
         path: The file to write.
         documents: The number of documents.
     """
-    draw = random.Random(_SEED)
-    drawn: dict[str, None] = {}
-    while len(drawn) < _WORDS:
-        syllables = (draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(3))
-        drawn["".join(syllables)] = None
-    words = list(drawn)
+    rng = random.Random(_SEED)
+    unique_words: dict[str, None] = {}
+    while len(unique_words) < _WORDS:
+        syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
+        unique_words["".join(syllables)] = None
+    words = list(unique_words)
     frequencies = [1 / (rank + 10) for rank in range(_WORDS)]
-    passages = [draw.choices(words, frequencies, k=_PASSAGE) for _ in range(documents)]
+    passages = [rng.choices(words, frequencies, k=_PASSAGE) for _ in range(documents)]
     training = documents - documents // _SHARE
     lines = []
-    for own in range(documents):
-        others = [i for i in draw.sample(range(training), _QUOTES + 1) if i != own][:_QUOTES]
-        parts = [passages[own], *(passages[i] for i in others)]
-        draw.shuffle(parts)
-        text = " ".join(word for part in parts for word in part)
+    for document in range(documents):
+        quoted = [i for i in rng.sample(range(training), _QUOTES + 1) if i != document][:_QUOTES]
+        document_passages = [passages[document], *(passages[i] for i in quoted)]
+        rng.shuffle(document_passages)
+        text = " ".join(word for passage in document_passages for word in passage)
         # The end-of-document token replaces the last word. With the leading space, the first word
         # is tokenized like the others.
-        record = {"text": " " + text.rpartition(" ")[0], "sentences": [" ".join(p) for p in parts]}
+        record = {
+            "text": " " + text.rpartition(" ")[0],
+            "sentences": [" ".join(passage_words) for passage_words in document_passages],
+        }
         lines.append(json.dumps(record).encode() + b"\n")
     replace_file(path, b"".join(lines))
     print(f"wrote {path}: {documents} documents of {_PASSAGE * (1 + _QUOTES)} words")
@@ -90,13 +93,13 @@ def write_corpus(path: Path, documents: int) -> None:
 
 def steps(out: Path, iterations: int) -> list[tuple[str, str]]:
     """Return the title and the command of every step."""
-    documents = documents_for(iterations)
+    documents = num_documents(iterations)
     held_out = documents // _SHARE
     split = f"{documents - held_out},{held_out},0"
-    corpus, words = out / "corpus.jsonl", out / "wordpiece"
+    corpus, wordpiece = out / "corpus.jsonl", out / "wordpiece"
     bpe = f"--vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt"
     gpt = f"--tokenizer-type GPT2BPETokenizer {bpe}"
-    bert = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {words}/vocab.txt"
+    bert = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {wordpiece}/vocab.txt"
     chunks = (documents - held_out) * _PASSAGE * (1 + _QUOTES) // _CHUNK
     interval = max(1, iterations // _EVALUATIONS)
     evaluations = f"--eval-interval {interval} --eval-iters {min(_EVAL_ITERS, iterations)}"
@@ -110,7 +113,7 @@ def steps(out: Path, iterations: int) -> list[tuple[str, str]]:
         (
             "Train the tokenizer of the BERT that embeds chunks",
             f"megatron data tokenizer --input {corpus} --kind wordpiece --vocab-size 1024 "
-            f"--output-dir {words}",
+            f"--output-dir {wordpiece}",
         ),
         (
             "Turn the text into the GPT's token ids",
@@ -131,7 +134,7 @@ def steps(out: Path, iterations: int) -> list[tuple[str, str]]:
             "Find the neighbors of all chunks",
             f"python tools/retro/main.py --retro-tasks build --retro-workdir {out}/workdir "
             f"--load {out}/bert --retro-bert-tokenizer-type BertWordPieceLowerCase "
-            f"--retro-bert-vocab-file {words}/vocab.txt --retro-bert-max-chunk-length 64 "
+            f"--retro-bert-vocab-file {wordpiece}/vocab.txt --retro-bert-max-chunk-length 64 "
             f"--retro-gpt-data-path {out}/corpus_text_document --retro-gpt-split {split} "
             f"--retro-gpt-tokenizer-type GPT2BPETokenizer --retro-gpt-seed {_SEED} "
             f"{bpe.replace('--', '--retro-gpt-')} --retro-gpt-seq-length {_LENGTH} "
@@ -180,14 +183,14 @@ def demo(out: Path, iterations: int) -> None:
     start = time.perf_counter()
     share_cores(1)
     print("=== Text: made-up words, in passages that several documents repeat")
-    write_corpus(out / "corpus.jsonl", documents_for(iterations))
+    write_corpus(out / "corpus.jsonl", num_documents(iterations))
     for title, command in steps(out, iterations):
         run_step(title, command.split())
     retro, gpt = (read_validation(out / f"{name}.jsonl", "--out") for name in ("retro", "gpt"))
-    right, shuffled = retro["lm loss"], retro["lm loss with shuffled neighbors"]
+    correct, shuffled = retro["lm loss"], retro["lm loss with shuffled neighbors"]
     print(f"""
 === Result: validation loss in nats per token
-Retro                          {right[-1][1]:.3f}
+Retro                          {correct[-1][1]:.3f}
 Retro with shuffled neighbors  {shuffled[-1][1]:.3f}
 GPT of the same size           {gpt["lm loss"][-1][1]:.3f}
 time                           {time.perf_counter() - start:.0f} s

@@ -37,20 +37,20 @@ def run(options: argparse.Namespace) -> None:
     filler = load_filler(
         options.load, Device.pick(), allow_foreign=options.allow_foreign_checkpoints
     )
-    largest = 0.0
+    highest = 0.0
     for text in options.text:
-        places = filler.fill(text, top=options.top)
-        largest = max(largest, *(guesses[0].probability for guesses in places))
+        predictions = filler.fill(text, top=options.top)
+        highest = max(highest, *(candidates[0].probability for candidates in predictions))
         parts = text.split(MARK)
-        best = [f"<{guesses[0].words}>" for guesses in places]
-        filled = "".join(map("".join, zip(parts, [*best, ""], strict=True)))
+        top_words = [f"<{candidates[0].words}>" for candidates in predictions]
+        filled = "".join(map("".join, zip(parts, [*top_words, ""], strict=True)))
         print(f"{text}\n  {filled}")
-        for guesses in places:
-            print("    " + ", ".join(f"{guess.words} {guess.probability:.0%}" for guess in guesses))
-    if largest <= _SHOWS_AS_ZERO:
+        for candidates in predictions:
+            print("    " + ", ".join(f"{fill.words} {fill.probability:.0%}" for fill in candidates))
+    if highest <= _SHOWS_AS_ZERO:
         warn(
             f"--load {options.load}: the model gives even its best guess a probability of only "
-            f"{largest:.2%}. It has most likely not learned enough yet, so its output makes no "
+            f"{highest:.2%}. It has most likely not learned enough yet, so its output makes no "
             "sense. Train it longer"
         )
 

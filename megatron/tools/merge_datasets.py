@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def build_parser() -> ToolParser:
     """Build the command-line parser."""
-    gone = {"--multimodal": "image models are not supported: omit it"}
-    parser = ToolParser("merge_datasets.py", __doc__, gone)
+    unsupported = {"--multimodal": "image models are not supported: omit it"}
+    parser = ToolParser("merge_datasets.py", __doc__, unsupported)
     group = parser.add_argument_group("Input and output")
     group.add_argument(
         "--input", metavar="DIR", help="Folder with the .bin and .idx files to join."
@@ -67,9 +67,9 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     }
     for stem, suffixes in stems.items():
         if len(suffixes) < 2:
-            other = ({".bin", ".idx"} - suffixes).pop()
+            missing = ({".bin", ".idx"} - suffixes).pop()
             raise DataError(
-                f"--input {folder}: {stem}{other} is missing; restore it, or remove "
+                f"--input {folder}: {stem}{missing} is missing; restore it, or remove "
                 f"{stem}{suffixes.pop()}"
             )
     if not stems:
@@ -79,7 +79,9 @@ def find_prefixes(folder: str, output_prefix: str) -> list[str]:
     return sorted(stems)
 
 
-def _expect_no_member(options: argparse.Namespace, members: Sequence[IndexedDataset]) -> None:
+def _expect_output_not_input(
+    options: argparse.Namespace, members: Sequence[IndexedDataset]
+) -> None:
     """Check that the output is not one of the inputs. The result of an earlier run may be replaced.
 
     Raises:
@@ -125,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
     # Opening a dataset checks it, so damage is found before anything is written.
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     dtypes = {data.prefix: data.dtype for data in datasets}
-    _expect_no_member(options, datasets)
+    _expect_output_not_input(options, datasets)
     outputs = [f"{options.output_prefix}.{ending}" for ending in ("idx", "bin")]
     expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
     for prefix, dtype in dtypes.items():

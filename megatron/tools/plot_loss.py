@@ -51,8 +51,8 @@ def read_curves(path: Path, flag: str) -> dict[str, Points]:
             try:
                 history.add(json.loads(line))
             except MALFORMED:
-                shown = line[:80].decode("utf-8", "replace")
-                raise DataError(f"{path}:{number}: not a metrics record: {shown!r}") from None
+                text = line[:80].decode("utf-8", "replace")
+                raise DataError(f"{path}:{number}: not a metrics record: {text!r}") from None
     return {
         name: list(zip(curve.iterations, curve.values, strict=True))
         for name, curve in history.curves.items()
@@ -71,9 +71,9 @@ def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, Points]:
     """
     curves = read_curves(path, "--metrics")
     if not curves.get(name):
-        shown = "a training loss" if name == LOSS else "the curve"
+        description = "a training loss" if name == LOSS else "the curve"
         raise DataError(
-            f"{path}: no record has {shown} ({name!r}); it has {', '.join(sorted(curves))}"
+            f"{path}: no record has {description} ({name!r}); it has {', '.join(sorted(curves))}"
         )
     return curves[name], curves.get(f"{name} validation", [])
 
@@ -85,14 +85,14 @@ def read_validation(path: Path, flag: str) -> dict[str, Points]:
         DataError: The file is missing, is not JSON lines, or has no validation loss.
     """
     ending = " validation"
-    found = {
+    losses = {
         name.removesuffix(ending): points
         for name, points in read_curves(path, flag).items()
         if name.startswith("lm loss") and name.endswith(ending)
     }
-    if not found:
+    if not losses:
         raise DataError(f"{path}: no record has a validation loss ('lm loss validation')")
-    return found
+    return losses
 
 
 def smoothed(points: Points) -> Points:
@@ -105,18 +105,18 @@ def smoothed(points: Points) -> Points:
     import numpy as np
 
     x, y = np.array(points, float).T
-    reach = max(1, round(len(points) / 30))
+    half_width = max(1, round(len(points) / 30))
     result = []
     for i, (iteration, _) in enumerate(points):
-        near = slice(max(0, i - reach), i + reach + 1)
-        offset = x[near] - x[near].mean()
-        slope = offset @ y[near] / max(offset @ offset, 1e-12)
-        result.append((iteration, float(y[near].mean() + slope * (x[i] - x[near].mean()))))
+        window = slice(max(0, i - half_width), i + half_width + 1)
+        offset = x[window] - x[window].mean()
+        slope = offset @ y[window] / max(offset @ offset, 1e-12)
+        result.append((iteration, float(y[window].mean() + slope * (x[i] - x[window].mean()))))
     return result
 
 
 @contextmanager
-def _picture(output: Path, *, title: str, unit: str, dpi: int) -> Iterator[Axes]:
+def _figure(output: Path, *, title: str, unit: str, dpi: int) -> Iterator[Axes]:
     """Yield axes for curves over iterations, and write the image afterwards."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -147,7 +147,7 @@ def draw(
     unit: str = _LOSS_UNIT,
 ) -> None:
     """Draw the curves in an image file, with `entropy` (nats per token) as a dashed line."""
-    with _picture(output, title=title, unit=unit, dpi=200) as axes:
+    with _figure(output, title=title, unit=unit, dpi=200) as axes:
         label = "training, each logged value"
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.3, lw=1, label=label)
         label = "training, smoothed"
@@ -162,26 +162,26 @@ def draw(
 
 def draw_comparison(curves: Mapping[str, Points], output: Path, *, title: str) -> None:
     """Draw the validation losses of several models, given by label, in an image file."""
-    with _picture(output, title=title, unit=_LOSS_UNIT, dpi=100) as axes:
+    with _figure(output, title=title, unit=_LOSS_UNIT, dpi=100) as axes:
         for label, points in curves.items():
             axes.plot(*zip(*points, strict=True), "o-", label=f"{label}: {points[-1][1]:.3f}")
 
 
-def compared(words: Sequence[str]) -> dict[str, Points]:
+def read_compared(args: Sequence[str]) -> dict[str, Points]:
     """Return the validation losses in the files given as LABEL=FILE, by label.
 
     Raises:
         ConfigError: An argument is not of the form LABEL=FILE.
         DataError: A file cannot be read, or has no validation loss.
     """
-    found = {}
-    for word in words:
-        label, equals, file = word.partition("=")
+    losses = {}
+    for arg in args:
+        label, equals, file = arg.partition("=")
         if not (label and equals and file):
-            raise ConfigError(f"--compare {word}: expected LABEL=FILE, such as GPT=metrics.jsonl")
+            raise ConfigError(f"--compare {arg}: expected LABEL=FILE, such as GPT=metrics.jsonl")
         for name, points in read_validation(Path(file), "--compare").items():
-            found[name.replace("lm loss", label, 1)] = points
-    return found
+            losses[name.replace("lm loss", label, 1)] = points
+    return losses
 
 
 def build_parser() -> ToolParser:
@@ -225,10 +225,10 @@ def run(options: argparse.Namespace) -> None:
     if title is None:
         title = "Pretraining loss" if curve is None else curve.capitalize()
     if options.compare:
-        draw_comparison(compared(options.compare), output, title=title)
+        draw_comparison(read_compared(options.compare), output, title=title)
     elif curve is not None:
-        both = read_metrics(options.metrics, curve)
-        draw(*both, output, title=title, entropy=None, unit=curve.capitalize())
+        curves = read_metrics(options.metrics, curve)
+        draw(*curves, output, title=title, entropy=None, unit=curve.capitalize())
     else:
         draw(*read_metrics(options.metrics), output, title=title, entropy=options.entropy)
     print(f"wrote {options.output}")

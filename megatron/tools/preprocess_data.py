@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from megatron.data.preprocess import Counts, Splitter
     from megatron.data.text_input import TextBlock
 
-_MOST_WORKERS = 1024
+_MAX_WORKERS = 1024
 _WORKERS = "omit it and --workers: one process per core"
 _ROWS = "omit it: training pads the vocabulary with --make-vocab-size-divisible-by"
 # Flags of Megatron-LM and its forks that are not supported. All others are accepted.
-_GONE = {
+_UNSUPPORTED_FLAGS = {
     "--find-optimal-num-workers": _WORKERS,
     "--workers-to-check": _WORKERS,
     "--max-documents": _WORKERS,
@@ -54,7 +54,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 def build_parser() -> ToolParser:
     """Build the command-line parser, with its flags in groups."""
-    parser = ToolParser("preprocess_data.py", __doc__, _GONE)
+    parser = ToolParser("preprocess_data.py", __doc__, _UNSUPPORTED_FLAGS)
     _add_input_flags(parser.add_argument_group("Input"))
     add_flags(parser, TokenizerConfig)
     parser.add_argument(
@@ -171,9 +171,9 @@ def _check(options: argparse.Namespace) -> None:
     problems = []
     if options.workers is not None and options.workers < 1:
         problems.append(f"--workers {options.workers}: give at least 1, or omit the flag")
-    if options.workers is not None and options.workers > _MOST_WORKERS:
+    if options.workers is not None and options.workers > _MAX_WORKERS:
         problems.append(
-            f"--workers {options.workers}: give at most {_MOST_WORKERS}; more workers than cores "
+            f"--workers {options.workers}: give at most {_MAX_WORKERS}; more workers than cores "
             "are not faster"
         )
     if options.max_line_mb < 1:
@@ -249,7 +249,7 @@ def run(options: argparse.Namespace) -> None:
             workers=workers,
             max_line_mb=options.max_line_mb,
             on_block=progress.update,
-            on_bad_line=progress.say if options.on_error == "skip" else None,
+            on_bad_line=progress.print_line if options.on_error == "skip" else None,
         )
     finally:
         progress.close()
@@ -283,10 +283,10 @@ class _Progress:
     def __init__(self, total_bytes: int, log_interval: int, started: float) -> None:
         self._log_interval = log_interval
         self._started = started
-        self._last_time = started
+        self._last_line_time = started
         self._next_documents = log_interval
         self._file: str | None = None
-        self._done_before = 0
+        self._bytes_before_file = 0
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -302,17 +302,17 @@ class _Progress:
         if self._bar is not None:
             if block.path != self._file:
                 if self._file is not None:
-                    self._done_before += os.path.getsize(self._file)
+                    self._bytes_before_file += os.path.getsize(self._file)
                 self._file = block.path
             self._bar.set_postfix_str(rates, refresh=False)
-            self._bar.update(self._done_before + block.done - self._bar.n)
+            self._bar.update(self._bytes_before_file + block.done - self._bar.n)
         elif counts.documents >= self._next_documents:
             self._next_documents = counts.documents + self._log_interval
-            if now - self._last_time >= _SECONDS_BETWEEN_LINES:
-                self._last_time = now
-                self.say(f"{counts.documents:,} documents ({rates})")
+            if now - self._last_line_time >= _SECONDS_BETWEEN_LINES:
+                self._last_line_time = now
+                self.print_line(f"{counts.documents:,} documents ({rates})")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line without disturbing the bar."""
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)

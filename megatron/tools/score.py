@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     device = Device.pick()
     loaded = load_gpt(options.load, device, row_by_row=False, kinds=(REWARD_MODEL,))
     rows = []
-    for rewards in scored(loaded, Path(options.input)):
+    for rewards in score_lines(loaded, Path(options.input)):
         rows.append(rewards)
         if options.output is None:
             print(json.dumps(rewards))
@@ -54,12 +54,12 @@ def run(options: argparse.Namespace) -> None:
             replace_file(Path(options.output), text.encode())
     margins = [rewards["chosen"] - rewards["rejected"] for rewards in rows if "chosen" in rewards]
     if margins:
-        right, mean = sum(margin > 0 for margin in margins), sum(margins) / len(margins)
-        told = f"accuracy {right / len(margins):.4f}, mean margin {mean:.4f}"
-        print(f"{len(margins):,} pairs: {told}", file=sys.stderr)
+        num_correct, mean = sum(margin > 0 for margin in margins), sum(margins) / len(margins)
+        summary = f"accuracy {num_correct / len(margins):.4f}, mean margin {mean:.4f}"
+        print(f"{len(margins):,} pairs: {summary}", file=sys.stderr)
 
 
-def scored(loaded: Loaded, path: Path) -> Iterator[Rewards]:
+def score_lines(loaded: Loaded, path: Path) -> Iterator[Rewards]:
     """Yield the rewards of each line: "reward", or "chosen" and "rejected".
 
     Args:
@@ -76,27 +76,27 @@ def scored(loaded: Loaded, path: Path) -> Iterator[Rewards]:
     from megatron.data.json_lines import read_objects
     from megatron.tokenizer.chat_template import find_template
 
-    flags, longest = loaded.config.tokenizer, loaded.config.model.longest_context
+    flags, max_length = loaded.config.tokenizer, loaded.config.model.longest_context
     template = find_template(flags.chat_template, flags.tokenizer_model)
     encoders = {
         is_pair: ConversationEncoder(
-            ConversationOptions(flags, template, longest, preferences=is_pair), loaded.tokenizer
+            ConversationOptions(flags, template, max_length, preferences=is_pair), loaded.tokenizer
         )
         for is_pair in (False, True)
     }
-    place = next(loaded.model.parameters()).device
+    device = next(loaded.model.parameters()).device
     for line in read_objects(path, "--input"):
         try:
             is_pair = format_of(line.fields) == "preference"
-            found = encoders[is_pair].encode_record(json.dumps(line.fields).encode(), Counter())
-            if not found:
+            encoded = encoders[is_pair].encode_record(json.dumps(line.fields).encode(), Counter())
+            if not encoded:
                 raise ValueError("it has no answer from the assistant")
         except (ValueError, DataError) as error:
             raise DataError(f"--input {path}: line {line.number}: {error}") from None
         values = []
-        for tokens, _ in found:
+        for tokens, _ in encoded:
             with torch.inference_mode():
-                row = torch.from_numpy(tokens).to(place, torch.int64)[None]
+                row = torch.from_numpy(tokens).to(device, torch.int64)[None]
                 values.append(float(loaded.model(row)[0, -1]))
         yield dict(zip(("chosen", "rejected") if is_pair else ("reward",), values, strict=True))
 

@@ -27,10 +27,10 @@ from megatron.errors import ConfigError
 _PARTS = ("statistics", "documents", "samples")
 _IDS = ("text", "text_enc", "text_dec", "labels")  # arrays of a sample that contain ids
 _BAR = 40  # characters of a histogram's longest bar
-_FREQUENT = 10
-_SHOWN = 400  # maximum number of characters of a document
+_NUM_FREQUENT = 10
+_MAX_CHARACTERS = 400  # maximum number of characters of a document
 _RETRIEVED = "chunks in a neighbor"
-_COUNTED = 10_000_000  # maximum number of tokens that statistics read
+_MAX_COUNTED_TOKENS = 10_000_000  # maximum number of tokens that statistics read
 
 
 class Table(NamedTuple):
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
             f"--kind {options.kind}: give --retro-workdir with --kind retro, and only then"
         )
     if folder is not None:
-        given |= _of_workdir(given)
+        given |= _workdir_values(given)
     if "seq_length" not in given or ("decoder_seq_length" not in given and options.kind == "t5"):
         missing = "--decoder-seq-length" if "seq_length" in given else "--seq-length"
         raise ConfigError(f"{missing} is required: give the value of the run")
@@ -108,22 +108,22 @@ def run(options: argparse.Namespace) -> None:
     data = from_given(DataConfig, given)
     tokenizer = build_tokenizer(flags)
     tables: list[Table] = []
-    for part in _PARTS:
-        if part in options.show:
+    for section in _PARTS:
+        if section in options.show:
             tables += (
                 _retro_samples(options, data, tokenizer)
-                if part == "samples" and options.kind == "retro"
+                if section == "samples" and options.kind == "retro"
                 else _samples(options, data, flags, tokenizer)
-                if part == "samples"
-                else _corpora(options, data, flags, tokenizer, part)
+                if section == "samples"
+                else _corpora(options, data, flags, tokenizer, section)
             )
     if options.html:
         from megatron.durable import replace_file
 
-        replace_file(Path(options.html), _page(tables).encode())
+        replace_file(Path(options.html), _as_html(tables).encode())
         print(f"wrote {options.html}")
     else:
-        print("\n\n".join(map(_text, tables)))
+        print("\n\n".join(map(_as_text, tables)))
 
 
 class Corpus(NamedTuple):
@@ -149,18 +149,22 @@ class Corpus(NamedTuple):
 
 
 def _corpora(
-    options: argparse.Namespace, data: DataConfig, flags: TokenizerConfig, tokenizer: Any, part: str
+    options: argparse.Namespace,
+    data: DataConfig,
+    flags: TokenizerConfig,
+    tokenizer: Any,
+    section: str,
 ) -> Iterator[Table]:
     """Yield the tables of statistics or of documents for each dataset that the flags name."""
     from megatron.data.datasets import parse_weighted_paths
 
-    words = data.data_path or data.train_data_path
-    if data.mock_data or not words:
-        raise ConfigError(f"--show {part}: give --data-path, or use --show samples alone")
+    weighted_paths = data.data_path or data.train_data_path
+    if data.mock_data or not weighted_paths:
+        raise ConfigError(f"--show {section}: give --data-path, or use --show samples alone")
     flag = "--data-path" if data.data_path else "--train-data-path"
-    for _, name in parse_weighted_paths(words, flag):
+    for _, name in parse_weighted_paths(weighted_paths, flag):
         corpus = _open(name, flag, data, flags, tokenizer)
-        if part == "statistics":
+        if section == "statistics":
             yield from _statistics(corpus, tokenizer)
         else:
             yield from _documents(corpus, options, tokenizer)
@@ -178,8 +182,8 @@ def _open(name: str, flag: str, data: DataConfig, flags: TokenizerConfig, tokeni
         records = TFRecords(name, files)
 
         def examples(first: int) -> Iterator[list[Any]]:
-            for number in range(first, len(records)):
-                record = records.get(number)
+            for index in range(first, len(records)):
+                record = records.get(index)
                 yield [record["input_ids"][record["input_mask"] != 0]]
 
         return Corpus(name, examples)
@@ -194,8 +198,8 @@ def _open(name: str, flag: str, data: DataConfig, flags: TokenizerConfig, tokeni
     )
 
     def sequences(first: int) -> Iterator[list[Any]]:
-        for number in range(first, len(bounds) - 1):
-            yield [dataset.get(i) for i in range(bounds[number], bounds[number + 1])]
+        for index in range(first, len(bounds) - 1):
+            yield [dataset.get(i) for i in range(bounds[index], bounds[index + 1])]
 
     return Corpus(name, sequences, counts=counts, lengths=np.diff(ends))
 
@@ -218,8 +222,8 @@ def _open_text(
         for block in read_blocks(files, [data.text_key]):
             encoded = encoder(block)
             for line in encoded.bad:
-                at = encoded.block.offset + line.offset
-                bad.append(f"{encoded.block.path}: {line.reason} (line starts at byte {at})")
+                offset = encoded.block.offset + line.offset
+                bad.append(f"{encoded.block.path}: {line.reason} (line starts at byte {offset})")
             column = encoded.columns[0]
             ends = np.concatenate([[0], np.cumsum(column.lengths)])
             ends = ends[np.cumsum(column.sequences_per_document)]  # of each document
@@ -233,11 +237,14 @@ def _open_text(
 
 
 def _documents(corpus: Corpus, options: argparse.Namespace, tokenizer: Any) -> Iterator[Table]:
-    shown = itertools.islice(corpus.documents(options.first), options.count)
-    for number, sequences in enumerate(shown, start=options.first):
-        texts = [repr(tokenizer.detokenize(ids[:_SHOWN].tolist())[:_SHOWN]) for ids in sequences]
+    documents = itertools.islice(corpus.documents(options.first), options.count)
+    for index, sequences in enumerate(documents, start=options.first):
+        texts = [
+            repr(tokenizer.detokenize(ids[:_MAX_CHARACTERS].tolist())[:_MAX_CHARACTERS])
+            for ids in sequences
+        ]
         total = sum(map(len, sequences))
-        yield Table(f"{corpus.name}: document {number}, {total} tokens", texts)
+        yield Table(f"{corpus.name}: document {index}, {total} tokens", texts)
 
 
 def _statistics(corpus: Corpus, tokenizer: Any) -> Iterator[Table]:
@@ -245,43 +252,43 @@ def _statistics(corpus: Corpus, tokenizer: Any) -> Iterator[Table]:
 
     counts: Counter[int] = Counter()
     lengths: list[int] = []
-    read, is_whole = 0, True
+    num_tokens, is_whole = 0, True
     for sequences in corpus.documents(0):
-        if read >= _COUNTED:
+        if num_tokens >= _MAX_COUNTED_TOKENS:
             is_whole = False
             break
         lengths.append(sum(map(len, sequences)))
-        read += lengths[-1]
+        num_tokens += lengths[-1]
         for ids in sequences:
             counts.update(ids.tolist())
     documents = np.array(lengths) if corpus.lengths is None else corpus.lengths
     beginning = "" if is_whole else " at the beginning; the statistics cover only these"
-    notes = [corpus.counts or f"{len(documents):,} documents, {read:,} tokens{beginning}"]
+    notes = [corpus.counts or f"{len(documents):,} documents, {num_tokens:,} tokens{beginning}"]
     if corpus.bad:
         notes.append(f"{len(corpus.bad):,} lines without a document; the first:")
-        notes += corpus.bad[:_FREQUENT]
+        notes += corpus.bad[:_NUM_FREQUENT]
     if len(documents):
         points = np.percentile(documents, (0, 1, 50, 99, 100), method="nearest").tolist()
-        named = zip(("shortest", "1%", "median", "99%", "longest"), points, strict=True)
-        notes.append("tokens of a document: " + ", ".join(f"{n} {v:,}" for n, v in named))
+        labeled = zip(("shortest", "1%", "median", "99%", "longest"), points, strict=True)
+        notes.append("tokens of a document: " + ", ".join(f"{n} {v:,}" for n, v in labeled))
     sizes = Counter(int(length).bit_length() for length in documents.tolist())
-    most = max(sizes.values(), default=1)
+    max_count = max(sizes.values(), default=1)
     rows = [
         [
             "0" if bits == 0 else f"{1 << bits - 1:,} to {(1 << bits) - 1:,}",
             f"{sizes[bits]:,}",
-            "#" * -(-_BAR * sizes[bits] // most),
+            "#" * -(-_BAR * sizes[bits] // max_count),
         ]
         for bits in range(min(sizes, default=0), max(sizes, default=-1) + 1)
     ]
     yield Table(f"{corpus.name}: statistics", notes, ("tokens", "documents", ""), rows)
     yield Table(
-        f"{corpus.name}: most frequent of the first {read:,} tokens",
+        f"{corpus.name}: most frequent of the first {num_tokens:,} tokens",
         (),
         ("id", "token", "share"),
         [
-            [str(i), repr(tokenizer.detokenize([i])), f"{count / read:.2%}"]
-            for i, count in counts.most_common(_FREQUENT)
+            [str(i), repr(tokenizer.detokenize([i])), f"{count / num_tokens:.2%}"]
+            for i, count in counts.most_common(_NUM_FREQUENT)
         ],
     )
 
@@ -301,26 +308,26 @@ def _samples(
     train = _dataset(options.kind, request, flags, tokenizer)
     if train is None:
         raise ConfigError(f"--split {data.split}: the training split is empty: give it a share")
-    for number in range(options.first, min(last, len(train))):
-        sample = {name: np.atleast_1d(part) for name, part in train[number].items()}
+    for index in range(options.first, min(last, len(train))):
+        sample = {name: np.atleast_1d(part) for name, part in train[index].items()}
         columns = _gpt_columns(sample, data, tokenizer) if options.kind == "gpt" else sample
-        single = {n: part for n, part in columns.items() if part.shape == (1,) and n != "id"}
+        single = {key: part for key, part in columns.items() if part.shape == (1,) and key != "id"}
         for length in dict.fromkeys(len(p) for p in columns.values() if len(p) > 1):
-            shown = {n: p for n, p in columns.items() if len(p) == length}
-            cells = []
-            for name, part in shown.items():
-                cells.append([str(int(value)) for value in part])
+            same_length = {key: p for key, p in columns.items() if len(p) == length}
+            text_columns = []
+            for name, part in same_length.items():
+                text_columns.append([str(int(value)) for value in part])
                 if name in _IDS:
                     ids = map(int, part)
-                    cells[-1] = [
+                    text_columns[-1] = [
                         "-" if i < 0 else f"{i} {tokenizer.detokenize([i])!r}" for i in ids
                     ]
-            rows = list(zip(map(str, range(length)), *cells, strict=True))
+            rows = list(zip(map(str, range(length)), *text_columns, strict=True))
             notes = [f"{name} {int(part[0])}" for name, part in single.items()]
-            yield Table(f"sample {number}", notes, ("place", *shown), rows)
+            yield Table(f"sample {index}", notes, ("place", *same_length), rows)
 
 
-def _of_workdir(given: dict[str, Any]) -> dict[str, Any]:
+def _workdir_values(given: dict[str, Any]) -> dict[str, Any]:
     """Return the values that --retro-workdir determines, by the names of their flags."""
     from megatron.config.data_files import read_retro_workdir
     from megatron.config.run import Findings, RunOptions
@@ -328,11 +335,11 @@ def _of_workdir(given: dict[str, Any]) -> dict[str, Any]:
     for name in ("retro_num_neighbors", "retro_num_retrieved_chunks"):
         if given[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1")
-    found = Findings()
-    taken = read_retro_workdir(RunOptions(data=from_given(DataOptions, given)), found)
-    if found.problems:
-        raise ConfigError(found.problems)
-    return {path.partition(".")[2]: value for path, value in taken.items()}
+    findings = Findings()
+    values = read_retro_workdir(RunOptions(data=from_given(DataOptions, given)), findings)
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    return {path.partition(".")[2]: value for path, value in values.items()}
 
 
 def _retro_samples(
@@ -345,10 +352,12 @@ def _retro_samples(
     from megatron.retro.dataset import RetroDataset, build_retro_datasets
 
     assert data.retro_workdir is not None, "the samples of a Retro come from its folder"
-    told = read_arguments(data.retro_workdir)
+    arguments = read_arguments(data.retro_workdir)
     counts = ("train_samples", "train_iters", "global_batch_size")
-    made_for, updates, batch = (n if type(n := told.get(name)) is int else 0 for name in counts)
-    samples = options.train_samples or made_for or updates * batch
+    planned_samples, updates, batch = (
+        n if type(n := arguments.get(name)) is int else 0 for name in counts
+    )
+    samples = options.train_samples or planned_samples or updates * batch
     if samples <= 0:
         raise ConfigError(
             f"--train-samples is required: {data.retro_workdir} does not say how many samples it "
@@ -361,26 +370,26 @@ def _retro_samples(
     names = [corpus.name for corpus in read_corpora(Path(data.retro_workdir))]
     database, length = dataset.texts.database, model.chunk_length
 
-    def shown(ids: Any) -> str:
+    def decode(ids: Any) -> str:
         words = ids.tolist()
         while words and words[-1] == tokenizer.eod:
             words.pop()  # padding of short chunks
         return repr(tokenizer.detokenize(words))
 
-    for number in range(options.first, min(options.first + options.count, samples)):
-        sample: Any = dataset[number]
-        first = number * dataset.chunks_per_sample
-        found = dataset.table.rows(first, first + dataset.chunks_per_sample)
-        for chunk, rows in enumerate(found):
-            notes = [shown(sample["text"][chunk * length : (chunk + 1) * length])]
+    for index in range(options.first, min(options.first + options.count, samples)):
+        sample: Any = dataset[index]
+        first = index * dataset.chunks_per_sample
+        neighbors = dataset.table.rows(first, first + dataset.chunks_per_sample)
+        for chunk, rows in enumerate(neighbors):
+            notes = [decode(sample["text"][chunk * length : (chunk + 1) * length])]
             for i, row in enumerate(rows.tolist()):
                 if row < 0:
                     notes.append(f"neighbor {i + 1}: none")
                     continue
                 corpus, document = database.documents([row])[0].tolist()
-                text = shown(sample["neighbors"][chunk, i])
+                text = decode(sample["neighbors"][chunk, i])
                 notes.append(f"neighbor {i + 1}, document {document} of {names[corpus]}: {text}")
-            yield Table(f"sample {number}, chunk {chunk}", notes)
+            yield Table(f"sample {index}, chunk {chunk}", notes)
 
 
 def _dataset(kind: str, request: Any, flags: TokenizerConfig, tokenizer: Any) -> Any:
@@ -434,7 +443,7 @@ def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any
     }
 
 
-def _text(table: Table) -> str:
+def _as_text(table: Table) -> str:
     rows = [table.headings, *table.rows] if table.rows else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
@@ -464,7 +473,7 @@ p { white-space: pre-wrap; margin: .3em 0; }
 """
 
 
-def _page(tables: Sequence[Table]) -> str:
+def _as_html(tables: Sequence[Table]) -> str:
     from jinja2 import Environment
 
     page: str = Environment(autoescape=True).from_string(_HTML).render(tables=tables)

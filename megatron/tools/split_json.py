@@ -59,40 +59,40 @@ def run(options: argparse.Namespace) -> None:
     """
     import numpy as np
 
-    shares = (*options.test_percent, 0.0)[:2]
-    if len(options.test_percent) > 2 or min(shares) < 0 or sum(shares) > 1:
-        given = " ".join(map(str, options.test_percent))
+    fractions = (*options.test_percent, 0.0)[:2]
+    if len(options.test_percent) > 2 or min(fractions) < 0 or sum(fractions) > 1:
+        values = " ".join(map(str, options.test_percent))
         raise ConfigError(
-            f"--test_percent {given}: give the shares of dev.json and test.json, from 0 to 1, "
+            f"--test_percent {values}: give the shares of dev.json and test.json, from 0 to 1, "
             "together at most 1"
         )
     paths = [Path(options.output_dir) / name for name in _NAMES]
     maps = [path.with_name(f"{path.name}.map") for path in paths]
     expect_no_file("--output_dir", [*paths, *maps], overwrite=options.overwrite)
     starts = [_line_starts(path) for path in options.input_files]
-    total = sum(len(each) - 1 for each in starts)
-    dev, test = (math.ceil(share * total) for share in shares)
+    total = sum(len(line_starts) - 1 for line_starts in starts)
+    dev, test = (math.ceil(fraction * total) for fraction in fractions)
     if dev + test > total:
         test = total - dev
-    files = np.repeat(np.arange(len(starts)), [len(each) - 1 for each in starts])
-    lines = np.concatenate([np.arange(len(each) - 1) for each in starts])
+    files = np.repeat(np.arange(len(starts)), [len(line_starts) - 1 for line_starts in starts])
+    lines = np.concatenate([np.arange(len(line_starts) - 1) for line_starts in starts])
     order = np.random.RandomState(options.seed).permutation(total)
     train = total - dev - test
     with contextlib.ExitStack() as stack:
         stack.enter_context(writing_to("--output_dir", options.output_dir))
         Path(options.output_dir).mkdir(parents=True, exist_ok=True)
         inputs = [stack.enter_context(open(path, "rb")) for path in options.input_files]
-        for path, map_path, chosen in zip(
+        for path, map_path, indices in zip(
             paths, maps, np.split(order, [train, train + dev]), strict=True
         ):
-            out = stack.enter_context(atomic_file(path))
-            origin = stack.enter_context(atomic_file(map_path))
-            origin.write(b"file\tline #\n")
-            for file, line in zip(files[chosen].tolist(), lines[chosen].tolist(), strict=True):
+            output = stack.enter_context(atomic_file(path))
+            map_file = stack.enter_context(atomic_file(map_path))
+            map_file.write(b"file\tline #\n")
+            for file, line in zip(files[indices].tolist(), lines[indices].tolist(), strict=True):
                 start, end = starts[file][line : line + 2].tolist()
                 inputs[file].seek(start)
-                out.write(inputs[file].read(end - start).strip() + b"\n")
-                origin.write(f"{file}\t{line}\n".encode())
+                output.write(inputs[file].read(end - start).strip() + b"\n")
+                map_file.write(f"{file}\t{line}\n".encode())
     for path, count in zip(paths, (train, dev, test), strict=True):
         print(f"{path}: {count:,} lines")
 

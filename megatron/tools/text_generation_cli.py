@@ -35,13 +35,13 @@ Enter a text, and the model continues it. In a chat, enter a message, and it rep
   /help, /quit (or Ctrl-D)
 Ctrl-C stops an answer."""
 _NUMBERS = {"tokens": int, "seed": int, "top_k": int, "temperature": float, "top_p": float}
-_KEPT_LINES = 1000
-_PATIENCE = 0.2  # seconds between two checks of a server that is starting
-_LINES = 20  # last lines to show of a server that failed
-_LONGEST_WAIT = 1e6  # seconds
+_HISTORY_LINES = 1000
+_POLL_SECONDS = 0.2  # seconds between two checks of a server that is starting
+_LOG_LINES = 20  # last lines to show of a server that failed
+_MAX_TIMEOUT = 1e6  # seconds
 # Models also emit control characters, which could change the terminal's settings.
-_SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-_SHOWN |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_CONTROL_PICTURES |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,16 +58,16 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.system is not None and not options.chat:
         raise UserError("--system requires --chat: give both, or neither")
-    talk = Talk(Server(options.server, options.auth_token_file, options.timeout), options)
+    session = ChatSession(Server(options.server, options.auth_token_file, options.timeout), options)
     if options.prompt is not None:
-        talk.answer(options.prompt)
+        session.answer(options.prompt)
     elif not sys.stdin.isatty():
         # An incomplete character that `head -c` may leave at the end is dropped. Other bytes that
         # are not UTF-8 become surrogates, which are refused before they are sent.
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        talk.answer(decoder.decode(sys.stdin.buffer.read()))
+        session.answer(decoder.decode(sys.stdin.buffer.read()))
     else:
-        _converse(talk)
+        _read_commands(session)
 
 
 class Server:
@@ -89,10 +89,10 @@ class Server:
             port = url.port
         except ValueError:
             port = None
-        is_known = url.scheme in ("", "http", "https")
-        if not is_known or not url.hostname or port is None or url.path.strip("/"):
+        is_http = url.scheme in ("", "http", "https")
+        if not is_http or not url.hostname or port is None or url.path.strip("/"):
             raise UserError(f"{address}: give HOST:PORT, for example localhost:5000")
-        if not 0 < timeout <= _LONGEST_WAIT:
+        if not 0 < timeout <= _MAX_TIMEOUT:
             raise UserError(f"--timeout {timeout:g}: give seconds, more than 0")
         self._is_encrypted = url.scheme == "https"
         self._host, self._port, self._timeout = url.hostname, port, timeout
@@ -121,10 +121,10 @@ class Server:
             UserError: The server cannot be reached, or it refuses the request. The message is then
                 the server's.
         """
-        with self._response("POST", path, _encoded(body)) as response:
+        with self._response("POST", path, _encode(body)) as response:
             yield from _objects(response)
 
-    def chats(self) -> bool:
+    def has_chat_template(self) -> bool:
         """Return whether the server's model has a chat template.
 
         Raises:
@@ -170,7 +170,7 @@ class Server:
                 ) from error
 
 
-def _encoded(body: dict[str, Any]) -> bytes:
+def _encode(body: dict[str, Any]) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -214,7 +214,7 @@ def _object(data: bytes) -> dict[str, Any]:
     return value
 
 
-class Talk:
+class ChatSession:
     """A conversation and its sampling settings."""
 
     def __init__(self, server: Server, options: argparse.Namespace) -> None:
@@ -245,7 +245,7 @@ class Talk:
                 for choice in value["choices"]:
                     piece = choice.get("delta", {}).get("content") or choice.get("text") or ""
                     answer += piece
-                    print(self._shown(piece), end="", flush=True)
+                    print(self._printable(piece), end="", flush=True)
         finally:
             if answer:
                 print(flush=True)
@@ -267,7 +267,7 @@ class Talk:
         except ValueError:
             raise UserError(f"/{name} {text}: give a number") from None
 
-    def choose(self, model: str) -> None:
+    def select_model(self, model: str) -> None:
         """Switch to a different model for all later answers.
 
         Args:
@@ -280,8 +280,8 @@ class Talk:
         self._messages = list(self._start)
 
     @staticmethod
-    def _shown(text: str) -> str:
-        return text.translate(_SHOWN) if sys.stdout.isatty() else text
+    def _printable(text: str) -> str:
+        return text.translate(_CONTROL_PICTURES) if sys.stdout.isatty() else text
 
     def _sampling(self) -> dict[str, Any]:
         values = {
@@ -294,7 +294,7 @@ class Talk:
         return {name: value for name, value in values.items() if value not in (None, [])}
 
 
-def _converse(talk: Talk) -> None:
+def _read_commands(session: ChatSession) -> None:
     with _history():
         print("/help lists the commands; Ctrl-D quits.")
         while True:
@@ -309,27 +309,27 @@ def _converse(talk: Talk) -> None:
             if line.strip() == "/quit":
                 return
             try:
-                _obey(talk, line)
+                _run_command(session, line)
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
             except KeyboardInterrupt:
                 print("(stopped)")
 
 
-def _obey(talk: Talk, line: str) -> None:
+def _run_command(session: ChatSession, line: str) -> None:
     name, _, value = line.strip().removeprefix("/").partition(" ")
     if not line.strip():
         return
     if not line.startswith("/"):
-        talk.answer(line)
+        session.answer(line)
     elif name == "help":
         print(_HELP)
     elif name == "clear":
-        talk.clear()
+        session.clear()
     elif name == "model":
-        talk.choose(value.strip())
+        session.select_model(value.strip())
     elif name in _NUMBERS:
-        talk.set(name, value)
+        session.set(name, value)
     else:
         raise UserError(f"/{name}: no such command; /help lists the commands")
 
@@ -349,7 +349,7 @@ def _history() -> Iterator[None]:
         return
     with contextlib.suppress(OSError):
         readline.read_history_file(path)
-    readline.set_history_length(_KEPT_LINES)
+    readline.set_history_length(_HISTORY_LINES)
     try:
         yield
     finally:
@@ -403,7 +403,7 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def chat(words: Sequence[str]) -> int:
+def chat(args: Sequence[str]) -> int:
     """Chat with the server or checkpoint named by the first argument, and return the exit code."""
     parser = build_parser()
     parser.prog = "megatron chat"
@@ -427,12 +427,12 @@ def chat(words: Sequence[str]) -> int:
         help="with a folder of checkpoints: an adapter of its model, chosen by --model NAME; "
         "may be given several times",
     )
-    options = parser.read(words)
+    options = parser.read(args)
 
-    def talk() -> None:
+    def start_session() -> None:
         if options.chat is None:
             server = Server(options.server, options.auth_token_file, options.timeout)
-            options.chat = server.chats()
+            options.chat = server.has_chat_template()
         run(options)
 
     def work() -> None:
@@ -448,10 +448,10 @@ def chat(words: Sequence[str]) -> int:
                     f"--serve-adapter is for a folder of checkpoints, and {options.server} is a "
                     "server: choose one of its adapters with --model"
                 )
-            talk()
+            start_session()
             return
         with serving(folder, options.serve_adapter) as options.server:
-            talk()
+            start_session()
 
     return run_command(work)
 
@@ -469,9 +469,9 @@ def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
     """
     print_line(f"loading {checkpoints} ...")
     with tempfile.TemporaryFile("w+b") as log:
-        words = ["serve", "--load", str(checkpoints), "--port", "0"]
-        words += [word for each in adapters for word in ("--serve-adapter", each)]
-        command = [*module_command("megatron.cli.main"), *words]
+        args = ["serve", "--load", str(checkpoints), "--port", "0"]
+        args += [arg for adapter in adapters for arg in ("--serve-adapter", adapter)]
+        command = [*module_command("megatron.cli.main"), *args]
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             yield _address(server, log)
@@ -486,8 +486,10 @@ def _address(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
         has_ended = server.poll() is not None
         log.seek(0)
         text = log.read().decode(errors="replace")
-        if found := re.search(r"http://\S+:\d+", text):
-            return found.group()
+        if match := re.search(r"http://\S+:\d+", text):
+            return match.group()
         if has_ended:
-            raise CheckpointError("\n".join(text.splitlines()[-_LINES:]).removeprefix("error: "))
-        time.sleep(_PATIENCE)
+            raise CheckpointError(
+                "\n".join(text.splitlines()[-_LOG_LINES:]).removeprefix("error: ")
+            )
+        time.sleep(_POLL_SECONDS)

@@ -31,19 +31,19 @@ from megatron.durable import expect_no_file, replace_file
 from megatron.errors import ConfigError, DataError, StorageError
 
 _END = "<|endoftext|>"
-_SMALLEST = 257  # the bytes and the end-of-document entry
+_MIN_BPE_SIZE = 257  # the bytes and the end-of-document entry
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
 # The files that each kind of tokenizer writes.
 _NAMES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "tokenizer.vocab"),
 )
-_SMALLEST_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and one piece
-_LONGEST_SENTENCE = 1 << 16  # maximum number of bytes of a line for SentencePiece
+_MIN_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and one piece
+_MAX_SENTENCE_BYTES = 1 << 16  # maximum number of bytes of a line for SentencePiece
 _THREADS = 4  # fixed, because it determines the order of sums and therefore the scores
 # The library's time is quadratic in the length of a word: minutes for a few megabytes.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
-_LARGEST_ALPHABET = (
+_MAX_ALPHABET = (
     1000  # characters in a WordPiece vocabulary; words with other characters are unknown
 )
 
@@ -159,10 +159,10 @@ def _train(paths: Sequence[str], options: argparse.Namespace) -> tuple[int, File
 
 
 def _check(options: argparse.Namespace) -> None:
-    _take_positions(options)
-    if options.kind == "sentencepiece" and options.vocab_size < _SMALLEST_PIECES:
+    _use_positional_arguments(options)
+    if options.kind == "sentencepiece" and options.vocab_size < _MIN_PIECES:
         raise ConfigError(
-            f"--vocab-size {options.vocab_size}: give at least {_SMALLEST_PIECES} (256 bytes, "
+            f"--vocab-size {options.vocab_size}: give at least {_MIN_PIECES} (256 bytes, "
             "<unk>, <s>, </s>, <pad> and one piece)"
         )
     for name, value in (
@@ -177,9 +177,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--character-coverage {options.character_coverage}: give a share from 0.9 to 1"
         )
-    if options.kind == "bpe" and options.vocab_size < _SMALLEST:
+    if options.kind == "bpe" and options.vocab_size < _MIN_BPE_SIZE:
         raise ConfigError(
-            f"--vocab-size {options.vocab_size}: give at least {_SMALLEST} (256 bytes and {_END})"
+            f"--vocab-size {options.vocab_size}: give at least {_MIN_BPE_SIZE} (256 bytes and "
+            f"{_END})"
         )
     if options.max_line_mb < 1:
         raise ConfigError(f"--max-line-mb {options.max_line_mb}: give at least 1")
@@ -194,7 +195,7 @@ def _check(options: argparse.Namespace) -> None:
     expect_no_file("--output-dir", outputs, overwrite=options.overwrite)
 
 
-def _take_positions(options: argparse.Namespace) -> None:
+def _use_positional_arguments(options: argparse.Namespace) -> None:
     """Use the positional arguments as the values of --input and --output-dir.
 
     Raises:
@@ -236,17 +237,17 @@ def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
         for value in (value for values in documents.values for value in values):
             for text in [value] if isinstance(value, str) else value:
                 empty = empty and not text
-                yield from _cut(text)
+                yield from _cut_long_words(text)
     if empty:
         raise DataError(f"--input {' '.join(paths)}: there is no text to learn from")
 
 
-def _cut(text: str) -> Iterator[str]:
+def _cut_long_words(text: str) -> Iterator[str]:
     """Yield a text in pieces that are cut only inside long words."""
     start = 0
-    for run in _LONG_RUN.finditer(text):
-        yield text[start : run.end()]
-        start = run.end()
+    for long_word in _LONG_RUN.finditer(text):
+        yield text[start : long_word.end()]
+        start = long_word.end()
     yield text[start:]
 
 
@@ -309,16 +310,16 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
     for text in texts():
         counts.update(draft.normalizer.normalize_str(text))
     frequent = sorted(counts, key=lambda character: (-counts[character], character))
-    alphabet = sorted([c for c in frequent if not c.isspace()][:_LARGEST_ALPHABET])
+    alphabet = sorted([c for c in frequent if not c.isspace()][:_MAX_ALPHABET])
     # The library numbers the characters inside words in an order that changes from run to run and
     # affects ties. Passing them as special entries fixes their order.
     # Punctuation is always a separate word, so it never occurs inside one.
     split = draft.pre_tokenizer.pre_tokenize_str
     continuing = [f"##{character}" for character in alphabet if len(split(f"a{character}")) == 1]
-    smallest = len(_SPECIAL) + len(continuing) + len(alphabet)
-    if options.vocab_size < smallest:
+    min_size = len(_SPECIAL) + len(continuing) + len(alphabet)
+    if options.vocab_size < min_size:
         raise ConfigError(
-            f"--vocab-size {options.vocab_size}: the characters of the text alone need {smallest} "
+            f"--vocab-size {options.vocab_size}: the characters of the text alone need {min_size} "
             "entries: give at least that many"
         )
     trainer = WordPieceTrainer(
@@ -362,24 +363,24 @@ def _train_sentencepiece(texts: Iterator[str], options: argparse.Namespace) -> t
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            max_sentence_length=_LONGEST_SENTENCE,
+            max_sentence_length=_MAX_SENTENCE_BYTES,
             num_threads=_THREADS,
             pad_id=3,
             minloglevel=2,
         )
     except RuntimeError as error:
-        said = str(error).rpartition("] ")[2].strip().splitlines()[0]
-        raise ConfigError(f"--vocab-size {options.vocab_size}: {said}") from error
+        reason = str(error).rpartition("] ")[2].strip().splitlines()[0]
+        raise ConfigError(f"--vocab-size {options.vocab_size}: {reason}") from error
     trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     size = trained.get_piece_size()
-    listed = [f"{trained.id_to_piece(i)}\t{trained.get_score(i):g}\n" for i in range(size)]
-    files = {"tokenizer.model": model.getvalue(), "tokenizer.vocab": "".join(listed).encode()}
+    vocab_lines = [f"{trained.id_to_piece(i)}\t{trained.get_score(i):g}\n" for i in range(size)]
+    files = {"tokenizer.model": model.getvalue(), "tokenizer.vocab": "".join(vocab_lines).encode()}
     return size, files
 
 
 def _lines(text: str) -> Iterator[str]:
     """Yield the lines of a text in pieces that are not too long for the library."""
-    step = _LONGEST_SENTENCE // 4  # characters, of up to 4 bytes
+    step = _MAX_SENTENCE_BYTES // 4  # characters, of up to 4 bytes
     for line in text.split("\n"):
         yield from (line[start : start + step] for start in range(0, len(line), step))
 

@@ -214,7 +214,7 @@ def _report_trace(data: bytes, folder: Path) -> None:
 
 def _read_marker(data: bytes, folder: Path) -> None:
     (folder / demo.MARKER).write_bytes(data)
-    demo.settings_of(folder)
+    demo.read_settings(folder)
 
 
 def _read_tokenizer_config(data: bytes, folder: Path) -> None:

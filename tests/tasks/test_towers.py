@@ -184,9 +184,12 @@ def test_wrong_passages_are_drawn_anew_and_stood_in_for(toy):
         sample, question = dataset[i], questions[order[i]]
         tokens = sample["context_tokens"]
         texts = [tokenizer.detokenize(row[row != tokenizer.pad].tolist()) for row in tokens]
-        assert texts[0] == f"[CLS] {question.right[0]} [SEP] {question.right[1]} [SEP]"
+        assert texts[0] == f"[CLS] {question.positive[0]} [SEP] {question.positive[1]} [SEP]"
         if order[i] == 2:
-            assert texts[1] == f"[CLS] {question.others[0][0]} [SEP] {question.others[0][1]} [SEP]"
+            assert (
+                texts[1]
+                == f"[CLS] {question.negatives[0][0]} [SEP] {question.negatives[0][1]} [SEP]"
+            )
             assert sample["context_pad_mask"].any(1).tolist() == [True, True, False]
         else:
             drawn.add((order[i], texts[1]))

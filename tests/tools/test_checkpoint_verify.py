@@ -35,14 +35,14 @@ def test_tensors_must_be_exactly_those_of_transformers(change: str, tmp_path: Pa
     tensors = tensors_of(case)
     folder = write_folder(tmp_path / "a", case.config, tensors)
     reader = HFReader(folder)
-    assert verify.their_model(reader) is not None
+    assert verify.transformers_model(reader) is not None
     if change == "one more":
         write_folder(folder, case.config, tensors | {"model.odd": torch.zeros(2)})
     else:
         del tensors["model.norm.weight"]
         write_folder(folder, case.config, tensors)
     with pytest.raises(CheckpointError, match=r"model\.(odd|norm\.weight)"):
-        verify.their_model(reader)
+        verify.transformers_model(reader)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -88,7 +88,7 @@ def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, mon
         return {"logits": torch.ones(*inputs.tokens.shape, reader.vocab)}
 
     monkeypatch.setattr(verify, "find_spec", lambda _: True)
-    monkeypatch.setattr(verify, "their_outputs", other_model)
+    monkeypatch.setattr(verify, "transformers_outputs", other_model)
     folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
     native, exported = tmp_path / "native", tmp_path / "exported"
 

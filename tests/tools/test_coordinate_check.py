@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.tools.coordinate_check import build_parser, main, powers_of, run, table
+from megatron.tools.coordinate_check import build_parser, fit_powers, main, run, table_lines
 
 SHORT = "--seeds 1 --steps 3".split()
 UNTIED = "--untie-embeddings-and-output-weights --position-embedding-type rope"
@@ -45,9 +45,9 @@ def test_other_networks_and_muon(tmp_path, capsys, flags):
 
 def test_the_power_is_that_of_the_width():
     found = {width: {"a": 3.0 * width**0.5, "b": 7.0, "c": 2.0 / width} for width in (8, 16, 64)}
-    powers = powers_of(found)
+    powers = fit_powers(found)
     assert powers == pytest.approx({"a": 0.5, "b": 0.0, "c": -1.0})
-    words = [line.split()[-1] for line in table(found, powers)[1:]]
+    words = [line.split()[-1] for line in table_lines(found, powers)[1:]]
     assert words == ["grows", "flat", "shrinks"]
 
 

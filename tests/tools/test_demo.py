@@ -22,7 +22,7 @@ def _config(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_the_flags_of_a_kind_fit_together(name):
     assert _config(name).model.hidden_size == 128
-    assert KINDS[name].choice == ("" if name == "gpt" else f" MODEL={name}")
+    assert KINDS[name].make_argument == ("" if name == "gpt" else f" MODEL={name}")
 
 
 def test_the_mixture_computes_as_much_for_a_token_as_the_gpt():

@@ -168,8 +168,8 @@ def test_a_word_of_megabytes_is_learnt_from_in_seconds(tmp_path, character, kind
 
 def test_only_long_words_are_cut():
     texts = ["", "a few words " * 1000, "x" * 999 + " " + "y" * 999, "a " + "x" * 2500 + " b"]
-    assert ["".join(train_tokenizer._cut(text)) for text in texts] == texts
-    assert [len(list(train_tokenizer._cut(text))) for text in texts] == [1, 1, 1, 3]
+    assert ["".join(train_tokenizer._cut_long_words(text)) for text in texts] == texts
+    assert [len(list(train_tokenizer._cut_long_words(text))) for text in texts] == [1, 1, 1, 3]
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])

@@ -55,7 +55,7 @@ _WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # fields of TokenizerConfig
 # The name of the loader for each `Reader.format`.
 LOADER_OF = {"native": "native"} | dict.fromkeys(("legacy", "core", "deepspeed"), "megatron")
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ def check_target(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: The folder has checkpoints.
     """
-    held = [found.path.name for found in scan(options.save_dir)[0]]
-    if options.saver not in ("hf", "peft") and held:
+    existing = [checkpoint.path.name for checkpoint in scan(options.save_dir)[0]]
+    if options.saver not in ("hf", "peft") and existing:
         raise ConfigError(
-            f"--save-dir {options.save_dir}: already contains {held[0]}, which the conversion "
+            f"--save-dir {options.save_dir}: already contains {existing[0]}, which the conversion "
             "would replace or make obsolete: give another folder"
         )
 
@@ -118,17 +118,17 @@ def check_companions(options: argparse.Namespace) -> None:
     """
     folder = options.hf_files
     if folder is not None and not any((folder / name).is_file() for name in files.COMPANIONS):
-        what = "the folder has no model files" if folder.is_dir() else "there is no such folder"
+        problem = "the folder has no model files" if folder.is_dir() else "there is no such folder"
         raise ConfigError(
-            f"--hf-files {folder}: {what}: give a folder with {files.CONFIG}, "
+            f"--hf-files {folder}: {problem}: give a folder with {files.CONFIG}, "
             f"{files.TOKENIZER_JSON} or similar files"
         )
 
 
 def load_hf(options: argparse.Namespace) -> SourceModel:
     """Open a Hugging Face folder with safetensors and config.json."""
-    if not files.is_model_folder(options.load_dir) and (found := scan(options.load_dir)[0]):
-        raise _other_kind(options, options.load_dir, found[0].format)
+    if not files.is_model_folder(options.load_dir) and (checkpoints := scan(options.load_dir)[0]):
+        raise _other_kind(options, options.load_dir, checkpoints[0].format)
     reader = open_hf(options.load_dir, allow_foreign=options.allow_foreign_checkpoints)
     return SourceModel(
         reader=reader,
@@ -146,17 +146,17 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
     )
 
 
-def load_own(options: argparse.Namespace) -> SourceModel:
+def load_checkpoint(options: argparse.Namespace) -> SourceModel:
     """Open the newest checkpoint of this program, Megatron-LM, Megatron Core or DeepSpeed."""
     folder = options.load_dir
     reader = None
     if not folder.is_file():
         reader = open_checkpoint(folder, allow_foreign=options.allow_foreign_checkpoints)
     if reader is None:
-        why = why_no_checkpoint(folder)
+        reason = why_no_checkpoint(folder)
         if (folder / files.CONFIG).is_file():
-            why = "it is a Hugging Face folder: use --loader hf"
-        raise CheckpointError(f"--load-dir {folder}: {why}")
+            reason = "it is a Hugging Face folder: use --loader hf"
+        raise CheckpointError(f"--load-dir {folder}: {reason}")
     if LOADER_OF[reader.format] != options.loader:
         raise _other_kind(options, reader.path, reader.format)
     if options.load_averaged_weights:
@@ -164,17 +164,17 @@ def load_own(options: argparse.Namespace) -> SourceModel:
     if options.saver != "peft":
         reader = without_adapters(reader, adapted_layers)
     sections = reader.meta["config"]
-    is_other = reader.format in ("legacy", "core", "deepspeed")
-    if is_other:
+    is_foreign = reader.format in ("legacy", "core", "deepspeed")
+    if is_foreign:
         sections = {**legacy_run_settings(reader.meta["legacy_args"]), **sections}
     config = _complete(from_dict(sections, str(reader.path)), reader)
-    if is_other and _entries_if_there(config.tokenizer) is None:
+    if is_foreign and _entries_or_none(config.tokenizer) is None:
         config = replace(config, tokenizer=TokenizerConfig())  # the files are on another machine
     # Files that an import copied are in this folder or in the folder of the run's tokenizer.
     tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
-    beside = [one / files.COMPANION_FOLDER for one in (folder, folder.absolute().parent)]
-    places = [*beside, *(Path(name).parent for name in tokenizer if name)]
-    companions = (place for place in places if (place / files.CONFIG).is_file())
+    beside = [parent / files.COMPANION_FOLDER for parent in (folder, folder.absolute().parent)]
+    candidates = [*beside, *(Path(name).parent for name in tokenizer if name)]
+    companions = (candidate for candidate in candidates if (candidate / files.CONFIG).is_file())
     origin = reader.meta.get("huggingface") or {}
     return SourceModel(
         reader=reader,
@@ -209,10 +209,10 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
 
 def save_native(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
     """Write a native checkpoint and copy the companion files."""
-    tokenizer = _adopt_files(source, options)
-    held = rows = options.true_vocab_size or source.rows
-    is_own = tokenizer == source.config.tokenizer  # the files may have been moved
-    entries = (_entries_if_there if is_own else _entries)(tokenizer)
+    tokenizer = _copy_companions(source, options)
+    stored_rows = rows = options.true_vocab_size or source.rows
+    is_unchanged = tokenizer == source.config.tokenizer  # the files may have been moved
+    entries = (_entries_or_none if is_unchanged else _entries)(tokenizer)
     multiple = source.config.model.make_vocab_size_divisible_by
     if entries is not None and entries > rows:  # our BERT tokenizer adds two entries
         rows = padded_vocab_size(entries, multiple, 1)
@@ -227,7 +227,7 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
     if from_given(TokenizerConfig, vars(options)) == TokenizerConfig():
         extra["tokenizer"] = source.reader.meta.get("tokenizer")
     return convert_to_native(
-        PaddedReader(source.reader, rows=rows, entries=held),
+        PaddedReader(source.reader, rows=rows, entries=stored_rows),
         options.save_dir,
         replace(source.config, model=model, tokenizer=tokenizer),
         extra,
@@ -238,11 +238,13 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
 
 def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
     """Write a Megatron-LM 23.08 checkpoint, split as the flags specify or like the source."""
-    old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
-    config = replace(source.config, parallel=split_as_asked(old, source.config.model, options))
+    source_sizes = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
+    config = replace(
+        source.config, parallel=target_parallel_config(source_sizes, source.config.model, options)
+    )
     given = from_given(TokenizerConfig, vars(options))
     if given == TokenizerConfig():
-        entries = _entries_if_there(config.tokenizer)
+        entries = _entries_or_none(config.tokenizer)
     elif given.tokenizer_type is None and given.vocab_file and not given.merge_file:
         data = _read(given.vocab_file, "vocab_file")
         try:  # count keys of a JSON object, or lines, as Megatron's tool does
@@ -254,11 +256,15 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
         config, entries = replace(config, tokenizer=given), _entries(given)
     entries = options.true_vocab_size or entries
     rows = source.rows if entries is None else megatron_rows(entries, config)
-    held = min(entries or rows, source.rows)
+    stored_rows = min(entries or rows, source.rows)
     # Keep the padding rows that a model was trained with, unless a flag drops them.
-    kept = held if options.true_vocab_size else source.rows
+    kept_rows = stored_rows if options.true_vocab_size else source.rows
     return convert_to_legacy(
-        PaddedReader(PaddedReader(source.reader, rows=kept, entries=kept), rows=rows, entries=held),
+        PaddedReader(
+            PaddedReader(source.reader, rows=kept_rows, entries=kept_rows),
+            rows=rows,
+            entries=stored_rows,
+        ),
         options.save_dir,
         config,
         keep_optimizer=options.keep_optimizer,
@@ -268,11 +274,11 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
 
 def save_core(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
     """Write a Megatron Core checkpoint with the source run's optimizer settings and layout."""
-    old = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
+    source_sizes = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     sizes = ("tensor", "pipeline", "expert")
     names = [f"{size}_model_parallel_size" for size in sizes] + ["use_distributed_optimizer"]
-    known = {name: old[name] for name in names if old.get(name)}
-    parallel = replace(ParallelConfig(), **known)
+    source_parallel = {name: source_sizes[name] for name in names if source_sizes.get(name)}
+    parallel = replace(ParallelConfig(), **source_parallel)
     rows = options.true_vocab_size or source.rows
     return convert_to_core(
         PaddedReader(source.reader, rows=rows, entries=rows),
@@ -283,13 +289,14 @@ def save_core(source: SourceModel, options: argparse.Namespace, check: Check) ->
     )
 
 
-def split_as_asked(
-    old: Mapping[str, Any], model: ModelConfig, options: argparse.Namespace
+def target_parallel_config(
+    source_sizes: Mapping[str, Any], model: ModelConfig, options: argparse.Namespace
 ) -> ParallelConfig:
     """Return the parallel sizes for splitting Megatron-LM's files, from the --target flags.
 
     Args:
-        old: The source's parallel sizes by their names in `ParallelConfig`, which Megatron shares.
+        source_sizes: The source's parallel sizes by their names in `ParallelConfig`, which Megatron
+            shares.
         model: The configuration of the network.
         options: The options of `util.py`.
 
@@ -300,28 +307,30 @@ def split_as_asked(
     if split is not None and not model.decoder_layers:
         raise ConfigError(f"--target-pipeline-parallel-split-rank {split} is for T5 only: drop it")
     if split is None and options.target_pipeline_parallel_size is None:
-        split = old.get("pipeline_model_parallel_split_rank")
+        split = source_sizes.get("pipeline_model_parallel_split_rank")
     tensor, stages = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
     virtual = options.target_num_layers_per_virtual_pipeline_stage
     parallel = ParallelConfig(
-        tensor_model_parallel_size=tensor or old.get("tensor_model_parallel_size") or 1,
-        pipeline_model_parallel_size=stages or old.get("pipeline_model_parallel_size") or 1,
+        tensor_model_parallel_size=tensor or source_sizes.get("tensor_model_parallel_size") or 1,
+        pipeline_model_parallel_size=stages
+        or source_sizes.get("pipeline_model_parallel_size")
+        or 1,
         pipeline_model_parallel_split_rank=split,
         num_layers_per_virtual_pipeline_stage=virtual,
     )
-    misfit = tensor_split_problem(model, parallel.tensor_model_parallel_size)
-    if misfit:
-        raise ConfigError(f"--target-tensor-parallel-size: Megatron-LM 23.08 {misfit}")
+    problem = tensor_split_problem(model, parallel.tensor_model_parallel_size)
+    if problem:
+        raise ConfigError(f"--target-tensor-parallel-size: Megatron-LM 23.08 {problem}")
     try:
         plan_model(model, parallel)
     except ConfigError as error:
-        shown = f"--target-pipeline-parallel-size {parallel.pipeline_model_parallel_size}"
+        flags = f"--target-pipeline-parallel-size {parallel.pipeline_model_parallel_size}"
         if virtual is not None:
-            shown += f" --target-num-layers-per-virtual-pipeline-stage {virtual}"
+            flags += f" --target-num-layers-per-virtual-pipeline-stage {virtual}"
         if model.decoder_layers:
-            raise ConfigError(f"{shown}: {error}") from None
+            raise ConfigError(f"{flags}: {error}") from None
         raise ConfigError(
-            f"{shown}: --num-layers {model.num_layers} cannot be split this way: in Megatron-LM's "
+            f"{flags}: --num-layers {model.num_layers} cannot be split this way: in Megatron-LM's "
             "files all stages, and all virtual stages, have the same number of layers: use a "
             f"--target-pipeline-parallel-size of {divisors(model.num_layers)}"
             + (", and a divisor of a stage's layers for virtual stages" * (virtual is not None))
@@ -343,17 +352,17 @@ def _entries(config: TokenizerConfig) -> int | None:
     return build_tokenizer(config).vocab_size if config.tokenizer_type else None
 
 
-def _entries_if_there(config: TokenizerConfig) -> int | None:
+def _entries_or_none(config: TokenizerConfig) -> int | None:
     try:
         return _entries(config)
     except UserError:  # its files no longer exist here
         return None
 
 
-def _adopt_files(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
+def _copy_companions(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
     """Copy the companion files into the checkpoint folder and return the tokenizer's settings."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
-    found = dict(source.companion_files())
+    contents = dict(source.companion_files())
     given, own = _given_tokenizer(source, options), source.config.tokenizer
     if given == TokenizerConfig() and not source.companions:
         return own
@@ -361,38 +370,38 @@ def _adopt_files(source: SourceModel, options: argparse.Namespace) -> TokenizerC
     for field in _FILES:
         path = getattr(given, field)
         if path is not None:
-            found[Path(path).name] = _read(path, field)
+            contents[Path(path).name] = _read(path, field)
             paths[field] = str(folder / Path(path).name)
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in found.items():
+        for name, data in contents.items():
             replace_file(folder / name, data)
     if given == TokenizerConfig() and own.tokenizer_type is not None:
-        return _moved(own, source.companions or folder, folder)
+        return _with_copied_paths(own, source.companions or folder, folder)
     if any(paths.values()):
         return replace(given, **paths)
-    there = files.tokenizer_in(folder, source.config.model.architecture)
-    if there.tokenizer_type is None:
+    copied = files.tokenizer_in(folder, source.config.model.architecture)
+    if copied.tokenizer_type is None:
         return given
-    extra = there.vocab_extra_ids or given.vocab_extra_ids
+    extra = copied.vocab_extra_ids or given.vocab_extra_ids
     return replace(
         given,
-        tokenizer_type=there.tokenizer_type,
+        tokenizer_type=copied.tokenizer_type,
         vocab_extra_ids=extra,
-        **{field: getattr(there, field) for field in _FILES},
+        **{field: getattr(copied, field) for field in _FILES},
     )
 
 
-def _moved(own: TokenizerConfig, old: Path, new: Path) -> TokenizerConfig:
+def _with_copied_paths(config: TokenizerConfig, old: Path, new: Path) -> TokenizerConfig:
     """Return the settings of a run's own tokenizer with the paths of the copied files."""
-    places: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     for field in _FILES:
-        path = getattr(own, field)
+        path = getattr(config, field)
         if path is not None and (new / Path(path).name).is_file():
             is_elsewhere = Path(path).absolute().parent != old.absolute()
             if not (Path(path).is_file() and is_elsewhere):
-                places[field] = str(new / Path(path).name)
-    return replace(own, **places)
+                paths[field] = str(new / Path(path).name)
+    return replace(config, **paths)
 
 
 def _read(path: str, field: str) -> bytes:
@@ -412,7 +421,7 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
     given = from_given(TokenizerConfig, vars(options))
     if given.tokenizer_type is None and any(getattr(given, field) for field in _FILES):
         args = source.reader.meta.get("legacy_args")
-        own = args or vars(source.config.tokenizer)
+        settings = args or vars(source.config.tokenizer)
         model = given.tokenizer_model
         if model is not None:
             kind = "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
@@ -420,8 +429,10 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
             kind = "GPT2BPETokenizer"
         else:  # WordPiece: use the type from the checkpoint's run
             kinds = (source.config.tokenizer.tokenizer_type, (args or {}).get("tokenizer_type"))
-            kind = next((str(one) for one in kinds if one in _WORDPIECES), _WORDPIECES[0])
-        extra = given.vocab_extra_ids or own.get("vocab_extra_ids") or 0  # a T5's sentinels
+            kind = next(
+                (str(candidate) for candidate in kinds if candidate in _WORDPIECES), _WORDPIECES[0]
+            )
+        extra = given.vocab_extra_ids or settings.get("vocab_extra_ids") or 0  # a T5's sentinels
         given = replace(given, tokenizer_type=kind, vocab_extra_ids=extra)
     _entries(given)
     return given
@@ -438,10 +449,10 @@ def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> P
         )
     given = _given_tokenizer(source, options)
     vocab = _true_vocabulary(source, options, given, template)
-    wanted = options.model_family or source.family or (template or {}).get("model_type")
+    family_name = options.model_family or source.family or (template or {}).get("model_type")
     export = Export(
         PaddedReader(source.reader, rows=vocab, entries=vocab),
-        family_for(source.config.model, vocab, wanted),
+        family_for(source.config.model, vocab, family_name),
         source.config.model,
         vocab,
         bare_names=source.bare_names,
@@ -455,15 +466,15 @@ def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> P
         ids = {key: written[key] for key in keys if written.get(key) is not None}
         companions[files.GENERATION_CONFIG] = files.json_bytes(ids)
     _add_chat(companions, source.config.tokenizer)
-    most = parse_bytes(options.max_shard_size)
-    write_folder(options.save_dir, export, companions, max_shard_bytes=most, check=check)
+    max_shard_bytes = parse_bytes(options.max_shard_size)
+    write_folder(options.save_dir, export, companions, max_shard_bytes=max_shard_bytes, check=check)
     return Path(options.save_dir)
 
 
 def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
     """Add the run's chat template, and add its end-of-turn token to the `eos_token_id`s."""
     source = find_template(config.chat_template, config.tokenizer_model)
-    if source is None or _entries_if_there(config) is None:
+    if source is None or _entries_or_none(config) is None:
         return
     if config.chat_template is not None:
         companions[files.CHAT_TEMPLATE] = source.encode()
@@ -475,10 +486,10 @@ def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
         return  # the model's own file, which is copied unchanged
     if not isinstance(settings, dict):
         return
-    ends = settings.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
-    if end is not None and end not in ends:
-        settings["eos_token_id"] = [*ends, end] if ends else end
+    eos_ids = settings.get("eos_token_id")
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids] * (eos_ids is not None)
+    if end is not None and end not in eos_ids:
+        settings["eos_token_id"] = [*eos_ids, end] if eos_ids else end
         companions[files.GENERATION_CONFIG] = files.json_bytes(settings)
 
 
@@ -494,9 +505,9 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
             f"--saver peft: {path} holds {with_article(model.architecture)}, but PEFT's files are "
             "written only for a gpt: use --saver hf, which merges the adapters"
         )
-    wanted = options.model_family or source.family
+    family_name = options.model_family or source.family
     rows = options.true_vocab_size or source.rows
-    family = family_for(plain_network(model), rows, wanted)
+    family = family_for(plain_network(model), rows, family_name)
     names = peft_names(model, adapted_layers(model, rows), family, rows)
     export = AdapterExport(PaddedReader(source.reader, rows=rows, entries=rows), model, names)
     base = None if source.companions is None else str(source.companions)
@@ -515,7 +526,7 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
     fields: tuple[str, ...] = _FILES
     if given == TokenizerConfig():
         config = source.config.tokenizer
-        fields = () if _entries_if_there(config) is None else files_of(config)
+        fields = () if _entries_or_none(config) is None else files_of(config)
     is_json = (config.tokenizer_model or "").endswith(".json")
     has_decoder = source.config.model.decoder_layers > 0
     pieces = files.SPIECE if has_decoder else files.TOKENIZER_MODEL
@@ -547,8 +558,10 @@ def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | N
     except UserError:  # its files no longer exist here
         tokenizer = None
     keys = {"bos_token_id": "bos", "eos_token_id": "eod"}
-    found = {key: tokenizer.special_ids(name) if tokenizer else () for key, name in keys.items()}
-    return {key: next(iter(ids), None) for key, ids in found.items()}
+    special_ids = {
+        key: tokenizer.special_ids(name) if tokenizer else () for key, name in keys.items()
+    }
+    return {key: next(iter(ids), None) for key, ids in special_ids.items()}
 
 
 def _true_vocabulary(
@@ -567,8 +580,8 @@ def _true_vocabulary(
     original = template.get("vocab_size") if template else None
     if isinstance(original, int) and original <= source.rows:
         return original
-    own = source.config.tokenizer
-    entries = _entries_if_there(own) if given == TokenizerConfig() else _entries(given)
+    tokenizer = source.config.tokenizer
+    entries = _entries_or_none(tokenizer) if given == TokenizerConfig() else _entries(given)
     return entries if entries is not None and entries <= source.rows else source.rows
 
 
@@ -579,15 +592,15 @@ def parse_bytes(text: str) -> int:
         CheckpointError: The text is not a size.
     """
     number = text.rstrip("KMGB")
-    unit = _UNITS.get(text[len(number) :])
+    unit = _BYTE_UNITS.get(text[len(number) :])
     if not number.isdigit() or int(number) == 0 or unit is None:
         raise CheckpointError(f"--max-shard-size {text}: expected a size such as 5GB or 500MB")
     return int(number) * unit
 
 
 LOADERS: Mapping[str, Callable[[argparse.Namespace], SourceModel]] = {
-    "native": load_own,
-    "megatron": load_own,
+    "native": load_checkpoint,
+    "megatron": load_checkpoint,
     "hf": load_hf,
     "llama2_hf": load_hf,
 }

@@ -55,7 +55,7 @@ _TARGETS = {  # how Megatron-LM's files are split
 }
 _IN_FOLDER = "omit it: it is known from --load-dir"
 # Flags of Megatron's loaders and savers that this tool does not have.
-_GONE = {
+_UNSUPPORTED_FLAGS = {
     "--target-expert-parallel-size": "use --saver native or torch_dist, whose files load in any "
     "layout, and --expert-model-parallel-size in the run that loads them",
     "--loader-transformer-impl": "omit it: both implementations' files are recognized",
@@ -73,7 +73,7 @@ _GONE = {
 
 def build_parser() -> ToolParser:
     """Build the command-line parser, with Megatron's flags and ours."""
-    parser = ToolParser("util.py", __doc__, _GONE)
+    parser = ToolParser("util.py", __doc__, _UNSUPPORTED_FLAGS)
     add = parser.add_argument
     add("--model-type", required=True, choices=MODELS, help="Kind of model.")
     add("--loader", default="megatron", choices=LOADERS, help="Format to read.")
@@ -119,8 +119,8 @@ def notices(options: argparse.Namespace) -> Iterator[str]:
     for name in _TARGETS if options.saver != "megatron" else ():
         value = getattr(options, name)
         if value is not None:
-            loads = "the written checkpoint loads in any layout"
-            yield f"{_flag(name)} {value}: no effect: {loads}"
+            any_layout = "the written checkpoint loads in any layout"
+            yield f"{_flag(name)} {value}: no effect: {any_layout}"
     if options.saver != "hf":
         for_hf = "no effect: it is for --saver hf"
         if options.model_family is not None:
@@ -162,11 +162,11 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     formats.check_companions(options)
     yield from notices(options)
     source = formats.LOADERS[options.loader](options)
-    kind = source.config.model.architecture
-    if kind != options.model_type.lower():
+    architecture = source.config.model.architecture
+    if architecture != options.model_type.lower():
         raise ConfigError(
-            f"--model-type {options.model_type}: {source.reader.path} is a {kind.upper()}: give "
-            f"--model-type {kind.upper()}"
+            f"--model-type {options.model_type}: {source.reader.path} is a {architecture.upper()}: "
+            f"give --model-type {architecture.upper()}"
         )
     if options.true_vocab_size is not None and options.true_vocab_size > source.rows:
         raise ConfigError(
@@ -191,10 +191,10 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> Iterator[str]:
     """Yield a line for everything that Megatron-LM computes differently or cannot restore."""
-    from megatron.checkpoint.legacy.writer import notices as of_network
+    from megatron.checkpoint.legacy.writer import notices as network_notices
     from megatron.config.rules_legacy import unsupported_state
 
-    yield from of_network(source.config.model)
+    yield from network_notices(source.config.model)
     if keep_optimizer:
         style = (source.reader.meta.get("schedule") or {}).get("lr_decay_style")
         yield from unsupported_state(source.config.precision, style, "--saver megatron")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5
 TOLERANCE_HELP = f"Largest difference, as a fraction of the largest logit. Default: {TOLERANCE:g}."
 _RENAMED = ("backbone.", "embed_out.")  # tensors that transformers 5 renames during loading
-_SHORTEST_STEP = 1e-30
+_MIN_TIME_STEP = 1e-30
 _TOKENS = (2, 64)  # [b, s]; shorter if the model's context is shorter
 
 
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.tools.checkpoint import formats
 
         trust = options.allow_foreign_checkpoints
-        found = open_any(options.checkpoint, verify=False, allow_foreign=trust).format
-        loader = formats.LOADER_OF.get(found, found)
+        source_format = open_any(options.checkpoint, verify=False, allow_foreign=trust).format
+        loader = formats.LOADER_OF.get(source_format, source_format)
         load = argparse.Namespace(
             load_dir=options.checkpoint,
             loader=loader,
@@ -104,14 +104,17 @@ def verify(
         return "--verify: NOT CHECKED: transformers is not installed (pip install transformers)"
     from megatron.checkpoint.loading import open_hf
 
-    theirs_reader = open_hf(folder, allow_foreign=allow_foreign)
-    inputs = random_inputs(config.model.max_position_embeddings, theirs_reader.vocab)
-    ours = our_outputs(reader, config, inputs)
-    theirs = their_outputs(theirs_reader, inputs)
+    hf_reader = open_hf(folder, allow_foreign=allow_foreign)
+    inputs = random_inputs(config.model.max_position_embeddings, hf_reader.vocab)
+    actual = megatron_outputs(reader, config, inputs)
+    expected = transformers_outputs(hf_reader, inputs)
     lines = []
-    for name, expected in theirs.items():
-        found = ours[name][..., : expected.shape[-1]]
-        difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
+    for name, expected_output in expected.items():
+        output = actual[name][..., : expected_output.shape[-1]]
+        difference, largest = (
+            (output - expected_output).abs().max().item(),
+            expected_output.abs().max().item(),
+        )
         lines.append(f"{name} differ by at most {difference:.2e} (largest {largest:.2f}, fp32)")
         if not difference <= tolerance * max(1.0, largest):
             raise CheckpointError(f"--verify: {lines[-1]}: more than {tolerance:g} of the largest")
@@ -148,7 +151,7 @@ def random_inputs(positions: int, vocab: int) -> Inputs:
     return Inputs(tokens, types, padding, decoder)
 
 
-def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, Tensor]:
+def megatron_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, Tensor]:
     """Return the outputs of a checkpoint's model in fp32, by name.
 
     These are the logits [b, s, v] or, for a reward model, the rewards [b, 1]; for T5 also the
@@ -176,76 +179,76 @@ def our_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, T
     model = build_model(
         network, config, run_context(config, Layout.single(), Device.cpu()), rows
     ).eval()
-    held = set(reader.names())
-    state = {name: entry for name, entry in model_state([model]).items() if name in held}
+    names = set(reader.names())
+    state = {name: entry for name, entry in model_state([model]).items() if name in names}
     restore(reader, state, prefixes=("model.",), cast=True)
     with torch.no_grad():
         if isinstance(model, BertModel):
-            return _bert_outputs(model, held, inputs)
+            return _bert_outputs(model, names, inputs)
         if isinstance(model, GPTModel):
             scores = model(inputs.tokens)
             return {"rewards": scores[:, -1:]} if model.score is not None else {"logits": scores}
         assert isinstance(model, T5Model)
-        both = (inputs.tokens, inputs.decoder_tokens, inputs.padding)
-        encoder, decoder = (states.transpose(0, 1) for states in model.states(*both))
+        t5_inputs = (inputs.tokens, inputs.decoder_tokens, inputs.padding)
+        encoder, decoder = (states.transpose(0, 1) for states in model.states(*t5_inputs))
         return {
-            "logits": model(*both),
+            "logits": model(*t5_inputs),
             "encoder states": encoder[inputs.padding],
             "decoder states": decoder,
         }
 
 
-def _bert_outputs(model: BertModel, held: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
+def _bert_outputs(model: BertModel, names: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
     """Return the logits for tokens and sentence order from the heads that the checkpoint has.
 
     If it has none, return the hidden states without padding, and the pooled vector.
     """
-    found = model(inputs.tokens, inputs.padding, inputs.types)
-    heads = {"order": found.order} if "model.binary_head.weight" in held else {}
-    if "model.output.bias" in held:
-        heads["logits"] = found.tokens[inputs.padding]
+    output = model(inputs.tokens, inputs.padding, inputs.types)
+    heads = {"order": output.order} if "model.binary_head.weight" in names else {}
+    if "model.output.bias" in names:
+        heads["logits"] = output.tokens[inputs.padding]
     if heads:
         return heads
     model.head = None
     hidden = model(inputs.tokens, inputs.padding, inputs.types)
     assert model.pooler is not None
     states = {"hidden states": hidden.transpose(0, 1)[inputs.padding]}
-    return states | ({"pooled": model.pooler(hidden)} if "model.pooler.dense.bias" in held else {})
+    return states | ({"pooled": model.pooler(hidden)} if "model.pooler.dense.bias" in names else {})
 
 
-def their_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
+def transformers_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
     """Return the outputs of a folder's model in `transformers`, in fp32, by the same names."""
     import torch
 
-    model, padding = their_model(reader).eval(), inputs.padding
+    model, padding = transformers_model(reader).eval(), inputs.padding
     with torch.no_grad():
         if reader.architecture == "T5ForConditionalGeneration":
-            found = model(
+            output = model(
                 inputs.tokens,
                 attention_mask=padding,
                 decoder_input_ids=inputs.decoder_tokens,
                 output_hidden_states=True,
             )
             return {
-                "logits": found.logits,
-                "encoder states": found.encoder_last_hidden_state[padding],
-                "decoder states": found.decoder_hidden_states[-1],
+                "logits": output.logits,
+                "encoder states": output.encoder_last_hidden_state[padding],
+                "decoder states": output.decoder_hidden_states[-1],
             }
         if not reader.architecture.startswith("Bert"):
             is_reward = reader.architecture.endswith("ForSequenceClassification")
             if is_reward:
                 model.config.pad_token_id = -1  # nothing is padding: the last token has the reward
             return {"rewards" if is_reward else "logits": model(inputs.tokens).logits}
-        found = model(inputs.tokens, attention_mask=padding, token_type_ids=inputs.types)
+        output = model(inputs.tokens, attention_mask=padding, token_type_ids=inputs.types)
     match reader.architecture:
         case "BertModel":
-            states = {"hidden states": found.last_hidden_state[padding]}
-            return states | ({"pooled": found.pooler_output} if _has_pooler(reader) else {})
+            states = {"hidden states": output.last_hidden_state[padding]}
+            return states | ({"pooled": output.pooler_output} if _has_pooler(reader) else {})
         case "BertForMaskedLM":
-            return {"logits": found.logits[padding]}
+            return {"logits": output.logits[padding]}
         case "BertForNextSentencePrediction":
-            return {"order": found.logits}
-    return {"logits": found.prediction_logits[padding], "order": found.seq_relationship_logits}
+            return {"order": output.logits}
+    return {"logits": output.prediction_logits[padding], "order": output.seq_relationship_logits}
 
 
 def _has_pooler(reader: HFReader) -> bool:
@@ -253,7 +256,7 @@ def _has_pooler(reader: HFReader) -> bool:
     return "model.pooler.dense.weight" in reader.names()
 
 
-def their_model(reader: HFReader) -> Any:
+def transformers_model(reader: HFReader) -> Any:
     """Build the folder's model with the class from our table of families.
 
     Raises:
@@ -275,20 +278,20 @@ def their_model(reader: HFReader) -> Any:
     if kind == "nemotron_h":
         # transformers clamps time steps to at least this value in prefill. Its decode steps do not,
         # and neither does Megatron Core, which trained these models.
-        values["time_step_min"] = _SHORTEST_STEP
+        values["time_step_min"] = _MIN_TIME_STEP
     config = transformers.AutoConfig.for_model(kind, **values)
     config._attn_implementation = config._experts_implementation = "eager"  # allows odd sizes
     if kind == "falcon":  # the eager attention of transformers 5 adds ALiBi's biases twice
         config._attn_implementation = "sdpa"
     lacks_pooler = reader.architecture == "BertModel" and not _has_pooler(reader)
-    pieces = {"add_pooling_layer": False} if lacks_pooler else {}
-    model = getattr(transformers, reader.architecture)(config, **pieces).float()
+    extra = {"add_pooling_layer": False} if lacks_pooler else {}
+    model = getattr(transformers, reader.architecture)(config, **extra).float()
     family = reader.family
     files = sorted(set(find_shards(reader.path, allow_foreign=trust).values()))
     state = {
-        name: file.tensor(place)
+        name: file.tensor(location)
         for file in (MappedFile(path, allow_foreign=trust) for path in files)
-        for name, place in file.header().items()
+        for name, location in file.header().items()
         if not re.fullmatch(family.derived, name)
     }
     if reader.bare_names and reader.architecture != "BertModel":
@@ -302,8 +305,8 @@ def their_model(reader: HFReader) -> Any:
         if any(loading.values()):
             raise CheckpointError(f"--verify: transformers cannot load the tensors: {loading}")
         return model.float()
-    own_head = family.head_follows_files and family.tied_head in state
-    if own_head:  # `transformers` first ties it, regardless of config.json
+    has_own_head = family.head_follows_files and family.tied_head in state
+    if has_own_head:  # `transformers` first ties it, regardless of config.json
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -312,6 +315,6 @@ def their_model(reader: HFReader) -> Any:
         raise CheckpointError(
             f"--verify: transformers lacks {missing} and does not recognize {unexpected}"
         )
-    if not own_head:
+    if not has_own_head:
         model.tie_weights()
     return model
