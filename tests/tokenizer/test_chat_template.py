@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.chat_template import ChatTemplate, find_template, special_tokens
+from megatron.tokenizer import chat_template
+from megatron.tokenizer.chat_template import (
+    ChatTemplate,
+    added_tokens,
+    find_template,
+    special_tokens,
+)
 from tests.inference.server.live import write_tokenizer
 
 MESSAGES = [
@@ -98,6 +104,69 @@ def _rendered(source: str) -> str | None:
     except DataError as error:
         refusal = "the model's chat template refuses the messages: "
         return None if str(error).startswith(refusal) else str(error)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'ab' * 5 }}", "ab" * 5),
+        ("{{ 5 * 'ab' }}", "ab" * 5),
+        ("{{ 'ab' * 6 }}", None),
+        ("{{ 6 * 'ab' }}", None),
+        ("{{ ([0] * 11) | length }}", None),
+        ("{{ ('x' * -9) ~ 'y' }}", "y"),
+        ("{% for i in range(10) %}x{% endfor %}", "x" * 10),
+        ("{% for i in range(11) %}x{% endfor %}", None),
+    ],
+)
+def test_the_longest_text_that_a_template_may_write(
+    source: str, text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "_MAX_TEXT", 10)
+    assert _rendered(source) == text
+
+
+def test_the_marks_of_a_template_are_those_of_its_last_text() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{% generation %}!{% endgeneration %}{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    assert template.has_marks
+    assert not ChatTemplate("{{ messages }}", {}).has_marks
+    messages = [{"role": "assistant", "content": text} for text in ("one", "two")]
+    for _ in range(2):  # nothing remains of an earlier text
+        assert template.render_marked(messages) == ("one!two!", [(3, 4), (7, 8)])
+
+
+def test_a_template_is_at_most_a_mebibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_MAX_TEMPLATE", 10)
+    path = tmp_path / "chat.jinja"
+    path.write_text("x" * 10)
+    assert find_template(str(path), None) == "x" * 10
+    path.write_text("x" * 11)
+    with pytest.raises(ConfigError, match=r"--chat-template .*chat.jinja is larger than 10 bytes"):
+        find_template(str(path), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "template", "special", "added"),
+    [
+        ([], None, {}, []),
+        ({"chat_template": [{"name": "tool_use", "template": "T"}, 3]}, None, {}, []),
+        ({"chat_template": 3, "eos_token": 4, "pad_token": {}}, None, {}, []),
+        ({"unk_token": "<u>", "bos_token": {"content": "<b>"}}, None,
+         {"unk_token": "<u>", "bos_token": "<b>"}, []),
+        ({"added_tokens_decoder": {"7": {"content": "<x>"}, "8": 1, "9": {}}}, None, {}, ["<x>"]),
+        ({"added_tokens_decoder": ["<x>"]}, None, {}, []),
+    ],
+)  # fmt: skip
+def test_settings_of_any_kind_are_read(
+    settings: object, template: str | None, special: dict, added: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert find_template(None, str(tmp_path)) == template
+    assert special_tokens(str(tmp_path)) == special
+    assert added_tokens(str(tmp_path)) == added
 
 
 def test_a_broken_template_is_named() -> None:

@@ -293,3 +293,26 @@ def test_damaged_files_are_named(tmp_path, vocab, merges, message):
 def test_small_good_pair(tmp_path, cache_folder):
     tokenizer = build_tokenizer(write_pair(tmp_path, GOOD, "#version: 0.2\na b\n"))
     assert tokenizer.tokenize("abab") == [256, 256]
+    assert tokenizer.tokenize_spelled("ab<|endoftext|>") == [256, 257]
+    assert 257 not in tokenizer.tokenize("ab<|endoftext|>")
+    assert tokenizer.detokenize([256, 257, 258]) == "ab<|endoftext|>\ufffd"
+
+
+def test_merges_may_have_any_line_ends_and_no_version(tmp_path, cache_folder):
+    expected = build_tokenizer(write_pair(tmp_path, GOOD, "#version: 0.2\na b")).tokenize("abab")
+    for merges in ("a b\n\n\n", "a b", "#version: 0.2\r\na b\r\n"):
+        config = write_pair(tmp_path, GOOD, "")
+        (tmp_path / "m.txt").write_bytes(merges.encode())
+        assert build_tokenizer(config).tokenize("abab") == expected == [256, 256]
+
+
+def test_a_small_compiled_file_is_read_again(tmp_path, cache_folder):
+    pytest.importorskip("gigatoken")
+    config = write_pair(tmp_path, GOOD, "a b\n")
+    fresh = build_tokenizer(config)
+    (compiled,) = cache_folder.glob("*.tiktoken")
+    again = build_tokenizer(config)
+    assert (again.vocab_size, again.eod) == (fresh.vocab_size, fresh.eod) == (258, 257)
+    assert again.tokenize("abba") == fresh.tokenize("abba")
+    compiled.write_bytes(compiled.read_bytes()[:-1])
+    assert compiled_encoder(compiled.stem.split("-")[0]) is None

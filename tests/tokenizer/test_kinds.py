@@ -12,10 +12,11 @@ import pytest
 import sentencepiece
 
 from megatron.config.data import TOKENIZER_NEEDS, TokenizerConfig
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, best_dtype
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.build import padded_vocab_size
+from megatron.tokenizer.build import padded_vocab_size, vocabulary_multiple
+from megatron.tokenizer.files import digest
 
 
 def build(kind: str, **flags: object) -> Tokenizer:
@@ -100,14 +101,31 @@ def test_damaged_wordpiece_vocabulary(tmp_path, lines, message):
         build("BertWordPieceCase", vocab_file=str(path))
 
 
-@pytest.mark.parametrize(("word", "kind"), [("Word", "Case"), ("word", "LowerCase")])
+def test_a_small_wordpiece_vocabulary(tmp_path):
+    path = tmp_path / "v.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]", "a", "##a"]))
+    tokenizer = build("BertWordPieceCase", vocab_file=str(path), vocab_extra_ids=2)
+    assert tokenizer.tokenize("aa") == [6, 7]
+    assert [ids.tolist() for ids in tokenizer.tokenize_batch(["aa", "", "b"])] == [[6, 7], [], [1]]
+    assert len(tokenizer.tokenize("a" * 200)) == 200
+    assert tokenizer.tokenize("a" * 201) == [1]  # as in Google's BERT
+    # Only [BOS] and the sentinels are appended, and no text has them.
+    assert (tokenizer.eos, tokenizer.bos) == (5, 8)
+    assert tokenizer.additional_special_tokens_ids == [9, 10]
+    assert (tokenizer.vocab_size, tokenizer.text_vocab_size) == (11, 8)
+    assert tokenizer.detokenize([6, 7, 6, 99]) == "aa a [UNK]"
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"), [("Word", "Case"), ("word", "LowerCase"), ("Éa", "LowerCase")]
+)
 def test_the_wordpiece_of_2019_follows_its_vocabulary(tmp_path, word, kind):
     path = tmp_path / "v.txt"
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", word]))
     old = build("BertWordPieceTokenizer", vocab_file=str(path))
     now = build(f"BertWordPiece{kind}", vocab_file=str(path))
     assert old.fingerprint() == now.fingerprint()
-    assert old.tokenize("Word") == [5]
+    assert old.tokenize(word) == [5 if word.isascii() else 1]
 
 
 def test_characters():
@@ -118,6 +136,7 @@ def test_characters():
     assert tokenizer.detokenize([*ids, tokenizer.eod]) == "Aé\n<eos>"
     assert (tokenizer.pad, tokenizer.bos, tokenizer.cls, tokenizer.mask) == (0, 2, 6, 7)
     assert tokenizer.vocab_size == 264
+    assert tokenizer.detokenize([8 + 65, 264]) == "A<unk>"
     with pytest.raises(DataError, match=r"found '世' \(U\+4E16\)"):
         tokenizer.tokenize("a世")
 
@@ -244,6 +263,50 @@ def test_huggingface_settings_name_the_special_tokens(tokenizer_folder):
         _ = tokenizer.bos
 
 
+def test_huggingface_settings_must_be_an_object(tokenizer_folder):
+    (tokenizer_folder / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(DataError, match="tokenizer_config.json: expected a JSON object"):
+        build("HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder))
+
+
+def _replaces(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "growth"),
+    [
+        (None, 2),
+        ({"type": "ByteFallback"}, 2),
+        (_replaces({"String": "_"}, "four"), 5),
+        (_replaces({"String": "three"}, " "), 6),
+        ({"type": "Sequence", "decoders": [_replaces({"String": "_"}, " "), {"type": "Fuse"}]}, 4),
+    ],
+)
+def test_the_growth_of_a_text_is_bounded(tokenizer_folder, decoder, growth):
+    path = tokenizer_folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "decoder": decoder}))
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(path))
+    assert tokenizer.text_growth() == growth
+
+
+def test_the_growth_of_a_text_by_a_regular_expression_is_not_bounded(tokenizer_folder):
+    path = tokenizer_folder / "tokenizer.json"
+    decoder = _replaces({"Regex": "(a+)+b"}, " ")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "decoder": decoder}))
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(path))
+    with pytest.raises(DataError, match="replaces a regular expression"):
+        tokenizer.text_growth()
+
+
+def test_the_characters_of_huggingface_s_tokens(tokenizer_folder):
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder))
+    ids, spans = tokenizer.tokenize_spans("hello<|turn|>  world")
+    assert ids == tokenizer.tokenize_spelled("hello<|turn|>  world") == [3, 6, 4]
+    assert spans.tolist() == [[0, 5], [5, 13], [15, 20]]
+    assert tokenizer.tokenize_spans("")[1].shape == (0, 2)
+
+
 def test_huggingface_never_goes_to_the_network(tmp_path):
     with pytest.raises(ConfigError, match="nothing is downloaded"):
         build("HuggingFaceTokenizer", tokenizer_model="openai-community/gpt2")
@@ -284,6 +347,37 @@ def test_tiktoken_rank_file(tmp_path):
     assert (gpt2.bos, gpt2.eod, gpt2.vocab_size) == (259, 260, 261)
 
 
+@pytest.mark.parametrize(
+    ("names", "end"),
+    [
+        (("<a>", "<b>"), 0),  # none is known to end a document
+        (("<a>", "<eos>", "</s>"), 2),
+        (("</s>", "<|end_of_text|>"), 1),
+        (("<eos>", "<|endoftext|>"), 1),
+    ],
+)
+def test_the_special_token_that_ends_a_document(tmp_path, names, end):
+    """They follow the last rank, even in a file that is known by its name."""
+    model = write_ranks(tmp_path / "r50k_base.tiktoken", byte_ranks())
+    tokenizer = build("TikTokenizer", tokenizer_model=model, tokenizer_special_tokens=names)
+    assert dict(tokenizer.special_texts) == {name: 256 + i for i, name in enumerate(names)}
+    assert tokenizer.eod == 256 + end
+    assert tokenizer.vocab_size == 256 + len(names)
+
+
+def test_spelled_special_tokens_and_the_characters_that_tokens_cover(tmp_path):
+    """The longest of two special tokens is read. A character may have several tokens."""
+    model = write_ranks(tmp_path / "x.tiktoken", byte_ranks(b"ab"))
+    names = ("<s>", "<s>>", "<|endoftext|>")
+    tokenizer = build("TikTokenizer", tokenizer_model=model, tokenizer_special_tokens=names)
+    text = "ab<s>><s>é"
+    assert tokenizer.tokenize_spelled(text) == [256, 258, 257, *"é".encode()]
+    ids, spans = tokenizer.tokenize_spans(text)
+    assert ids == tokenizer.tokenize_spelled(text)
+    assert spans.tolist() == [[0, 2], [2, 6], [6, 9], [9, 10], [9, 10]]
+    assert tokenizer.detokenize([256, 999, 258]) == "ab<s>>"
+
+
 def test_special_tokens_of_files_that_are_known_by_name(tmp_path):
     found = {}
     for name in ("r50k_base", "cl100k_base"):
@@ -291,6 +385,7 @@ def test_special_tokens_of_files_that_are_known_by_name(tmp_path):
         tokenizer = build("TikTokenizer", tokenizer_model=model)
         found[name] = (dict(tokenizer.special_texts), tokenizer.eod, tokenizer.vocab_size)
     assert found["r50k_base"] == ({"<|endoftext|>": 50256}, 50256, 50257)
+    assert tokenizer.detokenize([97, 300, 98]) == "ab"  # the file lacks most pieces
     of_cl100k = {
         "<|endoftext|>": 100257,
         "<|fim_prefix|>": 100258,
@@ -339,6 +434,31 @@ def test_tekken_vocabulary(tmp_path):
         build("TikTokenizer", vocab_size=300, **flags)
     with pytest.raises(ConfigError, match="leaves no room"):
         build("TikTokenizer", vocab_size=10, **flags)
+
+
+@pytest.mark.parametrize(
+    ("names", "reserved", "is_good"),
+    [
+        (("<unk>", "<s>", "</s>"), 3, True),
+        (("<unk>", "<s>", "</s>"), 2, False),
+        (("<unk>", "<s>", "</s>", "<s>"), 10, False),
+        (("<unk>", "<s>"), 10, False),
+        (("<s>", "</s>", "<unk>", "[INST]"), 4, True),
+    ],
+)
+def test_special_tokens_of_a_tekken_vocabulary(tmp_path, names, reserved, is_good):
+    path = tmp_path / "tekken.json"
+    write_tekken(path, byte_ranks())
+    path.write_text(json.dumps({"vocab": json.loads(path.read_text())}))  # Mistral's own form
+    flags = {"tokenizer_model": str(path), "vocab_size": 256 + reserved}
+    flags |= {"tiktoken_num_special_tokens": reserved, "tokenizer_special_tokens": names}
+    if is_good:
+        tokenizer = build("TikTokenizer", **flags)
+        assert list(tokenizer.special_texts) == list(names)
+        assert tokenizer.tokenize("a") == [reserved + 97]
+    else:
+        with pytest.raises(ConfigError, match=f"each once, and at most {reserved} tokens"):
+            build("TikTokenizer", **flags)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +523,34 @@ def test_null_tokenizer():
             tokenizer.tokenize(text)
 
 
+@pytest.mark.parametrize(("size", "largest"), [(65498, 65535), (65499, 2**31 - 1)])
+def test_the_largest_number_is_that_of_the_dataset(size, largest):
+    """Datasets of fewer than 65,500 entries store 16 bits per token."""
+    tokenizer = build("NullTokenizer", vocab_size=size)
+    assert (best_dtype(tokenizer.vocab_size) == np.uint16) == (largest == 65535)
+    assert tokenizer.tokenize(str(largest)) == [largest]
+    with pytest.raises(DataError, match=f"reads numbers from 0 to {largest}"):
+        tokenizer.tokenize(str(largest + 1))
+
+
+def test_a_null_tokenizer_of_no_or_one_number():
+    assert build("NullTokenizer", vocab_size=1).vocab == {"0": 0, "1": 1}
+    with pytest.raises(ConfigError, match="--vocab-size"):
+        build("NullTokenizer", vocab_size=0)
+
+
 # All kinds
+
+
+@pytest.mark.parametrize(("rows", "multiple"), [(50304, 50304), (64, 64), (50257, 1), (96, 1)])
+def test_the_multiple_that_keeps_an_embedding_s_rows(rows, multiple):
+    assert vocabulary_multiple(rows) == multiple
+    entries = rows if multiple == 1 else rows - 7
+    assert padded_vocab_size(entries, multiple, 1) == rows
+
+
+def test_a_digest_depends_on_where_each_part_ends():
+    assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("abc", "")}) == 4
 
 
 def test_unknown_and_missing_kind():

@@ -90,6 +90,17 @@ def test_bytes_and_added_spaces_stand_for_the_character(folder: Path) -> None:
     assert tokenizer.tokenize_spans("")[1].shape == (0, 2)
 
 
+def test_a_llama_s_text_begins_with_a_token(folder: Path) -> None:
+    llama = build_tokenizer(_settings(folder))
+    model = str(folder / "tokenizer.model")
+    plain = build_tokenizer(
+        TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model)
+    )
+    assert llama.tokenize("Hello") == [llama.bos, *plain.tokenize("Hello")]
+    assert llama.tokenize_spelled("Hello") == plain.tokenize("Hello")
+    assert plain.detokenize([*plain.tokenize("Hello"), plain.vocab_size]) == "Hello"
+
+
 def test_models_that_remove_spaces_spell_as_they_tokenize(shared_data: Path) -> None:
     model = str(shared_data / "tokenizers" / "t5" / "spiece.model")
     flags = TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model)

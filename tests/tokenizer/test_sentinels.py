@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 
 from megatron.config.data import TokenizerConfig
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.files import find_sentinels
 from tests.tokenizer.t5 import SENTINELS, SIZE, t5_tokenizer
@@ -98,6 +98,20 @@ def test_more_sentinels_than_a_models_own(own: str) -> None:
     tokenizer = build("SentencePieceTokenizer", tokenizer_model=own, vocab_extra_ids=4)
     assert tokenizer.additional_special_tokens_ids == [5, 4, 3, tokenizer.vocab_size - 1]
     assert not tokenizer.has_t5_sentinels
+
+
+def test_ids_beyond_a_model_are_left_out(own: str) -> None:
+    for kind in ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"):
+        tokenizer = build(kind, tokenizer_model=own)
+        ids = tokenizer.tokenize("the cat")
+        assert tokenizer.detokenize([*ids, 9999, *ids]).split() == ["the", "cat"] * 2
+    assert tokenizer.detokenize([tokenizer.cls, *ids]) == " <CLS> the cat"
+    assert tokenizer.tokenize("<CLS>the cat") == [tokenizer.cls, *ids]
+
+
+def test_a_model_without_a_begin_token_is_no_llama_s(own: str) -> None:
+    with pytest.raises(DataError, match="has no begin token, .* use GPTSentencePieceTokenizer"):
+        build("Llama2Tokenizer", tokenizer_model=own)
 
 
 def test_sentinels_are_found_up_to_the_first_that_is_missing() -> None:
