@@ -26,7 +26,7 @@ if __name__ == "__main__":
     gc.disable()  # as in pretrain_gpt.py
 
 from megatron.config import RunConfig
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.finetuning.distillation import Distillation
 from megatron.finetuning.kto import KTORecipe
 from megatron.finetuning.preferences import PreferenceRecipe, RewardRecipe
@@ -57,4 +57,4 @@ def choose(config: RunConfig) -> tuple[Recipe, Extras]:
 if __name__ == "__main__":
     gc.freeze()
     gc.enable()
-    sys.exit(main(FinetuningRecipe(), finetuning_words(sys.argv[1:]), choose=choose))
+    sys.exit(main(FinetuningRecipe(), finetuning_args(sys.argv[1:]), choose=choose))

@@ -89,7 +89,7 @@ def _leave_after_parsing() -> None:
 
 def _check_generation(words: list[str]) -> None:
     """Check a program that takes other flags from a checkpoint, which does not exist here."""
-    from megatron.config.arguments import ToolParser, add_flags, from_given
+    from megatron.config.arguments import ToolParser, add_flags, from_values
     from megatron.config.generation import SamplesConfig, ServerConfig, sample_problems
     from megatron.config.run import sections
 
@@ -99,7 +99,7 @@ def _check_generation(words: list[str]) -> None:
         add_flags(parser, section)
     given = parser.read(words[1:])
     if own is SamplesConfig:
-        assert not sample_problems(from_given(SamplesConfig, vars(given)))
+        assert not sample_problems(from_values(SamplesConfig, vars(given)))
 
 
 def _check_curl(words: list[str]) -> None:
@@ -181,14 +181,14 @@ def _check_retro(words: list[str], world_size: int) -> None:
 def _check_pretrain(words: list[str], world_size: int) -> None:
     from examples.grpo.grpo import build_parser
     from megatron.config import Program, parse_config
-    from megatron.config.finetuning import finetuning_words
+    from megatron.config.finetuning import finetuning_args
 
     assert (ROOT / words[0]).is_file()
     if "--retro-workdir" in words:  # the folder is read with the flags
         words[words.index("--retro-workdir") + 1] = str(ROOT / "tests/config/retro_workdir")
     if words[1:] != ["--help"]:
         script = Path(words[0]).stem
-        flags = finetuning_words(words[1:]) if script == "finetune" else words[1:]
+        flags = finetuning_args(words[1:]) if script == "finetune" else words[1:]
         if words[0] == _GRPO:
             flags = build_parser().parse_known_args(flags)[1]
         parse_config(

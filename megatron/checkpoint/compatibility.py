@@ -148,7 +148,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
 def _difference(path: str, here: Any, saved: Any) -> str:
     """Describe how the two values of a "section.field" differ, naming its flag if it has one."""
     field = field_at(path)
-    flag = field.shown if field.names else field.name
+    flag = field.display_name if field.names else field.name
     if field.is_switch:
         here, saved = ("on" if value != field.default else "off" for value in (here, saved))
     here, saved = ("unset" if value is None else value for value in (here, saved))

@@ -48,9 +48,9 @@ def _share(text: str) -> float:
     return share
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Test the machines, print the table, and return the exit code: 1 if something stands out."""
-    options = build_parser().read(words)
+    options = build_parser().read(argv)
     if options.hang is not None:
         from megatron.processes.hang_files import hang_view
 
@@ -58,13 +58,13 @@ def main(words: Sequence[str]) -> int:
     from megatron.processes.launch import is_launched
 
     if not is_launched() and options.processes != 1:
-        return run_command(lambda: _become_launcher(options.processes, words))
+        return run_command(lambda: _become_launcher(options.processes, argv))
     from megatron.processes.process import run_process
 
-    return run_process(words, lambda launch: _test(launch, options.save, options.factor))
+    return run_process(argv, lambda launch: _test(launch, options.save, options.factor))
 
 
-def _become_launcher(count: int | None, words: Sequence[str]) -> None:
+def _become_launcher(count: int | None, argv: Sequence[str]) -> None:
     """Replace this process with a launcher that starts one process per GPU, or `count` processes.
 
     Raises:
@@ -77,7 +77,7 @@ def _become_launcher(count: int | None, words: Sequence[str]) -> None:
         raise ConfigError(f"--processes {processes}: give at least 1")
     launcher = module_command("megatron.processes.torchrun")
     flags = ["--standalone", "--nproc-per-node", str(processes), "--no-python"]
-    command = [*launcher, *flags, *module_command("megatron.cli.main"), "health", *words]
+    command = [*launcher, *flags, *module_command("megatron.cli.main"), "health", *argv]
     os.execv(command[0], command)
 
 

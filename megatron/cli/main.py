@@ -71,27 +71,27 @@ _HELP = ("-h", "--help")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named on the command line, and return its exit code."""
     guard_imports()
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in _HELP:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in _HELP:
         return run_command(lambda: print(overview("megatron", COMMANDS)))
-    if words[0] == "--version":
+    if arguments[0] == "--version":
         print(f"megatron {__version__}")
         return 0
-    return dispatch("megatron", COMMANDS, words)
+    return dispatch("megatron", COMMANDS, arguments)
 
 
-def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]) -> int:
+def dispatch(program: str, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
     """Run the command that the first word names.
 
     Args:
-        program: The part of the command line before `words`, for messages.
+        program: The part of the command line before `argv`, for messages.
         commands: The table.
-        words: The name of a command and its arguments.
+        argv: The name of a command and its arguments.
 
     Returns:
         The exit code.
     """
-    name, *rest = words
+    name, *arguments = argv
     command = commands.get(name)
     if command is None:
         hint = suggestion(name, commands) or f": `{program} --help` lists all commands"
@@ -100,13 +100,13 @@ def dispatch(program: str, commands: Mapping[str, Command], words: Sequence[str]
     module, _, function = command.module.partition(":")
     tool = importlib.import_module(module)
     if function:
-        code: int = getattr(tool, function)(rest)
+        code: int = getattr(tool, function)(arguments)
         return code
     parser = tool.build_parser()
     script = f"python tools/{parser.prog}"
     parser.prog = f"{program} {name}"
     parser.description = (parser.description or "").replace(script, parser.prog)
-    options = parser.read(rest)
+    options = parser.read(arguments)
     return run_command(lambda: tool.run(options))
 
 
@@ -124,29 +124,29 @@ def overview(program: str, commands: Mapping[str, Command]) -> str:
     )
 
 
-def serve(words: Sequence[str]) -> int:
+def serve(argv: Sequence[str]) -> int:
     """Run one process of the text generation server, and return the exit code."""
     from megatron.config.generation import ServerConfig
     from megatron.config.parser import help_if_asked
 
-    help_if_asked("megatron serve", (ServerConfig,), trains=False, argv=words)
+    help_if_asked("megatron serve", (ServerConfig,), trains=False, argv=argv)
     from megatron.inference.server.run import main as run
 
-    return run(words)
+    return run(argv)
 
 
-def generate(words: Sequence[str]) -> int:
+def generate(argv: Sequence[str]) -> int:
     """Run one process that generates text, and return the exit code."""
     from megatron.config.generation import SamplesConfig
     from megatron.config.parser import help_if_asked
 
-    help_if_asked("megatron generate", (SamplesConfig,), trains=False, argv=words)
+    help_if_asked("megatron generate", (SamplesConfig,), trains=False, argv=argv)
     from megatron.inference.samples import main as run
 
-    return run("megatron generate", words)
+    return run("megatron generate", argv)
 
 
-def evaluate(words: Sequence[str]) -> int:
+def evaluate(argv: Sequence[str]) -> int:
     """Run one process of the task that `--task` or the first argument names.
 
     Returns:
@@ -154,30 +154,30 @@ def evaluate(words: Sequence[str]) -> int:
     """
     from megatron.tasks.main import main as run
 
-    return run(with_task(words), "megatron evaluate")
+    return run(with_task(argv), "megatron evaluate")
 
 
-def with_task(words: Sequence[str]) -> list[str]:
+def with_task(argv: Sequence[str]) -> list[str]:
     """Return the arguments, with `--task` before the first one if that is not a flag."""
-    return [*(["--task"] if words and not words[0].startswith("-") else []), *words]
+    return [*(["--task"] if argv and not argv[0].startswith("-") else []), *argv]
 
 
-def convert(words: Sequence[str]) -> int:
+def convert(argv: Sequence[str]) -> int:
     """Convert a checkpoint, and return the exit code."""
     from megatron.tools.checkpoint.util import main as run
 
-    return run(words, "megatron convert")
+    return run(argv, "megatron convert")
 
 
-def data(words: Sequence[str]) -> int:
+def data(argv: Sequence[str]) -> int:
     """Run a command for datasets and return the exit code."""
-    if not words or words[0] in _HELP:
+    if not argv or argv[0] in _HELP:
         return run_command(lambda: print(overview("megatron data", DATA)))
-    return dispatch("megatron data", DATA, words)
+    return dispatch("megatron data", DATA, argv)
 
 
-def detoxify(words: Sequence[str]) -> int:
+def detoxify(argv: Sequence[str]) -> int:
     """Run a step of detoxification, and return the exit code."""
-    if not words or words[0] in _HELP:
+    if not argv or argv[0] in _HELP:
         return run_command(lambda: print(overview("megatron detoxify", DETOXIFY)))
-    return dispatch("megatron detoxify", DETOXIFY, words)
+    return dispatch("megatron detoxify", DETOXIFY, argv)

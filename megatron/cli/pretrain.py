@@ -16,9 +16,9 @@ from pathlib import Path
 
 from megatron.cli.main import with_task
 from megatron.command import print_line, run_command
-from megatron.config.arguments import Given, split
+from megatron.config.arguments import ParsedFlag, split
 from megatron.config.fields import suggestion
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.config.parser import show_help
 from megatron.environment import module_command
 from megatron.errors import ConfigError
@@ -32,38 +32,38 @@ _LAUNCHER = "megatron.processes.torchrun"
 _HELP = {"-h", "--help", "--help-all"}
 
 
-def pretrain(words: Sequence[str]) -> int:
+def pretrain(argv: Sequence[str]) -> int:
     """Train a recipe. Training replaces this process, so this only returns if it cannot start.
 
     Returns:
         The exit code.
     """
-    given = split(words)
-    names = {flag.name for flag in given}
+    flags = split(argv)
+    names = {flag.name for flag in flags}
     if "--small" in names:
-        return run_command(lambda: _pretrain_small(given))
+        return run_command(lambda: _pretrain_small(flags))
     if names & _HELP:
         return run_command(lambda: _help("--help-all" in names))
-    return run_command(lambda: _become(words))
+    return run_command(lambda: _become(argv))
 
 
-def finetune(words: Sequence[str]) -> int:
+def finetune(argv: Sequence[str]) -> int:
     """Train a classifier for a task, or continue training a model, and return the exit code."""
-    names = {flag.name for flag in split(words)}
-    if "--task" in names or (words and _is_task(words[0])):
+    names = {flag.name for flag in split(argv)}
+    if "--task" in names or (argv and _is_task(argv[0])):
         from megatron.tasks.main import main
 
-        return main(with_task(words), "megatron finetune")
+        return main(with_task(argv), "megatron finetune")
     if names & _HELP:
         return run_command(lambda: _finetune_help("--help-all" in names))
-    return run_command(lambda: _become(words, finetunes=True))
+    return run_command(lambda: _become(argv, finetunes=True))
 
 
-def _is_task(word: str) -> bool:
+def _is_task(argument: str) -> bool:
     """Return whether a word names a task, or resembles one more than it resembles a recipe."""
-    if word in TASKS or word.startswith("-") or catalog.is_recipe(word):
-        return word in TASKS
-    return bool(suggestion(word.upper(), TASKS)) and not suggestion(word, catalog.names())
+    if argument in TASKS or argument.startswith("-") or catalog.is_recipe(argument):
+        return argument in TASKS
+    return bool(suggestion(argument.upper(), TASKS)) and not suggestion(argument, catalog.names())
 
 
 _RECIPE_HELP = """
@@ -91,7 +91,7 @@ def _finetune_help(everything: bool) -> None:
     )
 
 
-def _pretrain_small(given: Sequence[Given]) -> None:
+def _pretrain_small(flags: Sequence[ParsedFlag]) -> None:
     """Run the demo with the recipe's kind of network.
 
     Raises:
@@ -100,42 +100,44 @@ def _pretrain_small(given: Sequence[Given]) -> None:
     from megatron.tools import demo
     from megatron.tools.demo_kinds import small_kind
 
-    name = catalog.name_of(given)
+    name = catalog.name_of(flags)
     if name is None:
         raise ConfigError("--small: name a recipe before it, for example gpt-125m")
-    for flag in given:
+    for flag in flags:
         if flag.name in ("--gpus", "--model"):
             raise ConfigError(f"{flag}: --small chooses this itself: drop the flag")
     recipe = catalog.find(name)
     parser = demo.build_parser()
     parser.prog = "megatron pretrain RECIPE --small"
     parser.set_defaults(out=Path("runs") / f"{recipe.name}-small")
-    rest = catalog.command_line_of([flag for flag in given if flag.name not in ("", "--small")])
-    options = parser.read(rest)
+    overrides = catalog.command_line_of(
+        [flag for flag in flags if flag.name not in ("", "--small")]
+    )
+    options = parser.read(overrides)
     options.model = recipe.name
     model = {path.removeprefix("model."): value for path, value in recipe.values.items()}
     demo.run(options, small_kind(recipe.architecture, model))
 
 
-def _become(words: Sequence[str], *, finetunes: bool = False) -> None:
-    program, script, flags = training_command(words, finetunes=finetunes)
+def _become(argv: Sequence[str], *, finetunes: bool = False) -> None:
+    program, script, flags = training_command(argv, finetunes=finetunes)
     if not is_launched():
-        here = Path.cwd()
-        shown = script.relative_to(here) if script.is_relative_to(here) else script
-        print_line(f"$ {shlex.join([*program, str(shown), *flags])}\n")
-    start = [sys.executable]
+        current = Path.cwd()
+        script_path = script.relative_to(current) if script.is_relative_to(current) else script
+        print_line(f"$ {shlex.join([*program, str(script_path), *flags])}\n")
+    prefix = [sys.executable]
     if len(program) > 1:
-        start = [*module_command(_LAUNCHER), *program[3:]]
-    os.execv(start[0], [*start, str(script), *flags])
+        prefix = [*module_command(_LAUNCHER), *program[3:]]
+    os.execv(prefix[0], [*prefix, str(script), *flags])
 
 
 def training_command(
-    words: Sequence[str], *, finetunes: bool = False
+    argv: Sequence[str], *, finetunes: bool = False
 ) -> tuple[list[str], Path, list[str]]:
     """Return the command that `megatron pretrain` runs.
 
     Args:
-        words: The arguments after `megatron pretrain` or `megatron finetune`.
+        argv: The arguments after `megatron pretrain` or `megatron finetune`.
         finetunes: Whether the command is `megatron finetune`.
 
     Returns:
@@ -145,19 +147,19 @@ def training_command(
     Raises:
         UserError: The recipe, --gpus, or the flags for several processes have mistakes.
     """
-    counts = [flag for flag in split(words) if flag.name == "--gpus"]
-    architecture, flags = catalog.as_script(words)
+    counts = [flag for flag in split(argv) if flag.name == "--gpus"]
+    architecture, flags = catalog.as_script(argv)
     script = f"pretrain_{architecture}"
     if finetunes and architecture == "gpt":
-        script, checked = "finetune", finetuning_words(flags)
+        script, checked_argv = "finetune", finetuning_args(flags)
     elif finetunes:
-        checked = flags = [*flags, "--finetune"]
+        checked_argv = flags = [*flags, "--finetune"]
     else:
-        checked = flags
+        checked_argv = flags
     count = _processes(counts[-1] if counts else None)
     launcher = f"-m {_LAUNCHER} --standalone --nproc-per-node {count}" if count > 1 else ""
     if count > 1:  # report a mistake in one line, without torchrun's report on each process
-        catalog.check_flags(architecture, checked, count)
+        catalog.check_flags(architecture, checked_argv, count)
     # Our scripts are installed as modules next to the package.
     spec = importlib.util.find_spec(script)
     if spec is None or spec.origin is None:
@@ -165,27 +167,27 @@ def training_command(
     return ["python", *launcher.split()], Path(spec.origin), flags
 
 
-def _processes(asked: Given | None) -> int:
+def _processes(flag: ParsedFlag | None) -> int:
     """Return how many processes to start on this machine.
 
     Raises:
         ConfigError: --gpus is not a number, is more than this machine has, or has no effect.
     """
-    if asked is None:
+    if flag is None:
         return 1 if is_launched() else max(1, _gpus())
     try:
-        (text,) = asked.values
+        (text,) = flag.values
         count = int(text)
     except ValueError:
         count = -1
     if count < 0:
-        raise ConfigError(f"{asked}: give the number of GPUs to use on this machine, 0 for none")
+        raise ConfigError(f"{flag}: give the number of GPUs to use on this machine, 0 for none")
     if is_launched():
-        raise ConfigError(f"{asked}: a launcher has already started this process: drop the flag")
+        raise ConfigError(f"{flag}: a launcher has already started this process: drop the flag")
     if count == 0:
         hide_gpus()
-    elif count > (present := _gpus() or count):
-        raise ConfigError(f"{asked}: this machine has {present} GPU(s): give at most {present}")
+    elif count > (gpus := _gpus() or count):
+        raise ConfigError(f"{flag}: this machine has {gpus} GPU(s): give at most {gpus}")
     return max(1, count)
 
 

@@ -32,8 +32,8 @@ def run(options: argparse.Namespace) -> None:
         print(_table([_HEAD, _row(recipe)]))
         print(f"\n{_details(recipe)}")
         return
-    found = map(catalog.find, catalog.names())
-    by_family = sorted(found, key=lambda one: (one.name.partition("-")[0], one.size))
+    recipes = map(catalog.find, catalog.names())
+    by_family = sorted(recipes, key=lambda recipe: (recipe.name.partition("-")[0], recipe.size))
     rows = [_row(recipe) for recipe in by_family]
     print(_table([_HEAD, *rows]))
     print("\n`megatron recipes NAME` shows a model's flags; `megatron pretrain NAME` trains it.")

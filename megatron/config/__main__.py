@@ -43,7 +43,7 @@ def key_tables() -> str:
     lines += _table(("Key", "Flag"), [(f"`{key}`", flag) for key, flag in table.translated.items()])
     for is_refused, title in ((False, "### Accepted without effect\n"), (True, "### Refused\n")):
         rows: dict[str, list[str]] = {}
-        for key, answer in table.answers.items():
+        for key, answer in table.untranslated.items():
             if answer.is_refused == is_refused:
                 default = "" if answer.default in (None, {}) else f" ({json.dumps(answer.default)})"
                 rows.setdefault(answer.reason, []).append(f"`{key}`{default}")
@@ -76,7 +76,7 @@ def _supported() -> Iterator[str]:
 
 
 def _spellings(field: Field) -> str:
-    return ", ".join(f"`{name}`" for name in field.shown_names)
+    return ", ".join(f"`{name}`" for name in field.documented_names)
 
 
 def _meaning(field: Field) -> str:
@@ -118,7 +118,7 @@ def _old() -> Iterator[str]:
     yield "### Old flags, refused with the remedy\n"
     gone = [
         (f"`{flag.name} {flag.value or ''}".rstrip() + "`", flag.era, flag.remedy)
-        for flag in other_flags().gone
+        for flag in other_flags().removed
     ]
     yield from _table(("Flag", "Last seen", "Remedy"), gone)
 

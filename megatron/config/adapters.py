@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 
 if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
@@ -16,11 +16,11 @@ ALL_LINEAR = "all-linear"  # PEFT's name for every layer, except the output laye
 FROZEN_BLOCK = 64  # neighboring weights of a row that share a scale (--frozen-weights-dtype)
 _GPT = ("gpt",)
 _KINDS = ("gpt", "bert", "t5")
-_BASE = Need(
+_BASE = Requirement(
     lambda run: run.model.lora_rank is not None and run.checkpoint.finetune,
     "--lora-rank, --load and --finetune",
 )
-_ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "--lora-rank")
+_ADAPTERS = Requirement(lambda run: run.model.lora_rank is not None, "--lora-rank")
 
 
 @dataclass(frozen=True, kw_only=True)

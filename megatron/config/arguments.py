@@ -17,7 +17,7 @@ MAX_LINE_MB = 64
 
 
 @dataclass(frozen=True)
-class Given:
+class ParsedFlag:
     """A flag as typed, with the words after it. The name is "" for words that follow no flag."""
 
     name: str
@@ -28,36 +28,36 @@ class Given:
         return " ".join((self.name, *self.values)).strip()
 
 
-def split(words: Sequence[str]) -> list[Given]:
+def split(argv: Sequence[str]) -> list[ParsedFlag]:
     """Split `--lr 0.1 --fp16` into two flags, each with the values that follow it."""
-    flags: list[Given] = []
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            flags.append(Given(name, (value,) if equals else ()))
-        elif word == "-h" or not flags:
-            flags.append(Given(word) if word == "-h" else Given("", (word,)))
+    flags: list[ParsedFlag] = []
+    for argument in argv:
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            flags.append(ParsedFlag(name, (value,) if equals else ()))
+        elif argument == "-h" or not flags:
+            flags.append(ParsedFlag(argument) if argument == "-h" else ParsedFlag("", (argument,)))
         else:
             last = flags.pop()
-            flags.append(Given(last.name, (*last.values, word)))
+            flags.append(ParsedFlag(last.name, (*last.values, argument)))
     return flags
 
 
-def value_of(field: Field, given: Given) -> Any:
+def value_of(field: Field, flag: ParsedFlag) -> Any:
     """Return the value that a flag gives to its field. Extra words are ignored.
 
     Raises:
         ValueError: The message says what was expected.
     """
     if field.is_switch:
-        if given.values:
+        if flag.values:
             raise ValueError("takes no value")
-        return given.name not in field.off_names
+        return flag.name not in field.off_names
     if field.many:
-        return tuple(from_text(field, word) for word in given.values)
-    if not given.values:
+        return tuple(from_text(field, argument) for argument in flag.values)
+    if not flag.values:
         raise ValueError("expected one argument")
-    return from_text(field, given.values[0])
+    return from_text(field, flag.values[0])
 
 
 class _Group:
@@ -122,10 +122,10 @@ class ToolParser(argparse.ArgumentParser):
         Unknown flags are reported first, so that a misspelled required flag is not reported as
         missing.
         """
-        words = list(sys.argv[1:] if argv is None else argv)
+        arguments = list(sys.argv[1:] if argv is None else argv)
         # Words after -- are not flags.
-        flags = words[: words.index("--")] if "--" in words else words
-        names = [given.name for given in split(flags)]
+        flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        names = [flag.name for flag in split(flags)]
         problems = []
         for name in names:
             # Like argparse, treat a word with a space as text.
@@ -136,7 +136,7 @@ class ToolParser(argparse.ArgumentParser):
             problems.append(f"{name}: {gone}" if gone else f"unknown flag {name}{hint}")
         if problems and not {"-h", "--help"} & set(names):
             self.error("\nerror: ".join(problems))
-        return self.parse_args(words)
+        return self.parse_args(arguments)
 
     def error(self, message: str) -> NoReturn:
         """Print the mistake and exit."""
@@ -184,7 +184,7 @@ def add_group(
 ) -> None:
     """Add a help group with the flags of these fields.
 
-    Flags that are not given are absent from the namespace. `from_given` fills in defaults.
+    Flags that are not given are absent from the namespace. `from_values` fills in defaults.
 
     Args:
         parser: The parser to which they are added.
@@ -206,7 +206,7 @@ def add_group(
         if field.names:
             options |= {"dest": prefix + field.name, "default": argparse.SUPPRESS}
             options["help"] = _help(field)
-            group.add_argument(*field.shown_names, **options)
+            group.add_argument(*field.documented_names, **options)
 
 
 def add_max_line_mb(group: Any) -> None:
@@ -222,11 +222,11 @@ def add_max_line_mb(group: Any) -> None:
     )
 
 
-def from_given(config_type: type[Config], given: Mapping[str, Any]) -> Config:
+def from_values(config_type: type[Config], values_by_name: Mapping[str, Any]) -> Config:
     """Return an instance of a dataclass from values by field name, with defaults for the others."""
     kind: type = config_type
-    names = [field.name for field in fields_of(kind) if field.name in given]
-    values = {name: given[name] for name in names}
+    names = [field.name for field in fields_of(kind) if field.name in values_by_name]
+    values = {name: values_by_name[name] for name in names}
     return config_type(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
@@ -247,8 +247,8 @@ def _help(field: Field) -> str:
     facts = [fact for fact in (field.info.required, field.info.unit) if fact]
     if default_text(field) != "unset":
         facts.append(f"default: {default_text(field)}")
-    shown = f" ({'; '.join(facts)})" if facts else ""
-    return f"{field.help}{shown}".replace("%", "%%")
+    suffix = f" ({'; '.join(facts)})" if facts else ""
+    return f"{field.help}{suffix}".replace("%", "%%")
 
 
 def default_text(field: Field) -> str:

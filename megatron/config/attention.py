@@ -5,25 +5,27 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_IDS, MAX_WIDTH, Need, flag
+from megatron.config.fields import MAX_IDS, MAX_WIDTH, Requirement, flag
 from megatron.config.patterns import read_pattern
 
-_WINDOW = Need(lambda run: run.model.window_size, "--window-size")
-_ROTARY = Need(
+_WINDOW = Requirement(lambda run: run.model.window_size, "--window-size")
+_ROTARY = Requirement(
     lambda run: run.model.position_embedding_type == "rope", "--position-embedding-type rope"
 )
-_LATENT = Need(lambda run: run.model.multi_latent_attention, "--multi-latent-attention")
-_YARN = Need(lambda run: run.model.rope_type == "yarn", "--rope-type yarn")
-_DELTA = Need(
+_LATENT = Requirement(lambda run: run.model.multi_latent_attention, "--multi-latent-attention")
+_YARN = Requirement(lambda run: run.model.rope_type == "yarn", "--rope-type yarn")
+_DELTA = Requirement(
     lambda run: run.model.experimental_attention_variant == "gated_delta_net",
     "--experimental-attention-variant gated_delta_net",
 )
-_SCALED = Need(
+_SCALED = Requirement(
     lambda run: run.model.rope_type in ("yarn", "dynamic"), "--rope-type yarn or dynamic"
 )
-_STILL = Need(lambda run: run.model.no_rope_freq, "--no-rope-freq")
-_TEMPERED = Need(lambda run: run.model.attention_temperature_scale, "--attention-temperature-scale")
-_LONG_ROPE = Need(lambda run: run.model.rope_type == "longrope", "--rope-type longrope")
+_STILL = Requirement(lambda run: run.model.no_rope_freq, "--no-rope-freq")
+_TEMPERED = Requirement(
+    lambda run: run.model.attention_temperature_scale, "--attention-temperature-scale"
+)
+_LONG_ROPE = Requirement(lambda run: run.model.rope_type == "longrope", "--rope-type longrope")
 # Sizes of latent attention.
 LATENT_FIELDS = (
     "q_lora_rank",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 
 AVERAGES, SNAPSHOTS = "average.", "snapshot"  # prefixes of averaged weights in checkpoints
 _CORE_FORMATS = ("torch", "torch_dcp", "zarr", "fsdp_dtensor")
@@ -39,22 +39,24 @@ def _non_persistent_type(text: str) -> str:
 
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
-_SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
-_OFTEN = Need(
+_LOADS = Requirement(lambda run: run.checkpoint.load is not None, "--load")
+_SAVES = Requirement(lambda run: run.checkpoint.save is not None, "--save")
+_OFTEN = Requirement(
     lambda run: run.checkpoint.non_persistent_save_interval is not None,
     "--non-persistent-save-interval",
 )
-_GLOBAL = Need(
+_GLOBAL = Requirement(
     lambda run: run.checkpoint.non_persistent_ckpt_type == "global",
     "--non-persistent-ckpt-type global",
 )
-_LOCAL = Need(
+_LOCAL = Requirement(
     lambda run: run.checkpoint.non_persistent_ckpt_type == "local",
     "--non-persistent-ckpt-type local",
 )
-_COPIED = Need(lambda run: run.checkpoint.replication, "--replication")
-_FOR_CORE = Need(lambda run: run.checkpoint.ckpt_format == "torch_dist", "--ckpt-format torch_dist")
+_COPIED = Requirement(lambda run: run.checkpoint.replication, "--replication")
+_FOR_CORE = Requirement(
+    lambda run: run.checkpoint.ckpt_format == "torch_dist", "--ckpt-format torch_dist"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,26 +32,26 @@ Rule = Callable[[RunOptions, int], Iterator[str]]
 def bounds(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each value that is outside its field's bounds."""
     for _, field, value in values_of(config):
-        for each in (value or ()) if field.many else (value,):
-            rule = field.out_of_bounds(each)
+        for item in (value or ()) if field.many else (value,):
+            rule = field.out_of_bounds(item)
             if rule:
-                yield f"{field.names[0]} {each}: {rule}"
+                yield f"{field.names[0]} {item}: {rule}"
 
 
 def requirements(
-    config: RunOptions, world_size: int, among: Container[str] | None = None
+    config: RunOptions, world_size: int, paths: Container[str] | None = None
 ) -> Iterator[str]:
     """Yield a line for each flag whose requirement is not met or that is meant for other networks.
 
     Args:
         config: The resolved run.
         world_size: The number of processes.
-        among: The fields to check, by "section.field". `None` means all.
+        paths: The fields to check, by "section.field". `None` means all.
     """
     kind = config.model.architecture
     for path, field, value in values_of(config):
         required, owners = field.info.requires, field.info.only_for
-        if value == field.default or (among is not None and path not in among):
+        if value == field.default or (paths is not None and path not in paths):
             continue
         if owners and kind not in owners:
             names = " and ".join(owner.upper() for owner in owners)
@@ -60,7 +60,7 @@ def requirements(
                 "drop it"
             )
         elif required is not None and not required.is_met(config):
-            yield f"{field.spell(value)} requires {required.what}: add it, or drop the flag"
+            yield f"{field.spell(value)} requires {required.description}: add it, or drop the flag"
 
 
 RULES: tuple[Rule, ...] = (
@@ -148,7 +148,7 @@ RULES: tuple[Rule, ...] = (
 def find_problems(
     config: RunOptions,
     world_size: int,
-    spoiled: Iterable[str] = (),
+    unknown_fields: Iterable[str] = (),
     rules: Iterable[Rule] = RULES,
 ) -> list[str]:
     """Return one line for each mistake in a resolved run.
@@ -156,13 +156,13 @@ def find_problems(
     Args:
         config: The resolved run.
         world_size: The number of processes.
-        spoiled: Names of fields whose values could not be read, which has been reported already.
-            Lines about their flags are left out, because they would follow from a default that the
-            user did not ask for.
+        unknown_fields: Names of fields whose values could not be read, which has been reported
+            already. Lines about their flags are left out, because they would follow from a default
+            that the user did not ask for.
         rules: The rules to apply.
     """
-    unknown = (field for _, field, _ in values_of(config) if field.name in spoiled)
-    flags = {name for field in unknown for name in field.spellings}
+    fields = (field for _, field, _ in values_of(config) if field.name in unknown_fields)
+    flags = {name for field in fields for name in field.spellings}
     problems = (problem for rule in rules for problem in rule(config, world_size))
     return [line for line in problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
 
@@ -178,7 +178,9 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     """
     before = flatten(start)
     given = [(field, value) for path, field, value in values_of(config) if value != before[path]]
-    lines = [f"{field.shown}: {field.info.notice}" for field, _ in given if field.info.notice]
+    lines = [
+        f"{field.display_name}: {field.info.notice}" for field, _ in given if field.info.notice
+    ]
     lines += rules_parallel.no_effect(config, world_size)
     lines += rules_curriculum.slow_lengths(config)
     lines += rules_training.range_test_only(config)
@@ -191,7 +193,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     for field, value in given:
         needs = field.info.needs
         if value is not None and needs is not None and not needs.is_met(config):
-            lines.append(f"{field.spell(value)} changes nothing without {needs.what}")
+            lines.append(f"{field.spell(value)} changes nothing without {needs.description}")
         elif value is not None and field.name in unread:
             lines.append(f"{field.spell(value)} changes nothing with --tokenizer-type {kind}")
     kind = config.checkpoint.ckpt_format
@@ -209,12 +211,14 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
 def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     """Yield notices about flags that have no effect when combined with others."""
     parallel = config.parallel
-    alone = parallel.tensor_model_parallel_size == 1
-    if parallel.sequence_parallel and alone:
+    is_single = parallel.tensor_model_parallel_size == 1
+    if parallel.sequence_parallel and is_single:
         yield "--sequence-parallel: no effect with a single tensor-parallel process"
-    if parallel.distribute_saved_activations and (alone or parallel.sequence_parallel):
+    if parallel.distribute_saved_activations and (is_single or parallel.sequence_parallel):
         reason = (
-            "one tensor-parallel process" if alone else "--sequence-parallel splits them already"
+            "one tensor-parallel process"
+            if is_single
+            else "--sequence-parallel splits them already"
         )
         yield f"--distribute-saved-activations: {reason}: there is nothing left to split"
     training, model = config.training, config.model

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_IDS, Need, flag
+from megatron.config.fields import MAX_IDS, Requirement, flag
 
-_GROWS = Need(
+_GROWS = Requirement(
     lambda run: run.curriculum.curriculum_schedule in ("fixed_linear", "fixed_root"),
     "--curriculum-schedule fixed_linear or fixed_root",
 )
-_ROOT = Need(
+_ROOT = Requirement(
     lambda run: run.curriculum.curriculum_schedule == "fixed_root",
     "--curriculum-schedule fixed_root",
 )
-_DISCRETE = Need(
+_DISCRETE = Requirement(
     lambda run: run.curriculum.curriculum_schedule == "fixed_discrete",
     "--curriculum-schedule fixed_discrete",
 )

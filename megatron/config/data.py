@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.config.fields import MAX_IDS, Need, flag
+from megatron.config.fields import MAX_IDS, Requirement, flag
 from megatron.config.retro import RetroDataOptions
 
 # Kinds of tokenizers, with the fields that each is built from: its files, or its size.
@@ -56,23 +56,25 @@ def is_number(word: str) -> bool:
 
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_TIKTOKEN = Need(
+_TIKTOKEN = Requirement(
     lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
     "--tokenizer-type TikTokenizer",
 )
-_APPENDS = Need(
+_APPENDS = Requirement(
     lambda run: run.tokenizer.tokenizer_type in APPENDS_SENTINELS,
     "a WordPiece or SentencePiece vocabulary",
 )
-_WHOLE_CORPUS = Need(lambda run: run.data.data_path is not None, "--data-path")
-_BLEND = Need(
+_WHOLE_CORPUS = Requirement(lambda run: run.data.data_path is not None, "--data-path")
+_BLEND = Requirement(
     lambda run: len(run.data.train_data_path or run.data.data_path or ()) > 1, "several datasets"
 )
-_SAVE = Need(lambda run: run.checkpoint.save is not None, "--save")
-_FIM = Need(lambda run: run.data.fim_data, "--fim-data")
-_FRAGMENTS = Need(lambda run: run.data.fim_split_sample is not None, "--fim-split-sample")
-_FRAGMENT_RATE = Need(lambda run: run.data.fim_fragment_rate is not None, "--fim-fragment-rate")
-_CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
+_SAVE = Requirement(lambda run: run.checkpoint.save is not None, "--save")
+_FIM = Requirement(lambda run: run.data.fim_data, "--fim-data")
+_FRAGMENTS = Requirement(lambda run: run.data.fim_split_sample is not None, "--fim-split-sample")
+_FRAGMENT_RATE = Requirement(
+    lambda run: run.data.fim_fragment_rate is not None, "--fim-fragment-rate"
+)
+_CYCLIC = Requirement(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ _MAX_BYTES = 1 << 26  # a million corpora; a larger file holds data, not a list 
 
 
 def read_data_files(
-    config: RunOptions, by_flag: Collection[str], unread: Collection[str], found: Findings
+    config: RunOptions, by_flag: Collection[str], unread: Collection[str], findings: Findings
 ) -> dict[str, Any]:
     """Return the words in the files that a run names, by "section.field".
 
@@ -51,37 +51,37 @@ def read_data_files(
         config: The run as requested.
         by_flag: The fields that are given on the command line, by "section.field".
         unread: The fields that the program does not read.
-        found: The findings, to which mistakes and notices of keys without effect are added.
+        findings: The findings, to which mistakes and notices of keys without effect are added.
     """
-    taken: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     values = flatten(config)
-    for path, stands_for in DATA_FILES.items():
+    for path, data_fields in DATA_FILES.items():
         file = values[path]
         if file is None or path in unread:
             continue
-        others = [other for other in stands_for if values[other] is not None]
-        flags = [other for other in others if other in by_flag]
+        given_fields = [field_path for field_path in data_fields if values[field_path] is not None]
+        flags = [field_path for field_path in given_fields if field_path in by_flag]
         if flags and path not in by_flag:
-            taken[path] = None
+            result[path] = None
             continue
-        shown, problem = field_at(path).spell(file), ""
-        if flags or (others and path not in by_flag):
-            names = ", ".join(field_at(other).names[0] for other in flags or others)
-            problem = f"{shown} cannot be combined with {names}: use one of them"
+        flag, problem = field_at(path).spell(file), ""
+        if flags or (given_fields and path not in by_flag):
+            names = ", ".join(field_at(field_path).names[0] for field_path in flags or given_fields)
+            problem = f"{flag} cannot be combined with {names}: use one of them"
         else:
             try:
-                taken |= _read(path, Path(file), shown, found)
+                result |= _read(path, Path(file), flag, findings)
             except ValueError as error:
-                problem = f"{shown}: {error}: {_REMEDY[path]}"
+                problem = f"{flag}: {error}: {_REMEDY[path]}"
         if problem:
-            found.problems.append(problem)
+            findings.problems.append(problem)
             # Include --data-path, so that a missing corpus is not reported as well.
-            unknown = (path, *stands_for, "data.data_path")
-            found.spoiled |= {name.partition(".")[2] for name in unknown}
-    return taken
+            unknown = (path, *data_fields, "data.data_path")
+            findings.unknown_fields |= {name.partition(".")[2] for name in unknown}
+    return result
 
 
-def _read(path: str, file: Path, shown: str, found: Findings) -> dict[str, Any]:
+def _read(path: str, file: Path, flag: str, findings: Findings) -> dict[str, Any]:
     """Read a file, and return the values of the fields that it sets.
 
     Raises:
@@ -91,9 +91,9 @@ def _read(path: str, file: Path, shown: str, found: Findings) -> dict[str, Any]:
     if path == _WHOLE:
         return {DATA_FILES[path][0]: _words(text.split())}
     content = _object_of(text)
-    rest = ", ".join(repr(key) for key in content if key not in SPLIT_NAMES)
-    if rest:
-        found.notices.append(f"{shown}: {rest} has no effect")
+    ignored = ", ".join(repr(key) for key in content if key not in SPLIT_NAMES)
+    if ignored:
+        findings.notices.append(f"{flag}: {ignored} has no effect")
     pairs = zip(DATA_FILES[path], SPLIT_NAMES, strict=True)
     return {name: _words_of(split, content[split]) for name, split in pairs}
 
@@ -124,15 +124,15 @@ def _object_of(text: str) -> dict[str, Any]:
         ValueError: The text is not a JSON object, lacks a key, or has a key twice.
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ValueError(f"has {', '.join(map(repr, twice))} twice")
+        duplicates = sorted({key for key in keys if keys.count(key) > 1})
+        if duplicates:
+            raise ValueError(f"has {', '.join(map(repr, duplicates))} twice")
         return dict(pairs)
 
     try:
-        content = json.loads(text, object_pairs_hook=once)
+        content = json.loads(text, object_pairs_hook=reject_duplicates)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error})") from None
     except RecursionError:
@@ -156,57 +156,59 @@ def _words_of(split: str, value: Any) -> tuple[str, ...] | None:
     if isinstance(value, str):
         return _words(value.split(), f"{split!r} ")
     items = value if isinstance(value, list) else [value]
-    wrong = [x for x in items if isinstance(x, bool) or not isinstance(x, str | int | float)]
-    if wrong or items is not value:
-        shown = json.dumps((wrong or items)[0])
-        shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-        raise ValueError(f"{split!r} holds {shown}, which is neither a string nor a list of words")
+    invalid = [x for x in items if isinstance(x, bool) or not isinstance(x, str | int | float)]
+    if invalid or items is not value:
+        example = json.dumps((invalid or items)[0])
+        example = example if len(example) <= 40 else f"{example[:37]}..."
+        raise ValueError(
+            f"{split!r} holds {example}, which is neither a string nor a list of words"
+        )
     return _words(list(map(str, items)), f"{split!r} ")
 
 
-def _words(words: Sequence[str], what: str = "") -> tuple[str, ...]:
+def _words(words: Sequence[str], prefix: str = "") -> tuple[str, ...]:
     """Return the words as a tuple.
 
     Raises:
         ValueError: There are no words.
     """
     if not words:
-        raise ValueError(f"{what}contains no words")
+        raise ValueError(f"{prefix}contains no words")
     return tuple(words)
 
 
-def read_retro_workdir(config: RunOptions, found: Findings) -> dict[str, Any]:
+def read_retro_workdir(config: RunOptions, findings: Findings) -> dict[str, Any]:
     """Return the settings that follow from --retro-workdir, by "section.field".
 
     Args:
         config: The run as requested.
-        found: The findings, to which mistakes are added.
+        findings: The findings, to which mistakes are added.
     """
     folder = config.data.retro_workdir
     if folder is None:
         return {}
     try:
-        told = read_arguments(folder)
+        arguments = read_arguments(folder)
     except ConfigError as error:
-        found.problems.append(str(error))
-        found.spoiled.update(path.partition(".")[2] for path in _RETRO_SETTINGS)
+        findings.problems.append(str(error))
+        findings.unknown_fields.update(path.partition(".")[2] for path in _RETRO_SETTINGS)
         return {}
-    asked = flatten(config)
-    taken: dict[str, Any] = {}
+    requested = flatten(config)
+    result: dict[str, Any] = {}
     for path, (name, kind) in _RETRO_SETTINGS.items():
-        value, field = told.get(name), field_at(path)
+        value, field = arguments.get(name), field_at(path)
         if type(value) is not kind or (kind is int and field.out_of_bounds(value)):
-            found.problems.append(
+            findings.problems.append(
                 f"--retro-workdir {folder}: {name} in its {ARGUMENTS} is {value!r:.80}: restore "
                 "the file, or make the folder again with tools/retro/main.py"
             )
-            found.spoiled.add(field.name)
+            findings.unknown_fields.add(field.name)
             continue
-        taken[path] = tuple(map(str, told[name])) if kind is list else value
-        if asked[path] not in (field.default, taken[path]):
-            made = field.spell(taken[path])
-            found.problems.append(
-                f"{field.spell(asked[path])}: --retro-workdir {folder} was made with {made}: drop "
-                "the flag, or use the folder for that data"
+        result[path] = tuple(map(str, arguments[name])) if kind is list else value
+        if requested[path] not in (field.default, result[path]):
+            actual = field.spell(result[path])
+            findings.problems.append(
+                f"{field.spell(requested[path])}: --retro-workdir {folder} was made with {actual}: "
+                "drop the flag, or use the folder for that data"
             )
-    return taken
+    return result

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.arguments import Given
+from megatron.config.arguments import ParsedFlag
 from megatron.config.fields import from_yaml, suggestion
 from megatron.config.resolve import data_parallel_size
 from megatron.config.run import Findings, RunOptions, field_at, with_values
@@ -80,7 +80,7 @@ _DEFAULTS = (
 
 
 @dataclass(frozen=True)
-class KeyAnswer:
+class KeyHandling:
     """The handling of a key that is not translated into flags.
 
     Attributes:
@@ -104,7 +104,7 @@ class KeyTable:
     """The contents of `deepspeed_keys.json`: translated keys, and the handling of others."""
 
     translated: Mapping[str, str]
-    answers: Mapping[str, KeyAnswer]
+    untranslated: Mapping[str, KeyHandling]
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,14 @@ class DeepSpeedFile:
         path: The file.
         values: The values by "section.field".
         origins: The key that sets each of them, as shown in messages.
-        steps: The number of micro-batches per update on each process, or `None` if it is not given.
+        accumulation_steps: The number of micro-batches per update on each process, or `None` if it
+            is not given.
     """
 
     path: Path
     values: Mapping[str, Any]
     origins: Mapping[str, str]
-    steps: int | None
+    accumulation_steps: int | None
 
     def explain(self, problems: Sequence[str]) -> list[str]:
         """Return a run's mistakes, each with the keys that set the flags that it names."""
@@ -143,7 +144,7 @@ def key_table() -> KeyTable:
     """Return the contents of the file of keys, which is read once."""
     content = json.loads(_FILE.read_text(encoding="utf-8"))
     answers = {
-        key: KeyAnswer(family["reason"], default, part == "refused")
+        key: KeyHandling(family["reason"], default, part == "refused")
         for part in ("accepted", "refused")
         for family in content[part]
         for key, default in family["keys"].items()
@@ -151,25 +152,25 @@ def key_table() -> KeyTable:
     return KeyTable(content["translated"], answers)
 
 
-def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile:
-    """Read a file, and add its mistakes and its conflicts with the command line to `found`.
+def read(path: Path, given: Mapping[str, Any], findings: Findings) -> DeepSpeedFile:
+    """Read a file, and add its mistakes and its conflicts with the command line to `findings`.
 
     Args:
         path: The JSON file.
         given: The values on the command line, by "section.field".
-        found: The findings, to which problems are added, and a notice for everything that is
+        findings: The findings, to which problems are added, and a notice for everything that is
             translated or has no effect.
 
     Raises:
         ConfigError: The file cannot be read, or is not strict JSON.
     """
     content, lines = _parse(path)
-    where = {key: f"{key} ({path}, line {line})" for key, line in lines.items()}
-    keys = _collect(content, "", where, found)
+    sources = {key: f"{key} ({path}, line {line})" for key, line in lines.items()}
+    keys = _collect(content, "", sources, findings)
     for key in [key for key in keys if key.endswith(".enabled") or key in _SWITCHES]:
         if type(keys[key]) not in (bool, type(None)):
-            found.problems.append(
-                f"{where[key]}: expected true or false, got {json.dumps(keys.pop(key))}"
+            findings.problems.append(
+                f"{sources[key]}: expected true or false, got {json.dumps(keys.pop(key))}"
             )
     for first, second, default in _DEFAULTS:
         # "auto" leaves a value to the flags. No flags set the keys of profiler, TensorBoard and
@@ -177,87 +178,93 @@ def read(path: Path, given: Mapping[str, Any], found: Findings) -> DeepSpeedFile
         is_open = first.startswith(_OFF_BY_DEFAULT) and keys.get(second) is None
         if keys.get(first) and (second not in keys or is_open):
             keys[second] = default
-            where[second] = f"DeepSpeed's default {second} {default} (for {where[first]})"
+            sources[second] = f"DeepSpeed's default {second} {default} (for {sources[first]})"
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    read_as = []
-    for key, field_path, plain in _settings(keys, given, where, found):
-        if plain is None:
+    translated = []
+    for key, field_path, value_in_file in _settings(keys, given, sources, findings):
+        if value_in_file is None:
             continue
         field = field_at(field_path)
         try:
-            value = from_yaml(field, plain)
+            value = from_yaml(field, value_in_file)
         except (ValueError, TypeError) as error:
-            found.problems.append(f"{where[key]}: {error}")
-            found.spoiled.add(field.name)
+            findings.problems.append(f"{sources[key]}: {error}")
+            findings.unknown_fields.add(field.name)
             continue
         if values.get(field_path, value) != value:
-            found.problems.append(
-                f"{where[key]} and {origins[field_path]} contradict each other: remove one of them"
+            findings.problems.append(
+                f"{sources[key]} and {origins[field_path]} contradict each other: remove one of "
+                "them"
             )
         elif given.get(field_path, value) != value:
-            shown = field.spell(given[field_path])
-            found.problems.append(
-                f"{shown} and {where[key]} ({field.spell(value)}) contradict each other: change "
+            flag = field.spell(given[field_path])
+            findings.problems.append(
+                f"{flag} and {sources[key]} ({field.spell(value)}) contradict each other: change "
                 "one of them"
             )
         elif field_path not in given:
-            values[field_path], origins[field_path] = value, where[key]
-            read_as += [f"{field.spell(value)} ({key})"] if value != field.default else []
-    if read_as:
-        found.notices.append(f"{path}: read as {', '.join(read_as)}")
+            values[field_path], origins[field_path] = value, sources[key]
+            translated += [f"{field.spell(value)} ({key})"] if value != field.default else []
+    if translated:
+        findings.notices.append(f"{path}: read as {', '.join(translated)}")
     steps = keys.get(_STEPS)
     if steps is not None and (type(steps) is not int or steps < 1):
-        found.problems.append(f"{where[_STEPS]}: expected a whole number above 0, got {steps!r}")
+        findings.problems.append(
+            f"{sources[_STEPS]}: expected a whole number above 0, got {steps!r}"
+        )
         steps = None
     return DeepSpeedFile(path, values, origins, steps)
 
 
 def with_batch_sizes(
-    asked: RunOptions, file: DeepSpeedFile, world_size: int, found: Findings
+    config: RunOptions, file: DeepSpeedFile, world_size: int, findings: Findings
 ) -> RunOptions:
     """Compute the missing batch size of a run from the other one and the accumulation steps.
 
     Args:
-        asked: The run, with the values of the file.
+        config: The run, with the values of the file.
         file: The file.
         world_size: The number of processes.
-        found: The findings, to which an error is added if the sizes contradict each other.
+        findings: The findings, to which an error is added if the sizes contradict each other.
 
     Returns:
         The run with both batch sizes, if they can be computed.
     """
-    replicas = data_parallel_size(asked, world_size)
-    micro, total = asked.training.micro_batch_size, asked.training.global_batch_size
+    replicas = data_parallel_size(config, world_size)
+    micro, total = config.training.micro_batch_size, config.training.global_batch_size
     if micro is None and total is not None:
-        micro = total // (replicas * (file.steps or 1))
-        asked = with_values(asked, {"training.micro_batch_size": micro})
-    if file.steps is None or micro is None:
-        return asked
-    product = micro * file.steps * replicas
+        micro = total // (replicas * (file.accumulation_steps or 1))
+        config = with_values(config, {"training.micro_batch_size": micro})
+    if file.accumulation_steps is None or micro is None:
+        return config
+    product = micro * file.accumulation_steps * replicas
     if total is None:
-        return with_values(asked, {"training.global_batch_size": product})
+        return with_values(config, {"training.global_batch_size": product})
     if product != total:
-        found.problems.append(
-            f"{_STEPS} {file.steps} in {file.path} and --global-batch-size {total} contradict each "
-            f"other: with --micro-batch-size {micro} and {replicas} replicas the batch size is "
-            f"{product}; change one of them, or remove {_STEPS}"
+        findings.problems.append(
+            f"{_STEPS} {file.accumulation_steps} in {file.path} and --global-batch-size {total} "
+            f"contradict each other: with --micro-batch-size {micro} and {replicas} replicas the "
+            f"batch size is {product}; change one of them, or remove {_STEPS}"
         )
-    return asked
+    return config
 
 
-def check_flags(flags: Sequence[Given], found: Findings) -> None:
+def check_flags(flags: Sequence[ParsedFlag], findings: Findings) -> None:
     """Add an error for each of Megatron-DeepSpeed's flags that contradicts another."""
     sizes = [flag for flag in flags if flag.name == "--pipeline-model-parallel-size"]
     has_no_pipeline = any(flag.name == "--no-pipeline-parallel" for flag in flags)
     if has_no_pipeline and sizes and sizes[-1].values[:1] != ("1",):
-        found.problems.append(
+        findings.problems.append(
             f"{sizes[-1]} and --no-pipeline-parallel contradict each other: drop one of them"
         )
 
 
 def _settings(
-    keys: Mapping[str, Any], given: Mapping[str, Any], where: Mapping[str, str], found: Findings
+    keys: Mapping[str, Any],
+    given: Mapping[str, Any],
+    sources: Mapping[str, str],
+    findings: Findings,
 ) -> Iterator[tuple[str, str, Any]]:
     """Yield what the keys set: the key, "section.field", and the value as in YAML.
 
@@ -266,10 +273,10 @@ def _settings(
     for key, field_path in _SAME.items():
         if key in keys:
             yield key, field_path, keys[key]
-    yield from _precision(keys, where, found)
-    yield from _optimizer(keys, where, found)
-    yield from _scheduler(keys, given, where, found)
-    yield from _curriculum(keys, where, found)
+    yield from _precision(keys, sources, findings)
+    yield from _optimizer(keys, sources, findings)
+    yield from _scheduler(keys, given, sources, findings)
+    yield from _curriculum(keys, sources, findings)
     yield from _reports(keys, given)
     steps = keys.get("steps_per_print")
     if steps is not None:
@@ -277,14 +284,14 @@ def _settings(
         if interval in (None, steps):
             yield "steps_per_print", "logging.log_interval", steps
         else:
-            found.notices.append(
-                f"{where['steps_per_print']}: the log line is printed every --log-interval "
+            findings.notices.append(
+                f"{sources['steps_per_print']}: the log line is printed every --log-interval "
                 f"{interval} iterations"
             )
 
 
 def _precision(
-    keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
+    keys: Mapping[str, Any], sources: Mapping[str, str], findings: Findings
 ) -> Iterator[tuple[str, str, Any]]:
     if keys.get("fp16.loss_scale"):  # 0 means a dynamic scale
         yield "fp16.loss_scale", "precision.loss_scale", keys["fp16.loss_scale"]
@@ -297,20 +304,20 @@ def _precision(
         if kind in ("fp32", "fp16"):
             yield key, "precision.accumulate_allreduce_grads_in_fp32", kind == "fp32"
         elif kind is not None:
-            found.problems.append(
-                f"{where[key]}: expected fp32 or fp16, got {kind!r}: gradients are summed in fp32 "
-                "with --bf16"
+            findings.problems.append(
+                f"{sources[key]}: expected fp32 or fp16, got {kind!r}: gradients are summed in "
+                "fp32 with --bf16"
             )
 
 
 def _optimizer(
-    keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
+    keys: Mapping[str, Any], sources: Mapping[str, str], findings: Findings
 ) -> Iterator[tuple[str, str, Any]]:
     key = "zero_optimization.offload_optimizer.device"
     if keys.get(key) in ("cpu", "none"):
         yield key, "optimizer.optimizer_cpu_offload", keys[key] == "cpu"
     elif keys.get(key) is not None:
-        found.problems.append(f"{where[key]}: expected cpu or none, got {keys[key]!r}")
+        findings.problems.append(f"{sources[key]}: expected cpu or none, got {keys[key]!r}")
     if keys.get("optimizer.type") is not None:
         name = str(keys["optimizer.type"])
         yield "optimizer.type", "optimizer.optimizer", _OPTIMIZERS.get(name.lower(), name)
@@ -320,11 +327,16 @@ def _optimizer(
             yield key, "optimizer.adam_beta1", betas[0]
             yield key, "optimizer.adam_beta2", betas[1]
         else:
-            found.problems.append(f"{where[key]}: expected two numbers, got {json.dumps(betas)}")
+            findings.problems.append(
+                f"{sources[key]}: expected two numbers, got {json.dumps(betas)}"
+            )
 
 
 def _scheduler(
-    keys: Mapping[str, Any], given: Mapping[str, Any], where: Mapping[str, str], found: Findings
+    keys: Mapping[str, Any],
+    given: Mapping[str, Any],
+    sources: Mapping[str, str],
+    findings: Findings,
 ) -> Iterator[tuple[str, str, Any]]:
     params = {
         key.removeprefix("scheduler.params."): value
@@ -334,7 +346,9 @@ def _scheduler(
     key, kind = "scheduler.type", keys.get("scheduler.type")
     if kind is None:
         if any(value is not None for value in params.values()):
-            found.problems.append(f"{where['scheduler.params']}: scheduler.type is missing: add it")
+            findings.problems.append(
+                f"{sources['scheduler.params']}: scheduler.type is missing: add it"
+            )
     elif kind == "LRRangeTest":
         yield key, "schedule.lr_decay_style", "range-test"
         for name in ("min_lr", "step_size", "step_rate", "staircase"):
@@ -342,17 +356,17 @@ def _scheduler(
                 long = f"lr_range_test_{name}"
                 yield f"scheduler.params.{long}", f"schedule.{long}", params[long]
     elif not isinstance(kind, str) or kind not in _DECAYS:
-        found.problems.append(
-            f"{where[key]}: {kind!r} is not supported: use {', '.join(_DECAYS)} or LRRangeTest, "
+        findings.problems.append(
+            f"{sources[key]}: {kind!r} is not supported: use {', '.join(_DECAYS)} or LRRangeTest, "
             "or remove scheduler and use --lr-decay-style and --lr-warmup-iters"
         )
     else:
         yield from _warm_up(kind, keys, params)
         if kind == "WarmupCosineLR":
-            yield from _cosine_rates(keys, given, where, found)
+            yield from _cosine_rates(keys, given, sources, findings)
         if kind != "WarmupLR" and params.get("total_num_steps") is None:
-            found.notices.append(
-                f"{where[key]}: total_num_steps is not given: the decay takes {_length(given)}"
+            findings.notices.append(
+                f"{sources[key]}: total_num_steps is not given: the decay takes {_length(given)}"
             )
 
 
@@ -384,15 +398,17 @@ def _length(given: Mapping[str, Any]) -> str:
         if given.get(f"schedule.{name}") is not None:
             return field_at(f"schedule.{name}").spell(given[f"schedule.{name}"])
     lengths = [f"training.train_{unit}" for unit in ("iters", "samples", "tokens")]
-    shown = [field_at(path).spell(given[path]) for path in lengths if given.get(path) is not None]
-    return f"the whole run ({', '.join(shown)})" if shown else "the whole run"
+    flag_texts = [
+        field_at(path).spell(given[path]) for path in lengths if given.get(path) is not None
+    ]
+    return f"the whole run ({', '.join(flag_texts)})" if flag_texts else "the whole run"
 
 
 def _cosine_rates(
     keys: Mapping[str, Any],
     given: Mapping[str, Any],
-    where: Mapping[str, str],
-    found: Findings,
+    sources: Mapping[str, str],
+    findings: Findings,
 ) -> Iterator[tuple[str, str, Any]]:
     """Yield the learning rates of WarmupCosineLR, which the file gives as multiples of the peak."""
     kind, peak = "scheduler.type", keys.get("optimizer.params.lr")
@@ -408,25 +424,25 @@ def _cosine_rates(
             ratio *= peak
         yield (key if key in keys else kind), path, ratio
     if peak is None:
-        found.problems.append(
-            f"{where[kind]}: WarmupCosineLR gives rates as multiples of the peak: add "
+        findings.problems.append(
+            f"{sources[kind]}: WarmupCosineLR gives rates as multiples of the peak: add "
             "optimizer.params.lr, or --lr"
         )
 
 
 def _curriculum(
-    keys: Mapping[str, Any], where: Mapping[str, str], found: Findings
+    keys: Mapping[str, Any], sources: Mapping[str, str], findings: Findings
 ) -> Iterator[tuple[str, str, Any]]:
     part = "curriculum_learning"
     if not keys.get(f"{part}.enabled"):
         return
     for key in (f"{part}.{name}" for name in ("min_difficulty", "max_difficulty", "schedule_type")):
         if keys.get(key) is None:
-            found.problems.append(f"{where[part]}: {key} is missing: add it")
+            findings.problems.append(f"{sources[part]}: {key} is missing: add it")
     kind = keys.get(f"{part}.curriculum_type")
     if kind not in (None, "seqlen"):
-        found.problems.append(
-            f"{where[f'{part}.curriculum_type']}: expected seqlen, got {kind!r}: sequences can "
+        findings.problems.append(
+            f"{sources[f'{part}.curriculum_type']}: expected seqlen, got {kind!r}: sequences can "
             "only be ordered by their length"
         )
     last = keys.get(f"{part}.max_difficulty")
@@ -440,8 +456,8 @@ def _curriculum(
                 key = f"{part}.{name}"
                 yield key, f"curriculum.curriculum_{field_name}", keys[key]
     elif isinstance(lengths, list) and lengths[-1:] != [last]:
-        found.problems.append(
-            f"{where[f'{part}.max_difficulty']}: {last} is not the last of "
+        findings.problems.append(
+            f"{sources[f'{part}.max_difficulty']}: {last} is not the last of "
             f"{part}.schedule_config.difficulty: make them equal"
         )
 
@@ -534,50 +550,55 @@ def _lines(text: str, name: str) -> dict[str, int]:
 
 
 def _collect(
-    part: Mapping[str, Any], prefix: str, where: Mapping[str, str], found: Findings
+    part: Mapping[str, Any], prefix: str, sources: Mapping[str, str], findings: Findings
 ) -> dict[str, Any]:
     """Return the values of translated keys in a section of the file, or in the whole file, by path.
 
     The value is `None` for a key that leaves the choice to the flags. Unknown and refused keys are
-    added to `found` as problems, and all other keys as notices.
+    added to `findings` as problems, and all other keys as notices.
     """
     table = key_table()
     keys: dict[str, Any] = {}
-    idle: dict[str, list[str]] = {}  # the keys that change nothing, by the reason
+    without_effect: dict[str, list[str]] = {}  # the keys that change nothing, by the reason
     for name, value in part.items():
         key = prefix + name
-        inner = [one for one in (*table.translated, *table.answers) if one.startswith(f"{key}.")]
-        answer = table.answers.get(key)
+        nested_keys = [
+            known_key
+            for known_key in (*table.translated, *table.untranslated)
+            if known_key.startswith(f"{key}.")
+        ]
+        handling = table.untranslated.get(key)
         if value is None or value == "auto":
             keys |= dict.fromkeys(table.translated.keys() & {key})
             continue
-        if answer is not None:
+        if handling is not None:
             if isinstance(value, dict) and value.get("enabled") is False and len(value) > 1:
-                idle.setdefault(f"{key}.enabled is not true", []).append(key)
-            elif not answer.accepts(value) and answer.is_refused:
-                shown = "" if isinstance(value, dict) else f" {json.dumps(value)}"
-                found.problems.append(f"{where[key]}{shown}: {answer.reason}")
-            elif not answer.accepts(value):
-                idle.setdefault(answer.reason, []).append(key)
+                without_effect.setdefault(f"{key}.enabled is not true", []).append(key)
+            elif not handling.accepts(value) and handling.is_refused:
+                value_text = "" if isinstance(value, dict) else f" {json.dumps(value)}"
+                findings.problems.append(f"{sources[key]}{value_text}: {handling.reason}")
+            elif not handling.accepts(value):
+                without_effect.setdefault(handling.reason, []).append(key)
         elif key in table.translated:
             keys[key] = value
-        elif not inner:
-            near = suggestion(key, (*table.translated, *table.answers))
-            remedy = near or ": remove it (docs/deepspeed.md lists all keys)"
-            found.problems.append(f"{where[key]} is not a DeepSpeed key{remedy}")
+        elif not nested_keys:
+            hint = suggestion(key, (*table.translated, *table.untranslated))
+            remedy = hint or ": remove it (docs/deepspeed.md lists all keys)"
+            findings.problems.append(f"{sources[key]} is not a DeepSpeed key{remedy}")
         elif not isinstance(value, dict):
-            found.problems.append(
-                f"{where[key]}: expected an object such as {{{json.dumps(inner[0][len(key) + 1 :])}"
-                f": ...}}, got {json.dumps(value)}"
+            example = json.dumps(nested_keys[0][len(key) + 1 :])
+            findings.problems.append(
+                f"{sources[key]}: expected an object such as {{{example}: ...}}, got "
+                f"{json.dumps(value)}"
             )
         elif value.get("enabled", key not in _OFF_BY_DEFAULT) is False:
             keys |= {f"{key}.enabled": False}
             if value.keys() - {"enabled"}:
-                idle.setdefault(f"{key}.enabled is not true", []).append(key)
+                without_effect.setdefault(f"{key}.enabled is not true", []).append(key)
         else:
-            keys |= _collect(value, f"{key}.", where, found)
-    found.notices += [
-        f"{', '.join(where[key] for key in names)}: changes nothing: {reason}"
-        for reason, names in idle.items()
+            keys |= _collect(value, f"{key}.", sources, findings)
+    findings.notices += [
+        f"{', '.join(sources[key] for key in names)}: changes nothing: {reason}"
+        for reason, names in without_effect.items()
     ]
     return keys

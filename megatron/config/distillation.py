@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 
-_TEACHER = Need(lambda run: run.distillation.is_on, "--teacher-load or --logits-load-dir")
-_ANY = Need(
+_TEACHER = Requirement(lambda run: run.distillation.is_on, "--teacher-load or --logits-load-dir")
+_ANY = Requirement(
     lambda run: run.distillation.is_on or run.distillation.logits_save_dir,
     "--teacher-load, --logits-load-dir or --logits-save-dir",
 )
-_SAVES = Need(lambda run: run.distillation.logits_save_dir is not None, "--logits-save-dir")
-_TOP_P = Need(lambda run: run.distillation.logits_save_top_p is not None, "--logits-save-top-p")
-_LOADS = Need(lambda run: run.distillation.logits_load_dir is not None, "--logits-load-dir")
+_SAVES = Requirement(lambda run: run.distillation.logits_save_dir is not None, "--logits-save-dir")
+_TOP_P = Requirement(
+    lambda run: run.distillation.logits_save_top_p is not None, "--logits-save-top-p"
+)
+_LOADS = Requirement(lambda run: run.distillation.logits_load_dir is not None, "--logits-load-dir")
 _LOADED_AHEAD = "changes nothing: --num-workers processes read and decode logits with their samples"
 
 

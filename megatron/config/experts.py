@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_WIDTH, Need, flag
+from megatron.config.fields import MAX_WIDTH, Requirement, flag
 from megatron.config.patterns import read_pattern
 
 MAX_EXPERTS = 2**16
@@ -18,36 +18,36 @@ BALANCING_LOSSES = {
 Z_LOSS = "z_loss"
 _LAST_OF = re.compile(r"last-of-([1-9][0-9]{0,4})")
 
-_MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
-_BALANCED = Need(
+_MIXTURE = Requirement(lambda run: run.model.num_experts, "--num-experts")
+_BALANCED = Requirement(
     lambda run: run.model.moe_router_enable_expert_bias and run.model.lora_rank is None,
     "--moe-router-enable-expert-bias, or with --lora-rank",
 )
-_GROUPED = Need(lambda run: run.model.moe_router_num_groups, "--moe-router-num-groups")
-_SHARED = Need(
+_GROUPED = Requirement(lambda run: run.model.moe_router_num_groups, "--moe-router-num-groups")
+_SHARED = Requirement(
     lambda run: run.model.moe_shared_expert_intermediate_size,
     "--moe-shared-expert-intermediate-size",
 )
-_GATED = Need(
+_GATED = Requirement(
     lambda run: run.model.num_experts and run.model.moe_router_gating == "deepspeed",
     "--moe-router-gating deepspeed",
 )
-_GATED_TO_ONE = Need(
+_GATED_TO_ONE = Requirement(
     lambda run: _GATED.is_met(run) and run.model.moe_router_topk == 1,
     "--moe-router-gating deepspeed --moe-router-topk 1",
 )
-_GATED_TO_TWO = Need(
+_GATED_TO_TWO = Requirement(
     lambda run: _GATED.is_met(run) and run.model.moe_router_topk == 2,
     "--moe-router-gating deepspeed --moe-router-topk 2",
 )
-_TO_ONE = Need(
+_TO_ONE = Requirement(
     lambda run: run.model.num_experts and run.model.moe_router_topk == 1,
     "--num-experts with --moe-router-topk 1",
 )
-_DROPS = Need(
+_DROPS = Requirement(
     lambda run: run.model.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"
 )
-_LIMITED = Need(
+_LIMITED = Requirement(
     lambda run: run.model.moe_expert_capacity_factor or run.model.moe_eval_capacity_factor,
     "--moe-expert-capacity-factor or --moe-eval-capacity-factor",
 )

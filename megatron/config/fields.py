@@ -23,18 +23,18 @@ _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or fal
 
 
 @dataclasses.dataclass(frozen=True)
-class Need:
+class Requirement:
     """A condition for a flag. If it is not met, the flag changes nothing or is an error.
 
     Attributes:
         is_met: A function that returns whether the condition holds for a resolved run (a
             `RunOptions`).
-        what: The flags that meet the condition, worded to follow "changes nothing without" and
-            "requires".
+        description: The flags that meet the condition, worded to follow "changes nothing without"
+            and "requires".
     """
 
     is_met: Callable[[Any], Any]
-    what: str
+    description: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ class FlagInfo:
     above: float | None = None
     below: float | None = None
     at_most: float | None = None
-    needs: Need | None = None
-    requires: Need | None = None
+    needs: Requirement | None = None
+    requires: Requirement | None = None
     only_for: tuple[str, ...] = ()
     is_common: bool = False
     required: str = ""
@@ -141,32 +141,32 @@ class Field:
         return self.names + self.off_names
 
     @property
-    def shown_names(self) -> tuple[str, ...]:
+    def documented_names(self) -> tuple[str, ...]:
         """Spellings that documentation lists, including those of `off` if the default is on."""
         return self.names + (self.off_names if self.default is True else ())
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The spelling to show for a value other than the default."""
         return self.off_names[0] if self.default is True else self.names[0]
 
     def spell(self, value: Any) -> str:
         """Return a value as messages show it: `--lr 0.1`, `--swiglu`, `--no-swiglu`."""
-        return " ".join(word or '""' for word in self.words(value))
+        return " ".join(word or '""' for word in self.to_args(value))
 
-    def words(self, value: Any) -> list[str]:
+    def to_args(self, value: Any) -> list[str]:
         """Return a value as the words of a command line."""
         if self.is_switch and self.names and (value or self.off_names):
             return [self.names[0] if value else self.off_names[0]]
         unset = "" if self.kind is str else "none"
-        words = value if isinstance(value, tuple | list) else (unset if value is None else value,)
-        shown = [
+        values = value if isinstance(value, tuple | list) else (unset if value is None else value,)
+        texts = [
             # Write 10000 instead of 10000.0 if that is the same number.
-            f"{word:g}" if isinstance(word, float) and float(f"{word:g}") == word else str(word)
-            for word in words
+            f"{item:g}" if isinstance(item, float) and float(f"{item:g}") == item else str(item)
+            for item in values
         ]
-        shown = ["true"] if value is True else shown
-        return [self.names[0] if self.names else self.name, *shown]
+        texts = ["true"] if value is True else texts
+        return [self.names[0] if self.names else self.name, *texts]
 
     def out_of_bounds(self, value: Any) -> str:
         """Return the rule that a value violates, such as "must be at least 1", or ""."""
@@ -189,7 +189,7 @@ class Field:
 def fields_of(config_type: type) -> tuple[Field, ...]:
     """Return the fields of a configuration dataclass, with their help."""
     hints = typing.get_type_hints(config_type)
-    helps = attribute_texts(config_type)
+    helps = attribute_docs(config_type)
     return tuple(
         _field(entry, hints[entry.name], helps.get(entry.name, ""))
         for entry in dataclasses.fields(config_type)
@@ -206,13 +206,13 @@ def by_spelling(config_types: Iterable[type]) -> dict[str, Field]:
     }
 
 
-def attribute_texts(kind: type) -> dict[str, str]:
+def attribute_docs(kind: type) -> dict[str, str]:
     """Return the text for each name under `Attributes:` in docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         entries = inspect.cleandoc(owner.__doc__ or "").partition("\nAttributes:\n")[2]
-        found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", entries, re.MULTILINE)
-        texts |= {name: " ".join(text.split()) for name, text in found}
+        pairs = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", entries, re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in pairs}
     return texts
 
 
@@ -229,38 +229,41 @@ def _field(entry: dataclasses.Field[Any], hint: Any, help: str) -> Field:
     return Field(entry.name, kind, optional, many, entry.default, info, help)
 
 
-def nearest(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
+def closest_match(
+    name: str, candidates: Iterable[str], fallbacks: Iterable[str] = ()
+) -> str | None:
     """Return the known word that a misspelled or shortened word probably means, or None.
 
     Whole parts of a long flag, as in `--tensor-parallel`, count more than similar spelling. A word
     that differs in a whole part means something else: `--train-epochs` is not `--train-iters`.
 
     Args:
-        word: The word as it was written.
-        known: The words that it may mean.
-        others: Other words, considered only if no known word is equally near.
+        name: The word as it was written.
+        candidates: The words that it may mean.
+        fallbacks: Other words, considered only if no known word is equally near.
     """
     import difflib  # needed only for error messages
 
-    parts = _parts(word)
+    parts = _parts(name)
 
     def is_another(candidate: str) -> bool:
-        ours, theirs = parts - _parts(candidate), _parts(candidate) - parts
-        return bool(ours and theirs) and not all(
-            difflib.get_close_matches(part, theirs, cutoff=0.7) for part in ours
+        own_parts, other_parts = parts - _parts(candidate), _parts(candidate) - parts
+        return bool(own_parts and other_parts) and not all(
+            difflib.get_close_matches(part, other_parts, cutoff=0.7) for part in own_parts
         )
 
     groups = [
-        [candidate for candidate in group if not is_another(candidate)] for group in (known, others)
+        [candidate for candidate in group if not is_another(candidate)]
+        for group in (candidates, fallbacks)
     ]
-    for words in groups:
-        if near := difflib.get_close_matches(word, words, n=1, cutoff=0.8):
-            return near[0]
-        if longer := [flag for flag in words if parts <= _parts(flag)]:
-            return min(longer, key=lambda flag: len(_parts(flag)))  # the first of the shortest
-    for words in groups:
-        if near := difflib.get_close_matches(word, words, n=1, cutoff=0.6):
-            return near[0]
+    for group in groups:
+        if matches := difflib.get_close_matches(name, group, n=1, cutoff=0.8):
+            return matches[0]
+        if extensions := [flag for flag in group if parts <= _parts(flag)]:
+            return min(extensions, key=lambda flag: len(_parts(flag)))  # the first of the shortest
+    for group in groups:
+        if matches := difflib.get_close_matches(name, group, n=1, cutoff=0.6):
+            return matches[0]
     return None
 
 
@@ -271,8 +274,8 @@ def _parts(word: str) -> set[str]:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return `: did you mean X?`, or nothing if no known word is near."""
-    near = nearest(word, known)
-    return f": did you mean {near}?" if near else ""
+    match = closest_match(word, known)
+    return f": did you mean {match}?" if match else ""
 
 
 def from_text(field: Field, text: str) -> Any:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.arguments import split
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 
-_SAMPLES = Need(lambda run: run.finetuning.sample_prompts is not None, "--sample-prompts")
-_SFT = Need(lambda run: run.finetuning.sft, "--sft")
+_SAMPLES = Requirement(lambda run: run.finetuning.sample_prompts is not None, "--sample-prompts")
+_SFT = Requirement(lambda run: run.finetuning.sft, "--sft")
 
 TRUNCATIONS = ("error", "drop", "keep-start", "keep-end", "split")
 
@@ -51,7 +51,7 @@ class FinetuningConfig:
     )
 
 
-def finetuning_words(words: Sequence[str]) -> list[str]:
+def finetuning_args(argv: Sequence[str]) -> list[str]:
     """Return the arguments of a finetuning run's command line, with the defaults of `finetune.py`.
 
     The defaults are --sft; with it --calculate-per-token-loss, because the number of tokens that
@@ -59,7 +59,7 @@ def finetuning_words(words: Sequence[str]) -> list[str]:
     that turns one of them off (`--no-sft`, `--no-calculate-per-token-loss`, `--no-finetune`) takes
     precedence.
     """
-    given = {found.name: found.values for found in split(words)}
+    given = {found.name: found.values for found in split(argv)}
     now = []
     if "--no-sft" not in given:
         now += ["--sft"] * ("--sft" not in given)
@@ -69,4 +69,4 @@ def finetuning_words(words: Sequence[str]) -> list[str]:
     resumes = bool(load and save) and Path(load[0]).resolve() == Path(save[0]).resolve()
     if load and not resumes and not {"--finetune", "--no-finetune"} & set(given):
         now.append("--finetune")
-    return [*words, *now]
+    return [*argv, *now]

@@ -19,36 +19,36 @@ _MAX_SAMPLES = 10_000_000  # per file, because a file that is continued is read 
 def bounds_problems(config: Any) -> list[str]:
     """Return a line for each value of a dataclass that is outside its field's bounds."""
     kind: type = type(config)
-    found = ((field, getattr(config, field.name)) for field in fields_of(kind))
+    pairs = ((field, getattr(config, field.name)) for field in fields_of(kind))
     return [
         f"{field.spell(value)}: {field.out_of_bounds(value)}"
-        for field, value in found
+        for field, value in pairs
         if not field.many and field.out_of_bounds(value)
     ]
 
 
-def named_adapters(words: Sequence[str] | None) -> dict[str, str]:
+def named_adapters(values: Sequence[str] | None) -> dict[str, str]:
     """Return the folders of adapters by name.
 
     Args:
-        words: Values of --serve-adapter, each NAME=FOLDER.
+        values: Values of --serve-adapter, each NAME=FOLDER.
     """
-    return {name: folder for name, _, folder in (word.partition("=") for word in words or ())}
+    return {name: folder for name, _, folder in (value.partition("=") for value in values or ())}
 
 
-def adapter_problems(words: Sequence[str] | None) -> list[str]:
+def adapter_problems(values: Sequence[str] | None) -> list[str]:
     """Return a line for each mistake in the values of --serve-adapter."""
     problems, names = [], set()
-    for word in words or ():
-        name, equals, folder = word.partition("=")
+    for value in values or ():
+        name, equals, folder = value.partition("=")
         if not (name and equals and folder) or not name.isprintable() or name != name.strip():
             problems.append(
-                f"--serve-adapter {word}: give NAME=FOLDER, for example sql=runs/sql/checkpoints"
+                f"--serve-adapter {value}: give NAME=FOLDER, for example sql=runs/sql/checkpoints"
             )
         elif name in names:
-            problems.append(f"--serve-adapter {word}: {name} is given twice: choose another name")
+            problems.append(f"--serve-adapter {value}: {name} is given twice: choose another name")
         names.add(name)
-    if words == ():
+    if values == ():
         problems.append("--serve-adapter has no value: give NAME=FOLDER, or drop it")
     return problems
 
@@ -83,27 +83,27 @@ def read_speculation(text: str | None) -> Speculation | None:
     problems = speculation_problems(text)
     if problems:
         raise ConfigError(problems)
-    given = json.loads(text)
-    if "prompt_lookup_max" in given:
-        given.setdefault("prompt_lookup_min", min(2, given["prompt_lookup_max"]))
-    return Speculation(**given)
+    values = json.loads(text)
+    if "prompt_lookup_max" in values:
+        values.setdefault("prompt_lookup_min", min(2, values["prompt_lookup_max"]))
+    return Speculation(**values)
 
 
 def speculation_problems(text: str | None) -> list[str]:
     """Return a line for each mistake in the value of --speculative-config."""
     if text is None:
         return []
-    shown = f"--speculative-config {text}"
+    flag = f"--speculative-config {text}"
     example = 'give a JSON object such as \'{"method": "ngram", "num_speculative_tokens": 4}\''
     try:
         given = json.loads(text)
     except ValueError:
         given = None
     if not isinstance(given, dict):
-        return [f"{shown}: {example}"]
+        return [f"{flag}: {example}"]
     known = {entry.name: entry for entry in fields_of(Speculation)}
     problems = [
-        f"{shown}: {name} is missing: {example}"
+        f"{flag}: {name} is missing: {example}"
         for name in ("method", "num_speculative_tokens")
         if name not in given
     ]
@@ -111,20 +111,20 @@ def speculation_problems(text: str | None) -> list[str]:
         entry = known.get(name)
         choices = None if entry is None else entry.info.choices
         if entry is None:
-            problems.append(f"{shown}: unknown key {name!r}: use {', '.join(known)}")
+            problems.append(f"{flag}: unknown key {name!r}: use {', '.join(known)}")
         elif type(value) is not entry.kind or (choices and value not in choices):
             expected = f"use {' or '.join(choices)}" if choices else example
-            problems.append(f"{shown}: {name} is {json.dumps(value)}: {expected}")
-        elif wrong := entry.out_of_bounds(value):
-            problems.append(f"{shown}: {name} is {value}: {wrong}")
+            problems.append(f"{flag}: {name} is {json.dumps(value)}: {expected}")
+        elif invalid := entry.out_of_bounds(value):
+            problems.append(f"{flag}: {name} is {value}: {invalid}")
         elif name.startswith("prompt_lookup_") and given.get("method") == "mtp":
-            problems.append(f"{shown}: {name} is for the method ngram: drop it")
+            problems.append(f"{flag}: {name} is for the method ngram: drop it")
     if not problems:
         shortest = given.get("prompt_lookup_min", 1)
         longest = given.get("prompt_lookup_max", Speculation.prompt_lookup_max)
         if shortest > longest:
             problems.append(
-                f"{shown}: prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}: "
+                f"{flag}: prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}: "
                 "swap them"
             )
     return problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_LAYERS, MAX_WIDTH, Need, flag
+from megatron.config.fields import MAX_LAYERS, MAX_WIDTH, Requirement, flag
 
 MAMBA, ATTENTION, MLP, MIXTURE = "M", "*", "-", "E"
 # The meaning of each symbol of a pattern.
@@ -23,11 +23,11 @@ MAMBA_FIELDS = (
     "mamba_norm",
 )
 _STAGE, _PREDICTION = "|", "/"
-_HYBRID = Need(
+_HYBRID = Requirement(
     lambda run: run.model.hybrid_layer_pattern or run.model.parallel_mamba,
     "--hybrid-layer-pattern or --parallel-mamba",
 )
-_PARALLEL = Need(lambda run: run.model.parallel_mamba, "--parallel-mamba")
+_PARALLEL = Requirement(lambda run: run.model.parallel_mamba, "--parallel-mamba")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def pattern_parts(pattern: str) -> list[str]:
                 "drop them"
             )
         if symbol not in SYMBOLS and symbol != _STAGE:
-            known = ", ".join(f"{one} for {kind}" for one, kind in SYMBOLS.items())
+            known = ", ".join(f"{symbol_text} for {kind}" for symbol_text, kind in SYMBOLS.items())
             raise ValueError(f"cannot read {symbol!r}: use {known}, and | between pipeline stages")
     parts = text.split(_STAGE)
     if not any(parts):

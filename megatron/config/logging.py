@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_RECORDS = Need(
+_RECORDS = Requirement(
     lambda run: (
         run.logging.tensorboard_dir or run.logging.wandb_project or run.logging.metrics_jsonl
     ),
     "--tensorboard-dir, --wandb-project or --metrics-jsonl",
 )
-_TENSORBOARD = Need(lambda run: run.logging.tensorboard_dir, "--tensorboard-dir")
-_TIMES = Need(lambda run: run.logging.timing_log_level, "--timing-log-level")
-_STRAGGLERS = Need(lambda run: run.logging.log_straggler, "--log-straggler")
-_PROFILES = Need(lambda run: run.profiling.profile, "--profile")
-_STEPS = Need(
+_TENSORBOARD = Requirement(lambda run: run.logging.tensorboard_dir, "--tensorboard-dir")
+_TIMES = Requirement(lambda run: run.logging.timing_log_level, "--timing-log-level")
+_STRAGGLERS = Requirement(lambda run: run.logging.log_straggler, "--log-straggler")
+_PROFILES = Requirement(lambda run: run.profiling.profile, "--profile")
+_STEPS = Requirement(
     lambda run: run.profiling.profile and not run.profiling.profile_windows,
     "--profile, or with --profile-windows",
 )
-_PROJECT = Need(lambda run: run.logging.wandb_project, "--wandb-project")
+_PROJECT = Requirement(lambda run: run.logging.wandb_project, "--wandb-project")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from megatron.config.attention import (
     SelfAttentionOptions,
 )
 from megatron.config.experts import ExpertOptions
-from megatron.config.fields import MAX_IDS, MAX_LAYERS, MAX_WIDTH, Need, flag
+from megatron.config.fields import MAX_IDS, MAX_LAYERS, MAX_WIDTH, Requirement, flag
 from megatron.config.hybrid import MAMBA_FIELDS, HybridOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.retro import RetroOptions
@@ -23,39 +23,41 @@ _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_GROUPED = Need(lambda run: run.model.group_query_attention, "--group-query-attention")
-_ROTARY = Need(
+_GROUPED = Requirement(lambda run: run.model.group_query_attention, "--group-query-attention")
+_ROTARY = Requirement(
     lambda run: run.model.position_embedding_type == "rope",
     "--position-embedding-type rope",
 )
-_SCALED = Need(lambda run: run.model.use_rope_scaling, "--use-rope-scaling")
-_UNBIASED = Need(
+_SCALED = Requirement(lambda run: run.model.use_rope_scaling, "--use-rope-scaling")
+_UNBIASED = Requirement(
     lambda run: not run.model.add_bias_linear,
     "--disable-bias-linear: all linear layers have biases",
 )
-_BIASED = Need(
+_BIASED = Requirement(
     lambda run: run.model.add_bias_linear, "biases, which --disable-bias-linear leaves out"
 )
-_LAYER_NORM = Need(lambda run: run.model.normalization == "LayerNorm", "--normalization LayerNorm")
-_PLAIN_SCORES = Need(
+_LAYER_NORM = Requirement(
+    lambda run: run.model.normalization == "LayerNorm", "--normalization LayerNorm"
+)
+_PLAIN_SCORES = Requirement(
     lambda run: not run.model.use_flash_attn,
     "attention scores in memory, which --use-flash-attn avoids",
 )
-_QK_NORM = Need(lambda run: run.model.qk_layernorm, "--qk-layernorm")
-_MUP = Need(lambda run: run.model.use_mup, "--use-mup")
-_LOAD = Need(lambda run: run.checkpoint.load is not None, "--load")
-_RELATIVE = Need(
+_QK_NORM = Requirement(lambda run: run.model.qk_layernorm, "--qk-layernorm")
+_MUP = Requirement(lambda run: run.model.use_mup, "--use-mup")
+_LOAD = Requirement(lambda run: run.checkpoint.load is not None, "--load")
+_RELATIVE = Requirement(
     lambda run: run.model.position_embedding_type == "relative",
     "--position-embedding-type relative",
 )
-_ALIBI = Need(
+_ALIBI = Requirement(
     lambda run: run.model.position_embedding_type == "alibi", "--position-embedding-type alibi"
 )
-_PARALLEL = Need(lambda run: run.model.parallel_residual, "--parallel-residual")
-_GATED = Need(
+_PARALLEL = Requirement(lambda run: run.model.parallel_residual, "--parallel-residual")
+_GATED = Requirement(
     lambda run: run.model.is_gated, "--swiglu, --geglu or --quick-geglu, which have a gate"
 )
-_HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
+_HALF = Requirement(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
 
 
 @dataclass(frozen=True, kw_only=True)

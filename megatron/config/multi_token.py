@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 
 MAX_DEPTHS = 64
-_PREDICTS = Need(lambda run: run.model.mtp_num_layers, "--mtp-num-layers")
+_PREDICTS = Requirement(lambda run: run.model.mtp_num_layers, "--mtp-num-layers")
 
 
 @dataclass(frozen=True, kw_only=True)

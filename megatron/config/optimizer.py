@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 from megatron.config.training import TOKEN_ARCHITECTURES, TrainingOptions
 
 FORMAT_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
 # Conditions for the flags below, used as their `needs` or `requires`.
-_ADAM = Need(
+_ADAM = Requirement(
     lambda run: run.optimizer.optimizer in ("adam", "muon"), "--optimizer adam or --optimizer muon"
 )
-_MUON = Need(lambda run: run.optimizer.optimizer == "muon", "--optimizer muon")
-_SGD = Need(lambda run: run.optimizer.optimizer == "sgd", "--optimizer sgd")
-_WARMS_UP = Need(
+_MUON = Requirement(lambda run: run.optimizer.optimizer == "muon", "--optimizer muon")
+_SGD = Requirement(lambda run: run.optimizer.optimizer == "sgd", "--optimizer sgd")
+_WARMS_UP = Requirement(
     lambda run: (
         run.schedule.lr_warmup_fraction
         or run.schedule.lr_warmup_iters
@@ -28,22 +28,22 @@ _SCALE = 1 / STATE_BLOCK
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + _SCALE, "fp8": 1 + _SCALE}
 """Bytes per element of each format of optimizer states, including scales."""
 _MOMENTS = tuple(STATE_BYTES)
-_AWARE = Need(
+_AWARE = Requirement(
     lambda run: run.optimizer.use_precision_aware_optimizer, "--use-precision-aware-optimizer"
 )
-_PACKED = Need(
+_PACKED = Requirement(
     lambda run: any(getattr(run.optimizer, name) != "fp32" for name in FORMAT_FIELDS),
     "--exp-avg-dtype, --exp-avg-sq-dtype, --main-params-dtype or --main-grads-dtype",
 )
-_OFFLOAD = Need(lambda run: run.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload")
-_LAWA = Need(lambda run: run.optimizer.lawa_interval is not None, "--lawa-interval")
-_DECOUPLED = Need(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
-_LOADS = Need(lambda run: run.checkpoint.load is not None, "--load")
-_RANGE = Need(
+_OFFLOAD = Requirement(lambda run: run.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload")
+_LAWA = Requirement(lambda run: run.optimizer.lawa_interval is not None, "--lawa-interval")
+_DECOUPLED = Requirement(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
+_LOADS = Requirement(lambda run: run.checkpoint.load is not None, "--load")
+_RANGE = Requirement(
     lambda run: run.schedule.lr_decay_style == "range-test", "--lr-decay-style range-test"
 )
-_BRANCHES = Need(lambda run: run.schedule.lr_wsd_branch_from, "--lr-wsd-branch-from")
-_WSD = Need(lambda run: run.schedule.lr_decay_style == "WSD", "--lr-decay-style WSD")
+_BRANCHES = Requirement(lambda run: run.schedule.lr_wsd_branch_from, "--lr-wsd-branch-from")
+_WSD = Requirement(lambda run: run.schedule.lr_decay_style == "WSD", "--lr-decay-style WSD")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.config.arguments import Given
+from megatron.config.arguments import ParsedFlag
 from megatron.config.experts import ExpertOptions
-from megatron.config.fields import Field, FlagInfo, by_spelling, nearest
+from megatron.config.fields import Field, FlagInfo, by_spelling, closest_match
 from megatron.config.run import Findings
 
 _FILE = Path(__file__).with_suffix(".json")
@@ -67,16 +67,16 @@ class OldFlag:
     becomes: Sequence[str | Mapping[str, Any]]
     program: Sequence[str] = ()
 
-    def translate(self, given: Given, flags: Sequence[Given]) -> list[Given]:
-        """Return today's flags for this old one, `given` on a command line with these `flags`."""
-        return _read(self.becomes, given.values, flags)
+    def translate(self, flag: ParsedFlag, flags: Sequence[ParsedFlag]) -> list[ParsedFlag]:
+        """Return today's flags for this old one, `flag` on a command line with these `flags`."""
+        return _read(self.becomes, flag.values, flags)
 
 
 def _read(
-    entries: Sequence[str | Mapping[str, Any]], values: Sequence[str], flags: Sequence[Given]
-) -> list[Given]:
+    entries: Sequence[str | Mapping[str, Any]], values: Sequence[str], flags: Sequence[ParsedFlag]
+) -> list[ParsedFlag]:
     """Return the flags that entries, such as those of `OldFlag.becomes`, stand for."""
-    now = []
+    result = []
     for entry in entries:
         text, unless = (entry, ()) if isinstance(entry, str) else (entry["flag"], entry["unless"])
         if any(flag.name in unless or str(flag) in unless for flag in flags):
@@ -88,12 +88,12 @@ def _read(
         ]
         name = words.pop(0) if text.startswith("--") else ""
         if name or words:
-            now.append(Given(name, tuple(words)))
-    return now
+            result.append(ParsedFlag(name, tuple(words)))
+    return result
 
 
 @dataclass(frozen=True)
-class GoneFlag:
+class RemovedFlag:
     """An old flag, or a single value of a flag, that has no equivalent today."""
 
     name: str
@@ -110,12 +110,12 @@ class OtherFlags:
     accepted: tuple[Field, ...]
     translated: tuple[OldFlag, ...]
     implied: Mapping[str, Mapping[str, Any]]
-    gone: tuple[GoneFlag, ...]
+    removed: tuple[RemovedFlag, ...]
     other_programs: Mapping[str, str]
     of_commands: Mapping[str, str]
 
     @property
-    def answered(self) -> tuple[Field, ...]:
+    def unsupported(self) -> tuple[Field, ...]:
         """All of Megatron's flags that are refused by name or accepted without effect."""
         return (*self.refused, *self.accepted)
 
@@ -138,8 +138,8 @@ def other_flags() -> OtherFlags:
         accepted,
         translated=tuple(OldFlag(**old) for old in content["translated"]),
         implied=content["implied"],
-        gone=tuple(
-            GoneFlag(name, family["era"], family["remedy"], value or None)
+        removed=tuple(
+            RemovedFlag(name, family["era"], family["remedy"], value or None)
             for family in content["gone"]
             for name, _, value in (entry.partition(" ") for entry in family["flags"])
         ),
@@ -184,54 +184,62 @@ def _kind_of(text: str) -> type:
     return str
 
 
-def translate(flags: Sequence[Given], found: Findings, own: Container[str] = ()) -> list[Given]:
+def translate(
+    flags: Sequence[ParsedFlag], findings: Findings, own: Container[str] = ()
+) -> list[ParsedFlag]:
     """Return today's command line for an old one.
 
     Args:
         flags: The command line.
-        found: The findings, to which a notice is added for each old flag, and a problem for each
+        findings: The findings, to which a notice is added for each old flag, and a problem for each
             one that is gone.
         own: Flags that only this program has, which are never treated as old.
     """
     table = other_flags()
     old = {flag.name: flag for flag in table.translated if flag.name not in own}
-    gone = {(flag.name, flag.value): flag for flag in table.gone if flag.name not in own}
-    result: list[Given] = []
+    removed = {(flag.name, flag.value): flag for flag in table.removed if flag.name not in own}
+    result: list[ParsedFlag] = []
     eras = set()
-    for given in flags:
-        value = given.values[0] if given.values else None
-        lost = gone.get((given.name, None)) or gone.get((given.name, value))
-        entry = old.get(given.name)
-        if lost is not None:
-            shown = f"{lost.name} {lost.value}" if lost.value else lost.name
-            found.problems.append(f"{shown} was removed (last seen in {lost.era}): {lost.remedy}")
+    for flag in flags:
+        value = flag.values[0] if flag.values else None
+        removed_flag = removed.get((flag.name, None)) or removed.get((flag.name, value))
+        entry = old.get(flag.name)
+        if removed_flag is not None:
+            flag_text = (
+                f"{removed_flag.name} {removed_flag.value}"
+                if removed_flag.value
+                else removed_flag.name
+            )
+            findings.problems.append(
+                f"{flag_text} was removed (last seen in {removed_flag.era}): {removed_flag.remedy}"
+            )
         elif entry is None:
-            result.append(given)
+            result.append(flag)
         elif entry.program and entry.program[1] not in own:
-            found.problems.append(
-                f"{given} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
+            findings.problems.append(
+                f"{flag} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
                 "run that, or drop it"
             )
         else:
-            now = entry.translate(given, flags)
-            result += now
-            meaning = " ".join(str(flag) for flag in now)
-            answer = f"read as {meaning}" if meaning else f"which has no effect: {entry.now}"
-            is_theirs = entry.era == "Megatron-DeepSpeed"
-            kind = f"a flag of {entry.era}" if is_theirs else f"an old flag ({entry.era})"
-            found.notices.append(f"{given} is {kind}, {answer}")
+            translated = entry.translate(flag, flags)
+            result += translated
+            meaning = " ".join(str(flag) for flag in translated)
+            effect = f"read as {meaning}" if meaning else f"which has no effect: {entry.now}"
+            is_deepspeed = entry.era == "Megatron-DeepSpeed"
+            kind = f"a flag of {entry.era}" if is_deepspeed else f"an old flag ({entry.era})"
+            findings.notices.append(f"{flag} is {kind}, {effect}")
             eras.add(entry.era)
     if "Megatron-DeepSpeed" in eras:
-        result = _without_single_expert(result, found)
+        result = _without_single_expert(result, findings)
     for era in sorted(eras & table.implied.keys()):
         if any(flag.name == table.implied[era]["with"] for flag in result):
             implied = _read(table.implied[era]["flags"], (), flags)
             result += implied
-            found.notices.append(f"defaults of {era}: {' '.join(map(str, implied))}")
+            findings.notices.append(f"defaults of {era}: {' '.join(map(str, implied))}")
     return result
 
 
-def _without_single_expert(flags: list[Given], found: Findings) -> list[Given]:
+def _without_single_expert(flags: list[ParsedFlag], findings: Findings) -> list[ParsedFlag]:
     """Drop the flags of experts if --num-experts is 1.
 
     In Megatron-DeepSpeed, this means a dense network.
@@ -241,7 +249,7 @@ def _without_single_expert(flags: list[Given], found: Findings) -> list[Given]:
         return flags
     names = {*by_spelling([ExpertOptions]), "--expert-model-parallel-size"}
     dropped = " ".join(str(flag) for flag in flags if flag.name in names)
-    found.notices.append(
+    findings.notices.append(
         "--num-experts 1 is a dense network in Megatron-DeepSpeed, so these flags are ignored: "
         f"{dropped}"
     )
@@ -257,16 +265,16 @@ def explain(name: str, known: Mapping[str, Field]) -> tuple[str, str]:
     """
     table = other_flags()
     spelled = name.replace("_", "-")
-    called = table.other_programs.get(spelled) or table.of_commands.get(spelled)
-    if called is not None:
-        first = re.search(r"--[\w-]+", called)
-        return f"unknown flag {name}: {called}", first.group() if first else ""
+    owner = table.other_programs.get(spelled) or table.of_commands.get(spelled)
+    if owner is not None:
+        first = re.search(r"--[\w-]+", owner)
+        return f"unknown flag {name}: {owner}", first.group() if first else ""
     refused = {flag.name: flag.help for flag in table.refused if known.get(flag.name) is flag}
-    taken = [word for word in known if word not in refused]
+    current = [word for word in known if word not in refused]
     old = [flag.name for flag in table.translated]
-    meant = nearest(name, [*taken, *old, *table.of_commands], refused)
-    if meant is None:
+    match = closest_match(name, [*current, *old, *table.of_commands], refused)
+    if match is None:
         return f"unknown flag {name}: --help-all lists all flags", ""
-    reason = None if meant in taken else refused.get(meant, table.of_commands.get(meant))
-    more = f" ({reason})" if reason else ""
-    return f"unknown flag {name}: did you mean {meant}?{more}", meant
+    reason = None if match in current else refused.get(match, table.of_commands.get(match))
+    note = f" ({reason})" if reason else ""
+    return f"unknown flag {name}: did you mean {match}?{note}", match

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_LAYERS, Need, flag
+from megatron.config.fields import MAX_LAYERS, Requirement, flag
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_SHARES_SEQUENCES = Need(
+_SHARES_SEQUENCES = Requirement(
     lambda run: run.parallel.context_parallel_size > 1,
     "--context-parallel-size: sequences are not split",
 )
-_FULL = Need(
+_FULL = Requirement(
     lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
 )
-_MIXTURE = Need(lambda run: run.model.num_experts, "--num-experts")
-_SHARDED = Need(lambda run: run.parallel.zero_stage, "--use-distributed-optimizer or --zero-stage")
+_MIXTURE = Requirement(lambda run: run.model.num_experts, "--num-experts")
+_SHARDED = Requirement(
+    lambda run: run.parallel.zero_stage, "--use-distributed-optimizer or --zero-stage"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

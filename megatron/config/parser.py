@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.config import deepspeed, yaml_file
-from megatron.config.arguments import Given, add_flags, add_group, from_given, split, value_of
+from megatron.config.arguments import ParsedFlag, add_flags, add_group, from_values, split, value_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.data_files import DATA_FILES, read_data_files, read_retro_workdir
@@ -115,7 +115,7 @@ class _CommandLine(Findings):
         given = self.given.keys() - self.own
         return {path: self.given[name] for path, name in names.items() if name in given}
 
-    def ask(self, work: Callable[[], Result]) -> Result:
+    def attempt(self, step: Callable[[], Result]) -> Result:
         """Run a step on which all later ones depend, and return its result.
 
         Raises:
@@ -123,7 +123,7 @@ class _CommandLine(Findings):
                 error.
         """
         try:
-            return work()
+            return step()
         except UserError as error:
             if self.problems:
                 raise ConfigError([*self.problems, str(error)]) from None
@@ -131,7 +131,7 @@ class _CommandLine(Findings):
 
 
 def parse_config(
-    words: Sequence[str],
+    argv: Sequence[str],
     *,
     world_size: int,
     architecture: str = "gpt",
@@ -141,7 +141,7 @@ def parse_config(
     """Read, resolve and check everything a user asked for.
 
     Args:
-        words: The command line, without the program's name.
+        argv: The command line, without the program's name.
         world_size: The number of launched processes.
         architecture: The kind of network that the program trains.
         program: The flags that the program accepts, reads and checks.
@@ -154,47 +154,49 @@ def parse_config(
             lists all of them.
     """
     find_start = program.find_start
-    help_if_asked(program.name, program.extra, trains=find_start is None, argv=words)
-    line = _read_command_line(words, program)
+    help_if_asked(program.name, program.extra, trains=find_start is None, argv=argv)
+    line = _read_command_line(argv, program)
     start = with_values(RunOptions(), {"model.architecture": architecture})
     if find_start is not None:
-        start = with_values(start, flatten(line.ask(lambda: find_start(line.given))))
+        start = with_values(start, flatten(line.attempt(lambda: find_start(line.given))))
         architecture = start.model.architecture  # the trained model's architecture
-    asked = start
+    requested = start
     if "config" in line.given:
         count = line.given.get("dry_run_world_size") if line.given.get("dry_run") else None
         path, processes = Path(line.given["config"]), count or world_size
-        in_file = line.ask(lambda: yaml_file.read(path, line, processes))
-        asked = forget_derived(with_values(start, in_file), world_size)
-    of_deepspeed = None
-    if (named := line.given.get(_DEEPSPEED.name)) is not None:
-        of_deepspeed = line.ask(lambda: deepspeed.read(Path(named), line.values, line))
-    if of_deepspeed is not None:
-        asked = with_values(asked, of_deepspeed.values)
-    asked = with_values(asked, line.values)
-    if asked.training.dry_run:
-        world_size = asked.training.dry_run_world_size or world_size
-    if of_deepspeed is not None:
-        asked = deepspeed.with_batch_sizes(asked, of_deepspeed, world_size, line)
-    unread = _unread(asked, start, program.reads(line.given), line)
-    asked = with_values(asked, read_data_files(asked, line.values, unread, line))
-    asked = with_values(asked, read_retro_workdir(asked, line))
-    of_checkpoint = _from_checkpoint(asked, read_checkpoint, find_start is not None, line)
-    config = with_values(asked, of_checkpoint)
-    start = with_values(start, of_checkpoint)  # the user did not give these values
-    kind = config.model.architecture
-    if kind != architecture:
+        yaml_values = line.attempt(lambda: yaml_file.read(path, line, processes))
+        requested = forget_derived(with_values(start, yaml_values), world_size)
+    deepspeed_file = None
+    if (deepspeed_path := line.given.get(_DEEPSPEED.name)) is not None:
+        deepspeed_file = line.attempt(
+            lambda: deepspeed.read(Path(deepspeed_path), line.values, line)
+        )
+    if deepspeed_file is not None:
+        requested = with_values(requested, deepspeed_file.values)
+    requested = with_values(requested, line.values)
+    if requested.training.dry_run:
+        world_size = requested.training.dry_run_world_size or world_size
+    if deepspeed_file is not None:
+        requested = deepspeed.with_batch_sizes(requested, deepspeed_file, world_size, line)
+    unread = _unread(requested, start, program.reads(line.given), line)
+    requested = with_values(requested, read_data_files(requested, line.values, unread, line))
+    requested = with_values(requested, read_retro_workdir(requested, line))
+    checkpoint_values = _from_checkpoint(requested, read_checkpoint, find_start is not None, line)
+    config = with_values(requested, checkpoint_values)
+    start = with_values(start, checkpoint_values)  # the user did not give these values
+    trained = config.model.architecture
+    if trained != architecture:
         line.problems.append(
-            f"the network is {with_article(kind)}, and {program.name} trains "
+            f"the network is {with_article(trained)}, and {program.name} trains "
             f"{with_article(architecture)}: run "
-            f"pretrain_{kind}.py"
+            f"pretrain_{trained}.py"
         )
     config = resolve(config, world_size)
     extra: tuple[Any, ...] = tuple(
-        from_given(config_type, line.given) for config_type in program.extra
+        from_values(config_type, line.given) for config_type in program.extra
     )
-    found = find_problems(config, world_size, line.spoiled, program.rules)
-    line.problems += of_deepspeed.explain(found) if of_deepspeed is not None else found
+    problems = find_problems(config, world_size, line.unknown_fields, program.rules)
+    line.problems += deepspeed_file.explain(problems) if deepspeed_file is not None else problems
     line.problems += program.check_extra(*extra)
     if line.problems:
         raise ConfigError(line.problems)
@@ -254,42 +256,42 @@ def show_help(
     parser.add_argument("-h", "--help", action="store_true", help="Show the most common flags.")
     parser.add_argument("--help-all", action="store_true", help="Show all flags.")
     parser.add_argument("--config", metavar="FILE", help="YAML file with flag values.")
-    every = [one for section in sections().values() for one in fields_of(section)]
+    all_fields = [field for section in sections().values() for field in fields_of(section)]
     if everything:
         for section in sections().values():
             add_flags(parser, section)
     elif trains:
-        common = (one for one in every if one.info.is_common or one.info.required)
+        common = (field for field in all_fields if field.info.is_common or field.info.required)
         add_group(parser, "Used most", common)
     else:
-        common = (one for one in every if one.name in _COMMON_WITH_A_MODEL)
-        free = (replace(one, info=replace(one.info, required="")) for one in common)
-        add_group(parser, "Used most", free)
+        common = (field for field in all_fields if field.name in _COMMON_WITH_A_MODEL)
+        optional = (replace(field, info=replace(field.info, required="")) for field in common)
+        add_group(parser, "Used most", optional)
     for section in extra:
         add_flags(parser, section)
     parser.print_help()
 
 
-def asks_for_mpi(words: Sequence[str]) -> bool:
+def asks_for_mpi(argv: Sequence[str]) -> bool:
     """Return whether the world size, which `parse_config` needs, comes from mpirun's variables."""
-    return asks_for("parallel.use_mpi", words, ["--deepspeed_mpi"])
+    return asks_for("parallel.use_mpi", argv, ["--deepspeed_mpi"])
 
 
-def asks_for(path: str, words: Sequence[str], others: Collection[str] = ()) -> bool:
+def asks_for(path: str, argv: Sequence[str], old_names: Collection[str] = ()) -> bool:
     """Return whether the command line or its YAML file turns a switch on.
 
     This is called before `parse_config`, which reports mistakes.
 
     Args:
         path: The field, as "section.field".
-        words: The command line.
-        others: Old names of the switch.
+        argv: The command line.
+        old_names: Old names of the switch.
     """
-    given, field = split(words), field_at(path)
-    switches = [flag.name for flag in given if flag.name in (*field.spellings, *others)]
+    flags, field = split(argv), field_at(path)
+    switches = [flag.name for flag in flags if flag.name in (*field.spellings, *old_names)]
     if switches:
         return switches[-1] not in field.off_names
-    files = [flag.values[0] for flag in given if flag.name == "--config" and flag.values]
+    files = [flag.values[0] for flag in flags if flag.name == "--config" and flag.values]
     try:
         values = yaml_file.read(Path(files[-1]), Findings()) if files else {}
     except ConfigError:
@@ -297,93 +299,93 @@ def asks_for(path: str, words: Sequence[str], others: Collection[str] = ()) -> b
     return bool(values.get(path, False))
 
 
-def _read_command_line(words: Sequence[str], program: Program) -> _CommandLine:
-    own, given = by_spelling(program.extra), split(words)
-    line = _CommandLine(own=frozenset(one.name for one in own.values()))
-    names = {flag.name for flag in given}
+def _read_command_line(argv: Sequence[str], program: Program) -> _CommandLine:
+    own, flags = by_spelling(program.extra), split(argv)
+    line = _CommandLine(own=frozenset(field.name for field in own.values()))
+    names = {flag.name for flag in flags}
     known = {"--config": _CONFIG} | dict.fromkeys(deepspeed.NAMES, _DEEPSPEED)
     known |= by_spelling(sections().values()) | own
-    others: dict[str, Field] = {}
+    without_field: dict[str, Field] = {}
     if names - {"", *known} or names & {*_READ_IN_CONTEXT, *program.elsewhere}:
-        others = {
-            other.name: other
-            for other in other_flags().answered
-            if other.name not in known and other.name not in program.elsewhere
+        without_field = {
+            field.name: field
+            for field in other_flags().unsupported
+            if field.name not in known and field.name not in program.elsewhere
         }
-        known |= others
-        deepspeed.check_flags(given, line)
-        given = translate(given, line, {*own, *program.elsewhere})
-        given = _drop_unknown(given, known, program.elsewhere, line)
-    _find_contradictions(given, known, line)
-    stray = []
-    for flag in given:
+        known |= without_field
+        deepspeed.check_flags(flags, line)
+        flags = translate(flags, line, {*own, *program.elsewhere})
+        flags = _drop_unknown(flags, known, program.elsewhere, line)
+    _find_contradictions(flags, known, line)
+    stray_values = []
+    for flag in flags:
         if not flag.name:
-            stray += [f"{word!r} does not belong to a flag: drop it" for word in flag.values]
+            stray_values += [f"{word!r} does not belong to a flag: drop it" for word in flag.values]
             continue
-        taker = known[flag.name]
+        field = known[flag.name]
         try:
-            value = value_of(taker, flag)
-            if taker.info.adds:
-                value = (*line.given.get(taker.name, ()), *value)
-            line.given[taker.name] = value
+            value = value_of(field, flag)
+            if field.info.adds:
+                value = (*line.given.get(field.name, ()), *value)
+            line.given[field.name] = value
         except ValueError as error:
             line.problems.append(f"{flag}: {error}")
-            line.spoiled.add(taker.name)
-        if not (taker.is_switch or taker.many):
-            stray += [
+            line.unknown_fields.add(field.name)
+        if not (field.is_switch or field.many):
+            stray_values += [
                 f"{word!r} does not belong to a flag ({flag.name} takes one value): drop it"
                 for word in flag.values[1:]
             ]
-    line.problems += stray
-    _answer(others, line)
+    line.problems += stray_values
+    _answer(without_field, line)
     return line
 
 
 def _drop_unknown(
-    flags: Sequence[Given],
+    flags: Sequence[ParsedFlag],
     known: Mapping[str, Field],
     elsewhere: Mapping[str, str],
-    found: Findings,
-) -> list[Given]:
+    findings: Findings,
+) -> list[ParsedFlag]:
     """Return the known flags. Mark as spoiled the fields that misspelled flags probably meant."""
     for flag in flags:
         if flag.name in elsewhere:
-            found.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
+            findings.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
         elif flag.name and flag.name not in known:
-            problem, meant = explain(flag.name, known)
-            found.problems.append(problem)
-            if meant in known:
-                found.spoiled.add(known[meant].name)
+            problem, match = explain(flag.name, known)
+            findings.problems.append(problem)
+            if match in known:
+                findings.unknown_fields.add(known[match].name)
     return [flag for flag in flags if not flag.name or flag.name in known]
 
 
 def _find_contradictions(
-    flags: Sequence[Given], known: Mapping[str, Field], found: Findings
+    flags: Sequence[ParsedFlag], known: Mapping[str, Field], findings: Findings
 ) -> None:
     """Report fields that two spellings set differently. For one spelling, the last value wins."""
-    last: dict[str, Given] = {}
+    last: dict[str, ParsedFlag] = {}
     for flag in flags:
         if not flag.name:
             continue
         other = last.get(known[flag.name].name, flag)
         if other.name != flag.name and (other.values != flag.values or not flag.values):
-            found.problems.append(f"{other} and {flag} contradict each other: use one of them")
+            findings.problems.append(f"{other} and {flag} contradict each other: use one of them")
         last[known[flag.name].name] = flag
 
 
-def _answer(others: Mapping[str, Field], line: _CommandLine) -> None:
+def _answer(without_field: Mapping[str, Field], line: _CommandLine) -> None:
     """Report Megatron's flags that have no field, as refused or as having no effect."""
-    refused = set(other_flags().refused) if others else ()
-    for name, other in others.items():
-        value = line.given.get(name, other.default)
-        if value != other.default:
-            shown = name if value is True else other.spell(value)
-            answers = line.problems if other in refused else line.notices
-            answers.append(f"{shown}: {other.help}")
+    refused = set(other_flags().refused) if without_field else ()
+    for name, entry in without_field.items():
+        value = line.given.get(name, entry.default)
+        if value != entry.default:
+            flag = name if value is True else entry.spell(value)
+            lines = line.problems if entry in refused else line.notices
+            lines.append(f"{flag}: {entry.help}")
 
 
 def _unread(
-    asked: RunOptions, start: RunOptions, reads: Collection[str] | None, found: Findings
+    requested: RunOptions, start: RunOptions, reads: Collection[str] | None, findings: Findings
 ) -> dict[str, Any]:
     """Return the starting values of the fields that have no effect in this program.
 
@@ -392,11 +394,13 @@ def _unread(
     if reads is None:
         return {}
     unread = {path: value for path, value in flatten(start).items() if path not in reads}
-    given = flatten(asked)
-    fields = [field_at(path) for path, value in unread.items() if given[path] != value]
+    requested_values = flatten(requested)
+    fields = [field_at(path) for path, value in unread.items() if requested_values[path] != value]
     if fields:
-        names = ", ".join(one.shown if one.is_switch else one.names[0] for one in fields)
-        found.notices.append(f"these flags change nothing here: {names}")
+        names = ", ".join(
+            field.display_name if field.is_switch else field.names[0] for field in fields
+        )
+        findings.notices.append(f"these flags change nothing here: {names}")
     return unread
 
 
@@ -413,29 +417,29 @@ def _from_checkpoint(
     if read is None:
         line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
         return {}
-    values = dict(line.ask(lambda: read(checkpoint)))
-    before, default, file = flatten(config), flatten(RunOptions()), line.given.get("config")
-    in_file = {path for path in values if file is not None and before[path] != default[path]}
+    values = dict(line.attempt(lambda: read(checkpoint)))
+    requested, default, file = flatten(config), flatten(RunOptions()), line.given.get("config")
+    in_file = {path for path in values if file is not None and requested[path] != default[path]}
     _stretch(values, config, in_file | line.values.keys(), line)
-    values = {path: value for path, value in values.items() if value != before[path]}
-    taken = []
+    values = {path: value for path, value in values.items() if value != requested[path]}
+    adopted = []
     for path, value in values.items():
-        spelled = field_at(path).spell(value)
+        flag = field_at(path).spell(value)
         if path not in line.values and path not in in_file:
-            taken.append(spelled)
+            adopted.append(flag)
             continue
-        where = "" if path in line.values else f" of --config {file}"
+        source = "" if path in line.values else f" of --config {file}"
         line.notices.append(
-            f"{field_at(path).spell(before[path])}{where} is overridden: --use-checkpoint-args "
-            f"takes {spelled} from {checkpoint.load}"
+            f"{field_at(path).spell(requested[path])}{source} is overridden: --use-checkpoint-args "
+            f"takes {flag} from {checkpoint.load}"
         )
-    if taken:
-        line.notices.append("--use-checkpoint-args: from the checkpoint: " + ", ".join(taken))
+    if adopted:
+        line.notices.append("--use-checkpoint-args: from the checkpoint: " + ", ".join(adopted))
     return values
 
 
 def _stretch(
-    values: dict[str, Any], config: RunOptions, given: Collection[str], found: Findings
+    values: dict[str, Any], config: RunOptions, given: Collection[str], findings: Findings
 ) -> None:
     """Drop the checkpoint's maximum length if a longer one is requested.
 
@@ -443,13 +447,15 @@ def _stretch(
     given for the rotary base and scaling also override those of the checkpoint (`check_network`).
     """
     path = "model.max_position_embeddings"
-    held, kind = values.get(path), values.get("model.position_embedding_type")
-    asked = max(config.model.max_position_embeddings or 0, longest_sequence(config.data) or 0)
-    if kind in WITHOUT_TABLE and held is not None and asked > held:
+    saved_length, kind = values.get(path), values.get("model.position_embedding_type")
+    requested_length = max(
+        config.model.max_position_embeddings or 0, longest_sequence(config.data) or 0
+    )
+    if kind in WITHOUT_TABLE and saved_length is not None and requested_length > saved_length:
         values.pop(path)
-        found.notices.append(
-            f"--max-position-embeddings {asked}: longer than the checkpoint's {held}; positions of "
-            f"--position-embedding-type {kind} have no weights"
+        findings.notices.append(
+            f"--max-position-embeddings {requested_length}: longer than the checkpoint's "
+            f"{saved_length}; positions of --position-embedding-type {kind} have no weights"
         )
     if config.checkpoint.finetune:
         for path in {f"model.{name}" for name in ROTARY_SPEED} & set(given):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 
 if TYPE_CHECKING:
     import torch
 
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_DYNAMIC_SCALE = Need(
+_DYNAMIC_SCALE = Requirement(
     lambda run: run.precision.fp16 and run.precision.loss_scale is None,
     "--fp16 and its dynamic loss scale",
 )
-_HALF = Need(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
-_FP16 = Need(lambda run: run.precision.fp16, "--fp16")
-_FP8 = Need(lambda run: run.precision.fp8_format, "--fp8-format")
-_DELAYED = Need(lambda run: run.precision.fp8_recipe == "delayed", "--fp8-recipe delayed")
+_HALF = Requirement(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
+_FP16 = Requirement(lambda run: run.precision.fp16, "--fp16")
+_FP8 = Requirement(lambda run: run.precision.fp8_format, "--fp8-format")
+_DELAYED = Requirement(lambda run: run.precision.fp8_recipe == "delayed", "--fp8-recipe delayed")
 
 
 @dataclass(frozen=True, kw_only=True)

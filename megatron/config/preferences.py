@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 
 # Losses that compare the policy with a reference model, and those that need none.
 WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust", "kto")
 WITHOUT_REFERENCE = ("simpo", "orpo")
 # The loss of a reward model, which scores answers instead of generating them.
 REWARD_LOSS = "bradley-terry"
-_SFT = Need(lambda run: run.finetuning.sft, "--sft")
-_BETA = Need(
+_SFT = Requirement(lambda run: run.finetuning.sft, "--sft")
+_BETA = Requirement(
     lambda run: run.preferences.preference_loss not in (None, REWARD_LOSS),
     f"a --preference-loss other than {REWARD_LOSS}",
 )
-_REWARD_MODEL = Need(
+_REWARD_MODEL = Requirement(
     lambda run: run.preferences.trains_reward_model, f"--preference-loss {REWARD_LOSS}"
 )
 _SMOOTHED = ("dpo", "robust", "simpo")
-_SMOOTHING = Need(
+_SMOOTHING = Requirement(
     lambda run: run.preferences.preference_loss in _SMOOTHED,
     "--preference-loss dpo, robust or simpo",
 )
-_SIMPO = Need(lambda run: run.preferences.preference_loss == "simpo", "--preference-loss simpo")
-_KTO = Need(lambda run: run.preferences.trains_on_labels, "--preference-loss kto")
-_REFERENCE_MODEL = Need(
+_SIMPO = Requirement(
+    lambda run: run.preferences.preference_loss == "simpo", "--preference-loss simpo"
+)
+_KTO = Requirement(lambda run: run.preferences.trains_on_labels, "--preference-loss kto")
+_REFERENCE_MODEL = Requirement(
     lambda run: run.preferences.needs_reference, "--preference-loss dpo, ipo, hinge, robust or kto"
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import Need, flag, suggestion
+from megatron.config.fields import Requirement, flag, suggestion
 
 POINTS = ("load", "step", "data", "forward", "backward", "optimizer", "save")
 # The kinds of faults, and the points at which each can strike. `None` means all of them.
@@ -58,19 +58,19 @@ class Fault:
         Raises:
             ValueError: The message says what is wrong with the text.
         """
-        words = text.split(":")
-        if len(words) != len(_FORM.split(":")):
+        fields = text.split(":")
+        if len(fields) != len(_FORM.split(":")):
             raise ValueError(f"expected {_FORM}, for example forward:1:20:kill, got {text!r}")
-        point, rank, step, rest = words
-        match = _KIND.fullmatch(rest)
-        kind = match[1] if match else rest
-        for what, word, known in (("POINT", point, POINTS), ("KIND", kind, tuple(KINDS))):
-            if word not in known:
-                hint = suggestion(word, known)
-                raise ValueError(f"expected {what} {', '.join(known)}, got {word!r}{hint}")
-        for what, number in (("RANK", rank), ("STEP", step)):
+        point, rank, step, options = fields
+        match = _KIND.fullmatch(options)
+        kind = match[1] if match else options
+        for unit, value, names in (("POINT", point, POINTS), ("KIND", kind, tuple(KINDS))):
+            if value not in names:
+                hint = suggestion(value, names)
+                raise ValueError(f"expected {unit} {', '.join(names)}, got {value!r}{hint}")
+        for unit, number in (("RANK", rank), ("STEP", step)):
             if not re.fullmatch("[0-9]{1,9}", number):
-                raise ValueError(f"expected a whole number as {what}, got {number!r}")
+                raise ValueError(f"expected a whole number as {unit}, got {number!r}")
         assert match is not None
         points = KINDS[kind]
         if points is not None and point not in points:
@@ -81,7 +81,7 @@ class Fault:
         if number is not None and kind not in (*_DELAYED, "slow"):
             raise ValueError(f"{kind} takes no seconds: drop ={number}")
         if is_factor and (kind != "slow" or float(number) <= 1.0):
-            raise ValueError(f"only slow takes a factor, which must be above 1, got {rest!r}")
+            raise ValueError(f"only slow takes a factor, which must be above 1, got {options!r}")
         attempt = None if match[4] == _EVERY else int(match[4] or 0)
         if is_factor:
             return cls(point, int(rank), int(step), kind, 0.0, attempt, float(number))
@@ -103,8 +103,10 @@ def _checked(text: str) -> str:
     return text
 
 
-_DUMPS = Need(lambda run: run.reliability.flight_recorder_dump_path, "--flight-recorder-dump-path")
-_SAVES = Need(lambda run: run.checkpoint.save is not None, "--save")
+_DUMPS = Requirement(
+    lambda run: run.reliability.flight_recorder_dump_path, "--flight-recorder-dump-path"
+)
+_SAVES = Requirement(lambda run: run.checkpoint.save is not None, "--save")
 
 
 @dataclass(frozen=True, kw_only=True)

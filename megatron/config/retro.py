@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.fields import Need, flag
+from megatron.config.fields import Requirement, flag
 from megatron.errors import ConfigError
 
 ARGUMENTS = "args.json"  # the command line that made a working folder
 _MAX_BYTES = 1 << 26
 _RETRO = ("retro",)
-_CYCLIC = Need(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
+_CYCLIC = Requirement(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 # Every third layer attends to neighbors, from the first such layer on. Megatron-LM places the first
 # one at layer 6 in models of up to 15 layers, and at layer 9 in others.
 _FIRST_OF_FEW, _FIRST_OF_MANY, _FEW, _STEP = 6, 9, 15, 3
@@ -108,20 +108,20 @@ def read_arguments(workdir: str) -> dict[str, Any]:
         ConfigError: There is no such folder, or its arguments cannot be read.
     """
     file = Path(workdir) / ARGUMENTS
-    shown = f"--retro-workdir {workdir}"
+    flag = f"--retro-workdir {workdir}"
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError("it is too large")
-        found = json.loads(file.read_bytes())
+        arguments = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
-            f"{shown}: {file} does not exist: make the folder with tools/retro/main.py"
+            f"{flag}: {file} does not exist: make the folder with tools/retro/main.py"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{shown}: {file} cannot be read ({error}): restore it, or make the folder again with "
+            f"{flag}: {file} cannot be read ({error}): restore it, or make the folder again with "
             "tools/retro/main.py"
         ) from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{shown}: {file} does not hold the arguments of tools/retro/main.py")
-    return found
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{flag}: {file} does not hold the arguments of tools/retro/main.py")
+    return arguments

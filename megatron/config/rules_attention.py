@@ -51,13 +51,13 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
                 yield str(error)
     if model.rope_type == "yarn":
         yield from _yarn(model)
-    for shown, is_on, exclusions in (
+    for flag, is_on, exclusions in (
         ("--attention-output-gate", model.attention_output_gate, _NOT_WITH_OUTPUT_GATE),
         ("--attention-chunk-size", model.attention_chunk_size is not None, _NOT_WITH_CHUNKS),
         ("--qk-l2-norm", model.qk_l2_norm, _NOT_WITH_L2_NORM),
     ):
         if is_on:
-            yield from excluded(config, shown, exclusions)
+            yield from excluded(config, flag, exclusions)
     if model.rope_type == "longrope":
         yield from _long_rope(model)
     if model.rope_type == "dynamic":
@@ -92,11 +92,11 @@ def latent_attention(config: RunOptions, world_size: int) -> Iterator[str]:
     model = config.model
     if not model.multi_latent_attention:
         return
-    shown = "--multi-latent-attention"
-    yield from excluded(config, shown, _NOT_WITH_LATENT)
+    flag = "--multi-latent-attention"
+    yield from excluded(config, flag, _NOT_WITH_LATENT)
     if model.kv_channels not in (None, model.latent_head_size):
         yield (
-            f"{shown} with --kv-channels {model.kv_channels}: --qk-head-dim, --qk-pos-emb-head-dim "
+            f"{flag} with --kv-channels {model.kv_channels}: --qk-head-dim, --qk-pos-emb-head-dim "
             "and --v-head-dim are the sizes of its heads: drop --kv-channels"
         )
     if model.qk_pos_emb_head_dim % 2:
@@ -111,11 +111,11 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     if model.experimental_attention_variant is None:
         return
-    shown = f"--experimental-attention-variant {model.experimental_attention_variant}"
-    yield from excluded(config, shown, _NOT_WITH_DELTA)
+    flag = f"--experimental-attention-variant {model.experimental_attention_variant}"
+    yield from excluded(config, flag, _NOT_WITH_DELTA)
     if model.linear_attention_freq is None:
         yield (
-            f"{shown} requires --linear-attention-freq: give 4 for three such layers and then one "
+            f"{flag} requires --linear-attention-freq: give 4 for three such layers and then one "
             "with attention, or a pattern"
         )
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
@@ -135,12 +135,12 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _long_rope(model: ModelOptions) -> Iterator[str]:
-    shown = "--rope-type longrope"
+    flag = "--rope-type longrope"
     if model.architecture != "gpt":
-        yield f"{shown} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
+        yield f"{flag} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
     if model.longrope_original_max_position_embeddings is None:
         yield (
-            f"{shown} requires --longrope-original-max-position-embeddings: give the context that "
+            f"{flag} requires --longrope-original-max-position-embeddings: give the context that "
             "the model was trained with"
         )
     yield from _scaled_twice(model)
@@ -149,19 +149,19 @@ def _long_rope(model: ModelOptions) -> Iterator[str]:
         count = len(getattr(model, f"longrope_{name}_factor"))
         if size and count != size // 2:
             yield (
-                f"--longrope-{name}-factor has {count} numbers: {shown} needs one for every two of "
+                f"--longrope-{name}-factor has {count} numbers: {flag} needs one for every two of "
                 f"the {size} channels that rotate: give {size // 2}"
             )
 
 
 def _dynamic(model: ModelOptions) -> Iterator[str]:
-    shown = "--rope-type dynamic"
+    flag = "--rope-type dynamic"
     if model.architecture != "gpt":
-        yield f"{shown} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
+        yield f"{flag} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
     yield from _scaled_twice(model)
     size = _rotary_channels(model)
     if size == 2:
-        yield f"{shown}: its base is undefined if only 2 channels rotate: rotate more of them"
+        yield f"{flag}: its base is undefined if only 2 channels rotate: rotate more of them"
 
 
 def _yarn(model: ModelOptions) -> Iterator[str]:
@@ -191,5 +191,5 @@ def _scaled_twice(model: ModelOptions) -> Iterator[str]:
     if model.use_rope_scaling or factor > 1:
         other = f"--rotary-seq-len-interpolation-factor {factor:g}"
         other = "--use-rope-scaling" if model.use_rope_scaling else other
-        shown = f"--rope-type {model.rope_type} with {other}"
-        yield f"{shown}: both lower the frequencies: use one of them"
+        flag = f"--rope-type {model.rope_type} with {other}"
+        yield f"{flag}: both lower the frequencies: use one of them"

@@ -14,19 +14,19 @@ from megatron.config.run import RunOptions, field_at
 
 def curriculum(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the schedule of lengths."""
-    asked, longest = config.curriculum, config.data.seq_length
-    if asked.curriculum_schedule is None or longest is None:
+    options, longest = config.curriculum, config.data.seq_length
+    if options.curriculum_schedule is None or longest is None:
         return
-    shown = f"--curriculum-schedule {asked.curriculum_schedule}"
-    if asked.curriculum_schedule == "fixed_discrete":
-        yield from _discrete(asked, longest)
+    flag = f"--curriculum-schedule {options.curriculum_schedule}"
+    if options.curriculum_schedule == "fixed_discrete":
+        yield from _discrete(options, longest)
     else:
         for name in ("curriculum_min_length", "curriculum_steps"):
-            if getattr(asked, name) is None:
-                yield f"{shown} requires {field_at(f'curriculum.{name}').names[0]}: add it"
-        yield from _growing(asked, longest)
+            if getattr(options, name) is None:
+                yield f"{flag} requires {field_at(f'curriculum.{name}').names[0]}: add it"
+        yield from _growing(options, longest)
     parts, why = _divisor(config)
-    for path, length in _lengths(asked, longest):
+    for path, length in _lengths(options, longest):
         if parts > 1 and length % parts:
             yield (
                 f"{path} {length} is not divisible by {parts}, as {why} requires: use "
@@ -34,24 +34,24 @@ def curriculum(config: RunOptions, world_size: int) -> Iterator[str]:
             )
 
 
-def _growing(asked: CurriculumConfig, longest: int) -> Iterator[str]:
-    last = asked.curriculum_max_length
-    step, first = asked.curriculum_length_step, asked.curriculum_min_length or 1
-    shown = f"--seq-length {longest}" if last is None else f"--curriculum-max-length {last}"
+def _growing(options: CurriculumConfig, longest: int) -> Iterator[str]:
+    last = options.curriculum_max_length
+    step, first = options.curriculum_length_step, options.curriculum_min_length or 1
+    limit_text = f"--seq-length {longest}" if last is None else f"--curriculum-max-length {last}"
     if last is not None and last > longest:
-        yield f"{shown} is above --seq-length {longest}: use at most {longest}"
+        yield f"{limit_text} is above --seq-length {longest}: use at most {longest}"
     last = longest if last is None else last
     if first > last:
-        yield f"--curriculum-min-length {first} is above {shown}: lower it"
+        yield f"--curriculum-min-length {first} is above {limit_text}: lower it"
     if step > 0 and last % step:
         yield (
-            f"{shown} is not a multiple of --curriculum-length-step {step}: use a step that "
+            f"{limit_text} is not a multiple of --curriculum-length-step {step}: use a step that "
             "divides it"
         )
 
 
-def _discrete(asked: CurriculumConfig, longest: int) -> Iterator[str]:
-    lengths, until = asked.curriculum_lengths or (), asked.curriculum_until or ()
+def _discrete(options: CurriculumConfig, longest: int) -> Iterator[str]:
+    lengths, until = options.curriculum_lengths or (), options.curriculum_until or ()
     if not until or len(lengths) != len(until) + 1:
         yield (
             "--curriculum-schedule fixed_discrete requires --curriculum-lengths with two or more "
@@ -59,20 +59,20 @@ def _discrete(asked: CurriculumConfig, longest: int) -> Iterator[str]:
             f"the final one: got {len(lengths)} lengths and {len(until)} iterations"
         )
     for name in ("curriculum_lengths", "curriculum_until"):
-        numbers = getattr(asked, name) or ()
-        if any(one >= other for one, other in pairwise(numbers)):
-            shown = field_at(f"curriculum.{name}").spell(numbers)
-            yield f"{shown}: each must exceed the one before"
+        numbers = getattr(options, name) or ()
+        if any(previous >= following for previous, following in pairwise(numbers)):
+            values_text = field_at(f"curriculum.{name}").spell(numbers)
+            yield f"{values_text}: each must exceed the one before"
     if lengths and max(lengths) > longest:
         yield f"--curriculum-lengths {max(lengths)} is above --seq-length {longest}: lower it"
 
 
-def _lengths(asked: CurriculumConfig, longest: int) -> Iterator[tuple[str, int]]:
+def _lengths(options: CurriculumConfig, longest: int) -> Iterator[tuple[str, int]]:
     """Yield the flag and value of each length, and of the step between lengths if there is one."""
-    for length in asked.curriculum_lengths or ():
+    for length in options.curriculum_lengths or ():
         yield "--curriculum-lengths", length
-    if asked.curriculum_schedule != "fixed_discrete":
-        yield "--curriculum-length-step", asked.curriculum_length_step
+    if options.curriculum_schedule != "fixed_discrete":
+        yield "--curriculum-length-step", options.curriculum_length_step
 
 
 def _divisor(config: RunOptions) -> tuple[int, str]:
@@ -93,10 +93,10 @@ def _divisor(config: RunOptions) -> tuple[int, str]:
 
 def slow_lengths(config: RunOptions) -> Iterator[str]:
     """Yield a notice about lengths that leave matrix units of GPUs idle."""
-    asked, precision = config.curriculum, config.precision
-    if asked.curriculum_schedule is None or not (precision.bf16 or precision.fp16):
+    options, precision = config.curriculum, config.precision
+    if options.curriculum_schedule is None or not (precision.bf16 or precision.fp16):
         return
-    for name, length in _lengths(asked, 0):
+    for name, length in _lengths(options, 0):
         if length % 8:
             yield (
                 f"{name} {length}: 16-bit matrix products on GPUs are fast only with multiples of "

@@ -64,24 +64,24 @@ def blends(config: RunOptions, world_size: int) -> Iterator[str]:
     Weights must be positive.
     """
     data = config.data
-    for field, words in _given(data).items():
+    for field, values in _given(data).items():
         name = _flag_source(data, field)
         if field != "data_path" and data.per_split_data_args_path:
             name = f"{name}: {field.partition('_')[0]!r}"
-        if not words:
+        if not values:
             yield f"{name}: give a prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
-        elif not all(word.strip() for word in words):
+        elif not all(value.strip() for value in values):
             yield f"{name}: contains an empty word, perhaps from an unset variable: give a prefix"
-        elif len(words) == 1 or not any(map(is_number, words)):
+        elif len(values) == 1 or not any(map(is_number, values)):
             continue
-        elif len(words) % 2:
+        elif len(values) % 2:
             yield (
-                f"{name} has {len(words)} words: give one prefix, or pairs WEIGHT PREFIX "
+                f"{name} has {len(values)} words: give one prefix, or pairs WEIGHT PREFIX "
                 "WEIGHT PREFIX ..."
             )
-        elif wrong := [repr(word) for word in words[::2] if not _is_weight(word)]:
+        elif invalid := [repr(value) for value in values[::2] if not _is_weight(value)]:
             yield (
-                f"{name}: {', '.join(wrong)} must be a weight above 0: give pairs WEIGHT "
+                f"{name}: {', '.join(invalid)} must be a weight above 0: give pairs WEIGHT "
                 "PREFIX WEIGHT PREFIX ..."
             )
 
@@ -98,7 +98,7 @@ def split(config: RunOptions, world_size: int) -> Iterator[str]:
     text = config.data.split
     separator = "," if "," in text else "/"
     try:
-        shares = [text_to(float, word) for word in text.split(separator)]
+        shares = [text_to(float, share_text) for share_text in text.split(separator)]
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= len(SPLIT_NAMES) or min(shares) < 0 or sum(shares) <= 0:

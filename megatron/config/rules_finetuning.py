@@ -111,8 +111,8 @@ def conversations(config: RunOptions, world_size: int) -> Iterator[str]:
     values = flatten(config)
     for path, (only, reason) in _NOT_WITH_SFT.items():
         if values[path] not in (only, None):
-            shown = field_at(path).spell(values[path])
-            yield f"--sft cannot be combined with {shown}: {reason}: drop one of them"
+            flag = field_at(path).spell(values[path])
+            yield f"--sft cannot be combined with {flag}: {reason}: drop one of them"
     training = config.training
     if config.finetuning.train_epochs is not None and (
         training.has_count or training.train_tokens is not None
@@ -133,33 +133,33 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if loss is None:
         return
-    shown = f"--preference-loss {loss}"
+    flag = f"--preference-loss {loss}"
     if config.preferences.trains_reward_model:
-        yield from excluded(config, shown, _NOT_WITH_REWARDS)
+        yield from excluded(config, flag, _NOT_WITH_REWARDS)
     if not config.training.calculate_per_token_loss:
         yield (
-            f"{shown} requires --calculate-per-token-loss, which gives each pair or answer of a "
+            f"{flag} requires --calculate-per-token-loss, which gives each pair or answer of a "
             "batch the same weight: add it"
         )
     if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "linear":
         yield (
-            f"{shown} cannot be combined with --cross-entropy-fusion-impl linear, which has no "
+            f"{flag} cannot be combined with --cross-entropy-fusion-impl linear, which has no "
             "gradient for single tokens: use --cross-entropy-fusion-impl native"
         )
     if config.training.cuda_graph_impl == "local":
         yield (
-            f"{shown} cannot be combined with --cuda-graph-impl {config.training.cuda_graph_impl}: "
+            f"{flag} cannot be combined with --cuda-graph-impl {config.training.cuda_graph_impl}: "
             "losses of pairs are not recorded: drop the flag"
         )
     if config.finetuning.truncation == "split":
         yield (
-            f"{shown} cannot be combined with --truncation split, because answers are compared as "
+            f"{flag} cannot be combined with --truncation split, because answers are compared as "
             "a whole: "
             "use keep-start"
         )
     if config.distillation.is_on or config.distillation.logits_save_dir:
         yield (
-            f"{shown} cannot be combined with distillation: drop --teacher-load, --logits-load-dir "
+            f"{flag} cannot be combined with distillation: drop --teacher-load, --logits-load-dir "
             "and --logits-save-dir"
         )
 
@@ -184,21 +184,20 @@ def adapters(config: RunOptions, world_size: int) -> Iterator[str]:
     model, parallel, rank = config.model, config.parallel, config.model.lora_rank
     if rank is None:
         return
-    shown = f"--lora-rank {rank}"
+    flag = f"--lora-rank {rank}"
     if config.precision.fp8_format is not None:
         yield (
-            f"{shown}: FP8 training does not support frozen weights: use --bf16 without "
-            "--fp8-format"
+            f"{flag}: FP8 training does not support frozen weights: use --bf16 without --fp8-format"
         )
     groups, tensor = model.num_query_groups, parallel.tensor_model_parallel_size
     if model.group_query_attention and groups and groups < tensor:
         yield (
-            f"{shown}: --tensor-model-parallel-size {tensor} splits the {groups} query groups: use "
+            f"{flag}: --tensor-model-parallel-size {tensor} splits the {groups} query groups: use "
             f"at most {groups}"
         )
     if config.checkpoint.ckpt_format != "native":
         yield (
-            f"{shown}: --ckpt-format {config.checkpoint.ckpt_format} has no adapters: use native, "
+            f"{flag}: --ckpt-format {config.checkpoint.ckpt_format} has no adapters: use native, "
             "and merge them when you convert the checkpoint"
         )
     if model.frozen_weights_dtype is not None:
@@ -207,10 +206,10 @@ def adapters(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def _packed_weights(config: RunOptions) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with packed frozen weights."""
-    shown = f"--frozen-weights-dtype {config.model.frozen_weights_dtype}"
+    flag = f"--frozen-weights-dtype {config.model.frozen_weights_dtype}"
     if config.parallel.ddp_impl == "torch":
         yield (
-            f"{shown}: --DDP-impl torch sends all weights to all processes: use --DDP-impl local, "
+            f"{flag}: --DDP-impl torch sends all weights to all processes: use --DDP-impl local, "
             "or drop the flag"
         )
     model, split = config.model, max(1, config.parallel.tensor_model_parallel_size)
@@ -219,7 +218,7 @@ def _packed_weights(config: RunOptions) -> Iterator[str]:
         if size % (FROZEN_BLOCK * parts):
             share = f" on each of {parts} processes" if parts > 1 else ""
             yield (
-                f"{shown}: {name} {size} is not a multiple of {FROZEN_BLOCK}{share}, the number of "
+                f"{flag}: {name} {size} is not a multiple of {FROZEN_BLOCK}{share}, the number of "
                 f"weights that share a scale: use {near_multiples(size, FROZEN_BLOCK * parts)}, "
                 "fewer tensor-parallel processes, or drop the flag"
             )
@@ -247,20 +246,22 @@ def _mixer_inputs(model: ModelOptions, split: int) -> Iterator[tuple[str, int, i
 
 def distillation(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each flag of distillation that contradicts another."""
-    asked = config.distillation
+    options = config.distillation
     sources = {
-        "--teacher-load": asked.teacher_load,
-        "--logits-load-dir": asked.logits_load_dir,
-        "--logits-save-dir": asked.logits_save_dir,
+        "--teacher-load": options.teacher_load,
+        "--logits-load-dir": options.logits_load_dir,
+        "--logits-save-dir": options.logits_save_dir,
     }
     given = [f"{flag} {value}" for flag, value in sources.items() if value is not None]
     if not given:
         return
     yield from excluded(config, given[0], _NOT_WITH_TEACHER)
-    if asked.logits_load_dir is not None and len(given) > 1:
-        others = " and ".join(one for one in given if not one.startswith("--logits-load-dir"))
+    if options.logits_load_dir is not None and len(given) > 1:
+        others = " and ".join(
+            source for source in given if not source.startswith("--logits-load-dir")
+        )
         yield (
-            f"--logits-load-dir {asked.logits_load_dir} cannot be combined with {others}: a run "
+            f"--logits-load-dir {options.logits_load_dir} cannot be combined with {others}: a run "
             "learns from files, learns from a model, or writes files: drop one of them"
         )
     precision = config.precision
@@ -269,16 +270,16 @@ def distillation(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{given[0]} cannot be combined with --cross-entropy-fusion-impl linear, which never "
             "holds all logits: drop one of them"
         )
-    if asked.logits_save_dir is None:
+    if options.logits_save_dir is None:
         return
-    yield from excluded(config, f"--logits-save-dir {asked.logits_save_dir}", _NOT_WITH_SAVING)
-    if asked.logits_save_top_k is None:
+    yield from excluded(config, f"--logits-save-dir {options.logits_save_dir}", _NOT_WITH_SAVING)
+    if options.logits_save_top_k is None:
         yield (
-            f"--logits-save-dir {asked.logits_save_dir} requires --logits-save-top-k: add it "
+            f"--logits-save-dir {options.logits_save_dir} requires --logits-save-top-k: add it "
             "(100 is usual; a number as large as the vocabulary keeps everything)"
         )
-    if asked.teacher_load is None and config.checkpoint.load is None:
+    if options.teacher_load is None and config.checkpoint.load is None:
         yield (
-            f"--logits-save-dir {asked.logits_save_dir} requires a teacher: name its checkpoint "
+            f"--logits-save-dir {options.logits_save_dir} requires a teacher: name its checkpoint "
             "with --teacher-load"
         )

@@ -44,9 +44,9 @@ def parallel_mamba(config: RunOptions, world_size: int) -> Iterator[str]:
     model = config.model
     if not model.parallel_mamba:
         return
-    shown = "--parallel-mamba"
-    yield from excluded(config, shown, _NOT_WITH_PARALLEL)
-    yield from excluded(config, shown, _NOT_WITH_MAMBA)
+    flag = "--parallel-mamba"
+    yield from excluded(config, flag, _NOT_WITH_PARALLEL)
+    yield from excluded(config, flag, _NOT_WITH_MAMBA)
     yield from _mamba(config)
     for name, count in (("mamba_multipliers", 5), ("mlp_multipliers", 2)):
         given = len(getattr(model, name))
@@ -60,48 +60,48 @@ def hybrid(config: RunOptions, world_size: int) -> Iterator[str]:
     pattern = model.hybrid_layer_pattern
     if pattern is None:
         return
-    shown = f"{_FLAG} {pattern}"
+    flag = f"{_FLAG} {pattern}"
     try:
         pattern_parts(pattern)
     except ValueError as error:
-        yield f"{shown}: {error}"
+        yield f"{flag}: {error}"
         return
     symbols = layer_symbols(pattern)
     if model.num_layers != len(symbols):
         yield (
-            f"{shown} names {len(symbols)} layers, and --num-layers is {model.num_layers}: drop "
+            f"{flag} names {len(symbols)} layers, and --num-layers is {model.num_layers}: drop "
             "--num-layers, or make the two agree"
         )
         return
     if pipeline_layout(pattern) and parallel.pipeline_model_parallel_size > 1:
         yield (
-            f"{shown} has bars between pipeline stages, and {LAYOUT_FLAG} "
+            f"{flag} has bars between pipeline stages, and {LAYOUT_FLAG} "
             f"{parallel.pipeline_model_parallel_layout} distributes the layers too: drop one of "
             "them"
         )
-    yield from _experts(config, shown, symbols)
-    yield from excluded(config, shown, _NOT_WITH_HYBRID)
+    yield from _experts(config, flag, symbols)
+    yield from excluded(config, flag, _NOT_WITH_HYBRID)
     if MAMBA in symbols:
-        yield from excluded(config, shown, _NOT_WITH_MAMBA)
+        yield from excluded(config, flag, _NOT_WITH_MAMBA)
         yield from _mamba(config)
 
 
-def _experts(config: RunOptions, shown: str, symbols: str) -> Iterator[str]:
+def _experts(config: RunOptions, flag: str, symbols: str) -> Iterator[str]:
     """Yield an error if the pattern and the flags of mixtures name different layers."""
     model = config.model
     if not model.num_experts:
         if MIXTURE in symbols:
-            yield f"{shown} has mixtures of experts (E): give --num-experts"
+            yield f"{flag} has mixtures of experts (E): give --num-experts"
         return
     try:
         chosen = mixture_layers(model, len(symbols))
     except ValueError:  # another rule reports it
         return
     if MIXTURE not in symbols:
-        yield f"{shown} has no mixtures of experts (E): drop --num-experts"
+        yield f"{flag} has no mixtures of experts (E): drop --num-experts"
     elif chosen != tuple(symbol == MIXTURE for symbol in symbols):
         yield (
-            f"{shown} with --moe-layer-freq {model.moe_layer_freq}: the two name different "
+            f"{flag} with --moe-layer-freq {model.moe_layer_freq}: the two name different "
             "mixtures of experts: drop --moe-layer-freq"
         )
 

@@ -159,12 +159,11 @@ def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if not depths:
         return
-    shown = f"--mtp-num-layers {depths}"
-    yield from excluded(config, shown, _NOT_WITH_MULTI_TOKEN)
+    flag = f"--mtp-num-layers {depths}"
+    yield from excluded(config, flag, _NOT_WITH_MULTI_TOKEN)
     if config.distillation.is_on:
         yield (
-            f"{shown} cannot be combined with distillation, which has its own loss: drop one "
-            "of them"
+            f"{flag} cannot be combined with distillation, which has its own loss: drop one of them"
         )
 
 
@@ -172,14 +171,14 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the experts and their router."""
     model = config.model
     counts, chosen = model.expert_counts, model.moe_router_topk
-    shown = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
+    flag = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     if model.num_experts and not counts:
-        yield f"{shown}: no layer has more than one expert: drop the flag"
+        yield f"{flag}: no layer has more than one expert: drop the flag"
     if not counts:
         return
     if model.architecture != "gpt":
         yield (
-            f"{shown}: only a GPT has mixture layers, and this model is a "
+            f"{flag}: only a GPT has mixture layers, and this model is a "
             f"{model.architecture.upper()}: drop the flag"
         )
     try:
@@ -425,10 +424,10 @@ def retro(config: RunOptions, world_size: int) -> Iterator[str]:
         yield "--mock-data: Retro's data comes from --retro-workdir: drop it"
     if not chunk or chunk < 1:
         return
-    shown, tensor = f"chunks of {chunk} tokens", parallel.tensor_model_parallel_size
+    chunks_text, tensor = f"chunks of {chunk} tokens", parallel.tensor_model_parallel_size
     if length % chunk:
         yield (
-            f"--seq-length {length} is not divisible into {shown} of --retro-workdir: use a "
+            f"--seq-length {length} is not divisible into {chunks_text} of --retro-workdir: use a "
             f"multiple of {chunk}"
         )
     elif parallel.context_parallel_size > 1 and length % (
@@ -436,7 +435,7 @@ def retro(config: RunOptions, world_size: int) -> Iterator[str]:
     ):
         yield (
             f"--context-parallel-size {parallel.context_parallel_size}: the pieces of --seq-length "
-            f"{length}, two for each process, do not end between {shown}: use fewer processes"
+            f"{length}, two for each process, do not end between {chunks_text}: use fewer processes"
         )
     retrieved = chunk * model.retro_num_retrieved_chunks
     if parallel.sequence_parallel and tensor > 0 and retrieved % tensor:
@@ -467,21 +466,21 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if numbers.fp8_format is None:
         return
-    shown = f"--fp8-format {numbers.fp8_format}"
+    flag = f"--fp8-format {numbers.fp8_format}"
     if not (numbers.bf16 or numbers.fp16):
-        yield f"{shown} requires 16-bit weights: add --bf16"
+        yield f"{flag} requires 16-bit weights: add --bf16"
     if numbers.fp16 and config.model.num_experts:
-        yield f"{shown} with --num-experts requires bf16: use --bf16 in place of --fp16"
+        yield f"{flag} with --num-experts requires bf16: use --bf16 in place of --fp16"
     if stage == 3:
         yield (
-            f"{shown} keeps 8-bit copies of whole weights, which defeats the purpose of "
+            f"{flag} keeps 8-bit copies of whole weights, which defeats the purpose of "
             "--zero-stage 3: use --zero-stage 1 or 2, or drop --fp8-format"
         )
     for name, size, parts in _sizes(config):
         if size % (MULTIPLE * parts):
             share = f" on each of {parts} processes" if parts > 1 else ""
             yield (
-                f"{shown}: {name} {size} is not a multiple of {MULTIPLE}{share}: use a multiple of "
+                f"{flag}: {name} {size} is not a multiple of {MULTIPLE}{share}: use a multiple of "
                 f"{MULTIPLE * parts}, or drop --fp8-format"
             )
 

@@ -11,12 +11,12 @@ _FP8_BETA2 = 0.98  # above this beta2, rounding errors exceed a quarter of an 8-
 
 def muon(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with --optimizer muon."""
-    optimizer, model, shown = config.optimizer, config.model, "--optimizer muon"
+    optimizer, model, flag = config.optimizer, config.model, "--optimizer muon"
     if optimizer.optimizer != "muon":
         return
     if optimizer.optimizer_cpu_offload:
         yield (
-            f"{shown} with --optimizer-cpu-offload: a CPU is too slow for its matrix products: "
+            f"{flag} with --optimizer-cpu-offload: a CPU is too slow for its matrix products: "
             "save memory with --zero-stage 1 to 3, or use --optimizer adam"
         )
     steps, sets = optimizer.muon_num_ns_steps, 5
@@ -38,7 +38,7 @@ def muon(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def mup(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that this package's muP does not cover."""
-    model, optimizer, shown = config.model, config.optimizer, "--use-mup"
+    model, optimizer, flag = config.model, config.optimizer, "--use-mup"
     if not model.use_mup:
         return
     parallel = config.parallel
@@ -103,7 +103,7 @@ def mup(config: RunOptions, world_size: int) -> Iterator[str]:
         ),
     ):
         if given:
-            yield f"{shown} with {given}: {why}: {remedy}"
+            yield f"{flag} with {given}: {why}: {remedy}"
 
 
 def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -116,17 +116,17 @@ def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
             "are in fp32: use --optimizer adam, or drop the flag"
         )
     if optimizer.main_params_dtype != "fp32":
-        shown = f"--main-params-dtype {optimizer.main_params_dtype}"
+        flag = f"--main-params-dtype {optimizer.main_params_dtype}"
         if not is_half:
-            yield f"{shown} requires --bf16 or --fp16: fp32 weights need no masters: drop the flag"
+            yield f"{flag} requires --bf16 or --fp16: fp32 weights need no masters: drop the flag"
         elif config.parallel.zero_stage == 3:
             yield (
-                f"{shown} with --zero-stage 3, whose shards already are the fp32 weights: use "
+                f"{flag} with --zero-stage 3, whose shards already are the fp32 weights: use "
                 "--zero-stage 1 or 2, or drop the flag"
             )
         if optimizer.optimizer_cpu_offload:
             yield (
-                f"{shown} with --optimizer-cpu-offload: weights in host memory are in fp32: drop "
+                f"{flag} with --optimizer-cpu-offload: weights in host memory are in fp32: drop "
                 "one of the two flags"
             )
     if optimizer.main_grads_dtype != "fp32" and not numbers.bf16:

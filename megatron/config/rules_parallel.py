@@ -103,8 +103,8 @@ _NOT_WITH_EXPERTS: Exclusions = {
 }
 
 
-def excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterator[str]:
-    """Yield an error for each value that cannot be combined with the flag `shown`."""
+def excluded(config: RunOptions, flag_text: str, exclusions: Exclusions) -> Iterator[str]:
+    """Yield an error for each value that cannot be combined with the flag `flag_text`."""
     values = flatten(config)
     for path, (passing, reason) in exclusions.items():
         if values[path] in passing:
@@ -112,10 +112,10 @@ def excluded(config: RunOptions, shown: str, exclusions: Exclusions) -> Iterator
         field = field_at(path)
         needed = field.spell(next(iter(passing)))
         if needed and values[path] == field.default:  # there may be no flag to drop
-            yield f"{shown} requires {needed}: {reason}: add it"
+            yield f"{flag_text} requires {needed}: {reason}: add it"
         else:
             flag = field.spell(values[path])
-            yield f"{shown} cannot be combined with {flag}: {reason}: drop one of them"
+            yield f"{flag_text} cannot be combined with {flag}: {reason}: drop one of them"
 
 
 def layout(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -134,9 +134,9 @@ def layout(config: RunOptions, world_size: int) -> Iterator[str]:
     }
     if indivisible:
         *others, last = (f"{name} {size}" for name, size in indivisible.items())
-        shown = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+        sizes_text = f"{', '.join(others)} and {last} are" if others else f"{last} is"
         yield (
-            f"{shown} not divisible by --tensor-model-parallel-size {tensor}: "
+            f"{sizes_text} not divisible by --tensor-model-parallel-size {tensor}: "
             f"use {divisors(gcd(*indivisible.values()))}"
         )
         return  # a valid size would change the number of processes too
@@ -215,12 +215,12 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     tensor = parallel.tensor_model_parallel_size
     parts = parallel.expert_tensor_parallel_size or tensor
-    shown = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
-    yield from excluded(config, shown, _NOT_WITH_EXPERTS)
+    flag = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
+    yield from excluded(config, flag, _NOT_WITH_EXPERTS)
     divides = gcd(*counts)
     if divides % ranks:
         yield (
-            f"{shown} is not divisible by --expert-model-parallel-size {ranks}: use "
+            f"{flag} is not divisible by --expert-model-parallel-size {ranks}: use "
             f"{divisors(divides)}"
         )
     if parts not in (1, tensor):
@@ -263,10 +263,10 @@ def context(config: RunOptions, world_size: int) -> Iterator[str]:
     )
     if size <= 1:
         return
-    shown = f"--context-parallel-size {size}"
+    flag = f"--context-parallel-size {size}"
     if length and length > 0 and length % (2 * size):
         yield (
-            f"--seq-length {length} is not divisible by 2 x {shown}: each process takes an early "
+            f"--seq-length {length} is not divisible by 2 x {flag}: each process takes an early "
             f"and a late piece: use a multiple of {2 * size}"
         )
     tensor = max(config.parallel.tensor_model_parallel_size, 1)
@@ -276,7 +276,7 @@ def context(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, count in counts.items() if config.parallel.cp_comm_type == "a2a" else ():
         if count > 0 and count % (tensor * size):
             yield (
-                f"{name} {count} is not divisible by {shown} x --tensor-model-parallel-size "
+                f"{name} {count} is not divisible by {flag} x --tensor-model-parallel-size "
                 f"{tensor} = {size * tensor}, as --cp-comm-type a2a requires: use --cp-comm-type "
                 "p2p, or fewer processes"
             )
@@ -337,22 +337,22 @@ def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with --tp-comm-overlap."""
-    parallel, shown = config.parallel, "--tp-comm-overlap"
+    parallel, flag = config.parallel, "--tp-comm-overlap"
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
         return  # a notice says so for a single process
     if not parallel.sequence_parallel:
-        yield f"{shown} requires --sequence-parallel: add it, or drop {shown}"
-    yield from excluded(config, shown, _NOT_WITH_OVERLAP)
+        yield f"{flag} requires --sequence-parallel: add it, or drop {flag}"
+    yield from excluded(config, flag, _NOT_WITH_OVERLAP)
 
 
 def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with --cuda-graph-impl."""
     training, parallel, model = config.training, config.parallel, config.model
-    shown = f"--cuda-graph-impl {training.cuda_graph_impl}"
+    flag = f"--cuda-graph-impl {training.cuda_graph_impl}"
     if training.cuda_graph_impl == "transformer_engine":
-        yield f"{shown}: Transformer Engine is not used: use local"
+        yield f"{flag}: Transformer Engine is not used: use local"
     if training.cuda_graph_impl == "full_iteration":
-        yield f"{shown}: only micro-batches can be recorded, not whole iterations: use local"
+        yield f"{flag}: only micro-batches can be recorded, not whole iterations: use local"
     if training.cuda_graph_impl != "local":
         return
     if training.cuda_graph_warmup_steps < 1:
@@ -360,13 +360,13 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--cuda-graph-warmup-steps {training.cuda_graph_warmup_steps}: libraries initialize "
             "in the first iteration: use 1 or more"
         )
-    yield from excluded(config, shown, _NOT_RECORDED)
+    yield from excluded(config, flag, _NOT_RECORDED)
     if model.num_experts:
-        yield from excluded(config, f"{shown} with --num-experts", _MIXTURE_NOT_RECORDED)
+        yield from excluded(config, f"{flag} with --num-experts", _MIXTURE_NOT_RECORDED)
         for kind in model.moe_router_load_balancing_type:
             if kind in _BALANCING_NOT_RECORDED:
                 yield (
-                    f"{shown} cannot be combined with --moe-router-load-balancing-type {kind}: "
+                    f"{flag} cannot be combined with --moe-router-load-balancing-type {kind}: "
                     f"{_BALANCING_NOT_RECORDED[kind]}: use aux_loss or seq_aux_loss, or drop "
                     "--cuda-graph-impl"
                 )
@@ -381,13 +381,13 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, value in dropouts.items():
         if value > 0:
             yield (
-                f"{shown} cannot be combined with --tensor-model-parallel-size "
+                f"{flag} cannot be combined with --tensor-model-parallel-size "
                 f"{parallel.tensor_model_parallel_size} and {name} {value:g}: dropout masks that "
                 "differ between processes are seeded by the host, layer by layer: drop one of them"
             )
     if parallel.distributed_backend != "nccl":
         yield (
-            f"{shown} cannot be combined with --distributed-backend "
+            f"{flag} cannot be combined with --distributed-backend "
             f"{parallel.distributed_backend}: only NCCL's communication can be recorded: drop one "
             "of them"
         )

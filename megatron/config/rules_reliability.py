@@ -62,14 +62,14 @@ def faults(config: RunOptions, world_size: int) -> Iterator[str]:
     flags = {"load": ("--load", config.checkpoint.load), "save": ("--save", config.checkpoint.save)}
     length = config.training.train_iters
     for text, fault in zip(config.reliability.fault_inject, config.reliability.faults, strict=True):
-        shown = f"--fault-inject {text}"
+        flag_text = f"--fault-inject {text}"
         if fault.rank >= world_size:
-            yield f"{shown}: there is no rank {fault.rank}: give one from 0 to {world_size - 1}"
+            yield f"{flag_text}: there is no rank {fault.rank}: give one from 0 to {world_size - 1}"
         if length is not None and fault.step > length:
-            yield f"{shown}: the run ends after --train-iters {length}: give an earlier step"
+            yield f"{flag_text}: the run ends after --train-iters {length}: give an earlier step"
         flag, value = flags.get(fault.point, ("", ""))
         if value is None:
-            yield f"{shown}: the run never reaches {fault.point} without {flag}: add it"
+            yield f"{flag_text}: the run never reaches {fault.point} without {flag}: add it"
 
 
 def rerun(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -90,11 +90,11 @@ def non_persistent(config: RunOptions, world_size: int) -> Iterator[str]:
     interval = options.non_persistent_save_interval
     if interval is None:
         return
-    shown = f"--non-persistent-save-interval {interval}"
+    flag_text = f"--non-persistent-save-interval {interval}"
     if options.non_persistent_ckpt_type is None:
-        yield f"{shown}: give --non-persistent-ckpt-type local or global"
+        yield f"{flag_text}: give --non-persistent-ckpt-type local or global"
     if options.non_persistent_ckpt_type == "local" and not options.non_persistent_local_ckpt_dir:
-        yield f"{shown}: give --non-persistent-local-ckpt-dir, for example a folder in /dev/shm"
+        yield f"{flag_text}: give --non-persistent-local-ckpt-dir, for example a folder in /dev/shm"
     if options.no_save_optim or options.no_save_rng:
         flag = "--no-save-optim" if options.no_save_optim else "--no-save-rng"
-        yield f"{shown} cannot be combined with {flag}, because runs resume from them: drop one"
+        yield f"{flag_text} cannot be combined with {flag}, because runs resume from them: drop one"

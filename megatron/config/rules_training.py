@@ -39,29 +39,29 @@ def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
     ramp, training = config.training.rampup_batch_size, config.training
     if ramp is None:
         return
-    shown = "--rampup-batch-size " + " ".join(str(number) for number in ramp)
+    flag = "--rampup-batch-size " + " ".join(str(number) for number in ramp)
     if len(ramp) != _RAMP_WORDS:
-        yield f"{shown}: expected three numbers: START INCREMENT SAMPLES"
+        yield f"{flag}: expected three numbers: START INCREMENT SAMPLES"
         return
     start, increment, samples = ramp
     if min(ramp) < 1:
-        yield f"{shown}: start, increment and samples must be at least 1"
+        yield f"{flag}: start, increment and samples must be at least 1"
         return
     if training.train_iters is not None and training.train_samples is None:
-        yield f"{shown} counts samples: give the length as --train-samples, not --train-iters"
+        yield f"{flag} counts samples: give the length as --train-samples, not --train-iters"
     total, micro = training.global_batch_size, training.micro_batch_size
     if total and 0 < total < start:
-        yield f"{shown} starts above --global-batch-size {total}: start with at most {total}"
+        yield f"{flag} starts above --global-batch-size {total}: start with at most {total}"
     elif total and total > 0 and (total - start) % increment:
         yield (
-            f"{shown} does not reach --global-batch-size {total} in steps of {increment}: "
+            f"{flag} does not reach --global-batch-size {total} in steps of {increment}: "
             f"{total} - {start} must be a multiple of {increment}"
         )
     if micro and micro > 0:
         step = micro * data_parallel_size(config, world_size)
         if start % step or increment % step:
             yield (
-                f"{shown}: start and increment must be multiples of --micro-batch-size x "
+                f"{flag}: start and increment must be multiples of --micro-batch-size x "
                 f"data-parallel processes = {step}"
             )
 
@@ -144,16 +144,16 @@ def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
     if schedule.lr_decay_style == "range-test":
         yield from _range_test(config)
         return
-    for low, high in (
+    for lower, upper in (
         ("min_lr", "lr"),
         ("decoupled_min_lr", "decoupled_lr"),
         ("lr_warmup_init", "lr"),
         ("lr_warmup_init", "decoupled_lr"),
     ):
-        least, peak = getattr(schedule, low), getattr(schedule, high)
+        least, peak = getattr(schedule, lower), getattr(schedule, upper)
         if least is not None and peak is not None and least > peak:
-            shown = field_at(f"schedule.{low}").spell(least)
-            yield f"{shown} is above {field_at(f'schedule.{high}').spell(peak)}: lower it"
+            flag = field_at(f"schedule.{lower}").spell(least)
+            yield f"{flag} is above {field_at(f'schedule.{upper}').spell(peak)}: lower it"
     peak = schedule.decoupled_lr
     if peak is not None and schedule.decoupled_min_lr is None and schedule.min_lr > peak:
         yield (
@@ -170,14 +170,14 @@ def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
 def _range_test(config: RunOptions) -> Iterator[str]:
     """Yield an error for each flag that a range test of the learning rate does not allow."""
     schedule, training = config.schedule, config.training
-    shown = "--lr-decay-style range-test cannot be combined with"
+    prefix = "--lr-decay-style range-test cannot be combined with"
     if schedule.decoupled_lr is not None:
-        yield f"{shown} --decoupled-lr {schedule.decoupled_lr:g}: it tries a single rate: drop one"
+        yield f"{prefix} --decoupled-lr {schedule.decoupled_lr:g}: it tries a single rate: drop one"
     if training.rampup_batch_size is not None:
-        yield f"{shown} --rampup-batch-size: its steps are equal numbers of iterations: drop one"
+        yield f"{prefix} --rampup-batch-size: its steps are equal numbers of iterations: drop one"
     kind = config.checkpoint.ckpt_format
     if config.checkpoint.save is not None and kind != "native":
-        yield f"{shown} --ckpt-format {kind}: Megatron-LM has no such schedule: use native"
+        yield f"{prefix} --ckpt-format {kind}: Megatron-LM has no such schedule: use native"
 
 
 def range_test_only(config: RunOptions) -> Iterator[str]:
@@ -213,16 +213,16 @@ def wsd_branch(config: RunOptions, world_size: int) -> Iterator[str]:
     schedule, checkpoint, training = config.schedule, config.checkpoint, config.training
     if schedule.lr_wsd_branch_from is None:
         return
-    shown = f"--lr-wsd-branch-from {schedule.lr_wsd_branch_from}"
+    flag_text = f"--lr-wsd-branch-from {schedule.lr_wsd_branch_from}"
     if checkpoint.save is None:
-        yield f"{shown} requires --save: give the branch's own folder"
+        yield f"{flag_text} requires --save: give the branch's own folder"
     elif checkpoint.load is not None and _folder(checkpoint.load) != _folder(checkpoint.save):
         yield (
-            f"{shown} with --load {checkpoint.load}: a branch that is started again continues from "
-            "--save: drop --load"
+            f"{flag_text} with --load {checkpoint.load}: a branch that is started again continues "
+            "from --save: drop --load"
         )
     elif _folder(checkpoint.save) == _folder(schedule.lr_wsd_branch_from):
-        yield f"{shown}: give --save another folder, so that further branches can start there"
+        yield f"{flag_text}: give --save another folder, so that further branches can start there"
     for section, name in (
         *(("training", f"train_{unit}") for unit in _UNITS),
         *(("schedule", f"lr_decay_{unit}") for unit in _UNITS),
@@ -274,15 +274,15 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
         if warmup > 0 and warmup >= end:
             yield f"--lr-warmup-{unit} {warmup} must be less than {source}: lower it"
         elif anneal is not None and schedule.lr_decay_style == "WSD":
-            shown, first = f"--lr-wsd-decay-{unit} {anneal}", f"--lr-warmup-{unit} {warmup}"
-            taken: float = warmup
+            flag, first = f"--lr-wsd-decay-{unit} {anneal}", f"--lr-warmup-{unit} {warmup}"
+            total: float = warmup
             if fraction is not None and 0 <= fraction < 1:
-                taken = round(fraction * end, 6)  # rounded, so that 0.07 x 100 is not more than 7
-                first = f"--lr-warmup-fraction {fraction:g} ({taken:.10g} {unit})"
+                total = round(fraction * end, 6)  # rounded, so that 0.07 x 100 is not more than 7
+                first = f"--lr-warmup-fraction {fraction:g} ({total:.10g} {unit})"
             if anneal > end:
-                yield f"{shown} must be at most {source}: lower it"
-            elif taken + anneal > end:
-                both = f"{first} and {shown}"
+                yield f"{flag} must be at most {source}: lower it"
+            elif total + anneal > end:
+                both = f"{first} and {flag}"
                 yield f"{both} overlap: lower one of them, so that both fit into {source}"
 
 
@@ -336,10 +336,10 @@ def offloading(config: RunOptions, world_size: int) -> Iterator[str]:
     training, model = config.training, config.model
     if not training.fine_grained_activation_offloading:
         return
-    shown, modules = "--fine-grained-activation-offloading", training.offload_modules
+    flag, modules = "--fine-grained-activation-offloading", training.offload_modules
     if not modules:
-        yield f"{shown} requires --offload-modules: name at least one module"
-    yield from excluded(config, shown, _NOT_WITH_OFFLOADING)
+        yield f"{flag} requires --offload-modules: name at least one module"
+    yield from excluded(config, flag, _NOT_WITH_OFFLOADING)
     for name in ("expert_fc1", "moe_act"):
         if name in modules and not model.num_experts:
             yield f"--offload-modules {name} requires --num-experts: drop {name}"

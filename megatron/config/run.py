@@ -86,12 +86,12 @@ class Findings:
     Attributes:
         problems: One line for each mistake.
         notices: One line for each old flag, and for each flag that changes nothing.
-        spoiled: Names of the fields whose values a mistake leaves unknown.
+        unknown_fields: Names of the fields whose values a mistake leaves unknown.
     """
 
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    spoiled: set[str] = field(default_factory=set)
+    unknown_fields: set[str] = field(default_factory=set)
 
 
 def narrow(options: RunOptions, into: type[Run]) -> Run:

@@ -69,8 +69,10 @@ def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
     """Return whether there are layers and all sizes are in bounds. If not, a rule reports it."""
     sizes = vars(model) | vars(config)
     fields = (*fields_of(ModelOptions), *fields_of(ParallelOptions))
-    wrong = (one for one in fields if one.name in _SIZES and one.out_of_bounds(sizes[one.name]))
-    return model.num_layers is not None and not any(wrong)
+    invalid = (
+        field for field in fields if field.name in _SIZES and field.out_of_bounds(sizes[field.name])
+    )
+    return model.num_layers is not None and not any(invalid)
 
 
 def possible_plan(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
@@ -97,15 +99,17 @@ def plan_parts(
     """
     _check_flags(config)
     stages, encoder = config.pipeline_model_parallel_size, num_layers - decoder_layers
-    shown = f"--num-layers {encoder}"
+    layers_text = f"--num-layers {encoder}"
     if decoder_layers:
-        shown += f" + --decoder-num-layers {decoder_layers} = {num_layers}"
+        layers_text += f" + --decoder-num-layers {decoder_layers} = {num_layers}"
     if config.pipeline_model_parallel_split_rank is not None:
         counts = _split_counts(encoder, decoder_layers, config)
     elif config.pipeline_model_parallel_layout is not None:
-        counts = parse_layout(config.pipeline_model_parallel_layout, num_layers, stages, shown)
+        counts = parse_layout(
+            config.pipeline_model_parallel_layout, num_layers, stages, layers_text
+        )
     else:
-        counts = _even_counts(num_layers, config, shown)
+        counts = _even_counts(num_layers, config, layers_text)
     parts = _parts_with(counts)
     _check_no_idle_stage(parts, config)
     return parts
@@ -239,7 +243,7 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> Non
         )
 
 
-def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[int]:
+def _even_counts(num_layers: int, config: ParallelOptions, layers_text: str) -> list[int]:
     """Return the number of layers in each part.
 
     The counts are equal, except where flags fix those of the first and last stages, or where the
@@ -248,18 +252,18 @@ def _even_counts(num_layers: int, config: ParallelOptions, shown: str) -> list[i
     Args:
         num_layers: The number of layers to distribute.
         config: The parallelism flags.
-        shown: The number of layers, as error messages show it with its flags.
+        layers_text: The number of layers, as error messages show it with its flags.
     """
     stages, chunks = config.pipeline_model_parallel_size, chunks_of(num_layers, config)
     if _shown(config, _ENDS):
-        return _fixed_ends(num_layers, chunks, config, shown)
+        return _fixed_ends(num_layers, chunks, config, layers_text)
     embedding, loss = (int(getattr(config, name)) for name in _COUNTED)
     slots, parts = num_layers + embedding + loss, stages * chunks
     if slots % parts:
         counted = ["embedding"] * embedding + ["loss"] * loss
         extras = f" with {' and '.join(counted)} = {slots}" if counted else ""
         raise ConfigError(
-            f"{shown}{extras} does not divide evenly over "
+            f"{layers_text}{extras} does not divide evenly over "
             f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s): use a multiple "
             f"of {parts}, or set the layers of each stage with {LAYOUT_FLAG} or "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
@@ -274,19 +278,19 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
     """Return layer counts, with the encoder before the split rank and the decoder from it on."""
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
-    shown = f"--pipeline-model-parallel-split-rank {split}"
+    flag = f"--pipeline-model-parallel-split-rank {split}"
     excluded = [*_ENDS, *_COUNTED, "pipeline_model_parallel_layout"]
     if chunks_of(encoder + decoder, config) > 1:
         excluded += _VIRTUAL
     others = _shown(config, excluded)
     if others:
         raise ConfigError(
-            f"{shown} cannot be combined with {others[0]}, because both distribute layers: use one "
+            f"{flag} cannot be combined with {others[0]}, because both distribute layers: use one "
             "of them (a layout string also covers a T5, encoder layers first)"
         )
     if not 0 < split < stages:
         raise ConfigError(
-            f"{shown}: the encoder and the decoder each need at least one of "
+            f"{flag}: the encoder and the decoder each need at least one of "
             f"--pipeline-model-parallel-size {stages} stages: use a number from 1 to one less than "
             "that, or drop the flag"
         )
@@ -294,14 +298,16 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
     for name, layers, over in (("encoder", encoder, split), ("decoder", decoder, stages - split)):
         if layers % over:
             raise ConfigError(
-                f"{shown} leaves {over} stage(s) for the {layers} {name} layers, which do not "
+                f"{flag} leaves {over} stage(s) for the {layers} {name} layers, which do not "
                 "divide evenly over them: choose another rank, or drop the flag"
             )
         counts += [layers // over] * over
     return counts
 
 
-def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: str) -> list[int]:
+def _fixed_ends(
+    num_layers: int, chunks: int, config: ParallelOptions, layers_text: str
+) -> list[int]:
     """Return the given counts for the first and last stage, and equal counts for the others."""
     stages, given = config.pipeline_model_parallel_size, " and ".join(_shown(config, _ENDS))
     if stages == 1:
@@ -317,14 +323,14 @@ def _fixed_ends(num_layers: int, chunks: int, config: ParallelOptions, shown: st
     rest, others = num_layers - sum(first + last), stages - len(first + last)
     if rest < 0 or rest % max(others, 1) or (rest and not others):
         raise ConfigError(
-            f"{given} leaves {rest} of {shown} for the other {others} stages of "
+            f"{given} leaves {rest} of {layers_text} for the other {others} stages of "
             f"--pipeline-model-parallel-size {stages}, which does not divide evenly: choose "
             f"other numbers, or set the layers of each stage with {LAYOUT_FLAG}"
         )
     return [*first, *[rest // max(others, 1)] * others, *last]
 
 
-def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[int]:
+def parse_layout(text: str, num_layers: int, stages: int, layers_text: str) -> list[int]:
     """Return the number of layers in each part of a string such as `Ett|tt|tt|ttL`.
 
     `E` stands for the embedding, `t` for a layer and `L` for the loss. `|` starts the next part.
@@ -336,7 +342,7 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
         text: The layout string.
         num_layers: The number of layers that it must contain.
         stages: The number of pipeline stages.
-        shown: The number of layers as given by flags, for messages.
+        layers_text: The number of layers as given by flags, for messages.
 
     Raises:
         ConfigError: The string cannot be read, or does not fit this model on these stages.
@@ -354,7 +360,7 @@ def parse_layout(text: str, num_layers: int, stages: int, shown: str) -> list[in
         )
     counts = [part.count("t") for part in parts]
     if sum(counts) != num_layers:
-        raise ConfigError(f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, not {shown}")
+        raise ConfigError(f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, not {layers_text}")
     if len(counts) % stages:
         raise ConfigError(
             f"{LAYOUT_FLAG} {text}: {len(counts)} parts do not divide evenly over "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.config.fields import MAX_WIDTH, Need, flag
+from megatron.config.fields import MAX_WIDTH, Requirement, flag
 
 # Networks whose training may be measured in tokens, because all samples have the same length.
 TOKEN_ARCHITECTURES = ("gpt", "bert", "retro")
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_COUNTED = Need(
+_COUNTED = Requirement(
     lambda run: (
         run.model.architecture not in ("gpt", "retro")
         or run.data.eod_mask_loss
@@ -18,26 +18,30 @@ _COUNTED = Need(
     ),
     "--eod-mask-loss or --sft: every token counts",
 )
-_AVERAGES = Need(lambda run: run.optimizer.averages_weights, "--ema-decay or --lawa-interval")
-_EVALUATES = Need(lambda run: run.evaluation.eval_iters, "--eval-iters above 0")
-_SKIPS = Need(lambda run: run.training.on_nonfinite == "skip", "--on-nonfinite skip")
-_FINDS_SPIKES = Need(
+_AVERAGES = Requirement(
+    lambda run: run.optimizer.averages_weights, "--ema-decay or --lawa-interval"
+)
+_EVALUATES = Requirement(lambda run: run.evaluation.eval_iters, "--eval-iters above 0")
+_SKIPS = Requirement(lambda run: run.training.on_nonfinite == "skip", "--on-nonfinite skip")
+_FINDS_SPIKES = Requirement(
     lambda run: run.training.on_spike != "none", "--on-spike skip or --on-spike rewind"
 )
-_COLLECTS = Need(lambda run: run.training.manual_gc, "--manual-gc")
-_FULL = Need(
+_COLLECTS = Requirement(lambda run: run.training.manual_gc, "--manual-gc")
+_FULL = Requirement(
     lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
 )
-_SELECTIVE = Need(
+_SELECTIVE = Requirement(
     lambda run: run.training.recompute_granularity == "selective",
     "--recompute-granularity selective",
 )
-_OFFLOADS = Need(
+_OFFLOADS = Requirement(
     lambda run: run.training.fine_grained_activation_offloading,
     "--fine-grained-activation-offloading",
 )
-_RECORDS = Need(lambda run: run.training.cuda_graph_impl == "local", "--cuda-graph-impl local")
-_DRY = Need(lambda run: run.training.dry_run, "--dry-run")
+_RECORDS = Requirement(
+    lambda run: run.training.cuda_graph_impl == "local", "--cuda-graph-impl local"
+)
+_DRY = Requirement(lambda run: run.training.dry_run, "--dry-run")
 
 
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")

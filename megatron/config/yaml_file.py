@@ -68,13 +68,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read(path: Path, found: Findings, world_size: int = 1) -> dict[str, Any]:
-    """Read a file, return its values by "section.field", and add its mistakes to `found`.
+def read(path: Path, findings: Findings, world_size: int = 1) -> dict[str, Any]:
+    """Read a file, return its values by "section.field", and add its mistakes to `findings`.
 
     Args:
         path: The file.
-        found: The findings, to which mistakes are added, and a notice if the file has layouts but
-            none that fits.
+        findings: The findings, to which mistakes are added, and a notice if the file has layouts
+            but none that fits.
         world_size: The number of processes, which chooses among the layouts of a recipe.
 
     Raises:
@@ -82,15 +82,15 @@ def read(path: Path, found: Findings, world_size: int = 1) -> dict[str, Any]:
     """
     data = load("--config", path)
     if not isinstance(data, Mapping):
-        return read_sections({} if data is None else data, str(path), found, sections())
+        return read_sections({} if data is None else data, str(path), findings, sections())
     run = {name: part for name, part in data.items() if name not in (_ABOUT, _LAYOUTS)}
-    values = read_sections(run, str(path), found, sections())
-    layouts = _read_layouts(data.get(_LAYOUTS), str(path), found)
+    values = read_sections(run, str(path), findings, sections())
+    layouts = _read_layouts(data.get(_LAYOUTS), str(path), findings)
     chosen = layout_for(layouts, world_size)
     if chosen is not None:
         values |= layouts[chosen]
     elif layouts:
-        found.notices.append(
+        findings.notices.append(
             f"{path} has layouts for {', '.join(map(str, layouts))} processes and their multiples, "
             f"not for {world_size}: the flags for layouts keep their defaults unless you give them"
         )
@@ -106,21 +106,23 @@ def layout_for(counts: Iterable[int], world_size: int) -> int | None:
     return max((count for count in counts if world_size % count == 0), default=None)
 
 
-def _read_layouts(data: Any, path: str, found: Findings) -> dict[int, dict[str, Any]]:
+def _read_layouts(data: Any, path: str, findings: Findings) -> dict[int, dict[str, Any]]:
     """Return the values of each layout by "section.field", by number of processes."""
     layouts: dict[int, dict[str, Any]] = {}
     if data is not None and not isinstance(data, Mapping):
-        found.problems.append(
+        findings.problems.append(
             f"{path}: {_LAYOUTS}: expected numbers of processes with sections, got {data!r}"
         )
         return layouts
     for count, part in (data or {}).items():
         if type(count) is not int or count < 1:
-            found.problems.append(
+            findings.problems.append(
                 f"{path}: {_LAYOUTS}: expected a number of processes, got {count!r}"
             )
             continue
-        layouts[count] = read_sections(part or {}, f"{path}: {_LAYOUTS}.{count}", found, sections())
+        layouts[count] = read_sections(
+            part or {}, f"{path}: {_LAYOUTS}.{count}", findings, sections()
+        )
     return layouts
 
 
@@ -171,54 +173,54 @@ def from_dict(data: Any, source: str) -> RunOptions:
     Raises:
         ConfigError: There are unknown sections or keys, or values that do not fit.
     """
-    found = Findings()
-    values = read_sections(data, source, found, sections())
-    if found.problems:
-        raise ConfigError(found.problems)
+    findings = Findings()
+    values = read_sections(data, source, findings, sections())
+    if findings.problems:
+        raise ConfigError(findings.problems)
     return with_values(RunOptions(), values)
 
 
 def read_sections(
-    data: Any, path: str, found: Findings, known: Mapping[str, type]
+    data: Any, path: str, findings: Findings, known: Mapping[str, type]
 ) -> dict[str, Any]:
-    """Return the values of a file by "section.field", and add its mistakes to `found`.
+    """Return the values of a file by "section.field", and add its mistakes to `findings`.
 
     Args:
         data: The contents of the file, as plain values.
         path: The file, to be named in messages.
-        found: The findings, to which mistakes are added.
+        findings: The findings, to which mistakes are added.
         known: The dataclass of each section, by its name.
     """
     values: dict[str, Any] = {}
     if not isinstance(data, Mapping):
-        found.problems.append(
+        findings.problems.append(
             f"{path}: expected sections such as `{next(iter(known))}:`, got {data!r}"
         )
         return values
     for name, part in data.items():
         if name not in known:
             hint = suggestion(str(name), known) or f": sections are {', '.join(known)}"
-            found.problems.append(f"{path}: unknown section {name}{hint}")
+            findings.problems.append(f"{path}: unknown section {name}{hint}")
         elif part is not None and not isinstance(part, Mapping):
-            found.problems.append(f"{path}: {name}: expected `key: value` lines, got {part!r}")
+            findings.problems.append(f"{path}: {name}: expected `key: value` lines, got {part!r}")
         else:
             fields = {entry.name: entry for entry in fields_of(known[name])}
-            values |= _read_section(name, part or {}, path, found, fields)
+            values |= _read_section(name, part or {}, path, findings, fields)
     return values
 
 
 def _read_section(
-    section: str, part: Mapping[Any, Any], path: str, found: Findings, known: Mapping[str, Field]
+    section: str, part: Mapping[Any, Any], path: str, findings: Findings, known: Mapping[str, Field]
 ) -> dict[str, Any]:
     values = {}
     for key, value in part.items():
         if key not in known:
             hint = suggestion(str(key), known)
-            found.problems.append(f"{path}: unknown key {section}.{key}{hint}")
+            findings.problems.append(f"{path}: unknown key {section}.{key}{hint}")
             continue
         try:
             values[f"{section}.{key}"] = from_yaml(known[key], value)
         except ValueError as error:
-            found.problems.append(f"{path}: {section}.{key}: {error}")
-            found.spoiled.add(key)
+            findings.problems.append(f"{path}: {section}.{key}: {error}")
+            findings.unknown_fields.add(key)
     return values

@@ -426,7 +426,7 @@ SAVED_MODEL_RULES: tuple[Rule, ...] = (
     rules_parallel.pipeline,
     rules_model.heads,
     rules_model.positions,
-    partial(requirements, among=SAVED_MODEL_READS),
+    partial(requirements, paths=SAVED_MODEL_READS),
     rules_model.activation_function,
     rules_model.normalization,
     rules_model.precision,

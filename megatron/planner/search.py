@@ -391,4 +391,4 @@ def spell(values: Values, start: RunOptions) -> list[str]:
     sharded = values.get("parallel.use_distributed_optimizer")
     if sharded and known["parallel.zero_stage"] == 0:  # the flag implies the stage
         changed.remove(("parallel.zero_stage", 1))
-    return [word for path, value in changed for word in field_at(path).words(value)]
+    return [word for path, value in changed for word in field_at(path).to_args(value)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import yaml_file
-from megatron.config.arguments import Given, split
+from megatron.config.arguments import ParsedFlag, split
 from megatron.config.fields import suggestion
 from megatron.config.parser import parse_config
 from megatron.config.run import Findings, RunOptions, values_of
@@ -135,7 +135,7 @@ def as_script(args: Sequence[str]) -> tuple[str, list[str]]:
     return recipe.architecture, ["--config", str(recipe.path), *flags]
 
 
-def architecture_of(given: Sequence[Given]) -> str:
+def architecture_of(given: Sequence[ParsedFlag]) -> str:
     """Return the kind of network that flags imply, for a run without a recipe.
 
     For example, `--retro-workdir` implies Retro. If the flags imply none or several, it is a GPT.
@@ -173,7 +173,7 @@ def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None
         parse_config(flags, world_size=processes, architecture=architecture, read_checkpoint=stop)
 
 
-def name_of(given: Sequence[Given]) -> str | None:
+def name_of(given: Sequence[ParsedFlag]) -> str | None:
     """Return the name of the recipe: the word before all flags, or `None` if there is none.
 
     Raises:
@@ -185,7 +185,7 @@ def name_of(given: Sequence[Given]) -> str | None:
     return values[0] if values else None
 
 
-def command_line_of(flags: Sequence[Given]) -> list[str]:
+def command_line_of(flags: Sequence[ParsedFlag]) -> list[str]:
     """Return flags as the words of a command line."""
     return [text for flag in flags for text in (flag.name, *flag.values)]
 

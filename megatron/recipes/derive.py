@@ -97,4 +97,4 @@ def _differences(section: str, values: ModelConfig | TokenizerConfig) -> dict[st
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:
-    return [word for path, value in values.items() for word in field_at(path).words(value)]
+    return [word for path, value in values.items() for word in field_at(path).to_args(value)]

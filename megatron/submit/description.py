@@ -252,7 +252,7 @@ def unused_flags(given: Mapping[str, Mapping[str, Any]], target: str) -> list[st
         target: "slurm", "kubernetes", "hostfile" or "local".
     """
     problems = [
-        f"{field.shown} has no effect with --to {target}: remove it"
+        f"{field.display_name} has no effect with --to {target}: remove it"
         for name, config_type in SECTIONS.items()
         for field in fields_of(config_type)
         if field.name in given[name]
@@ -287,7 +287,7 @@ def _pattern_problems(run: Description) -> Iterator[str]:
                     continue
                 pattern, expected = _PATTERNS.get(field.name, (r"[^\0\r\n]*", "text on one line"))
                 if field.name != "command" and not re.fullmatch(pattern, entry, re.ASCII):
-                    yield f"{field.shown} {entry!r}: expected {expected}"
+                    yield f"{field.display_name} {entry!r}: expected {expected}"
     try:
         shlex.split(run.job.command)
     except ValueError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.arguments import split
-from megatron.config.fields import fields_of, nearest, suggestion
+from megatron.config.fields import closest_match, fields_of, suggestion
 from megatron.config.other_flags import translate
 from megatron.config.run import Findings
 from megatron.config.tasks import (
@@ -97,7 +97,7 @@ def find_task(arguments: Sequence[str]) -> str:
     requested: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
     misspelled: list[str] = []
     for flag in split(arguments):
-        if nearest(flag.name, flag_names) == "--task" and flag.name != "--task":
+        if closest_match(flag.name, flag_names) == "--task" and flag.name != "--task":
             misspelled.append(f"unknown flag {flag.name}: did you mean --task?")
         for current in translate([flag], Findings(), flag_names):
             if current.name == "--task" and current.values:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser, add_flags, from_given
+from megatron.config.arguments import ToolParser, add_flags, from_values
 from megatron.config.data import TokenizerConfig
 from megatron.environment import usable_cores
 from megatron.errors import ConfigError
@@ -153,7 +153,7 @@ def plan_from_options(options: argparse.Namespace) -> Any:
     steps = {name: step for name, step in steps.items() if name not in options.skip_steps}
     if options.tasks:
         steps["tasks"] = TasksStep(tuple(options.tasks), tuple(options.task_keys))
-    tokenizer = from_given(TokenizerConfig, vars(options))
+    tokenizer = from_values(TokenizerConfig, vars(options))
     if tokenizer != TokenizerConfig():
         steps["tokenize"] = TokenizeStep(tokenizer)
     return CorpusPlan(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.command import rehearsed, run_command
-from megatron.config.arguments import ToolParser, add_flags, add_max_line_mb, from_given
+from megatron.config.arguments import ToolParser, add_flags, add_max_line_mb, from_values
 from megatron.config.data import TokenizerConfig
 from megatron.durable import expect_no_file
 from megatron.environment import without_matrix_threads
@@ -214,7 +214,7 @@ def run(options: argparse.Namespace) -> None:
     expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
     started = time.monotonic()
     without_matrix_threads()
-    tokenizer_config = from_given(TokenizerConfig, vars(options))
+    tokenizer_config = from_values(TokenizerConfig, vars(options))
     with rehearsed():
         tokenizer = build_tokenizer(tokenizer_config)
         from megatron.data.preprocess import (

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser, add_flags, from_given
+from megatron.config.arguments import ToolParser, add_flags, from_values
 from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
 from megatron.errors import ConfigError
 
@@ -104,8 +104,8 @@ def run(options: argparse.Namespace) -> None:
         )
     from megatron.tokenizer import build_tokenizer
 
-    flags = from_given(TokenizerConfig, given)
-    data = from_given(DataConfig, given)
+    flags = from_values(TokenizerConfig, given)
+    data = from_values(DataConfig, given)
     tokenizer = build_tokenizer(flags)
     tables: list[Table] = []
     for section in _PARTS:
@@ -336,7 +336,7 @@ def _workdir_values(given: dict[str, Any]) -> dict[str, Any]:
         if given[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: must be at least 1")
     findings = Findings()
-    values = read_retro_workdir(RunOptions(data=from_given(DataOptions, given)), findings)
+    values = read_retro_workdir(RunOptions(data=from_values(DataOptions, given)), findings)
     if findings.problems:
         raise ConfigError(findings.problems)
     return {path.partition(".")[2]: value for path, value in values.items()}
@@ -363,7 +363,7 @@ def _retro_samples(
             f"--train-samples is required: {data.retro_workdir} does not say how many samples it "
             "was made for"
         )
-    model = from_given(RetroOptions, vars(options))
+    model = from_values(RetroOptions, vars(options))
     request = DataRequest(data, options.seed, (samples, 0, 0))
     dataset = build_retro_datasets(request, model, tokenizer, batch_size=1).train
     assert isinstance(dataset, RetroDataset), "training samples were requested"

@@ -11,7 +11,7 @@ import httpx2 as httpx
 import pytest
 
 from finetune import FinetuningRecipe, choose
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.errors import EXIT_OK, CheckpointError
 from megatron.recipes.derive import derive_flags
 from megatron.tokenizer.chat_template import find_template
@@ -65,7 +65,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
         --eval-iters 0 --no-exit-signal-handler --log-interval 30 --save-interval 60"""
     words = [*derive_flags(model)[1], *flags.split(), "--load", str(model), "--save", str(saved)]
     words += ["--train-data-path", str(folder / "chats.jsonl")]
-    assert main(FinetuningRecipe(), finetuning_words(words), choose=choose) == EXIT_OK
+    assert main(FinetuningRecipe(), finetuning_args(words), choose=choose) == EXIT_OK
     where = ["--load-dir", str(saved), "--save-dir", str(found)]
     assert convert(["--loader", "native", "--saver", "hf", "--model-type", "GPT", *where]) == 0
     assert find_template(None, str(found)) == TEMPLATE

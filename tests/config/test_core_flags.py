@@ -32,7 +32,7 @@ _FIELDS: dict[str, Field] = {
     for name in (*field.names, *field.off_names)
 }
 _KNOWN = {flag.name: flag for flag in (*REFUSED, *ACCEPTED)}
-_OLD = {flag.name for flag in (*other_flags().translated, *other_flags().gone)}
+_OLD = {flag.name for flag in (*other_flags().translated, *other_flags().removed)}
 
 # Intentional differences, with the reason.
 _DEVIATIONS = {

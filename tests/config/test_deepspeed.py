@@ -465,10 +465,10 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("key", key_table().answers)
+@pytest.mark.parametrize("key", key_table().untranslated)
 def test_keys_without_translation_are_answered(tmp_path: Path, key: str) -> None:
     """DeepSpeed's default is accepted silently; anything else is refused or gets a notice."""
-    answer = key_table().answers[key]
+    answer = key_table().untranslated[key]
     on = read(tmp_path, _nested(key, None)).notices
     assert len(on) == (key.partition(".")[0] in ("flops_profiler", "wandb"))
     for idle in (answer.default, "auto"):
@@ -554,7 +554,7 @@ def test_every_key_of_the_installed_deepspeed_is_known() -> None:
     )
     keys = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("KEY ")}
     table = key_table()
-    known = {*table.translated, *table.answers}
+    known = {*table.translated, *table.untranslated}
     parts = {".".join(key.split(".")[:n]) for key in known for n in range(1, key.count(".") + 1)}
     assert len(keys) > 100
     assert keys - known - parts == set()
@@ -607,7 +607,7 @@ def test_every_flag_of_megatron_deepspeed_is_known() -> None:
     path = Path(__file__).with_name("megatron_deepspeed_flags.json")
     table = other_flags()
     known = {*by_spelling(sections().values()), *NAMES}
-    known |= {flag.name for flag in (*table.answered, *table.translated, *table.gone)}
+    known |= {flag.name for flag in (*table.unsupported, *table.translated, *table.removed)}
     for source, flags in json.loads(path.read_text()).items():
         assert set(flags) - known == set(), source
 

@@ -44,7 +44,7 @@ def test_each_is_said_where_it_is_in_vain(path: str, field: Field) -> None:
     config = with_values(start, {path: _changed(field)})
     (line,) = [one for one in find_notices(config, 1, start) if "changes nothing" in one]
     assert line.startswith(field.spell(_changed(field)))
-    assert line.endswith(f" changes nothing without {need.what}")
+    assert line.endswith(f" changes nothing without {need.description}")
     assert [one for one in find_notices(config, 1, config) if "changes nothing" in one] == []
 
 
@@ -124,7 +124,7 @@ def test_each_is_refused_without_what_it_requires(path: str, field: Field) -> No
     changed = {path: _changed(field), "model.architecture": kind, **_UNMET.get(path, {})}
     config = with_values(RunOptions(), changed)
     assert field.info.requires is not None
-    shown, what = field.spell(_changed(field)), field.info.requires.what
+    shown, what = field.spell(_changed(field)), field.info.requires.description
     line = f"{shown} requires {what}: add it, or drop the flag"
     assert list(requirements(config, 1)) == [line]
-    assert list(requirements(config, 1, among=())) == []
+    assert list(requirements(config, 1, paths=())) == []

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import parse_config
 from megatron.config.adapters import lora_flags
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.errors import ConfigError
 
 _BASE = """
@@ -124,4 +124,4 @@ def test_flags_of_megatron_core_are_answered() -> None:
 )
 def test_defaults_of_finetune(given: str, added: str) -> None:
     words = given.split()
-    assert finetuning_words(words) == [*words, *added.split()]
+    assert finetuning_args(words) == [*words, *added.split()]

@@ -14,7 +14,7 @@ from megatron.config.run import flatten, sections
 from tests.config.command import parse, problems
 
 REFUSED, ACCEPTED = other_flags().refused, other_flags().accepted
-OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().gone
+OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().removed
 _FILE = Path(__file__).with_name("megatron_flags.json")
 _FLAGS: list[dict[str, Any]] = [
     flag for flags in json.loads(_FILE.read_text()).values() for flag in flags

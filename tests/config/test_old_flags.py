@@ -13,7 +13,7 @@ from megatron.config.run import flatten
 from tests.config.command import parse, problems
 from tests.config.test_deepspeed import FLAGS as OF_DEEPSPEED
 
-OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().gone
+OLD_FLAGS, GONE_FLAGS = other_flags().translated, other_flags().removed
 
 # Old words, and the fields that they set today.
 _TRANSLATED: dict[str, dict[str, Any]] = {

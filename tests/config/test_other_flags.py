@@ -59,12 +59,12 @@ def test_every_entry_is_well_formed() -> None:
 
 def test_names_are_unique_and_no_field_has_one() -> None:
     table = other_flags()
-    names = Counter(flag.name for flag in (*table.answered, *table.translated))
-    names.update({(flag.name, flag.value) for flag in table.gone})
+    names = Counter(flag.name for flag in (*table.unsupported, *table.translated))
+    names.update({(flag.name, flag.value) for flag in table.removed})
     names.update([*table.other_programs, *table.of_commands])
     assert [name for name, count in names.items() if count > 1] == []
-    whole = {flag.name for flag in table.answered} | {*table.other_programs, *table.of_commands}
-    whole |= {flag.name for flag in table.gone if flag.value is None}
+    whole = {flag.name for flag in table.unsupported} | {*table.other_programs, *table.of_commands}
+    whole |= {flag.name for flag in table.removed if flag.value is None}
     assert whole & _FIELDS == set()
 
 
@@ -73,7 +73,7 @@ def test_flags_that_older_versions_read_otherwise_are_listed() -> None:
     from megatron.config.parser import _READ_IN_CONTEXT
 
     table = other_flags()
-    names = {flag.name for flag in (*table.translated, *table.gone)}
+    names = {flag.name for flag in (*table.translated, *table.removed)}
     assert names & _FIELDS == {*_READ_IN_CONTEXT}
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from megatron.config.arguments import add_flags, from_given, title_of
+from megatron.config.arguments import add_flags, from_values, title_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
@@ -125,7 +125,7 @@ def test_help_is_grouped_and_has_units_defaults_and_choices(
                 assert field.name not in text
                 continue
             assert field.names[0] in text
-            assert field.shown in text or field.default is False
+            assert field.display_name in text or field.default is False
     assert "Sequence length. (required; tokens)" in words
     assert "--optimizer {adam,sgd,muon}" in words
     assert "--vision-pretraining" not in text
@@ -185,7 +185,7 @@ def test_flags_of_one_section_for_a_tool() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, TokenizerConfig)
     given = parser.parse_args(["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v.json"])
-    assert from_given(TokenizerConfig, vars(given)) == TokenizerConfig(
+    assert from_values(TokenizerConfig, vars(given)) == TokenizerConfig(
         tokenizer_type="GPT2BPETokenizer", vocab_file="v.json"
     )
 

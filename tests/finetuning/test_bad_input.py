@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from finetune import FinetuningRecipe, choose
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.training.pretrain import main
 from tests.checkpoint.huggingface.test_peft import HERE as PEFT
 from tests.checkpoint.huggingface.test_peft import NETWORK
@@ -331,7 +331,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(words: list[str], tokenizer: Path) -> int:
     given = [*FLAGS, "--tokenizer-model", str(tokenizer), *words]
-    return main(FinetuningRecipe(), finetuning_words(given), choose=choose)
+    return main(FinetuningRecipe(), finetuning_args(given), choose=choose)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune import FinetuningRecipe
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.config.parser import parse_config
 from megatron.finetuning.distillation import LOSS_NAMES, Distillation
 from megatron.parallel.layout import Layout
@@ -36,7 +36,7 @@ def _words(folder: Path, *words: str) -> list[str]:
 def _finetune(layout: Layout, folder: Path, words: list[str]) -> list[list[float]]:
     """Finetune, or write logits; return both losses of every iteration."""
     config = parse_config(
-        finetuning_words(_words(folder, *words)),
+        finetuning_args(_words(folder, *words)),
         world_size=layout.world.size,
         architecture="gpt",
     ).config

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from finetune import FinetuningRecipe, choose
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.data.preferences import FittedAnswers
 from megatron.errors import EXIT_OK, DataError
 from megatron.finetuning.kto import METRICS
@@ -103,7 +103,7 @@ def run_program(folder: Path, records: list[dict[str, Any]], *words: str) -> int
     given += "--seq-length 32 --max-position-embeddings 32 --no-exit-signal-handler".split()
     given += "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 4".split()
     given += ["--save", str(folder), "--save-interval", "2", *words]
-    return main(FinetuningRecipe(), finetuning_words(given), choose=choose)
+    return main(FinetuningRecipe(), finetuning_args(given), choose=choose)
 
 
 def test_a_run_of_the_program_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

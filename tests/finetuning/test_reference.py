@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from finetune import FinetuningRecipe, choose
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.data.packing import pack
 from megatron.data.preferences import PreferenceDataset
 from megatron.errors import EXIT_OK, CheckpointError
@@ -84,7 +84,7 @@ def run_program(folder: Path, *words: str) -> int:
     given += "--seq-length 32 --max-position-embeddings 32 --no-exit-signal-handler".split()
     given += ["--hidden-dropout", "0", "--attention-dropout", "0"]
     given += ["--save", str(folder), "--save-interval", "2", "--train-iters", "4", *words]
-    return main(FinetuningRecipe(), finetuning_words(given), choose=choose)
+    return main(FinetuningRecipe(), finetuning_args(given), choose=choose)
 
 
 def losses(capsys: pytest.CaptureFixture[str]) -> dict[int, str]:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune import FinetuningRecipe, choose
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.errors import EXIT_OK, CheckpointError, ConfigError
 from megatron.finetuning.preferences import REWARD_METRICS
 from megatron.parallel.layout import Layout
@@ -80,7 +80,7 @@ def run_program(folder: Path, *words: str) -> int:
     given = [*toy, "--data-path", str(file), "--split", "80,20,0", "--no-exit-signal-handler"]
     given += "--seq-length 32 --max-position-embeddings 32 --train-iters 4".split()
     given += ["--save", str(folder), "--save-interval", "2", *words]
-    return main(FinetuningRecipe(), finetuning_words(given), choose=choose)
+    return main(FinetuningRecipe(), finetuning_args(given), choose=choose)
 
 
 @pytest.mark.parametrize("output", ["tied", "untied"])

@@ -345,5 +345,5 @@ def test_what_a_stage_needs_is_required(tmp_path: Path) -> None:
 def test_the_guide_lists_every_flag() -> None:
     guide = (ROOT / "docs" / "retro.md").read_text(encoding="utf-8")
     fields = [field for section in RETRO_SECTIONS for field in fields_of(section)]
-    names = [field.shown for field in fields]
+    names = [field.display_name for field in fields]
     assert [name for name in names if f"| `{name}` |" not in guide] == []

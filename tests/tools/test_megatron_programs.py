@@ -38,7 +38,7 @@ def _known(program: str) -> set[str]:
     if program in _MODELS:
         table = other_flags()
         names = {*by_spelling(sections().values()), *by_spelling(_MODELS[program])}
-        return names | {f.name for f in (*table.answered, *table.translated, *table.gone)}
+        return names | {f.name for f in (*table.unsupported, *table.translated, *table.removed)}
     name = program.removesuffix(".py").replace("/", ".")
     is_tool = (ROOT / "megatron" / program).is_file()
     parser = importlib.import_module(f"megatron.{name}" if is_tool else name).build_parser()

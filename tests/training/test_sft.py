@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config import RunConfig, parse_config
 from megatron.config.data import TokenizerConfig
-from megatron.config.finetuning import finetuning_words
+from megatron.config.finetuning import finetuning_args
 from megatron.parallel.layout import Layout
 from megatron.recipes.derive import derive_flags
 from megatron.tokenizer import build_tokenizer
@@ -57,7 +57,7 @@ def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> l
     given += ["--train-data-path", str(folder / f"{count}.jsonl")]
 
     def parse(*more: str) -> RunConfig:
-        flags = finetuning_words([*given, *more])
+        flags = finetuning_args([*given, *more])
         return parse_config(flags, world_size=layout.world.size).config
 
     config = parse()

@@ -38,7 +38,7 @@ from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import Record, TensorRef, show
 from megatron.checkpoint.reader import Reader, TensorMeta
-from megatron.config.arguments import from_given
+from megatron.config.arguments import from_values
 from megatron.config.experts import ExpertOptions, layer_experts
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Axis
@@ -149,7 +149,7 @@ class DeepSpeedReader(Reader):
         if layers != self._args.get("num_layers"):
             problem = f"num_layers is {show(self._args.get('num_layers'))} in `args`"
             raise CheckpointError(f"{self.path}: {problem}, but the weights have {layers}")
-        options = from_given(ExpertOptions, deepspeed_config(self._args)["model"])
+        options = from_values(ExpertOptions, deepspeed_config(self._args)["model"])
         try:
             experts = layer_experts(options, layers)
         except ValueError as error:

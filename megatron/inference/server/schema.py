@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from megatron.config.fields import attribute_texts, suggestion
+from megatron.config.fields import attribute_docs, suggestion
 from megatron.inference.request import LARGEST_SEED
 from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.settings import MAX_PROMPTS
@@ -42,7 +42,7 @@ def describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
         kind: The model, whose docstring describes the fields under `Attributes:`.
     """
     schema["description"] = (inspect.getdoc(kind) or "").partition("\n\nAttributes:")[0]
-    for name, text in attribute_texts(kind).items():
+    for name, text in attribute_docs(kind).items():
         if name in schema["properties"]:
             schema["properties"][name]["description"] = text
 

@@ -31,7 +31,7 @@ from megatron.checkpoint.merged import AveragedReader, without_adapters
 from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import WEIGHTS, convert_to_native
 from megatron.config.adapters import plain_network
-from megatron.config.arguments import from_given
+from megatron.config.arguments import from_values
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import divisors
 from megatron.config.model import ModelConfig, with_article
@@ -224,7 +224,7 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
         extra["huggingface"] = source.reader.meta["huggingface"]
     if "legacy_args" in source.reader.meta:  # needed to convert back
         extra["legacy_args"] = source.reader.meta["legacy_args"]
-    if from_given(TokenizerConfig, vars(options)) == TokenizerConfig():
+    if from_values(TokenizerConfig, vars(options)) == TokenizerConfig():
         extra["tokenizer"] = source.reader.meta.get("tokenizer")
     return convert_to_native(
         PaddedReader(source.reader, rows=rows, entries=stored_rows),
@@ -242,7 +242,7 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
     config = replace(
         source.config, parallel=target_parallel_config(source_sizes, source.config.model, options)
     )
-    given = from_given(TokenizerConfig, vars(options))
+    given = from_values(TokenizerConfig, vars(options))
     if given == TokenizerConfig():
         entries = _entries_or_none(config.tokenizer)
     elif given.tokenizer_type is None and given.vocab_file and not given.merge_file:
@@ -418,7 +418,7 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
     Raises:
         ConfigError: The tokenizer cannot be built from the given files.
     """
-    given = from_given(TokenizerConfig, vars(options))
+    given = from_values(TokenizerConfig, vars(options))
     if given.tokenizer_type is None and any(getattr(given, field) for field in _FILES):
         args = source.reader.meta.get("legacy_args")
         settings = args or vars(source.config.tokenizer)
