@@ -19,6 +19,7 @@ from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.training import panel
 from megatron.training.callbacks import small
+from megatron.training.callbacks.profiling import Profile
 from megatron.training.callbacks.scalars import JsonLinesWriter, open_writers
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import standard_callbacks, train
@@ -262,6 +263,42 @@ def test_each_window_has_a_trace_with_all_that_was_asked_for(tmp_path):
     assert not {"iteration 1", "iteration 2", "iteration 5"} & names
     assert any("loop.py" in name for name in names)  # call stacks
     assert trace["with_flops"] == 1
+
+
+def test_a_window_begins_and_ends_with_iterations_that_are_not_skipped(tmp_path, monkeypatch):
+    """Its name is the last iteration, even if that was skipped; a run may end inside a window."""
+    recorded, files = [], []
+
+    class Profiler(nullcontext):
+        def __init__(self, **asked):
+            super().__init__()
+            recorded.append([])
+
+        def export_chrome_trace(self, path):
+            files.append(os.path.basename(path))
+
+        def key_averages(self):
+            return types.SimpleNamespace(table=lambda **_: "")
+
+    monkeypatch.setattr("torch.profiler.profile", Profiler)
+    monkeypatch.setattr(
+        "torch.autograd.profiler.record_function",
+        lambda name: recorded[-1].append(name) or nullcontext(),
+    )
+    words = "--profile --train-iters 20 --profile-windows 1-4 5-9 12-14".split()
+    run = build_toy(Layout.single(), [*words, "--profile-dir", str(tmp_path)])
+    callback = Profile()
+    callback.on_start(run)
+    for iteration in range(1, 8):
+        if iteration not in (1, 3):
+            callback.before_step(run)
+        run.progress.iteration = iteration
+        if iteration in (1, 3):
+            callback.after_skipped(run)
+        else:
+            callback.after_step(run, None, "SIGTERM" if iteration == 7 else None)
+    assert files == ["rank0.3.pt.trace.json", "rank0.7.pt.trace.json"]
+    assert recorded == [["iteration 2"], ["iteration 5", "iteration 6", "iteration 7"]]
 
 
 def test_the_profiler_plugin_of_tensorboard_reads_a_trace(tmp_path):
