@@ -34,9 +34,9 @@ def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
 def test_a_run_whose_log_nobody_reads_says_why_it_ends() -> None:
     script = """
 import sys
-from megatron.command import say
+from megatron.command import print_line
 from megatron.processes.process import run_process
-sys.exit(run_process([], lambda launch: say("iteration 1")))
+sys.exit(run_process([], lambda launch: print_line("iteration 1")))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -53,12 +53,12 @@ sys.exit(run_process([], lambda launch: say("iteration 1")))
 def test_a_run_outlives_its_log_only_until_its_training_is_over(place: str, code: int) -> None:
     script = f"""
 import sys
-from megatron.command import surviving_closed_output, say
+from megatron.command import print_line, surviving_closed_output
 from megatron.processes.process import run_process
 def work(launch):
     with surviving_closed_output(lambda: print("told", file=sys.stderr)):
-        {'say("iteration 1")' if place == "inside" else "pass"}
-    say("iteration 2")
+        {'print_line("iteration 1")' if place == "inside" else "pass"}
+    print_line("iteration 2")
     return 0
 sys.exit(run_process([], work))
 """
@@ -93,15 +93,15 @@ sys.exit(run_command(work))
 def test_a_run_goes_on_where_the_disk_of_its_log_is_full() -> None:
     script = """
 import sys
-from megatron.command import say
+from megatron.command import print_line
 from megatron.processes.process import run_process
 from megatron.errors import warn
-from megatron.processes.process import show_notices
+from megatron.processes.process import print_notices
 def work(launch):
-    show_notices(["iteration 0"], launch)
+    print_notices(["iteration 0"], launch)
     warn("of it")
-    say("iteration 1")
-    say("iteration 2")
+    print_line("iteration 1")
+    print_line("iteration 2")
     return 0
 sys.exit(run_process([], work))
 """

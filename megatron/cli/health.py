@@ -86,7 +86,7 @@ def _test(launch: Launch, folder: Path | None, factor: float) -> int:
     from megatron.config.parallel import ParallelConfig
     from megatron.device import Device
     from megatron.processes.groups import process_group
-    from megatron.processes.launch import leave_message, prepare
+    from megatron.processes.launch import prepare, write_error_file
     from megatron.training.health import check_health, health_table, problems_of
 
     prepare(launch, deterministic=False)
@@ -102,5 +102,5 @@ def _test(launch: Launch, folder: Path | None, factor: float) -> int:
         if not problems:
             print_line("nothing stands out")
     if problems:
-        leave_message("; ".join(problems))  # for torchrun's report
+        write_error_file("; ".join(problems))  # for torchrun's report
     return _STANDS_OUT if problems else 0

@@ -59,7 +59,7 @@ from megatron.inference.text import Detokenizer
 from megatron.inference.worker import serve
 from megatron.processes.groups import job_store
 from megatron.processes.launch import Launch
-from megatron.processes.process import processes, run_process, show_notices
+from megatron.processes.process import print_notices, processes, run_process
 from megatron.tokenizer import Tokenizer
 
 _SHOWN = 300  # characters of a passage that are printed
@@ -104,7 +104,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     options = _engine_options(samples, config)
     adapters = open_adapters(samples.serve_adapter, config)
     # On stderr like the panel, because the samples on stdout may be piped into another program.
-    show_notices((*parsed.notices, *find_sample_notices(samples)), launch, print_to_stderr)
+    print_notices((*parsed.notices, *find_sample_notices(samples)), launch, print_to_stderr)
     prompts = _prompts_of(samples) if launch.rank == 0 else []  # finds mistakes early
     source = samples.sample_input_file
     target = samples.sample_output_file or f"{source}.out" if source else samples.genfile

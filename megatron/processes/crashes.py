@@ -49,28 +49,28 @@ class CrashLog:
         """Add a failure. It is not counted if the file cannot be written."""
         if verdict.code == CrashLoopError.exit_code:  # must not hide the failures that caused it
             return
-        held = self._read()
+        log = self._read()
         with suppress(OSError):
-            self._write(_Record([*held.crashes, verdict][-_KEPT:], held.skipped))
+            self._write(_Record([*log.crashes, verdict][-_KEPT:], log.skipped))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget the failures, because the run was started by hand."""
-        held = self._read()
-        if held.crashes:
-            self._write(_Record([], held.skipped))
+        log = self._read()
+        if log.crashes:
+            self._write(_Record([], log.skipped))
 
     def loop(self) -> Verdict | None:
         """Return the failure that ended both of the last two attempts, if there is one."""
         crashes = self._read().crashes
-        is_loop = len(crashes) > 1 and crashes[-1].is_like(crashes[-2])
+        is_loop = len(crashes) > 1 and crashes[-1].is_same_failure(crashes[-2])
         return crashes[-1] if is_loop else None
 
     def skip(self, iteration: int) -> bool:
         """Skip an iteration, counted from 0, from now on. Return False if it is already skipped."""
-        held = self._read()
-        if iteration < 0 or iteration in held.skipped:
+        log = self._read()
+        if iteration < 0 or iteration in log.skipped:
             return False
-        self._write(_Record([], [*held.skipped, iteration]))
+        self._write(_Record([], [*log.skipped, iteration]))
         return True
 
     @property
@@ -85,9 +85,9 @@ class CrashLog:
         """
         try:
             with open_trusted(self.path) as file:
-                held = json.loads(file.read(_MAX_BYTES))
-            crashes = [Verdict(**one) for one in held["crashes"]]
-            return _Record(crashes, [int(number) for number in held["skipped"]])
+                content = json.loads(file.read(_MAX_BYTES))
+            crashes = [Verdict(**crash) for crash in content["crashes"]]
+            return _Record(crashes, [int(iteration) for iteration in content["skipped"]])
         except (OSError, ValueError, TypeError, LookupError, RecursionError):
             return _Record([], [])
 

@@ -23,7 +23,7 @@ from megatron.errors import (
     print_to_stderr,
 )
 from megatron.parallel.journal import Journal
-from megatron.processes.launch import Launch, leave_message
+from megatron.processes.launch import Launch, write_error_file
 from megatron.processes.watchdog import CRASHED, GRACE, LOST, Watchdog, ranks_text
 
 _LOOK_SECONDS = 1.0  # between checks for the kill switch, which is often on a shared file system
@@ -33,17 +33,17 @@ _PATIENCE = 3  # pressing Ctrl-C this many times ends the process immediately
 def report(error: Exception, launch: Launch) -> None:
     """Print a user's mistake with its remedy, and any other exception with its traceback."""
     # These errors are the same on all ranks.
-    alike = isinstance(error, ConfigError | NumericsError | CrashLoopError)
-    where = "" if alike or launch.world_size == 1 else f"[rank {launch.rank}] "
+    is_same_on_all_ranks = isinstance(error, ConfigError | NumericsError | CrashLoopError)
+    prefix = "" if is_same_on_all_ranks or launch.world_size == 1 else f"[rank {launch.rank}] "
     if isinstance(error, ConfigError):
         text = "\n".join(f"error: {problem}" for problem in error.problems)
     elif isinstance(error, UserError):
-        text = f"{where}error: {error}"
+        text = f"{prefix}error: {error}"
     else:
-        text = f"{where}error: this is a bug, not a mistake on your part\n"
+        text = f"{prefix}error: this is a bug, not a mistake on your part\n"
         text += "".join(traceback.format_exception(error)).removesuffix("\n")
     print_to_stderr(text)
-    leave_message(text)
+    write_error_file(text)
 
 
 def exit_code_of(error: Exception) -> int:
@@ -65,28 +65,28 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     Returns:
         The exception for this process to raise, with the exit code that all processes share.
     """
-    is_ours = isinstance(error, UserError)
+    is_user_error = isinstance(error, UserError)
     code = exit_code_of(error)
     place = journal.place  # its iteration is 0 before training and in programs that do not train
-    where = (
+    position = (
         f"iteration {place.iteration}, {place.operation}" if place.iteration else place.operation
     )
-    said = first_line(error)
+    message = first_line(error)
     # Communication fails when the other process is gone. It may have announced why.
-    about_another = not is_ours and (
+    blames_peer = not is_user_error and (
         isinstance(error, dist.DistError) or journal.waits_for is not None
     )
 
-    def reason(gone: frozenset[int]) -> str:
-        if not about_another:
-            return said if is_ours else f"{type(error).__name__} in {where}: {said}"
-        who = f"{ranks_text(gone)} ended without reporting an error"
+    def reason(silent: frozenset[int]) -> str:
+        if not blames_peer:
+            return message if is_user_error else f"{type(error).__name__} in {position}: {message}"
+        cause = f"{ranks_text(silent)} ended without reporting an error"
         # The communication library's message, without its source position and advice.
-        brief = re.sub(r"^\[\S*\] ", "", said).split(". ")[0]
-        return f"{who if gone else 'a connection broke'}, in {where} ({brief})"
+        summary = re.sub(r"^\[\S*\] ", "", message).split(". ")[0]
+        return f"{cause if silent else 'a connection broke'}, in {position} ({summary})"
 
-    verdict, is_own = watchdog.end_run(code, reason, about_another=about_another)
-    if is_own and about_another:
+    verdict, is_own = watchdog.end_run(code, reason, blames_peer=blames_peer)
+    if is_own and blames_peer:
         print_to_stderr(f"[rank {launch.rank}] error: {verdict.reason}: {LOST}")
     elif is_own:
         report(error, launch)
@@ -124,8 +124,8 @@ class ExitRequest:
         self._next_look = -math.inf
         self._is_switched = False
         self._handles_signals = handle_signals
-        for number in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
-            signal.signal(number, self._handle)
+        for signum in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
+            signal.signal(signum, self._handle)
 
     def close(self) -> None:
         """Ignore SIGTERM from here on, because all ranks have agreed to exit.
@@ -136,9 +136,9 @@ class ExitRequest:
         if self._handles_signals:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
-        if number == signal.SIGINT:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(signum).name
+        if signum == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts >= _PATIENCE:
                 raise KeyboardInterrupt
@@ -160,16 +160,16 @@ class ExitRequest:
         return OutputClosedError.exit_code if self._is_unread else EXIT_OK
 
     @property
-    def wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether this process has been asked to exit. Other processes may not know yet."""
         now = time.monotonic()
         if self._kill_switch is not None and not self._is_switched and now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
             self._is_switched = os.path.exists(self._kill_switch)  # False if it cannot be read
-        return self.code != EXIT_OK or self._late or self._is_switched
+        return self.code != EXIT_OK or self._is_late or self._is_switched
 
     @property
-    def _late(self) -> bool:
+    def _is_late(self) -> bool:
         return self._minutes is not None and time.monotonic() >= self._deadline
 
     @property
@@ -179,7 +179,7 @@ class ExitRequest:
             return f"received {self._signal}"
         if self._is_unread:
             return "nobody is reading this log anymore"
-        if self._late:
+        if self._is_late:
             return f"--exit-duration-in-mins {self._minutes} has elapsed"
         if self._is_switched or (self._kill_switch and os.path.exists(self._kill_switch)):
             return f"--kill-switch-file {self._kill_switch} exists"

@@ -27,7 +27,7 @@ from megatron.parallel.journal import Journal, Transfer
 
 _EXIT_CODE = 1
 _SPIKE = 1000.0  # factor by which the fault "spike" multiplies values
-_DAMAGES = ("nan", "spike", "flip")
+_CORRUPTING = ("nan", "spike", "flip")
 _FULL_BYTES = 4096  # the largest file that a process can write after the fault "full"
 _FOREVER = 1e9  # seconds
 # The operations in the journal at which faults strike. All others are operations of the pipeline
@@ -66,27 +66,27 @@ class FaultyJournal(Journal):
         """Store the faults to inject."""
         super().__init__(marks)
         self._faults = list(faults)
-        self._parts: list[nn.Module] = []
-        self._begun = 0
+        self._modules: list[nn.Module] = []
+        self._last_iteration = 0
         self._last = (0, "")
         self._factor = 1.0  # slowdown of the current operation
         self._since = self._waited = self._waits_since = 0.0
 
     def enter(self, operation: object) -> None:
         """Record that the process is in `operation`, and trigger the faults that are due."""
-        self._stretch()
+        self._slow_down()
         super().enter(operation)
-        if self.iteration > self._begun:
-            self._begun = self.iteration
-            self._strike("step")
+        if self.iteration > self._last_iteration:
+            self._last_iteration = self.iteration
+            self._trigger("step")
         text = str(operation)
-        point = next((at for start, at in _OPERATIONS.items() if text.startswith(start)), None)
+        point = next((name for start, name in _OPERATIONS.items() if text.startswith(start)), None)
         if point == "data":
-            self._strike(point)
+            self._trigger(point)
         elif point is not None and (self.iteration, text) != self._last:
             # After loading data within a forward pass, the process is in that pass again.
             self._last = (self.iteration, text)
-            self._strike(point)
+            self._trigger(point)
         factors = [
             fault.factor
             for fault in self._faults
@@ -112,27 +112,27 @@ class FaultyJournal(Journal):
             yield
         self._waited += time.monotonic() - self._waits_since
 
-    def _stretch(self) -> None:
+    def _slow_down(self) -> None:
         """Prolong the operation that is ending, if a fault slows it down by a factor."""
         if self._factor > 1.0:
             if self._marks is not None:
                 torch.accelerator.synchronize()
-            own = time.monotonic() - self._since - self._waited
-            time.sleep(max(0.0, own) * (self._factor - 1.0))
+            own_seconds = time.monotonic() - self._since - self._waited
+            time.sleep(max(0.0, own_seconds) * (self._factor - 1.0))
 
-    def attach(self, parts: list[nn.Module]) -> None:
+    def attach(self, modules: list[nn.Module]) -> None:
         """Attach the faults that corrupt values to these modules of the model."""
-        self._parts = parts
-        for part in parts:
-            part.register_forward_hook(self._damage_output)
+        self._modules = modules
+        for module in modules:
+            module.register_forward_hook(self._corrupt_output)
 
     def _due(self, point: str, *, in_hook: bool = False) -> list[Fault]:
         """Return the faults that are due, and remove those that strike only once."""
         due = []
         for fault in list(self._faults):
-            is_slow, damages = fault.kind == "slow", fault.kind in _DAMAGES
-            is_time = self.iteration == fault.step or (is_slow and self.iteration > fault.step)
-            if fault.point != point or not is_time or in_hook != (damages and point != "step"):
+            is_slow, corrupts = fault.kind == "slow", fault.kind in _CORRUPTING
+            is_now = self.iteration == fault.step or (is_slow and self.iteration > fault.step)
+            if fault.point != point or not is_now or in_hook != (corrupts and point != "step"):
                 continue
             if not is_slow or self.iteration == fault.step:
                 print_to_stderr(f"fault injected at {time.time():.3f}: {fault}")
@@ -141,18 +141,18 @@ class FaultyJournal(Journal):
             due.append(fault)
         return due
 
-    def _strike(self, point: str) -> None:
+    def _trigger(self, point: str) -> None:
         for fault in self._due(point):
             if fault.kind == "flip":
-                parameter = next(self._parts[0].parameters())
+                parameter = next(self._modules[0].parameters())
                 flip_bit(parameter.detach())
             elif fault.kind in ("slow", "hang"):
                 time.sleep(fault.seconds if fault.kind == "slow" else _FOREVER)
             elif fault.kind == "exception":
                 raise InjectedFaultError(str(fault))
             elif fault.kind == "full":
-                _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, most))
+                _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, hard_limit))
             elif fault.seconds:
                 timer = threading.Timer(fault.seconds, _end, (fault.kind,))
                 timer.daemon = True
@@ -160,21 +160,21 @@ class FaultyJournal(Journal):
             else:
                 _end(fault.kind)
 
-    def _damage_output(self, part: nn.Module, inputs: object, output: Any) -> Any:
+    def _corrupt_output(self, module: nn.Module, inputs: object, output: Any) -> Any:
         """Corrupt the output of a forward pass, or the gradient that its backward pass receives."""
-        if not part.training:
+        if not module.training:
             return None
         for fault in self._due("forward", in_hook=True):
-            output = _map(_DAMAGED[fault.kind], output)
+            output = _map(_CORRUPTIONS[fault.kind], output)
         for fault in self._due("backward", in_hook=True):
-            _map(methodcaller("register_hook", _DAMAGED[fault.kind]), output)
+            _map(methodcaller("register_hook", _CORRUPTIONS[fault.kind]), output)
         return output
 
 
-def attach_faults(journal: Journal, parts: list[nn.Module]) -> None:
+def attach_faults(journal: Journal, modules: list[nn.Module]) -> None:
     """Attach this process's faults, if any, to its model, so that they can corrupt values."""
     if isinstance(journal, FaultyJournal):
-        journal.attach(parts)
+        journal.attach(modules)
 
 
 def _end(kind: str) -> None:
@@ -187,18 +187,18 @@ def _end(kind: str) -> None:
 def flip_bit(tensor: Tensor) -> None:
     """Flip the most significant fraction bit of one element of a tensor, in place."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    kind, bit = _FLIPPED[local.dtype]
-    numbers = local.view(-1).view(kind)
-    numbers[numbers.numel() // 2] ^= 1 << bit
+    integer_dtype, bit = _FLIPPED[local.dtype]
+    bits = local.view(-1).view(integer_dtype)
+    bits[bits.numel() // 2] ^= 1 << bit
 
 
 def _with_flipped_bit(gradient: Tensor) -> Tensor:
-    damaged = gradient.contiguous().clone()
-    flip_bit(damaged)
-    return damaged
+    flipped = gradient.contiguous().clone()
+    flip_bit(flipped)
+    return flipped
 
 
-_DAMAGED: dict[str, Callable[[Tensor], Tensor]] = {
+_CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": lambda tensor: tensor * math.nan,
     "spike": lambda tensor: tensor * _SPIKE,
     "flip": _with_flipped_bit,

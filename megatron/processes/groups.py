@@ -22,7 +22,7 @@ from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Layout
 from megatron.processes.ending import end_run, exit_code_of, first_line
 from megatron.processes.hang_files import HangFiles
-from megatron.processes.launch import Launch, check_meeting_place
+from megatron.processes.launch import Launch, check_rendezvous_address
 from megatron.processes.watchdog import GRACE, Verdict, Watchdog, ranks_text
 
 # The communication library waits this much longer than we do, because it aborts without naming the
@@ -54,7 +54,7 @@ def process_group(
         device: The device of this process.
         before_end: Callbacks that run when the block ends, before the groups are destroyed and
             after the other processes have been notified of an error.
-        unmet: The requirements that this device does not meet (see `refuse_together`).
+        unmet: The requirements that this device does not meet (see `check_devices`).
         record: A function that is called with the reason for a failure, in one of the processes.
         faults: The faults to inject into this process.
         hang_files: The files in which a hang is recorded, if any.
@@ -67,13 +67,13 @@ def process_group(
     if launch.world_size == 1:
         if unmet:
             raise ConfigError(unmet)
-        alone = Layout.at(0, 1, **config.sizes)
-        alone = alone.connect(device.type, _new_journal(None, faults))
+        layout = Layout.at(0, 1, **config.sizes)
+        layout = layout.connect(device.type, _new_journal(None, faults))
         try:
-            yield alone
+            yield layout
         except Exception as error:
             if record is not None:
-                iteration = alone.journal.place.iteration
+                iteration = layout.journal.place.iteration
                 record(Verdict(exit_code_of(error), 0, first_line(error), iteration))
             raise
         return
@@ -86,15 +86,17 @@ def process_group(
         "the first one?"
     )
     watchdog = Watchdog(launch, timeout.total_seconds(), record, hang_files)
-    mute = unconnected.format("the launcher's store does not answer")
+    store_problem = unconnected.format("the launcher's store does not answer")
     watchdog.end_within(
-        timeout.total_seconds() + GRACE, HangError.exit_code, f"[rank {launch.rank}] error: {mute}"
+        timeout.total_seconds() + GRACE,
+        HangError.exit_code,
+        f"[rank {launch.rank}] error: {store_problem}",
     )
     with ExitStack() as at_end:
         try:
-            store = _meet(launch, timeout)
+            store = _rendezvous(launch, timeout)
             attempt = _store_of_attempt(store, launch)
-            refuse_together(attempt, launch, device, unmet)
+            check_devices(attempt, launch, device, unmet)
             own_connection = dist.TCPStore(
                 store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout
             )
@@ -153,12 +155,12 @@ def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """
     if launch.world_size == 1:
         return dist.HashStore()
-    return dist.PrefixStore("job", _store_of_attempt(_meet(launch, timeout), launch))
+    return dist.PrefixStore("job", _store_of_attempt(_rendezvous(launch, timeout), launch))
 
 
-def _meet(launch: Launch, timeout: timedelta) -> dist.TCPStore:
+def _rendezvous(launch: Launch, timeout: timedelta) -> dist.TCPStore:
     """Return the launcher's store, once all processes have connected to it."""
-    check_meeting_place(launch.world_size)
+    check_rendezvous_address(launch.world_size)
     return next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))[0]
 
 
@@ -188,9 +190,7 @@ class DeviceReport(NamedTuple):
     unmet: Sequence[str]
 
 
-def refuse_together(
-    store: dist.Store, launch: Launch, device: Device, unmet: Sequence[str]
-) -> None:
+def check_devices(store: dist.Store, launch: Launch, device: Device, unmet: Sequence[str]) -> None:
     """End the run on all processes if any device does not meet a requirement. Collective.
 
     Each process checks the rules about its own device. If it then exited alone, the others would
@@ -207,14 +207,14 @@ def refuse_together(
             raise this.
         torch.distributed.DistError: A process does not connect, or the store is gone.
     """
-    mine = DeviceReport(device.type, platform.node(), unmet)
-    store.set(f"device/{launch.rank}", json.dumps(mine))
+    own_report = DeviceReport(device.type, platform.node(), unmet)
+    store.set(f"device/{launch.rank}", json.dumps(own_report))
     if launch.rank == 0:
         reports = [
             DeviceReport(*json.loads(store.get(f"device/{rank}")))
             for rank in range(launch.world_size)
         ]
-        store.set("unmet", json.dumps(problems_of(reports)))
+        store.set("unmet", json.dumps(device_problems(reports)))
     problems = json.loads(store.get("unmet"))
     if problems:
         if launch.rank == 0:
@@ -222,7 +222,7 @@ def refuse_together(
         raise ConfigError(problems)
 
 
-def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
+def device_problems(reports: Sequence[DeviceReport]) -> list[str]:
     """Return one line per unmet requirement, naming the ranks that fail it unless all do.
 
     If only some processes have a GPU, return a single line that says so, because the other problems
@@ -232,21 +232,24 @@ def problems_of(reports: Sequence[DeviceReport]) -> list[str]:
         reports: The reports of all ranks, in rank order.
     """
 
-    def where(ranks: Sequence[int]) -> str:
+    def describe_ranks(ranks: Sequence[int]) -> str:
         machines = list(dict.fromkeys(reports[rank].machine for rank in ranks))
         more = ", ..." if len(machines) > _SHOWN else ""
         return f"{ranks_text(ranks)} of {len(reports)} (on {', '.join(machines[:_SHOWN])}{more})"
 
-    cpus = [rank for rank, each in enumerate(reports) if each.type == "cpu"]
+    cpus = [rank for rank, report in enumerate(reports) if report.type == "cpu"]
     if 0 < len(cpus) < len(reports):
         return [
-            f"{where(cpus)} found no GPU, but the other ranks did: check nvidia-smi there and "
-            "whether CUDA_VISIBLE_DEVICES hides the GPUs, or launch only as many processes "
+            f"{describe_ranks(cpus)} found no GPU, but the other ranks did: check nvidia-smi there "
+            "and whether CUDA_VISIBLE_DEVICES hides the GPUs, or launch only as many processes "
             "as there are GPUs"
         ]
-    lines = dict.fromkeys(line for each in reports for line in each.unmet)
-    ranks = {line: [i for i, each in enumerate(reports) if line in each.unmet] for line in lines}
+    lines = dict.fromkeys(line for report in reports for line in report.unmet)
+    ranks = {
+        line: [rank for rank, report in enumerate(reports) if line in report.unmet]
+        for line in lines
+    }
     return [
-        line if len(those) == len(reports) else f"{where(those)}: {line}"
-        for line, those in ranks.items()
+        line if len(failing) == len(reports) else f"{describe_ranks(failing)}: {line}"
+        for line, failing in ranks.items()
     ]

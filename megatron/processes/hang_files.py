@@ -28,7 +28,7 @@ from megatron.processes.watchdog import State, absent_ranks, ranks_text
 
 REPORT = "report.json"
 _MAX_BYTES = 2**26
-_WATCHDOG = ("_talk", "_watch")  # the watchdog's threads, whose stacks are left out
+_WATCHDOG = ("_exchange", "_watch")  # the watchdog's threads, whose stacks are left out
 _SHOWN = 5  # maximum number of unfinished collectives to list for a device
 
 
@@ -66,12 +66,12 @@ class HangFiles:
         """
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         main = threading.main_thread().ident
-        frames = sorted(sys._current_frames().items(), key=lambda one: one[0] != main)
+        frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
         # Autograd's threads for GPUs have no names.
         stacks = {
             name: stack_of(frame)
-            for number, frame in frames
-            if (name := names.get(number, str(number))) not in _WATCHDOG
+            for ident, frame in frames
+            if (name := names.get(ident, str(ident))) not in _WATCHDOG
         }
         content = {"reason": reason, "host": platform.node(), "stacks": stacks}
         self._write(f"rank_{self.rank:05d}.json", content | {"device": _unfinished_collectives()})
@@ -85,8 +85,8 @@ class HangFiles:
 def stack_of(frame: FrameType) -> list[str]:
     """Return a thread's call stack, innermost call first. This reads no source files."""
     return [
-        f"{Path(each.f_code.co_filename).name}:{line} in {each.f_code.co_name}"
-        for each, line in walk_stack(frame)
+        f"{Path(call.f_code.co_filename).name}:{line} in {call.f_code.co_name}"
+        for call, line in walk_stack(frame)
     ]
 
 
@@ -121,30 +121,35 @@ def hang_view(folder: Path, *, stacks: bool = False) -> str:
     Raises:
         DataError: The folder contains no hang files.
     """
-    inner = folder / "hang" if not (folder / REPORT).exists() else folder
-    held = _read(inner / REPORT)
-    if held is None:
+    hang_folder = folder / "hang" if not (folder / REPORT).exists() else folder
+    report = _read(hang_folder / REPORT)
+    if report is None:
         raise DataError(
             f"--hang {folder}: there is no {REPORT}: a run that ends with exit code 5 writes one "
             "to the folder hang in its --save folder, or to --flight-recorder-dump-path"
         )
     states = {
         int(rank): None if text is None else State.from_text(text.encode())
-        for rank, text in held["states"].items()
+        for rank, text in report["states"].items()
     }
-    silent = frozenset(map(int, held["silent"]))
-    reason = held["report"].splitlines()[0]
-    own = {rank: _read(inner / f"rank_{rank:05d}.json") or {} for rank in states}
-    own = {rank: each if each.get("reason") == reason else {} for rank, each in own.items()}
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held["time"]))
-    lines = [f"{when}: {reason}", *_table(states, silent, own)]
+    silent = frozenset(map(int, report["silent"]))
+    reason = report["report"].splitlines()[0]
+    rank_files = {rank: _read(hang_folder / f"rank_{rank:05d}.json") or {} for rank in states}
+    rank_files = {
+        rank: content if content.get("reason") == reason else {}
+        for rank, content in rank_files.items()
+    }
+    time_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["time"]))
+    lines = [f"{time_text}: {reason}", *_table(states, silent, rank_files)]
     if stacks:
-        lines += _stacks(own)
+        lines += _stacks(rank_files)
     return "\n".join(lines)
 
 
 def _table(
-    states: Mapping[int, State | None], silent: frozenset[int], own: Mapping[int, dict[str, Any]]
+    states: Mapping[int, State | None],
+    silent: frozenset[int],
+    rank_files: Mapping[int, dict[str, Any]],
 ) -> list[str]:
     rows = [["rank", "host", "state", "iteration", "operation", "waits for", "missing", "at"]]
     waiting = {
@@ -153,26 +158,26 @@ def _table(
         if state is not None and rank not in silent and (state.wait or state.device_is_behind)
     }
     for rank, state in sorted(states.items()):
-        host = own[rank].get("host", "?")
+        host = rank_files[rank].get("host", "?")
         if state is None:
             rows.append([str(rank), host, "never seen", "", "", "", "", ""])
             continue
-        waits, missing, device = "", "", own[rank].get("device", [])
+        waits, missing, device = "", "", rank_files[rank].get("device", [])
         if rank in silent:
-            what = "silent"
+            status = "silent"
         elif rank in waiting:
-            what = "waits"
+            status = "waits"
             waits = state.wait.kind if state.wait else "; ".join(device) or "its device"
             if state.wait is not None:
-                others = [other for other in state.wait.ranks if other != rank]
-                waits += f" with {ranks_text(others)}"
+                peers = [peer for peer in state.wait.ranks if peer != rank]
+                waits += f" with {ranks_text(peers)}"
             absent = absent_ranks(state, rank, states, silent) - {rank}
             absent = absent - waiting or absent  # ranks that also wait are not the cause
             missing = ranks_text(absent) if absent else "none"
         else:
-            what = "runs"
-        place = [str(state.iteration), state.operation, waits, missing, state.source]
-        rows.append([str(rank), host, what, *place])
+            status = "runs"
+        position = [str(state.iteration), state.operation, waits, missing, state.source]
+        rows.append([str(rank), host, status, *position])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
@@ -180,25 +185,29 @@ def _table(
     ]
 
 
-def _stacks(own: Mapping[int, dict[str, Any]]) -> list[str]:
+def _stacks(rank_files: Mapping[int, dict[str, Any]]) -> list[str]:
     """Return the stacks of all ranks as lines. Identical stacks are listed once."""
-    same: dict[str, list[int]] = {}
-    for rank, each in own.items():
-        threads: Mapping[str, Sequence[str]] = each.get("stacks", {})
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, content in rank_files.items():
+        threads: Mapping[str, Sequence[str]] = content.get("stacks", {})
         text = "\n".join(
             line
             for name, stack in threads.items()
             for line in (f"  thread {name}", *(f"    {call}" for call in stack))
         )
-        same.setdefault(text or "  no stacks were written", []).append(rank)
-    return [line for text, ranks in same.items() for line in ("", f"{ranks_text(ranks)}:", text)]
+        ranks_by_text.setdefault(text or "  no stacks were written", []).append(rank)
+    return [
+        line
+        for text, ranks in ranks_by_text.items()
+        for line in ("", f"{ranks_text(ranks)}:", text)
+    ]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return a file's content, or `None` if there is no file that this user may trust."""
     try:
         with open_trusted(path) as file:
-            held = json.loads(file.read(_MAX_BYTES))
+            content = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    return held if isinstance(held, dict) else None
+    return content if isinstance(content, dict) else None

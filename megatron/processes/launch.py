@@ -151,12 +151,12 @@ def _refuse_bare_mpi() -> None:
         )
 
 
-def name_ranks() -> None:
+def prefix_log_lines() -> None:
     """Make torchrun's --tee begin each line with the global rank instead of the local rank."""
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
 
 
-def leave_message(text: str) -> None:
+def write_error_file(text: str) -> None:
     """Pass the reason for this process's failure to torchrun, for its final report.
 
     Without it the report ends with "To enable traceback see ...", 40 lines below our message.
@@ -168,21 +168,21 @@ def leave_message(text: str) -> None:
             Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def name_launcher(number: signal.Signals) -> None:
+def announce_launcher(signum: signal.Signals) -> None:
     """Tell the ranks which process launched them, and which signal ends it without a restart."""
-    os.environ[_END_SIGNAL_ENV] = str(number.value)
+    os.environ[_END_SIGNAL_ENV] = str(signum.value)
     os.environ[_LAUNCHER_ENV] = str(os.getpid())
 
 
 @contextmanager
 def searching(folders: Sequence[str]) -> Iterator[None]:
     """Make Python processes that are started in this block also search `folders` for modules."""
-    before = os.environ.get(_SEARCHED_ENV)
-    os.environ[_SEARCHED_ENV] = os.pathsep.join([*folders, *filter(None, [before])])
+    previous = os.environ.get(_SEARCHED_ENV)
+    os.environ[_SEARCHED_ENV] = os.pathsep.join([*folders, *filter(None, [previous])])
     try:
         yield
     finally:
-        restore_search(before)
+        restore_search(previous)
 
 
 def restore_search(folders: str | None) -> None:
@@ -203,14 +203,14 @@ def end_launcher(launch: Launch) -> None:
     torchrun has no exit code that means this, but a signal ends it. torchrun forwards the signal,
     so every process first ignores it. Our own launcher exits with the code of `CrashLoopError`.
     """
-    number = whole_number(_END_SIGNAL_ENV, signal.SIGHUP)
-    signal.signal(number, signal.SIG_IGN)
+    signum = whole_number(_END_SIGNAL_ENV, signal.SIGHUP)
+    signal.signal(signum, signal.SIG_IGN)
     launcher = _running_launcher() or os.getppid()
     if _is_restarted(launch) and launch.local_rank == 0:
-        os.kill(launcher, number)
+        os.kill(launcher, signum)
 
 
-def tell_saved(launch: Launch) -> None:
+def notify_saved(launch: Launch) -> None:
     """Tell our launcher that this run has saved because of a signal and is about to end.
 
     If the signal came through the launcher, the launcher ends too. Otherwise it restarts the
@@ -227,10 +227,10 @@ def tell_saved(launch: Launch) -> None:
 def _running_launcher() -> int | None:
     """Return the id of our launcher if it is still this process's parent or grandparent."""
     launcher, parent = whole_number(_LAUNCHER_ENV, 0), os.getppid()
-    above = 0
+    grandparent = 0
     with suppress(OSError):
-        above = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-    return launcher if launcher in (parent, above) and launcher else None
+        grandparent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    return launcher if launcher in (parent, grandparent) and launcher else None
 
 
 def _is_restarted(launch: Launch) -> bool:
@@ -244,7 +244,7 @@ def with_local_rank(launch: Launch, local_rank: int | None) -> Launch:
     return replace(launch, local_rank=local_rank)
 
 
-def check_meeting_place(world_size: int) -> None:
+def check_rendezvous_address(world_size: int) -> None:
     """Check that the launcher gave an address and a port at which the processes can connect.
 
     Raises:
@@ -303,7 +303,7 @@ def _interface_to(host: str) -> str | None:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
-                if socket.inet_ntoa(answer[20:24]) == address and not address.startswith("127."):
+                reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
+                if socket.inet_ntoa(reply[20:24]) == address and not address.startswith("127."):
                     return name
     return None

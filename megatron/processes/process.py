@@ -56,23 +56,23 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # before the processes connect, or with a single process
-        shown = shortage_of(error) or error
-        if not isinstance(shown, UserError):
+        reported = shortage_of(error) or error
+        if not isinstance(reported, UserError):
             raise
-        if launch.rank == 0 or not isinstance(shown, ConfigError):
-            report(shown, launch)
+        if launch.rank == 0 or not isinstance(reported, ConfigError):
+            report(reported, launch)
         else:
             time.sleep(_TURN)  # torchrun ends all processes when the first exits: let rank 0 print
-        return shown.exit_code
+        return reported.exit_code
 
 
-def show_notices(
-    notices: Iterable[str], launch: Launch, tell: Callable[[str], None] = print_line
+def print_notices(
+    notices: Iterable[str], launch: Launch, print_text: Callable[[str], None] = print_line
 ) -> None:
     """Print the notices of the command line on rank 0, one per line."""
     if launch.rank == 0:
         for notice in notices:
-            tell(f"note: {notice}")
+            print_text(f"note: {notice}")
 
 
 @contextmanager
@@ -115,9 +115,9 @@ def processes(
         for fault in config.reliability.faults
         if fault.rank == launch.rank and fault.attempt in (None, launch.restart_count)
     ]
-    hangs = _hang_files(config, launch)
+    hang_files = _hang_files(config, launch)
     with process_group(
-        config.parallel, launch, device, at_end, unmet, record, faults, hangs
+        config.parallel, launch, device, at_end, unmet, record, faults, hang_files
     ) as layout:
         assert kernels is not None, "a process with unmet requirements has no groups"
         expect_same_kernels(kernels, layout.world)
@@ -142,10 +142,10 @@ def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
     """
     fused = torch.zeros(world.size, dtype=torch.int32)
     fused[world.rank] = kernels.library is not None
-    without = all_reduce(fused, world).logical_not().nonzero().flatten().tolist()
-    if 0 < len(without) < world.size:
+    unfused_ranks = all_reduce(fused, world).logical_not().nonzero().flatten().tolist()
+    if 0 < len(unfused_ranks) < world.size:
         raise ConfigError(
-            f"{ranks_text(without)} of {world.size} cannot use the fused kernels, but the other "
-            "ranks can, so dropout masks would differ: the log line that begins with `fused "
+            f"{ranks_text(unfused_ranks)} of {world.size} cannot use the fused kernels, but the "
+            "other ranks can, so dropout masks would differ: the log line that begins with `fused "
             "kernels: off` names what is missing (docs/kernels.md, Compiling)"
         )

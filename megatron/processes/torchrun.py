@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 
 from megatron.errors import EXIT_SAVED_ON_SIGNAL, CrashLoopError, print_to_stderr
-from megatron.processes.launch import SAVED, name_launcher, name_ranks
+from megatron.processes.launch import SAVED, announce_launcher, prefix_log_lines
 from megatron.processes.warm import ranks, start_warm
 
 _HELP = """usage: python -m megatron.processes.torchrun [flags of torchrun] FILE.py [its flags]
@@ -33,7 +33,7 @@ processes time to save on SIGTERM. `torchrun --help` lists the flags."""
 _SIGNALS = "SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun with these arguments, by default those of the command line.
 
     Returns:
@@ -41,24 +41,24 @@ def main(words: Sequence[str] | None = None) -> int:
         a signal killed it. If a signal other than SIGTERM ended this process, the result is 128
         plus that signal's number, and the ranks had 30 seconds to save.
     """
-    given = list(sys.argv[1:] if words is None else words)
-    if given[:1] in (["-h"], ["--help"]):  # torchrun's own help imports torch
+    launcher_args = list(sys.argv[1:] if argv is None else argv)
+    if launcher_args[:1] in (["-h"], ["--help"]):  # torchrun's own help imports torch
         print(_HELP)
         return 0
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, partial(_pass_on, asked))
-    name_ranks()
-    name_launcher(signal.SIGUSR2)
+    exit_requested = threading.Event()
+    signal.signal(signal.SIGTERM, partial(_pass_on, exit_requested))
+    prefix_log_lines()
+    announce_launcher(signal.SIGUSR2)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    def end_if_asked(number: int, frame: object) -> None:
-        if asked.is_set():
+    def end_if_requested(signum: int, frame: object) -> None:
+        if exit_requested.is_set():
             raise SignalException(f"the run saved, {SAVED.name}", SAVED)
 
-    signal.signal(SAVED, end_if_asked)
-    arguments = run.parse_args(["--signals-to-handle", _SIGNALS, *given])
+    signal.signal(SAVED, end_if_requested)
+    arguments = run.parse_args(["--signals-to-handle", _SIGNALS, *launcher_args])
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
     start_warm(arguments)
     try:
@@ -85,15 +85,15 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def _pass_on(asked: threading.Event, number: int, frame: object) -> None:
+def _pass_on(exit_requested: threading.Event, signum: int, frame: object) -> None:
     """Record a signal and pass it on to the ranks, or exit if no rank has been started."""
-    asked.set()
-    started = ranks()
-    if not started:
-        sys.exit(128 + number)
-    for rank in started:
+    exit_requested.set()
+    pids = ranks()
+    if not pids:
+        sys.exit(128 + signum)
+    for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(rank, number)
+            os.kill(pid, signum)
 
 
 if __name__ == "__main__":

@@ -46,34 +46,34 @@ def start_warm(arguments: argparse.Namespace) -> None:
     source = _source_of(name, kind)
     if source is None:  # the ranks report this
         return
-    before = searched() or ""
+    previous = searched() or ""
     without_matrix_threads()  # the server must have no threads
     forkserver.set_forkserver_preload(_imports_of(source))
     with searching([str(source.parent), _ROOT] if kind == _SCRIPT else [os.getcwd(), _ROOT]):
         forkserver.ensure_running()
-    arguments.training_script_args = [kind, name, before, *arguments.training_script_args]
+    arguments.training_script_args = [kind, name, previous, *arguments.training_script_args]
     arguments.training_script, arguments.module = str(Path(__file__).resolve()), False
     arguments.run_path, arguments.start_method = True, "forkserver"
 
 
 def ranks() -> list[int]:
     """Return the process ids of the ranks that this launcher has started and not waited for."""
-    found = []
-    for child in _children_of(os.getpid()):
-        command = _command_of(child)
+    pids = []
+    for pid in _children_of(os.getpid()):
+        command = _command_of(pid)
         if _SERVER in command:
-            found += _children_of(child)
+            pids += _children_of(pid)
         elif b"multiprocessing.resource_tracker" not in command:
-            found.append(child)
-    return found
+            pids.append(pid)
+    return pids
 
 
 def _children_of(pid: int) -> list[int]:
-    found = []
+    children = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            found += [int(child) for child in path.read_text().split()]
-    return found
+            children += [int(child) for child in path.read_text().split()]
+    return children
 
 
 def _command_of(pid: int) -> bytes:
@@ -107,7 +107,7 @@ def _imports_of(source: Path) -> list[str]:
     return names
 
 
-def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
+def _run(kind: str, name: str, folders: str, argv: Sequence[str]) -> None:
     """Run the script as `python` would, in this fork of the server.
 
     Raises:
@@ -117,7 +117,7 @@ def _run(kind: str, name: str, folders: str, words: Sequence[str]) -> None:
     threading.Thread(target=_follow_launcher, args=(done,), daemon=True).start()
     restore_search(folders or None)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.argv = [name, *words]
+    sys.argv = [name, *argv]
     try:
         if kind == _MODULE:
             sys.path.insert(0, os.getcwd())

@@ -61,7 +61,13 @@ _TORCH_DISTRIBUTED = Path(dist.__file__).parent
 _TORCH_DDP = _TORCH_DISTRIBUTED.parent / "nn" / "parallel" / "distributed.py"
 # The functions that print. Output may go to another machine, where it may never be read.
 _OUTPUT = (_PACKAGE / "command.py", _PACKAGE / "errors.py")
-_PLUMBING = {"journal.py", "collectives.py", "layout.py", "exchange.py", "symmetric_memory.py"}
+_COMMUNICATION_FILES = {
+    "journal.py",
+    "collectives.py",
+    "layout.py",
+    "exchange.py",
+    "symmetric_memory.py",
+}
 
 Ranks = tuple[int, ...]
 
@@ -83,7 +89,7 @@ class State:
         beat: A counter that increases as long as the process is alive.
         iteration: The current update, counted from 1.
         operation: A description of the current operation.
-        place: The number of operations entered so far.
+        operation_count: The number of operations entered so far.
         wait: The communication that the process is waiting for, if any.
         device_is_behind: Whether the process is waiting for its device, which may itself be waiting
             for a communication.
@@ -94,7 +100,7 @@ class State:
     beat: int
     iteration: int
     operation: str
-    place: int
+    operation_count: int
     wait: Wait | None
     device_is_behind: bool
     started: dict[Ranks, int]
@@ -129,22 +135,30 @@ def explain(
         for rank, state in states.items()
         if state is not None and rank not in silent and (state.wait or state.device_is_behind)
     }
-    missed = {rank: absent_ranks(state, rank, states, silent) for rank, state in waiting.items()}
-    missing = frozenset().union(*missed.values()) - missed.keys()
-    awaited = [rank for rank in missed if missed[rank] & missing] or list(missed)
+    absent_by_rank = {
+        rank: absent_ranks(state, rank, states, silent) for rank, state in waiting.items()
+    }
+    missing = frozenset().union(*absent_by_rank.values()) - absent_by_rank.keys()
+    awaited = [rank for rank, absent in absent_by_rank.items() if absent & missing]
+    awaited = awaited or list(absent_by_rank)
     # Positions are comparable between ranks of one pipeline stage.
-    first = min(awaited, key=lambda r: (waiting[r].iteration, waiting[r].place), default=None)
-    if not missing and first is not None:  # all wait: name the ranks already past the earliest wait
-        missing = missed[first]
+    earliest = min(
+        awaited,
+        key=lambda rank: (waiting[rank].iteration, waiting[rank].operation_count),
+        default=None,
+    )
+    if not missing and earliest is not None:
+        # All wait: name the ranks that are already past the earliest wait.
+        missing = absent_by_rank[earliest]
     missing = missing or silent or frozenset(states.keys() - waiting.keys())
     # One line per set of ranks in the same state, beginning with those not waiting.
     texts = {rank: _describe(rank, state, silent) for rank, state in states.items()}
-    same: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank in sorted(texts, key=lambda rank: (rank in waiting, texts[rank], rank)):
-        same.setdefault(texts[rank], []).append(rank)
+        ranks_by_text.setdefault(texts[rank], []).append(rank)
     lines = [
-        _headline(missing, None if first is None else waiting[first], seconds),
-        *(f"{ranks_text(ranks)}: {text}" for text, ranks in same.items()),
+        _headline(missing, None if earliest is None else waiting[earliest], seconds),
+        *(f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()),
         "If nothing is broken and an operation simply takes that long, raise "
         "--distributed-timeout-minutes.",
     ]
@@ -163,10 +177,10 @@ def absent_ranks(
         expected = state.started
     absent = set()
     for ranks, number in expected.items():
-        for other in set(ranks) - {rank}:
-            theirs = states.get(other)
-            if other in silent or theirs is None or theirs.started.get(ranks, 0) < number:
-                absent.add(other)
+        for peer in set(ranks) - {rank}:
+            peer_state = states.get(peer)
+            if peer in silent or peer_state is None or peer_state.started.get(ranks, 0) < number:
+                absent.add(peer)
     return frozenset(absent)
 
 
@@ -174,28 +188,28 @@ def _headline(missing: frozenset[int], waiting: State | None, seconds: float) ->
     limit = f"within {seconds:g} s (--distributed-timeout-minutes {seconds / 60:g})"
     if waiting is None:
         return f"hang: {ranks_text(missing)} made no progress {limit}"
-    where = f"iteration {waiting.iteration}, {waiting.operation}"
-    what = f"the {waiting.wait.kind}" if waiting.wait else "the communication"
+    position = f"iteration {waiting.iteration}, {waiting.operation}"
+    communication = f"the {waiting.wait.kind}" if waiting.wait else "the communication"
     if not missing:
         return (
-            f"hang in {where}: every rank has joined {what}, which did not end {limit}: "
-            "check the network and the devices"
+            f"hang in {position}: every rank has joined {communication}, which did not end "
+            f"{limit}: check the network and the devices"
         )
-    return f"hang in {where}: {ranks_text(missing)} did not join {what} {limit}"
+    return f"hang in {position}: {ranks_text(missing)} did not join {communication} {limit}"
 
 
 def _describe(rank: int, state: State | None, silent: frozenset[int]) -> str:
     if state is None:
         return "never reported its state"
-    where = f"iteration {state.iteration}, {state.operation}"
+    position = f"iteration {state.iteration}, {state.operation}"
     if rank in silent:
-        return f"no sign of life (stopped, killed, or cut off); last seen in {where}"
+        return f"no sign of life (stopped, killed, or cut off); last seen in {position}"
     if state.wait is not None:
         others = ranks_text([other for other in state.wait.ranks if other != rank])
-        return f"waits in {where}, for {state.wait.kind} with {others}, at {state.source}"
+        return f"waits in {position}, for {state.wait.kind} with {others}, at {state.source}"
     if state.device_is_behind:
-        return f"waits for its device in {where}, at {state.source}"
-    return f"alive in {where}, at {state.source}"
+        return f"waits for its device in {position}, at {state.source}"
+    return f"alive in {position}, at {state.source}"
 
 
 def ranks_text(ranks: Sequence[int] | frozenset[int]) -> str:
@@ -227,13 +241,13 @@ class Verdict:
     iteration: int = 0
     missing: str = ""
 
-    def is_like(self, other: Verdict) -> bool:
+    def is_same_failure(self, other: Verdict) -> bool:
         """Return whether both verdicts mean the same failure, whichever rank reported it first."""
-        ours = (self.code, self.iteration, self.missing)
-        return ours == (other.code, other.iteration, other.missing)
+        failure = (self.code, self.iteration, self.missing)
+        return failure == (other.code, other.iteration, other.missing)
 
 
-class _Due(NamedTuple):
+class _Deadline(NamedTuple):
     """The time (`time.monotonic`) by which this process ends, its exit code and last message."""
 
     time: float
@@ -246,7 +260,7 @@ class _Claim(NamedTuple):
 
     code: int
     reason: Callable[[frozenset[int]], str]
-    about_another: bool
+    blames_peer: bool
 
 
 class Watchdog:
@@ -280,14 +294,14 @@ class Watchdog:
         self._progress, self._since = self._journal.progress, time.monotonic()
         self._is_hanging = False
         self._claim: _Claim | None = None
-        self._has_won = False  # whether the verdict is this process's claim
+        self._is_author = False  # whether the verdict is this process's claim
         self._verdict: Verdict | None = None
-        self._known = threading.Event()  # set once there is a verdict
+        self._decided = threading.Event()  # set once there is a verdict
         self._wake = threading.Event()
         self._stopped = threading.Event()
-        self._due: _Due | None = None
-        self._answered = time.monotonic()  # when the store last answered
-        self._talker = threading.Thread(target=self._talk, name="_talk", daemon=True)
+        self._deadline: _Deadline | None = None
+        self._last_answer = time.monotonic()  # when the store last answered
+        self._exchanger = threading.Thread(target=self._exchange, name="_exchange", daemon=True)
         threading.Thread(target=self._watch, name="_watch", daemon=True).start()
 
     def begin(self, journal: Journal) -> None:
@@ -297,7 +311,7 @@ class Watchdog:
             journal: The record of this process's progress.
         """
         self._journal = journal
-        self._due = None
+        self._deadline = None
 
     def connect(self, store: dist.Store) -> None:
         """Exchange states and verdicts with the other processes from here on.
@@ -307,7 +321,7 @@ class Watchdog:
                 blocks all other threads.
         """
         self._store = store
-        self._talker.start()
+        self._exchanger.start()
 
     def end_within(self, seconds: float, code: int, text: str | None) -> None:
         """Have the clock end this process after some time, unless it has ended by itself.
@@ -317,12 +331,14 @@ class Watchdog:
             code: The exit code.
             text: The last message of the process, or `None` if it has already printed why it ends.
         """
-        ends = time.monotonic() + seconds
-        self._due = _Due(min(ends, self._due.time) if self._due else ends, code, text)
+        deadline = time.monotonic() + seconds
+        self._deadline = _Deadline(
+            min(deadline, self._deadline.time) if self._deadline else deadline, code, text
+        )
 
     def begin_end(self) -> None:
         """Set a deadline for the end of the process groups, unless one is already set."""
-        if self._due is None:
+        if self._deadline is None:
             limit = f"{self._seconds:g} s (--distributed-timeout-minutes {self._seconds / 60:g})"
             text = f"[rank {self._rank}] error: hang: the run is over, but its process groups did "
             self.end_within(self._seconds, HangError.exit_code, f"{text}not end within {limit}")
@@ -331,11 +347,11 @@ class Watchdog:
         """Stop watching, because the process groups have ended normally."""
         self._stopped.set()
         self._wake.set()
-        if self._talker.is_alive():
-            self._talker.join(timeout=BEAT)
+        if self._exchanger.is_alive():
+            self._exchanger.join(timeout=BEAT)
 
     def end_run(
-        self, code: int, reason: Callable[[frozenset[int]], str], *, about_another: bool
+        self, code: int, reason: Callable[[frozenset[int]], str], *, blames_peer: bool
     ) -> tuple[Verdict, bool]:
         """Announce that this process failed, unless another has already ended the run.
 
@@ -345,31 +361,35 @@ class Watchdog:
             code: The exit code for all processes.
             reason: A function of the ranks that no longer publish their state, which returns the
                 reason in one line.
-            about_another: Whether the error seems to be caused by another process. If so, first
+            blames_peer: Whether the error seems to be caused by another process. If so, first
                 give that process time to announce its own error, or to fall silent.
 
         Returns:
             The verdict that applies, and whether this call announced it (always true if no other
             process can be reached).
         """
-        own = Verdict(code, self._rank, reason(frozenset()))
-        seconds = _SILENCE * (2 if about_another else 1)
-        self.end_within(seconds + GRACE, code, f"[rank {self._rank}] error: {own.reason}")
-        self._claim = _Claim(code, reason, about_another)
+        own_verdict = Verdict(code, self._rank, reason(frozenset()))
+        seconds = _SILENCE * (2 if blames_peer else 1)
+        self.end_within(seconds + GRACE, code, f"[rank {self._rank}] error: {own_verdict.reason}")
+        self._claim = _Claim(code, reason, blames_peer)
         self._wake.set()
-        ends = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while (
-            time.monotonic() < ends and not self._store_is_silent and not self._known.wait(BEAT / 4)
+            time.monotonic() < deadline
+            and not self._store_is_silent
+            and not self._decided.wait(BEAT / 4)
         ):
             continue
-        return (self._verdict, self._has_won) if self._verdict is not None else (own, True)
+        return (
+            (self._verdict, self._is_author) if self._verdict is not None else (own_verdict, True)
+        )
 
     def delay_exit(self) -> None:
         """Delay the exit of rank 0 if the store may end with it or with its launcher."""
         if self._rank == 0 and not self._store_is_silent and not self._launch.store_stays:
             time.sleep(_LINGER)
 
-    def _talk(self) -> None:
+    def _exchange(self) -> None:
         """Exchange states and verdicts. No other thread uses the store, which may never answer."""
         try:
             self._store.set(f"process/{self._rank}", f"{os.getpid()} {_process_namespace()}")
@@ -381,10 +401,11 @@ class Watchdog:
                     elif self._is_hanging:
                         self._explain_hang()
                     elif time.monotonic() - self._since >= 2 * BEAT:
-                        self._explain_loss(self._ended_here())
+                        self._explain_loss(self._ended_on_this_machine())
                 self._wake.wait(BEAT)
                 self._wake.clear()
-            self._store.set(f"process/{self._rank}", "0 done")  # `_ended_here` ignores it
+            # `_ended_on_this_machine` ignores this entry.
+            self._store.set(f"process/{self._rank}", "0 done")
         except Exception:  # the store ended with the process that hosted it
             return  # `_watch` still detects hangs
 
@@ -397,28 +418,28 @@ class Watchdog:
         if self._verdict is None and self._store.check(["verdict"]):
             verdict = self._verdict = Verdict(**json.loads(self._store.get("verdict")))
             self.end_within(GRACE, verdict.code, self.exit_message(verdict))
-            self._known.set()
+            self._decided.set()
             if verdict.rank != self._rank and verdict.code == HangError.exit_code:
                 if self._files is not None:
                     self._files.write_own(verdict.reason)
                 self.delay_exit()
-                self._leave(verdict.code, self.exit_message(verdict))
-        self._answered = time.monotonic()
+                self._exit(verdict.code, self.exit_message(verdict))
+        self._last_answer = time.monotonic()
         return self._verdict is not None
 
     def _announce(self, claim: _Claim) -> None:
-        silent = self._survey()[1] if claim.about_another else frozenset[int]()
+        silent = self._survey()[1] if claim.blames_peer else frozenset[int]()
         if not self._has_verdict():
-            self._has_won = self._publish_verdict(claim.code, claim.reason(silent), silent)
+            self._is_author = self._publish_verdict(claim.code, claim.reason(silent), silent)
             self._has_verdict()
 
     def _publish_verdict(self, code: int, reason: str, missing: frozenset[int]) -> bool:
         """Publish this verdict unless there is one already, and return whether it was published."""
         is_first = self._store.add("verdicts", 1) == 1
         if is_first:
-            who = ranks_text(missing) if missing else ""
+            missing_text = ranks_text(missing) if missing else ""
             iteration = self._journal.place.iteration
-            verdict = Verdict(code, self._rank, reason, iteration, who)
+            verdict = Verdict(code, self._rank, reason, iteration, missing_text)
             self._store.set("verdict", json.dumps(asdict(verdict)))
             if self._record is not None:
                 self._record(verdict)
@@ -435,7 +456,7 @@ class Watchdog:
                 self._files.write_report(report, states, silent)
                 self._files.write_own(report.splitlines()[0])
             time.sleep(_LINGER)
-            self._leave(HangError.exit_code)
+            self._exit(HangError.exit_code)
 
     def _explain_loss(self, ended: frozenset[int]) -> None:
         """End the run if ranks on this machine ended without a verdict while this process waits.
@@ -452,7 +473,7 @@ class Watchdog:
         if self._publish_verdict(CRASHED, reason, ended):
             print_to_stderr(f"[rank {self._rank}] error: {reason}: {LOST}")
             time.sleep(_LINGER)
-            self._leave(CRASHED)
+            self._exit(CRASHED)
 
     def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
         """Return the state of every rank, and the ranks that no longer publish theirs.
@@ -460,20 +481,22 @@ class Watchdog:
         This takes a few seconds. It stops early if a process on this machine has ended, or once
         there is a verdict, because the process that reached it soon exits.
         """
-        before, ends = self._states(), time.monotonic() + _SILENCE
+        earlier, deadline = self._states(), time.monotonic() + _SILENCE
         ended = frozenset[int]()
-        while time.monotonic() < ends and not self._has_verdict():
+        while time.monotonic() < deadline and not self._has_verdict():
             self._publish()  # another rank may be surveying too
             time.sleep(BEAT / 4)
-            seen, ended = ended, self._ended_here()
-            if ended and ended == seen:  # several may end within a moment
+            ended_before, ended = ended, self._ended_on_this_machine()
+            if ended and ended == ended_before:  # several may end within a moment
                 break
         states = self._states()
-        silent = ended or frozenset(rank for rank, state in states.items() if state == before[rank])
+        silent = ended or frozenset(
+            rank for rank, state in states.items() if state == earlier[rank]
+        )
         # A live rank's beat changes.
         return states | {self._rank: self._state()}, silent - {self._rank}
 
-    def _ended_here(self) -> frozenset[int]:
+    def _ended_on_this_machine(self) -> frozenset[int]:
         """Return the other ranks on this machine whose processes have ended."""
         ended = []
         for rank in self._launch.machine:
@@ -498,7 +521,7 @@ class Watchdog:
             beat=self._beat,
             iteration=place.iteration,
             operation=str(place.operation),
-            place=place.number,
+            operation_count=place.number,
             wait=self._wait(),
             device_is_behind=journal.device_is_behind,
             started=dict(journal.started),
@@ -514,14 +537,16 @@ class Watchdog:
         transfer = self._journal.waits_for
         if transfer is not None:
             return Wait(transfer.kind, transfer.ranks, transfer.number)
-        if self._journal.device_is_behind or not self._main_is_in(_TORCH_DISTRIBUTED, _TORCH_DDP):
+        if self._journal.device_is_behind or not self._main_thread_is_in(
+            _TORCH_DISTRIBUTED, _TORCH_DDP
+        ):
             return None
         return Wait("communication", tuple(range(self._launch.world_size)), None)
 
-    def _main_is_in(self, *places: Path) -> bool:
+    def _main_thread_is_in(self, *paths: Path) -> bool:
         frame = sys._current_frames().get(self._main)
         file = Path(frame.f_code.co_filename if frame is not None else "")
-        return any(file.is_relative_to(place) for place in places)
+        return any(file.is_relative_to(path) for path in paths)
 
     def _watch(self) -> None:
         """Check the deadline, and look for a hang, at intervals.
@@ -539,15 +564,17 @@ class Watchdog:
         Nobody could tell this process that the others have ended, and the files that it uses may be
         on the store's machine.
         """
-        now, due = time.monotonic(), self._due
+        now, deadline = time.monotonic(), self._deadline
         progress, store_is_silent = self._journal.progress, self._store_is_silent
         # Once the store stops answering, no other process can tell this one why the run hangs.
-        if due is not None and (now >= due.time or (self._is_hanging and store_is_silent)):
-            self._leave(due.code, due.text)
-        waits = self._journal.device_is_behind or self._main_is_in(*_OUTPUT) or self._wait()
+        if deadline is not None and (
+            now >= deadline.time or (self._is_hanging and store_is_silent)
+        ):
+            self._exit(deadline.code, deadline.text)
+        waits = self._journal.device_is_behind or self._main_thread_is_in(*_OUTPUT) or self._wait()
         if progress != self._progress or not (waits or store_is_silent):
             self._progress, self._since = progress, now
-        elif due is None and now - self._since >= self._seconds:
+        elif deadline is None and now - self._since >= self._seconds:
             patience = 0.0 if store_is_silent else _PATIENCE
             self.end_within(patience, HangError.exit_code, None)  # even if the report fails
             self.end_within(patience, HangError.exit_code, self._own_view())
@@ -557,7 +584,7 @@ class Watchdog:
     @property
     def _store_is_silent(self) -> bool:
         """Whether the store has not answered for some seconds, or no longer exists."""
-        return time.monotonic() - self._answered > GRACE
+        return time.monotonic() - self._last_answer > GRACE
 
     def _own_view(self) -> str:
         """Return the hang report to print if the other ranks' states cannot be read."""
@@ -574,7 +601,7 @@ class Watchdog:
             return None
         return f"[rank {self._rank}] exits: rank {verdict.rank} ended the run: {verdict.reason}"
 
-    def _leave(self, code: int, text: str | None = None) -> None:
+    def _exit(self, code: int, text: str | None = None) -> None:
         """End the process, even if its main thread is blocked or nobody reads its output."""
 
         def write_last() -> None:
@@ -613,12 +640,12 @@ def source_of(frame: FrameType | None) -> str:
     This reads no source file, because files may be on a machine that no longer answers.
     """
     frames = walk_stack(frame) if frame is not None else ()
-    stack = [(Path(each.f_code.co_filename), each.f_code.co_name, line) for each, line in frames]
-    ours = [entry for entry in stack if entry[0].is_relative_to(_PACKAGE)]
-    ours = [entry for entry in ours if entry[0].name not in _PLUMBING] or stack
-    if not ours:
+    stack = [(Path(call.f_code.co_filename), call.f_code.co_name, line) for call, line in frames]
+    own_code = [entry for entry in stack if entry[0].is_relative_to(_PACKAGE)]
+    own_code = [entry for entry in own_code if entry[0].name not in _COMMUNICATION_FILES] or stack
+    if not own_code:
         return "an unknown place"
-    shown = [ours[0]]
-    if ours[0] is not stack[0] and stack[0][0].name not in _PLUMBING:
-        shown.append(stack[0])
-    return ", ".join(f"{path.name}:{line} in {name}" for path, name, line in shown)
+    positions = [own_code[0]]
+    if own_code[0] is not stack[0] and stack[0][0].name not in _COMMUNICATION_FILES:
+        positions.append(stack[0])
+    return ", ".join(f"{path.name}:{line} in {name}" for path, name, line in positions)

@@ -88,5 +88,5 @@ def run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    given = build_parser().read()
-    sys.exit(run_command(lambda: run(given)))
+    options = build_parser().read()
+    sys.exit(run_command(lambda: run(options)))

@@ -61,8 +61,8 @@ def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
             reduced["bad"] = x[~finite].tolist()
         return reduced
     span = int(x[-1] - x[0]) + 1
-    number = (x - x[0]) * bins // span
-    starts = np.flatnonzero(np.diff(number, prepend=-1))
+    index = (x - x[0]) * bins // span
+    starts = np.flatnonzero(np.diff(index, prepend=-1))
     count = np.add.reduceat(finite.astype(np.int64), starts)
     with np.errstate(all="ignore"):
         total = np.add.reduceat(np.where(finite, y, 0.0), starts)
@@ -92,7 +92,7 @@ def make_charts(histories: Sequence[History]) -> tuple[list[dict[str, Any]], dic
     """
     tags = list(dict.fromkeys(tag for history in histories for tag in history.curves))
     tags = [tag for tag in tags if tag not in _HIDDEN]
-    found = {tag: [each.curves.get(tag) for each in histories] for tag in tags}
+    found = {tag: [history.curves.get(tag) for history in histories] for tag in tags}
     constants = {
         tag: curves[0].values[0]
         for tag, curves in found.items()
@@ -105,12 +105,12 @@ def make_charts(histories: Sequence[History]) -> tuple[list[dict[str, Any]], dic
     bins = min(_BINS[1], max(_BINS[0], _POINTS // (3 * max(1, count))))
     charts: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for tag, curves in found.items():
-        for number, curve in enumerate(curves):
+        for index, curve in enumerate(curves):
             if curve is not None and tag not in constants:
-                reduced = {"run": number, "tag": tag, **reduce_curve(curve, bins)}
+                reduced = {"run": index, "tag": tag, **reduce_curve(curve, bins)}
                 reduced["smooth"] = ("loss" in tag or tag in _NOISY) and tag not in _SETTINGS
                 charts.setdefault(chart_of(tag), []).append(reduced)
-    known = {title: place for place, (title, *_) in enumerate(_KNOWN, 1)}
+    known = {title: rank for rank, (title, *_) in enumerate(_KNOWN, 1)}
     order = sorted(charts, key=lambda chart: known.get(chart[0], 0 if "loss" in chart[0] else 99))
     return [
         {"title": title, "unit": unit, "curves": charts[title, unit]} for title, unit in order

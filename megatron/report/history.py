@@ -143,17 +143,19 @@ class History:
         if losses:
             text = ", ".join(f"{tag} {value:.4f}" for tag, value in losses.items())
             self.events.append(Event("evaluation", iteration, time, text))
-        scale, earlier = points.get("loss-scale"), self.curves.get("loss-scale")
-        if scale is not None and earlier is not None and earlier.values[-1] != scale:
-            text = f"{earlier.values[-1]:g} to {scale:g}"
+        scale, previous = points.get("loss-scale"), self.curves.get("loss-scale")
+        if scale is not None and previous is not None and previous.values[-1] != scale:
+            text = f"{previous.values[-1]:g} to {scale:g}"
             self.events.append(Event("loss scale", iteration, time, text))
 
     def _add_event(self, record: Mapping[str, Any], iteration: int, time: float | None) -> None:
         kind, text = str(record["event"]), str(record.get("text", ""))[:_LONGEST_TEXT]
         if kind == "start":
-            settings = {str(flag): _shown(value) for flag, value in record["settings"].items()}
+            settings = {
+                str(flag): _setting_text(value) for flag, value in record["settings"].items()
+            }
             changed = frozenset(map(str, record["changed"]))
-            facts = {str(name): _shown(value) for name, value in record["facts"].items()}
+            facts = {str(name): _setting_text(value) for name, value in record["facts"].items()}
             self.iterations = int(record["iterations"])
             self.tokens_per_sample = int(record["tokens_per_sample"])
             self.settings, self.changed, self.facts = settings, changed, facts
@@ -175,15 +177,15 @@ class History:
     @property
     def state(self) -> str:
         """A description of how the run ended, or "running, or interrupted"."""
-        ends = [
+        milestones = [
             event for event in self.events if event.kind in ("start", "resumed", "end", "failure")
         ]
-        if not ends or ends[-1].kind in ("start", "resumed"):
+        if not milestones or milestones[-1].kind in ("start", "resumed"):
             return "running, or interrupted"
-        return f"{'ended' if ends[-1].kind == 'end' else 'failed'}: {ends[-1].text}"
+        return f"{'ended' if milestones[-1].kind == 'end' else 'failed'}: {milestones[-1].text}"
 
 
-def _shown(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     """Return a setting's value as text."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text[:_LONGEST_TEXT]

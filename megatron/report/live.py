@@ -60,25 +60,25 @@ class LiveRuns:
     async def current(self) -> tuple[str, str]:
         """Return the page's data as JSON, and a tag that changes with it."""
         async with self._lock:
-            begun = time.monotonic()
-            if begun >= self._next_look:
+            started = time.monotonic()
+            if started >= self._next_look:
                 if await run_in_threadpool(self._read) or not self._data:
                     self._version += 1
                     histories = [source.history for source in self._sources]
                     self._data = await run_in_threadpool(lambda: as_json(page_data(histories)))
-                ended = time.monotonic()
-                self._next_look = ended + max(_PAUSE, _REST * (ended - begun))
+                finished = time.monotonic()
+                self._next_look = finished + max(_PAUSE, _REST * (finished - started))
         return self._data, f'"{self._started}-{self._version}"'
 
     def _read(self) -> bool:
-        before = self._sources
+        previous = self._sources
         with suppress(OSError, DataError):  # a folder being replaced will be found next time
-            self._sources = open_runs(self._paths, may_be_empty=True, opened=before)
-        news = self._sources != before
+            self._sources = open_runs(self._paths, may_be_empty=True, opened=previous)
+        has_changed = self._sources != previous
         for source in self._sources:
             with suppress(OSError):  # the file is being replaced, or its disk is unavailable
-                news |= source.read()
-        return news
+                has_changed |= source.read()
+        return has_changed
 
     async def page(self) -> str:
         """Return the HTML page of the runs as they were last read."""

@@ -137,8 +137,8 @@ class EventFiles:
         for entry in texts:
             text = make_ndarray(entry.tensor_proto).flatten()[0].decode("utf-8", "replace")
             if tag == "events":
-                kind, _, rest = text.partition(": ")
-                self.history.events.append(Event(kind, entry.step, entry.wall_time, rest))
+                kind, _, remainder = text.partition(": ")
+                self.history.events.append(Event(kind, entry.step, entry.wall_time, remainder))
             elif tag == "settings":
                 kind = "resumed" if entry.step else "start"
                 self.history.events.append(Event(kind, entry.step, entry.wall_time))
@@ -190,10 +190,10 @@ def _find_in(folder: Path, name: str, *, events: bool) -> list[RunRecords]:
     """Return the records of the event files (or metrics files) that are directly in a folder."""
     if events:
         return [EventFiles(name, folder)] if any(folder.glob(_EVENT_FILES)) else []
-    found = [file for file in sorted(folder.glob("*.jsonl")) if _is_metrics(file)]
-    if len(found) == 1:
-        return [MetricsFile(name, found[0])]
-    return [MetricsFile(f"{name}/{file.name}", file) for file in found]
+    sources = [file for file in sorted(folder.glob("*.jsonl")) if _is_metrics(file)]
+    if len(sources) == 1:
+        return [MetricsFile(name, sources[0])]
+    return [MetricsFile(f"{name}/{file.name}", file) for file in sources]
 
 
 def _is_metrics(path: Path) -> bool:
@@ -220,22 +220,23 @@ def open_runs(
     Raises:
         DataError: A folder has no metrics, or a run has no iterations yet.
     """
-    places = {tuple(source.history.sources): number for number, source in enumerate(opened)}
+    positions = {tuple(source.history.sources): index for index, source in enumerate(opened)}
     sources: list[RunRecords] = []
     for path in paths:
-        found = find_sources(path)
-        if not (found or may_be_empty):
+        path_sources = find_sources(path)
+        if not (path_sources or may_be_empty):
             raise DataError(
                 f"{path}: no metrics: train with --metrics-jsonl {path / 'metrics.jsonl'} or "
                 f"--tensorboard-dir {path} to write them"
             )
-        sources += found
-    sources.sort(key=lambda source: places.get(tuple(source.history.sources), len(places)))
-    for number, source in enumerate(sources):
-        place = places.get(tuple(source.history.sources))
-        if place is not None:
-            opened[place].history.name = source.history.name  # a single run is named by its folder
-            sources[number] = opened[place]
+        sources += path_sources
+    sources.sort(key=lambda source: positions.get(tuple(source.history.sources), len(positions)))
+    for index, source in enumerate(sources):
+        position = positions.get(tuple(source.history.sources))
+        if position is not None:
+            # A single run is named by its folder.
+            opened[position].history.name = source.history.name
+            sources[index] = opened[position]
             continue
         source.read()
         source.history.timelines, source.history.notes = find_timelines(source.folder)

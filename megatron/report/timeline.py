@@ -36,15 +36,15 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     latest: dict[int, tuple[int, Path]] = {}
     for pattern in _PATTERNS:
         for path in folder.glob(pattern):
-            found = _NAME.fullmatch(path.name)
-            if found:
-                rank, last = int(found[1]), int(found[2])
-                latest[rank] = max(latest.get(rank, (-1, path)), (last, path))
-    newest = max((last for last, _ in latest.values()), default=0)
-    read: list[dict[str, Any]] = []
+            match = _NAME.fullmatch(path.name)
+            if match:
+                rank, iteration = int(match[1]), int(match[2])
+                latest[rank] = max(latest.get(rank, (-1, path)), (iteration, path))
+    newest = max((iteration for iteration, _ in latest.values()), default=0)
+    timelines: list[dict[str, Any]] = []
     notes, size = [], 0
-    for rank, (last, path) in sorted(latest.items()):
-        if last != newest:
+    for rank, (iteration, path) in sorted(latest.items()):
+        if iteration != newest:
             continue
         size += path.stat().st_size
         if size > _MAX_BYTES:
@@ -53,18 +53,18 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         timeline = _read(rank, path)
         if timeline is None:
             notes.append(f"{path}: damaged, or without an iteration")
-        elif len(read) < _MAX_RANKS:
-            read.append(timeline)
-    origin = min((timeline["start"] for timeline in read), default=0.0)
-    for timeline in read:
+        elif len(timelines) < _MAX_RANKS:
+            timelines.append(timeline)
+    origin = min((timeline["start"] for timeline in timelines), default=0.0)
+    for timeline in timelines:
         shift = timeline.pop("start") - origin
         for row in timeline["rows"]:
             spans = sorted(row["spans"], key=lambda span: -span[1])
-            kept = spans[: _MAX_SPANS // (len(read) * len(timeline["rows"]))]
+            longest = spans[: _MAX_SPANS // (len(timelines) * len(timeline["rows"]))]
             row["spans"] = sorted(
-                (round(start + shift, 3), round(length, 3), name) for start, length, name in kept
+                (round(start + shift, 3), round(length, 3), name) for start, length, name in longest
             )
-    return read, notes
+    return timelines, notes
 
 
 def _read(rank: int, path: Path) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ from megatron.errors import EXIT_OK, ConfigError
 from megatron.inference.load import open_existing, saved_config
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.processes.process import processes, show_notices
+from megatron.processes.process import print_notices, processes
 from megatron.retro.blocks import on_first
 from megatron.retro.database import (
     ChunkCutter,
@@ -142,7 +142,7 @@ def run(args: Sequence[str], launch: Launch) -> int:
         UserError: A flag, a file or the working folder must be changed.
     """
     parsed = parse(args, launch.world_size)
-    show_notices(parsed.notices, launch)
+    print_notices(parsed.notices, launch)
     with processes(parsed.config, launch) as (device, layout):
         Preprocessing(parsed.config, RetroPreprocessing(*parsed.extra), device, layout).run()
     return EXIT_OK

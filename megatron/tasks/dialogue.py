@@ -38,7 +38,7 @@ from megatron.inference.samples import DrawSettings, SampleFile
 from megatron.inference.sharing import GeneratedText
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.processes.process import processes, show_notices
+from megatron.processes.process import print_notices, processes
 from megatron.tasks.evaluation import parse_evaluation, print_start
 from megatron.tasks.harness import GenerationRequest, Generator
 from megatron.tasks.results import (
@@ -82,7 +82,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
             f"--num-prompt-examples {task_options.num_prompt_examples} has no effect: "
             "--prompt-file has the examples for each dialogue"
         )
-    show_notices(notices, launch)
+    print_notices(notices, launch)
     if task == "MSDP-PROMPT" and not task_options.api_prompt:
         if launch.rank == 0:  # find mistakes before any other work
             _begin_output(options, task_options)

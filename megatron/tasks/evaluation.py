@@ -23,7 +23,7 @@ from megatron.inference.load import (
 )
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.processes.process import processes, show_notices
+from megatron.processes.process import print_notices, processes
 from megatron.tasks.results import (
     Metrics,
     check_results,
@@ -96,7 +96,7 @@ def run_evaluation(
     Raises:
         UserError: A flag, the checkpoint or the data is invalid.
     """
-    show_notices(parsed.notices, launch)
+    print_notices(parsed.notices, launch)
     if launch.rank == 0:
         check_results(parsed.extra[0], parsed.extra[0].valid_data or ())
     with processes(parsed.config, launch) as (device, layout):

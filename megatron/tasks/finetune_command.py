@@ -31,7 +31,7 @@ from megatron.config.tasks import FinetuneConfig, TaskConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.load import open_existing, saved_config
 from megatron.processes.launch import Launch
-from megatron.processes.process import show_notices
+from megatron.processes.process import print_notices
 from megatron.tasks.classify import GLUE, Example, read_glue, read_race
 from megatron.tasks.finetune import FinetuneRecipe, Finetuning
 from megatron.tasks.results import check_results
@@ -98,7 +98,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
-    show_notices(parsed.notices, launch)
+    print_notices(parsed.notices, launch)
     training = parsed.config.training
     simulated_world_size = training.dry_run_world_size if training.dry_run else None
     config, recipe, extras = prepare(task, parsed, simulated_world_size or launch.world_size)

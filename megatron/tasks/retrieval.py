@@ -40,7 +40,7 @@ from megatron.models.build import build_model, run_context
 from megatron.models.plan import RETRIEVAL_HEAD
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.processes.process import processes, show_notices
+from megatron.processes.process import print_notices, processes
 from megatron.tasks.passages import (
     MATCHES,
     PaddedTexts,
@@ -130,7 +130,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         UserError: A flag, the checkpoint or the data is invalid.
     """
     parsed = parse(task, arguments, launch.world_size)
-    show_notices(parsed.notices, launch)
+    print_notices(parsed.notices, launch)
     if launch.rank == 0:
         options, task_options, _ = parsed.extra
         check_results(

@@ -34,7 +34,7 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.processes.process import show_notices
+from megatron.processes.process import print_notices
 from megatron.tasks.classify import Epochs
 from megatron.tasks.finetune import AtEpochsEnd
 from megatron.tasks.finetune_command import (
@@ -459,7 +459,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
-    show_notices(parsed.notices, launch)
+    print_notices(parsed.notices, launch)
     training = parsed.config.training
     simulated_world_size = training.dry_run_world_size if training.dry_run else None
     config, recipe, extras = prepare(parsed, simulated_world_size or launch.world_size)

@@ -115,7 +115,7 @@ def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
 
 def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     leave = None
-    if any_rank(run.exit.wanted, run):
+    if any_rank(run.exit.is_requested, run):
         leave = _agreed_leave(run)
     updates, exit_interval = Updates(run), run.config.training.exit_interval
     while leave is None and not run.finished:

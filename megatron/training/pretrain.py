@@ -30,8 +30,8 @@ from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.processes.crashes import CrashLog
-from megatron.processes.launch import Launch, end_launcher, tell_saved
-from megatron.processes.process import processes, run_process, show_notices
+from megatron.processes.launch import Launch, end_launcher, notify_saved
+from megatron.processes.process import print_notices, processes, run_process
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.build import build_run
 from megatron.training.callbacks.base import Callback
@@ -107,7 +107,7 @@ def main(
             architecture=recipe.architecture,
             read_checkpoint=network_of,
         )
-        show_notices(parsed.notices, launch)
+        print_notices(parsed.notices, launch)
         chosen = (recipe, extras) if choose is None else choose(parsed.config)
         if parsed.config.training.dry_run:
             return dry_run(parsed.config, chosen[0], launch, chosen[1])
@@ -188,7 +188,7 @@ def pretrain(
         extras.begin(run)
         code = _train_and_evaluate(run, started, extras, writers)
         if code == EXIT_SAVED_ON_SIGNAL:
-            tell_saved(launch)
+            notify_saved(launch)
         return code
 
 
@@ -206,7 +206,7 @@ def _end_crash_loop(
 
     def decide() -> tuple[str | None, list[int]]:
         if not launch.is_restart:
-            crashes.forget()
+            crashes.clear()
         loop = crashes.loop()
         if loop is None:
             return None, crashes.skipped

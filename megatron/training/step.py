@@ -286,7 +286,7 @@ class _Reading:
     def __init__(self, run: Run, passes: Passes) -> None:
         """Add up the losses over the ranks. Collective."""
         self._run = run
-        flags = (run.exit.wanted, run.save_clock.is_due)
+        flags = (run.exit.is_requested, run.save_clock.is_due)
         others = router_losses(run, len(passes.sample_ids))
         load = expert_load_part(run)
         self._others_size, self._load_size = others.numel(), load.numel()

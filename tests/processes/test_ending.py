@@ -25,9 +25,9 @@ def _handlers():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_becomes_a_request(number):
     request = ExitRequest(handle_signals=True, duration_minutes=None)
-    assert not request.wanted
+    assert not request.is_requested
     os.kill(os.getpid(), number)
-    assert request.wanted
+    assert request.is_requested
     assert request.by_signal
     assert signal.Signals(number).name in request.reason
 
@@ -69,24 +69,24 @@ def test_a_signal_during_the_exit_does_not_change_its_code(words, code):
 
 def test_time_is_up():
     request = ExitRequest(handle_signals=False, duration_minutes=0)
-    assert request.wanted
+    assert request.is_requested
     assert not request.by_signal
     assert "--exit-duration-in-mins 0" in request.reason
-    assert not ExitRequest(handle_signals=False, duration_minutes=60).wanted
+    assert not ExitRequest(handle_signals=False, duration_minutes=60).is_requested
 
 
 def test_a_file_that_appears_is_a_request(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     request = ExitRequest(False, None, str(tmp_path / "stop"))
-    assert not request.wanted
+    assert not request.is_requested
     (tmp_path / "stop").touch()
-    assert not request.wanted  # it checks once a second
+    assert not request.is_requested  # it checks once a second
     assert request.reason == f"--kill-switch-file {tmp_path}/stop exists"
     now += 1.0
-    assert request.wanted
+    assert request.is_requested
     (tmp_path / "stop").unlink()
-    assert request.wanted
+    assert request.is_requested
     assert request.code == 0
 
 

@@ -14,9 +14,9 @@ from megatron.processes.ending import report
 from megatron.processes.launch import (
     Launch,
     bare_task,
-    check_meeting_place,
+    check_rendezvous_address,
+    notify_saved,
     read_launch,
-    tell_saved,
     with_local_rank,
 )
 from megatron.processes.process import processes, run_process
@@ -67,14 +67,14 @@ def test_processes_that_do_not_know_where_to_meet(monkeypatch):
     with pytest.raises(
         ConfigError, match="WORLD_SIZE is 4, but MASTER_PORT must also be set for the processes"
     ):
-        check_meeting_place(4)
+        check_rendezvous_address(4)
     for port in ("1", "29500", "65535"):
         monkeypatch.setenv("MASTER_PORT", port)
-        check_meeting_place(4)
+        check_rendezvous_address(4)
     for port in ("0", "65536"):
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(ConfigError, match=f"MASTER_PORT is {port}: .* from 1 to 65535"):
-            check_meeting_place(4)
+            check_rendezvous_address(4)
 
 
 def test_nobody_waits_for_processes_that_cannot_meet():
@@ -162,5 +162,5 @@ def test_a_launcher_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     for pid in (os.getpid(), os.getppid()):  # only the second one is an ancestor of this process
         monkeypatch.setenv("MEGATRON_LAUNCHER_PID", str(pid))
-        tell_saved(Launch())
+        notify_saved(Launch())
     assert told == [(os.getppid(), signal.SIGUSR1)]

@@ -15,7 +15,7 @@ from megatron.errors import ConfigError, HangError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
 from megatron.processes import process
-from megatron.processes.groups import DeviceReport, problems_of
+from megatron.processes.groups import DeviceReport, device_problems
 from megatron.processes.launch import Launch
 from megatron.processes.process import expect_same_kernels, processes
 from tests.config.command import parse
@@ -84,7 +84,7 @@ def test_a_deterministic_run_lets_pytorch_choose_no_other_algorithm(monkeypatch)
 
 def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monkeypatch) -> None:
     monkeypatch.setattr("megatron.processes.process.Device.pick", lambda _: Device.cpu())
-    monkeypatch.setattr("megatron.processes.groups._meet", None)
+    monkeypatch.setattr("megatron.processes.groups._rendezvous", None)
     config = parse("--bf16 --use-flash-attn --cuda-graph-impl local").config
     with pytest.raises(ConfigError) as caught, processes(config, Launch()):
         pass
@@ -209,7 +209,7 @@ def test_a_process_that_is_killed_while_groups_form_ends_the_other(tmp_path, cal
 
 def test_a_line_names_the_ranks_that_it_is_of() -> None:
     def say(*found: tuple[str, str, list[str]]) -> list[str]:
-        return problems_of([DeviceReport(*each) for each in found])
+        return device_problems([DeviceReport(*each) for each in found])
 
     assert say(("cpu", "a", []), ("cpu", "b", [])) == []
     assert say(("cuda", "a", ["x", "y"]), ("cuda", "b", ["x", "z"]), ("cuda", "b", ["x"])) == [

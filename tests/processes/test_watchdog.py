@@ -68,14 +68,14 @@ def _connected(store: dist.Store, seconds: float = 60.0, rank: int = 0) -> Watch
     return found
 
 
-@pytest.mark.parametrize("about_another", [False, True])
-def test_an_error_needs_no_answer_of_the_store(about_another: bool) -> None:
+@pytest.mark.parametrize("blames_peer", [False, True])
+def test_an_error_needs_no_answer_of_the_store(blames_peer: bool) -> None:
     store = MuteStore()
     dog = _connected(store)
     time.sleep(0.3)
     store.frozen.set()
     started = time.monotonic()
-    verdict, is_own = dog.end_run(6, lambda gone: f"gone: {gone}", about_another=about_another)
+    verdict, is_own = dog.end_run(6, lambda gone: f"gone: {gone}", blames_peer=blames_peer)
     assert time.monotonic() - started < 2.5
     assert is_own
     assert verdict == watchdog.Verdict(6, 0, "gone: frozenset()")
@@ -84,7 +84,7 @@ def test_an_error_needs_no_answer_of_the_store(about_another: bool) -> None:
 
 def test_the_silent_rank_is_named_while_the_store_answers() -> None:
     dog = _connected(dist.HashStore())
-    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", about_another=True)
+    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", blames_peer=True)
     assert is_own
     assert verdict.reason == "gone: [1]"
     dog.stop()
@@ -105,7 +105,7 @@ def test_a_process_of_this_machine_that_has_ended_is_named_at_once(
     dog.begin(Journal())
     dog.connect(store)
     started = time.monotonic()
-    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", about_another=True)
+    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", blames_peer=True)
     assert is_own
     assert verdict.reason == "gone: [2]"
     assert time.monotonic() - started < 5.0
@@ -158,13 +158,13 @@ def test_a_rank_that_surveys_the_others_is_not_silent(monkeypatch: pytest.Monkey
     other = _connected(store, rank=1)
     monkeypatch.setattr(watchdog, "_SILENCE", 5.0)  # this survey outlasts the next one
     surveying = threading.Thread(
-        target=other.end_run, args=(1, lambda gone: "lost"), kwargs={"about_another": True}
+        target=other.end_run, args=(1, lambda gone: "lost"), kwargs={"blames_peer": True}
     )
     surveying.start()
     time.sleep(0.3)
     monkeypatch.setattr(watchdog, "_SILENCE", 0.6)
     dog = _connected(store)
-    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", about_another=True)
+    verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", blames_peer=True)
     assert is_own
     assert verdict.reason == "gone: []"
     surveying.join()
@@ -177,7 +177,7 @@ def test_a_verdict_of_another_is_heard_before_its_own_is_announced() -> None:
     store.add("verdicts", 1)
     store.set("verdict", '{"code": 6, "rank": 1, "reason": "a damaged sample"}')
     dog = _connected(store)
-    verdict, is_own = dog.end_run(1, lambda gone: "a connection broke", about_another=True)
+    verdict, is_own = dog.end_run(1, lambda gone: "a connection broke", blames_peer=True)
     assert not is_own
     assert verdict == watchdog.Verdict(6, 1, "a damaged sample")
     dog.stop()
@@ -187,7 +187,7 @@ def test_the_end_after_an_error_has_an_end(tmp_path: Path) -> None:
     def hang() -> None:
         store = MuteStore()
         store.frozen.set()
-        _connected(store).end_run(6, lambda gone: "a damaged sample", about_another=False)
+        _connected(store).end_run(6, lambda gone: "a damaged sample", blames_peer=False)
 
     ended = _ended(hang, tmp_path)
     assert ended.code == 6
@@ -246,7 +246,7 @@ def test_an_error_that_cannot_be_printed_keeps_no_process(
         _fill_errors()
         raise dist.DistError("connection refused")
 
-    monkeypatch.setattr("megatron.processes.groups._meet", refuse)
+    monkeypatch.setattr("megatron.processes.groups._rendezvous", refuse)
     monkeypatch.setattr("megatron.processes.groups.GRACE", 0.5)
     config = parse("--distributed-timeout-minutes 0.01", world_size=2).config
 

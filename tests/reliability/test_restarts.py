@@ -109,7 +109,7 @@ def test_failures_are_recorded_until_a_person_starts_the_run(tmp_path: Path) -> 
     assert not log.skip(-1)
     assert (log.loop(), log.skipped) == (None, [4])
     log.record(killed)
-    log.forget()
+    log.clear()
     log.record(killed)
     assert (log.loop(), log.skipped) == (None, [4])
     log.path.write_text('{"crashes": [{"code": "x"}], "skipped": 3}')

@@ -36,7 +36,7 @@ from megatron.inference.server.address import take_address, url_of
 from megatron.inference.server.settings import CHUNK, LOOPBACK, FrontSettings
 from megatron.inference.worker import serve
 from megatron.processes.launch import Launch
-from megatron.processes.process import processes, run_process, show_notices
+from megatron.processes.process import print_notices, processes, run_process
 from megatron.tokenizer.chat_template import ChatTemplate, find_template, special_tokens
 from megatron.tokenizer.turn_end import find_turn_end
 
@@ -55,7 +55,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     program = Program(name=PROGRAM, extra=(ServerConfig,), check_extra=server_problems)
     parsed = parse_generation(arguments, launch.world_size, program, kinds=KINDS)
     (server,) = parsed.extra
-    show_notices(parsed.notices, launch)
+    print_notices(parsed.notices, launch)
     # Find mistakes before loading the model, which may take minutes.
     embedder = server.bert_embedder_load
     check_retrieval(parsed.config, embedder)
