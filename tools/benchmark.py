@@ -36,7 +36,7 @@ from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
 from tools.bench import report
 from tools.bench.breakdown import read_breakdown
-from tools.bench.launch import Measured, entry_command, measure, run_process
+from tools.bench.launch import RunMeasurements, entry_command, measure, run_process
 from tools.bench.report import Result
 from tools.bench.workloads import (
     PRECISIONS,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROFILED = 4  # profiled iterations; the inner ones are broken down
-_QUICK = {"warmup": 5, "iterations": 15, "repeat": 1, "ceiling_seconds": 0.5}  # defaults
+_QUICK_DEFAULTS = {"warmup": 5, "iterations": 15, "repeat": 1, "ceiling_seconds": 0.5}  # defaults
 # Flags of pretrain_gpt.py that this tool sets itself.
 _OWN_FLAGS = {
     *("--train-iters", "--train-samples", "--exit-interval", "--exit-duration-in-mins"),
@@ -90,7 +90,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class Checkout:
     """A checkout to measure and its name in the output."""
 
     name: str
@@ -131,7 +131,7 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
+def make_plan(options: argparse.Namespace, extra_flags: Sequence[str]) -> Plan:
     """Check the flags, write the corpus and return the plan of the runs.
 
     Raises:
@@ -147,12 +147,14 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
     if options.ceilings and options.compare is not None:
         raise ConfigError("--ceilings measures no checkout: drop --ceilings or --compare")
     workload, output = WORKLOADS[options.workload], options.output.resolve()
-    further = _further_flags(options.layout, further)
+    extra_flags = _extra_flags(options.layout, extra_flags)
     _expect_gpus(options)
-    flags = training_flags(workload, options.precision, options.gpus, output / "corpus", further)
+    flags = training_flags(
+        workload, options.precision, options.gpus, output / "corpus", extra_flags
+    )
     read_flags(flags, options.gpus)  # report mistakes before the corpus is written
     prefix = corpus_prefix(output / "corpus", workload)
-    flags = training_flags(workload, options.precision, options.gpus, prefix, further)
+    flags = training_flags(workload, options.precision, options.gpus, prefix, extra_flags)
     folder = output / f"{options.workload}-{options.precision}-{options.gpus}gpu"
     folder.mkdir(parents=True, exist_ok=True)
     return Plan(
@@ -168,51 +170,52 @@ def make_plan(options: argparse.Namespace, further: Sequence[str]) -> Plan:
     )
 
 
-def _further_flags(layout: str, further: Sequence[str]) -> list[str]:
+def _extra_flags(layout: str, extra_flags: Sequence[str]) -> list[str]:
     """Return the flags for pretrain_gpt.py given by --layout and after `--`."""
     try:
-        words = [*shlex.split(layout), *further]
+        flags = [*shlex.split(layout), *extra_flags]
     except ValueError as error:
         raise ConfigError(f"--layout {layout}: {error}") from None
-    for name in (word.partition("=")[0] for word in words):
+    for name in (flag.partition("=")[0] for flag in flags):
         if name in _OWN_FLAGS:
             raise ConfigError(
                 f"{name}: this tool sets the length and output of its runs: use --iterations, "
                 "--warmup and --no-profile"
             )
-    return words
+    return flags
 
 
 def _expect_gpus(options: argparse.Namespace) -> None:
     """Check that the GPUs exist: all workloads except the toy would take hours on a CPU."""
     from megatron.device import gpu_count
 
-    found = gpu_count()
-    if options.workload != "demo" and found < options.gpus:
+    num_gpus = gpu_count()
+    if options.workload != "demo" and num_gpus < options.gpus:
         raise ConfigError(
-            f"--workload {options.workload} --gpus {options.gpus}: this machine has {found} GPUs: "
-            + ("use at most that many" if found else "--workload demo runs without a GPU")
+            f"--workload {options.workload} --gpus {options.gpus}: this machine has {num_gpus} "
+            "GPUs: "
+            + ("use at most that many" if num_gpus else "--workload demo runs without a GPU")
         )
 
 
-def run_once(plan: Plan, subject: Subject, number: int, result: Result, *, profile: bool) -> None:
+def run_once(plan: Plan, checkout: Checkout, number: int, result: Result, *, profile: bool) -> None:
     """Launch the entry script once and add its numbers to `result`.
 
     The profile covers additional iterations after the timed ones, so it does not slow those down.
     """
-    folder = plan.folder / subject.name / f"run{number}"
+    folder = plan.folder / checkout.name / f"run{number}"
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.json"), *folder.glob("*.jsonl")):
         old.unlink()
     last = plan.warmup + plan.iterations
     metrics = folder / "metrics.jsonl"
-    words = [*_length_flags(last, profile, folder), *plan.flags]
-    words += ["--metrics-jsonl", str(metrics), "--log-memory-to-tensorboard"]
-    command = entry_command(subject.root, plan.gpus, words)
-    lines = run_process(command, root=subject.root, log=folder / "log.txt", timeout=plan.timeout)
+    args = [*_length_flags(last, profile, folder), *plan.flags]
+    args += ["--metrics-jsonl", str(metrics), "--log-memory-to-tensorboard"]
+    command = entry_command(checkout.root, plan.gpus, args)
+    lines = run_process(command, root=checkout.root, log=folder / "log.txt", timeout=plan.timeout)
     measured = measure(lines, warmup=plan.warmup, last=last)
-    result.runs.append(_with_memory_of(metrics, measured))
-    print(report.run_line(subject.name, number, measured, _tokens_per_gpu(plan)), flush=True)
+    result.runs.append(_with_peak_memory(metrics, measured))
+    print(report.run_line(checkout.name, number, measured, _tokens_per_gpu(plan)), flush=True)
     if profile:
         traces = sorted(folder.glob("*.pt.trace.json"))
         try:
@@ -227,22 +230,22 @@ def _length_flags(last: int, profile: bool, folder: Path) -> list[str]:
     if not profile:
         return ["--train-iters", str(last), "--log-interval", "1"]
     # One iteration separates the timed and the profiled ones.
-    words = f"--train-iters {last + 1 + _PROFILED} --log-interval 1 --profile"
-    words += f" --profile-step-start {last + 2} --profile-step-end {last + 2 + _PROFILED}"
-    return [*words.split(), "--profile-dir", str(folder)]
+    flags = f"--train-iters {last + 1 + _PROFILED} --log-interval 1 --profile"
+    flags += f" --profile-step-start {last + 2} --profile-step-end {last + 2 + _PROFILED}"
+    return [*flags.split(), "--profile-dir", str(folder)]
 
 
-def _with_memory_of(metrics: Path, measured: Measured) -> Measured:
+def _with_peak_memory(metrics: Path, measured: RunMeasurements) -> RunMeasurements:
     """Use the memory peaks of the whole run, because the log has only the first ones."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
-    def most(tag: str, logged: int) -> int:
+    def peak(tag: str, logged: int) -> int:
         return max([logged, *(record.get(tag, 0) for record in records)])
 
     return dataclasses.replace(
         measured,
-        peak_allocated=most("mem-max-allocated-bytes", measured.peak_allocated),
-        peak_reserved=most("mem-reserved-bytes", measured.peak_reserved),
+        peak_allocated=peak("mem-max-allocated-bytes", measured.peak_allocated),
+        peak_reserved=peak("mem-reserved-bytes", measured.peak_reserved),
     )
 
 
@@ -250,9 +253,9 @@ def _tokens_per_gpu(plan: Plan) -> float:
     return tokens_of_step(plan.config) / plan.gpus
 
 
-def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
+def benchmark(options: argparse.Namespace, extra_flags: Sequence[str]) -> None:
     """Measure, print the report and write it."""
-    plan = make_plan(options, further)
+    plan = make_plan(options, extra_flags)
     if options.ceilings:
         path = _ceilings_file(plan, options)
         _write_ceilings(plan, path, options.ceiling_seconds)
@@ -261,19 +264,19 @@ def benchmark(options: argparse.Namespace, further: Sequence[str]) -> None:
         return
     target = plan.folder / "result.json"
     expect_no_file("--output", [target], overwrite=options.overwrite)
-    here = Subject(options.label or commit_of(ROOT), ROOT)
+    this_checkout = Checkout(options.label or commit_of(ROOT), ROOT)
     with _other_checkout(options.compare) as other:
-        ceilings = _known_ceilings(plan, options, further)
-        subjects = [here]
+        ceilings = _known_ceilings(plan, options, extra_flags)
+        checkouts = [this_checkout]
         if other is not None:
-            same = other.name == here.name
-            subjects.insert(0, Subject("other" if same else other.name, other.root))
+            is_same_name = other.name == this_checkout.name
+            checkouts.insert(0, Checkout("other" if is_same_name else other.name, other.root))
         unavailable = "--no-profile" if options.no_profile else ""
-        results = [Result(subject.name, [], unavailable=unavailable) for subject in subjects]
+        results = [Result(checkout.name, [], unavailable=unavailable) for checkout in checkouts]
         profiled = None if options.no_profile else options.repeat
         for number in range(1, options.repeat + 1):  # alternate, so that both see the same machine
-            for subject, result in zip(subjects, results, strict=True):
-                run_once(plan, subject, number, result, profile=number == profiled)
+            for checkout, result in zip(checkouts, results, strict=True):
+                run_once(plan, checkout, number, result, profile=number == profiled)
     facts = report.Facts.of(plan.config, plan.precision, plan.gpus, ceilings)
     print(report.describe(facts, results, plan.flags))
     target.write_text(report.to_json(facts, results, plan.flags), encoding="utf-8")
@@ -287,7 +290,7 @@ def _ceilings_file(plan: Plan, options: argparse.Namespace) -> Path:
 
 
 def _known_ceilings(
-    plan: Plan, options: argparse.Namespace, further: Sequence[str]
+    plan: Plan, options: argparse.Namespace, extra_flags: Sequence[str]
 ) -> dict[str, Any]:
     """Return the machine's ceilings.
 
@@ -296,15 +299,15 @@ def _known_ceilings(
     """
     from tools.bench.ceilings import shapes_of
 
-    path, wanted = _ceilings_file(plan, options), options.ceiling_seconds
+    path, min_seconds = _ceilings_file(plan, options), options.ceiling_seconds
     record = _read_ceilings(path)
     shapes = shapes_of(plan.config, plan.workload.vocabulary)
-    if record.get("shapes") != shapes or record["seconds"] < wanted:
-        words = ["--ceilings", "--workload", options.workload, "--precision", options.precision]
-        words += ["--gpus", str(plan.gpus), "--output", str(options.output.resolve())]
-        words += ["--ceiling-seconds", str(wanted)]
-        words += [f"--layout={options.layout}", "--", *further]
-        command = [sys.executable, str(Path(__file__).resolve()), *words]
+    if record.get("shapes") != shapes or record["seconds"] < min_seconds:
+        args = ["--ceilings", "--workload", options.workload, "--precision", options.precision]
+        args += ["--gpus", str(plan.gpus), "--output", str(options.output.resolve())]
+        args += ["--ceiling-seconds", str(min_seconds)]
+        args += [f"--layout={options.layout}", "--", *extra_flags]
+        command = [sys.executable, str(Path(__file__).resolve()), *args]
         run_process(command, root=ROOT, log=plan.folder / "ceilings.txt", timeout=options.timeout)
         record = _read_ceilings(path)
     return _for_run(record, plan)
@@ -347,54 +350,54 @@ def commit_of(root: Path) -> str:
     return head + ("-changed" if _git(root, "status", "--porcelain", "-uno") else "")
 
 
-def _git(root: Path, *words: str) -> str | None:
+def _git(root: Path, *args: str) -> str | None:
     """Return the output of a git command, or `None` if it fails."""
     done = subprocess.run(
-        ["git", *words], cwd=root, capture_output=True, text=True, timeout=60, check=False
+        ["git", *args], cwd=root, capture_output=True, text=True, timeout=60, check=False
     )
     return None if done.returncode else done.stdout.strip()
 
 
 @contextmanager
-def _other_checkout(asked: str | None) -> Iterator[Subject | None]:
+def _other_checkout(commit_or_folder: str | None) -> Iterator[Checkout | None]:
     """Yield the checkout that --compare names: a folder, or a commit in a temporary worktree.
 
     Raises:
         ConfigError: --compare names neither a folder with a checkout nor a commit.
     """
-    if asked is None:
+    if commit_or_folder is None:
         yield None
         return
-    if (Path(asked) / "pretrain_gpt.py").is_file():
-        yield Subject(Path(asked).resolve().name, Path(asked).resolve())
+    if (Path(commit_or_folder) / "pretrain_gpt.py").is_file():
+        yield Checkout(Path(commit_or_folder).resolve().name, Path(commit_or_folder).resolve())
         return
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "checkout"
-        if _git(ROOT, "worktree", "add", "--detach", str(tree), asked) is None:
+        if _git(ROOT, "worktree", "add", "--detach", str(tree), commit_or_folder) is None:
             raise ConfigError(
-                f"--compare {asked}: neither a commit of this checkout nor a folder with "
-                "pretrain_gpt.py; without git, unpack the other commit and name its folder"
+                f"--compare {commit_or_folder}: neither a commit of this checkout nor a folder "
+                "with pretrain_gpt.py; without git, unpack the other commit and name its folder"
             )
         try:
-            yield Subject(commit_of(tree), tree)
+            yield Checkout(commit_of(tree), tree)
         finally:
             _git(ROOT, "worktree", "remove", "--force", str(tree))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, or the code of the error."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    cut = words.index("--") if "--" in words else len(words)
-    own = words[:cut]
-    if "--layout" in own[:-1]:  # argparse would mistake a value that looks like a flag for one
-        at = own.index("--layout")
-        own[at : at + 2] = [f"--layout={own[at + 1]}"]
-    options = build_parser().read(own)
+    args = list(sys.argv[1:] if argv is None else argv)
+    separator = args.index("--") if "--" in args else len(args)
+    own_args = args[:separator]
+    if "--layout" in own_args[:-1]:  # argparse would mistake a value that looks like a flag for one
+        index = own_args.index("--layout")
+        own_args[index : index + 2] = [f"--layout={own_args[index + 1]}"]
+    options = build_parser().read(own_args)
     if options.quick:
         parser = build_parser()
-        parser.set_defaults(**_QUICK)
-        options = parser.read(own)  # explicit flags take precedence
-    return run_command(lambda: benchmark(options, words[cut + 1 :]))
+        parser.set_defaults(**_QUICK_DEFAULTS)
+        options = parser.read(own_args)  # explicit flags take precedence
+    return run_command(lambda: benchmark(options, args[separator + 1 :]))
 
 
 if __name__ == "__main__":

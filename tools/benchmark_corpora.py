@@ -87,18 +87,18 @@ def run(options: argparse.Namespace) -> None:
     _write(options.out, "\n".join([*_HEAD, load, "", *lines, ""]), keeps_proof=True)
 
 
-def _write(out: str | None, part: str, *, keeps_proof: bool) -> None:
+def _write(out: str | None, section: str, *, keeps_proof: bool) -> None:
     """Print the measurements or the proof of equal bytes, or replace that section of the page."""
     if out is None:
-        print(part)
+        print(section)
         return
     page = Path(out).read_text() if Path(out).exists() else ""
     measured, _, proof = page.partition(_PROOF)
     if keeps_proof:
-        part += f"\n{_PROOF}{proof}" if proof else ""
+        section += f"\n{_PROOF}{proof}" if proof else ""
     else:
-        part = f"{measured.rstrip()}\n\n{part}".lstrip()
-    replace_file(Path(out), part.encode())
+        section = f"{measured.rstrip()}\n\n{section}".lstrip()
+    replace_file(Path(out), section.encode())
 
 
 _PROOF = "## The same bytes every time\n"
@@ -110,24 +110,24 @@ _HEAD = [
 ]
 
 
-def _build(*words: str) -> float:
+def _build(*args: str) -> float:
     """Run build_corpus.py with two workers and return its seconds, including start-up."""
-    command = [sys.executable, str(HERE / "build_corpus.py"), *words, "--workers", _WORKERS]
+    command = [sys.executable, str(HERE / "build_corpus.py"), *args, "--workers", _WORKERS]
     started = time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - started
 
 
-def _words(planted: Planted) -> list[str]:
+def _pipeline_args(planted: Planted) -> list[str]:
     """Return the command-line arguments of the whole pipeline, without its output folder."""
-    words = ["--input", str(planted.folder), "--tasks", *map(str, planted.tasks)]
-    words += ["--task-keys", "text", "question"]
+    args = ["--input", str(planted.folder), "--tasks", *map(str, planted.tasks)]
+    args += ["--task-keys", "text", "question"]
     gpt2 = HERE.parent.parent / "shared" / "data" / "tokenizers" / "gpt2"
     if not gpt2.is_dir():
-        return words
-    words += ["--tokenizer-type", "GPT2BPETokenizer"]
-    words += ["--vocab-file", str(gpt2 / "gpt2-vocab.json")]
-    return [*words, "--merge-file", str(gpt2 / "gpt2-merges.txt")]
+        return args
+    args += ["--tokenizer-type", "GPT2BPETokenizer"]
+    args += ["--vocab-file", str(gpt2 / "gpt2-vocab.json")]
+    return [*args, "--merge-file", str(gpt2 / "gpt2-merges.txt")]
 
 
 def _prove(planted: Planted, folder: Path) -> str:
@@ -150,7 +150,7 @@ def _prove(planted: Planted, folder: Path) -> str:
         "| run | same bytes |",
         "| --- | --- |",
     ]
-    for name, is_same in prove(_words(planted), folder):
+    for name, is_same in prove(_pipeline_args(planted), folder):
         print(f"{name}: {'same' if is_same else 'DIFFERENT'}", file=sys.stderr, flush=True)
         if not is_same:
             raise RuntimeError(f"{name}: the output differs from the one of a single process")
@@ -163,7 +163,7 @@ def _find(planted: Planted, output: Path, seed: int) -> list[str]:
     from megatron.corpora.report import measured_seconds
     from tests.corpora.planted import score
 
-    seconds = _build(*_words(planted), "--output", str(output))
+    seconds = _build(*_pipeline_args(planted), "--output", str(output))
     size = sum(len(text.encode()) for text in planted.texts.values()) / 1e6
     lines = [
         f"{len(planted.texts):,} documents ({size:.1f} MB of text, seed {seed}) in six formats: "
@@ -173,13 +173,13 @@ def _find(planted: Planted, output: Path, seed: int) -> list[str]:
         "| --- | --- | --- | --- |",
     ]
     numbers = map(len, (planted.duplicates, planted.overlaps, planted.foreign))
-    for (name, found), number in zip(score(planted, output).items(), numbers, strict=True):
-        lines.append(f"| {name} | {number:,} | {found.precision:.4f} | {found.recall:.4f} |")
+    for (name, result), count in zip(score(planted, output).items(), numbers, strict=True):
+        lines.append(f"| {name} | {count:,} | {result.precision:.4f} | {result.recall:.4f} |")
     report = json.loads((output / "report.json").read_bytes())
     lines += ["", f"{report['kept']['documents']:,} documents remain."]
     lines += ["", "| step | seconds | MB/s per core |", "| --- | --- | --- |"]
-    for name, spent in measured_seconds(output / "logs").items():
-        lines.append(f"| {name} | {spent:.2f} | {size / max(spent, 1e-9):.1f} |")
+    for name, step_seconds in measured_seconds(output / "logs").items():
+        lines.append(f"| {name} | {step_seconds:.2f} | {size / max(step_seconds, 1e-9):.1f} |")
     lines += [
         "",
         f"End to end, including start-up: {seconds:.1f} s, {size / seconds:.2f} MB/s.",
@@ -193,10 +193,10 @@ def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
     source = folder / "lines"
     source.mkdir()
     items = list(planted.texts.items())[:_DOCUMENTS]
-    for number in range(_FILES):
-        part = items[number::_FILES]
+    for i in range(_FILES):
+        part = items[i::_FILES]
         text = "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in part)
-        (source / f"{number}.jsonl").write_text(text)
+        (source / f"{i}.jsonl").write_text(text)
     programs = [_OURS, *(n for n, module in _MODULES.items() if importlib.util.find_spec(module))]
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(repeats):
@@ -205,7 +205,7 @@ def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
             seconds[name].append(_time_one(name, source, output))
             print(f"{name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
             shutil.rmtree(output)
-    size, ours = (
+    size, own_seconds = (
         sum(len(text.encode()) for _, text in items) / 1e6,
         statistics.median(seconds[_OURS]),
     )
@@ -218,23 +218,25 @@ def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
         "| --- | --- | --- | --- |",
     ]
     for name, times in seconds.items():
-        middle = statistics.median(times)
-        if middle == float("inf"):
+        median = statistics.median(times)
+        if median == float("inf"):
             lines.append(f"| {name} | failed | | |")
         else:
-            lines.append(f"| {name} | {middle:.1f} | {size / middle:.2f} | {middle / ours:.1f} |")
+            lines.append(
+                f"| {name} | {median:.1f} | {size / median:.2f} | {median / own_seconds:.1f} |"
+            )
     return lines
 
 
 def _time_one(name: str, source: Path, output: Path) -> float:
     """Return the run time of a program in seconds, or infinity if it fails."""
     if name == _OURS:
-        skipped = ["--skip-steps", "urls", "extract", "fix", "language", "quality"]
-        return _build("--input", str(source), "--output", str(output), *skipped)
-    rivals = str(HERE / "corpora_benchmark" / "rivals.py")
+        skip_flags = ["--skip-steps", "urls", "extract", "fix", "language", "quality"]
+        return _build("--input", str(source), "--output", str(output), *skip_flags)
+    baselines_script = str(HERE / "corpora_benchmark" / "rivals.py")
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, rivals, name, str(source), str(output)],
+        [sys.executable, baselines_script, name, str(source), str(output)],
         check=False,
         capture_output=True,
         text=True,

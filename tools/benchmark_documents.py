@@ -37,7 +37,7 @@ from tools.bench.workloads import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-_WAYS = {
+_VARIANTS = {
     "whole sequences": (),
     "documents apart": ("--reset-attention-mask", "--reset-position-ids"),
 }
@@ -66,9 +66,11 @@ def _flags(options: argparse.Namespace, corpus: Path) -> list[str]:
     """Return the flags of both variants, with as many tokens per micro-batch as in the workload."""
     workload, length = WORKLOADS[options.workload], options.seq_length
     flags = training_flags(workload, options.precision, options.gpus, corpus, [])
-    shorter = read_flags(flags, options.gpus)
-    micro = max(1, shorter.training.micro_batch_size * shorter.data.seq_length // length)
-    step = max(micro * options.gpus, tokens_of_step(shorter) // length)
+    workload_config = read_flags(flags, options.gpus)
+    micro = max(
+        1, workload_config.training.micro_batch_size * workload_config.data.seq_length // length
+    )
+    step = max(micro * options.gpus, tokens_of_step(workload_config) // length)
     sizes = f"--seq-length {length} --max-position-embeddings {length}"
     sizes += f" --micro-batch-size {micro} --global-batch-size {step}"
     return [*flags, *sizes.split(), *options.further]
@@ -96,21 +98,22 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
     tokens = tokens_of_step(read_flags(flags, options.gpus)) / options.gpus
     last = options.warmup + options.iterations
     flags += ["--train-iters", str(last), "--log-interval", "1"]
-    rates: dict[str, list[float]] = {way: [] for way in _WAYS}
+    rates: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
     for number in range(1, options.repeat + 1):  # alternate, so that both see the same machine
-        for way, further in _WAYS.items():
-            log = folder / f"{options.workload}-{way.replace(' ', '-')}-{number}.txt"
-            command = entry_command(ROOT, options.gpus, [*flags, *further])
+        for variant, variant_flags in _VARIANTS.items():
+            log = folder / f"{options.workload}-{variant.replace(' ', '-')}-{number}.txt"
+            command = entry_command(ROOT, options.gpus, [*flags, *variant_flags])
             lines = run_process(command, root=ROOT, log=log, timeout=options.timeout)
-            found = measure(lines, warmup=options.warmup, last=last)
-            rates[way].append(tokens / found.median)
+            measured = measure(lines, warmup=options.warmup, last=last)
+            rates[variant].append(tokens / measured.median)
             print(
-                f"{options.workload} run {number}, {way}: {rates[way][-1]:,.0f} tokens/s per GPU, "
-                f"{1e3 * found.median:.1f} ms per update, "
-                f"{found.peak_allocated / 2**30:.1f} GiB allocated",
+                f"{options.workload} run {number}, {variant}: "
+                f"{rates[variant][-1]:,.0f} tokens/s per GPU, "
+                f"{1e3 * measured.median:.1f} ms per update, "
+                f"{measured.peak_allocated / 2**30:.1f} GiB allocated",
                 flush=True,
             )
-    whole, apart = (statistics.median(rates[way]) for way in _WAYS)
+    whole, apart = (statistics.median(rates[variant]) for variant in _VARIANTS)
     print(
         f"{options.workload}: documents apart train at {apart / whole:.3f} times the tokens/s of "
         f"whole sequences (medians of {options.repeat}: {apart:,.0f} and {whole:,.0f})"
@@ -118,9 +121,9 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
     return rates
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    options = build_parser().read(words)
+    options = build_parser().read(argv)
 
     def work() -> int:
         run(options)

@@ -43,12 +43,12 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: The model's context window is too short for the requested lengths.
     """
-    for flag, value, least in (
+    for flag, value, minimum in (
         ("--adapters", options.adapters, 0),
         ("--adapter-rank", options.adapter_rank, 1),
     ):
-        if value < least:
-            raise ConfigError(f"{flag} {value}: give {least} or more")
+        if value < minimum:
+            raise ConfigError(f"{flag} {value}: give {minimum} or more")
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
     import torch
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     from megatron.inference.build import EngineOptions
     from tools.bench.ceilings import copy_rate
     from tools.bench.workloads import WORKLOADS, read_flags, training_flags
-    from tools.generation_benchmark.measure import Subject
+    from tools.generation_benchmark.measure import EngineBenchmark
     from tools.generation_benchmark.report import Result, line, table
 
     device = Device.pick()
@@ -71,15 +71,15 @@ def run(options: argparse.Namespace) -> None:
         training_flags(WORKLOADS[options.model], options.precision, 1, Path("none"), ()), 1
     )
     window = config.model.max_position_embeddings or 0
-    longest = options.prompt + options.new + WARM_UP + 1
-    if longest > window:
+    max_length = options.prompt + options.new + WARM_UP + 1
+    if max_length > window:
         raise ConfigError(
             f"--prompt {options.prompt}, --new {options.new} and {WARM_UP + 1} tokens for warming "
             f"up do not fit in the {window} positions of --model {options.model}: lower --prompt "
             "or --new"
         )
     bandwidth = copy_rate(device, _COPY_SECONDS)
-    subject = Subject(
+    benchmark = EngineBenchmark(
         config,
         device,
         bandwidth,
@@ -89,16 +89,18 @@ def run(options: argparse.Namespace) -> None:
     )
     decoding = []
     for batch in options.batch:
-        decoding.append(subject.decode(batch, options.prompt, options.new, WARM_UP))
+        decoding.append(benchmark.decode(batch, options.prompt, options.new, WARM_UP))
         print(line(decoding[-1]), flush=True)
     length = min(options.prefill_length, window - 1)
-    speed = subject.prefill(length, options.prefill_tokens)
+    speed = benchmark.prefill(length, options.prefill_tokens)
     if options.transformers:
-        from tools.generation_benchmark.rival import Rival
+        from tools.generation_benchmark.rival import TransformersBaseline
 
-        subject.release()
-        rival = Rival(config, device, compiles=options.transformers == "compiled")
-        decoding = [rival.beside(row, options.prompt, options.new) for row in decoding]
+        benchmark.release()
+        baseline = TransformersBaseline(config, device, compiles=options.transformers == "compiled")
+        decoding = [
+            baseline.with_transformers(row, options.prompt, options.new) for row in decoding
+        ]
     result = Result(
         device=device.name,
         torch=str(torch.__version__),
@@ -106,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
         + f" with {options.adapters} adapters of rank {options.adapter_rank}"
         * (options.adapters > 0),
         precision=options.precision,
-        parameters=subject.parameters,
+        parameters=benchmark.parameters,
         bandwidth=bandwidth,
         decoding=tuple(decoding),
         prompt_tokens_per_second=speed,

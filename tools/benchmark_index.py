@@ -48,9 +48,9 @@ def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
     """Time the building of GPT's indices for one epoch of documents with random lengths."""
     from megatron.data.gpt import build_gpt_index, build_sample_index, plan_gpt_index
 
-    random = np.random.RandomState(0)
-    lengths = _random_parts(random, tokens, documents).astype(np.int32)
-    order = random.permutation(documents).astype(np.int32)
+    rng = np.random.RandomState(0)
+    lengths = _random_parts(rng, tokens, documents).astype(np.int32)
+    order = rng.permutation(documents).astype(np.int32)
     plan = plan_gpt_index(documents, tokens, (tokens - 1) // seq_length, seq_length)
     print(f"{tokens} tokens, {documents} documents, sequence length {seq_length}")
     sample = best(lambda: build_sample_index(lengths, order, plan.samples, seq_length), repeat)
@@ -63,9 +63,9 @@ def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: i
     """Time the sentence map for documents of random lengths, with 25 tokens per sentence."""
     from megatron.data.sentence_map import DocumentSentences, SentenceMapPlan, build_sentence_map
 
-    random = np.random.RandomState(0)
-    bounds = np.cumsum([0, *_random_parts(random, sentences, documents)])
-    lengths = np.minimum(random.geometric(1 / 25, sentences), 512).astype(np.int32)
+    rng = np.random.RandomState(0)
+    bounds = np.cumsum([0, *_random_parts(rng, sentences, documents)])
+    lengths = np.minimum(rng.geometric(1 / 25, sentences), 512).astype(np.int32)
     plan = SentenceMapPlan(
         num_samples=1,  # one pass over the documents
         max_length=seq_length - 3,
@@ -80,10 +80,10 @@ def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: i
     print(f"sentence map: {samples} samples in {seconds:.2f} s")
 
 
-def _random_parts(random: np.random.RandomState, whole: int, parts: int) -> NDArray[np.int64]:
-    """Divide `whole` into `parts` parts of random size and return their sizes."""
-    cuts = np.sort(random.randint(0, whole + 1, parts - 1))
-    return np.diff(cuts, prepend=0, append=whole)
+def _random_parts(rng: np.random.RandomState, total: int, parts: int) -> NDArray[np.int64]:
+    """Divide `total` into `parts` parts of random size and return their sizes."""
+    cuts = np.sort(rng.randint(0, total + 1, parts - 1))
+    return np.diff(cuts, prepend=0, append=total)
 
 
 def best(build: Callable[[], Any], repeat: int) -> float:

@@ -122,10 +122,10 @@ def list_layouts(options: argparse.Namespace) -> None:
     """Print a line for each layout, with its number of processes and its flags."""
     if options.model or options.plan:
         name = f"--model {options.model}" if options.model else shlex.join(map(str, options.plan))
-        shown = {name: find_model(options)}
+        models_by_name = {name: find_model(options)}
     else:
-        shown = {f"--model {name}": model for name, model in sorted(models().items())}
-    for name, model in shown.items():
+        models_by_name = {f"--model {name}": model for name, model in sorted(models().items())}
+    for name, model in models_by_name.items():
         print(name)
         for layout in model.layouts:
             print(f"  {layout.name} ({layout.processes} processes): {layout.flags}")
@@ -142,26 +142,26 @@ def run(options: argparse.Namespace) -> list[Row]:
     )
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
-    present = options.processes or gpu_count()
-    if present < 1:
+    available = options.processes or gpu_count()
+    if available < 1:
         raise ConfigError("no GPU is present: give --processes to run on the CPU")
     deadline = time.monotonic() + (options.budget or float("inf"))
     rows: list[Row] = []
-    took = 0.0
+    last_seconds = 0.0
     print(as_markdown([]), end="", flush=True)
     for layout in layouts:
         start = time.monotonic()
-        left = deadline - start
+        remaining = deadline - start
         row = measure(
             layout,
             [*common, *shlex.split(layout.flags), *options.further],
-            present=present,
+            available=available,
             iterations=options.train_iters,
             # Skip a run that would not end in time, judging by the previous one.
-            timeout=min(options.timeout, left) if left > took else 0.0,
+            timeout=min(options.timeout, remaining) if remaining > last_seconds else 0.0,
             bubble=options.pipeline_bubble,
         )
-        took = time.monotonic() - start
+        last_seconds = time.monotonic() - start
         rows.append(row)
         print(as_markdown(rows).splitlines()[-1], flush=True)
         if options.out is not None:

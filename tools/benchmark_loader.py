@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> None:
         ).train
         assert train is not None, "--split gives everything to training"
         sampler = SingleSampler(len(train), 0, options.micro_batch_size)
-        started, marks = time.perf_counter(), [0.0]
+        start, marks = time.perf_counter(), [0.0]
         batches = build_loader(train, sampler, num_workers=workers, seed=1234)
         for _ in itertools.islice(batches, options.batches):
-            marks.append(time.perf_counter() - started)
+            marks.append(time.perf_counter() - start)
         tokens = options.micro_batch_size * options.seq_length
         first, rate = min(_FIRST, len(marks) - 1), tokens / 1e6
         print(

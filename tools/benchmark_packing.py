@@ -60,13 +60,14 @@ def make_examples(options: argparse.Namespace) -> TokenizedExamples:
 
     from megatron.data.conversations import TokenizedExamples
 
-    random = np.random.default_rng(_SEED)
-    mean, most = options.document_tokens, options.seq_length // 2  # two answers fit into a row
-    lengths = np.clip(random.exponential(mean, options.documents).astype(np.int64), 2, most)
+    rng = np.random.default_rng(_SEED)
+    mean = options.document_tokens
+    max_length = options.seq_length // 2  # two answers fit into a row
+    lengths = np.clip(rng.exponential(mean, options.documents).astype(np.int64), 2, max_length)
     total = int(lengths.sum())
     arrays = {
-        "tokens": random.integers(options.vocab_size, size=total, dtype=np.int32),
-        "trained": random.random(total) < 0.5,
+        "tokens": rng.integers(options.vocab_size, size=total, dtype=np.int32),
+        "trained": rng.random(total) < 0.5,
     }
     for name, array in arrays.items():
         np.save(options.output / f"{name}.npy", array)
@@ -101,9 +102,9 @@ def make_datasets(options: argparse.Namespace, samples: int) -> dict[str, Sample
     assert stream is not None, "--split gives everything to training"
     examples = make_examples(options)
     pairs = FittedPairs(examples, length, "error")
-    begun = time.perf_counter()
+    start = time.perf_counter()
     packings = pack(examples.lengths, length), pack(pairs.limits.sum(axis=1), length)
-    print(f"both packings planned in {time.perf_counter() - begun:.2f} s", flush=True)
+    print(f"both packings planned in {time.perf_counter() - start:.2f} s", flush=True)
     full = [f"{packing.fullness:.1%} full" for packing in packings]
     return {
         "stream of documents, 100% full": stream,
@@ -120,10 +121,10 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     """
     from megatron.data.loader import SingleSampler, build_loader
 
-    for name, least in {**dict.fromkeys(_COUNTS, 1), "documents": 2, "seq_length": 4}.items():
-        if getattr(options, name) < least:
+    for name, minimum in {**dict.fromkeys(_COUNTS, 1), "documents": 2, "seq_length": 4}.items():
+        if getattr(options, name) < minimum:
             flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise ConfigError(f"{flag}: give at least {least}")
+            raise ConfigError(f"{flag}: give at least {minimum}")
     options.output.mkdir(parents=True, exist_ok=True)
     options.documents -= options.documents % 2  # two per pair
     micro_batch, rates = options.micro_batch_size, {}
@@ -133,9 +134,9 @@ def run(options: argparse.Namespace) -> dict[str, float]:
             sampler = SingleSampler(len(dataset), 0, micro_batch)
             batches = build_loader(dataset, sampler, num_workers=workers, seed=_SEED)
             next(batches)  # do not time the start of the process and the plan of the epoch
-            begun = time.perf_counter()
+            start = time.perf_counter()
             count = sum(1 for _ in itertools.islice(batches, options.batches))
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             rates[kind] = micro_batch * options.seq_length * count / seconds
             print(
                 f"{workers} loading processes, {kind}: {rates[kind] / 1e6:.2f} million tokens/s, "
@@ -145,9 +146,9 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     return rates
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    options = build_parser().read(words)
+    options = build_parser().read(argv)
 
     def work() -> int:
         run(options)

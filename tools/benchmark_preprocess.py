@@ -85,9 +85,9 @@ def _write_corpus(corpus: Path, text: str | None, limit: int) -> int:
                 if size >= limit:
                     return documents
     if not documents:
-        there = os.path.exists(text) if text else True
+        exists = os.path.exists(text) if text else True
         raise DataError(
-            f"--text {text}: {'contains no text' if there else 'no such file or folder'}: give a "
+            f"--text {text}: {'contains no text' if exists else 'no such file or folder'}: give a "
             "folder or tar file of .txt files"
         )
     return documents
@@ -121,10 +121,10 @@ def _run_tool(options: argparse.Namespace, corpus: Path) -> tuple[float, float]:
         command += ["--workers", str(options.workers)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
-    finished = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     seconds = time.perf_counter() - start
-    if finished.returncode:
-        raise DataError(f"preprocess_data.py failed: {finished.stderr.strip()}")
+    if done.returncode:
+        raise DataError(f"preprocess_data.py failed: {done.stderr.strip()}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return seconds, cpu

@@ -30,7 +30,7 @@ from megatron.config.arguments import ToolParser
 
 _VOCABULARY = 30522  # entries of BERT's own vocabulary
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_MOST_TRAINING = 40_000  # maximum number of vectors for training the index
+_MAX_TRAINING = 40_000  # maximum number of vectors for training the index
 _CHUNKS_PER_SAMPLE = 32
 
 
@@ -96,13 +96,11 @@ def _measure_embedding(options: argparse.Namespace, device: Any, vocabulary: Pat
     vocabulary.write_text("\n".join([*_SPECIAL, *words]) + "\n")
     kind = "BertWordPieceLowerCase"
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, vocab_file=str(vocabulary)))
-    random = np.random.default_rng(1)
-    longest = options.max_length - 2
-    drawn = random.normal(options.tokens, 0.12 * options.tokens, options.chunks)
-    lengths = np.clip(drawn.round().astype(int), 1, longest)
-    texts = [
-        " ".join(words[i] for i in random.integers(0, len(words), length)) for length in lengths
-    ]
+    rng = np.random.default_rng(1)
+    max_tokens = options.max_length - 2
+    samples = rng.normal(options.tokens, 0.12 * options.tokens, options.chunks)
+    lengths = np.clip(samples.round().astype(int), 1, max_tokens)
+    texts = [" ".join(words[i] for i in rng.integers(0, len(words), length)) for length in lengths]
     start = time.perf_counter()
     tokenizer.tokenize_batch(texts[:10_000])
     seconds = time.perf_counter() - start
@@ -116,10 +114,10 @@ def _measure_embedding(options: argparse.Namespace, device: Any, vocabulary: Pat
             if count
         )
         for batch_size in options.batch_size:
-            how = EmbedderOptions(
+            embedder_options = EmbedderOptions(
                 "megatron", "random", batch_size=batch_size, max_length=options.max_length
             )
-            embedder = MegatronEmbedder(model, tokenizer, device, how)
+            embedder = MegatronEmbedder(model, tokenizer, device, embedder_options)
             embedder.embed(texts[: max(1, min(8192, len(texts) // 4))])  # warms up
             start = time.perf_counter()
             vectors = embedder.embed(texts)
@@ -159,9 +157,9 @@ def _random_bert(options: argparse.Namespace, device: Any, vocabulary: int, dtyp
         "--train-iters": 1,
         "--lr": 1,
     }
-    words = [str(word) for pair in flags.items() for word in pair]
-    words += ["--mock-data", *([] if dtype == "fp32" else [f"--{dtype}"])]
-    config = parse_config(words, world_size=1, architecture="bert").config
+    args = [str(arg) for pair in flags.items() for arg in pair]
+    args += ["--mock-data", *([] if dtype == "fp32" else [f"--{dtype}"])]
+    config = parse_config(args, world_size=1, architecture="bert").config
     plan = replace(model_plan(config.model, -(-vocabulary // 8) * 8), heads=())
     model = BertModel(plan, run_context(config, Layout.single(), device))
     initialize(model.named_parameters(), seed=1)
@@ -204,27 +202,27 @@ def _measure_search(options: argparse.Namespace, device: Any) -> None:
     from megatron.retro.index import codec_of, faiss_threads, on_device
     from megatron.retro.neighbors import QueryOptions, Searcher
 
-    random, width = np.random.default_rng(2), options.hidden_size
-    centers = random.standard_normal((256, width), np.float32)
+    rng, width = np.random.default_rng(2), options.hidden_size
+    centers = rng.standard_normal((256, width), np.float32)
 
     def draw(count: int) -> Any:
-        noise = random.standard_normal((count, width), np.float32)
-        return centers[random.integers(0, len(centers), count)] + 0.5 * noise
+        noise = rng.standard_normal((count, width), np.float32)
+        return centers[rng.integers(0, len(centers), count)] + 0.5 * noise
 
     with faiss_threads(options.threads) as faiss:
         index = faiss.index_factory(width, options.index_str)
         start = time.perf_counter()
-        index.train(draw(min(_MOST_TRAINING, options.vectors)))
-        trained = time.perf_counter() - start
+        index.train(draw(min(_MAX_TRAINING, options.vectors)))
+        train_seconds = time.perf_counter() - start
         codec = codec_of(index)
         vectors = draw(options.vectors)
         start = time.perf_counter()
         codec.add(codec.encode(vectors), np.arange(options.vectors))
-        filled = time.perf_counter() - start
+        fill_seconds = time.perf_counter() - start
         threads = faiss.omp_get_max_threads()
         print(
-            f"index {options.index_str}: {threads} threads, trained in {trained:.1f} s, "
-            f"{options.vectors / filled:,.0f} chunks added per second",
+            f"index {options.index_str}: {threads} threads, trained in {train_seconds:.1f} s, "
+            f"{options.vectors / fill_seconds:,.0f} chunks added per second",
             flush=True,
         )
         queries: Any = _Queries()
@@ -233,8 +231,8 @@ def _measure_search(options: argparse.Namespace, device: Any) -> None:
             query = QueryOptions(nprobe=nprobe)
             with suppress(RuntimeError):  # an index without lists
                 faiss.ParameterSpace().set_index_parameter(index, "nprobe", nprobe)
-            there = on_device(index, device, query.queried)
-            searcher = Searcher(there, _Database(options.vectors), query, options.threads)
+            searchable = on_device(index, device, query.queried)
+            searcher = Searcher(searchable, _Database(options.vectors), query, options.threads)
             start = time.perf_counter()
             searcher.neighbors(vectors, queries, 0)
             seconds = time.perf_counter() - start
@@ -242,7 +240,7 @@ def _measure_search(options: argparse.Namespace, device: Any) -> None:
                 f"neighbors: {options.vectors:,} vectors of {width}, nprobe {nprobe}, "
                 f"{query.queried} requested, {query.saved} stored: "
                 f"{options.queries / seconds:,.0f} queries/s "
-                f"on the {'CPU' if there is index else 'GPU'}",
+                f"on the {'CPU' if searchable is index else 'GPU'}",
                 flush=True,
             )
 

@@ -82,30 +82,30 @@ def make_folder(
     config = parse_config(["--train-iters", str(iterations), *flags], world_size=1).config
     length = config.data.seq_length
     data = IndexedDataset(corpus)
-    places = [
+    rows = [
         (0, document, start, min(start + chunk, size - 1), chunk)
         for document, size in enumerate(data.sequence_lengths.tolist())
         for start in range(0, size - 1, chunk)
     ]
-    chunks = np.array(places, np.uint32)
+    chunks = np.array(rows, np.uint32)
     for name in ("train", "valid", "sampled"):
         with new_hdf5(merged_file(workdir, name)) as file:
             table = chunks if name == "train" else chunks[:0]
             file.create_dataset("chunks", data=table)
             file.create_dataset("n_written", data=np.array([len(table)], np.uint64))
     counts = (len(data), len(data), len(chunks), len(chunks), 0, 0)
-    described = CorpusChunks(1.0, str(corpus), f"{corpus}.bin", corpus.name, "", *counts)
-    corpora_file(workdir).write_text(json.dumps([described._asdict()]))
+    corpus_info = CorpusChunks(1.0, str(corpus), f"{corpus}.bin", corpus.name, "", *counts)
+    corpora_file(workdir).write_text(json.dumps([corpus_info._asdict()]))
     samples = (iterations * config.training.global_batch_size, 0, 0)
-    asked = DataRequest(config.data, _SEED, samples)
-    train = query_datasets(asked, seq_length=length, vocab_size=vocabulary)[0]
+    request = DataRequest(config.data, _SEED, samples)
+    train = query_datasets(request, seq_length=length, vocab_size=vocabulary)[0]
     assert train is not None, "training requests samples"
-    random = np.random.default_rng(_SEED)
+    rng = np.random.default_rng(_SEED)
     count = len(train) * (length // chunk)
     for block in plan_blocks(neighbors_folder(workdir, "train", train), count, count):
-        found = random.integers(0, len(chunks), (count, _SAVED))
-        write_block(block, {"neighbors": found.astype(np.int64)})
-    told: dict[str, Any] = {
+        neighbors = rng.integers(0, len(chunks), (count, _SAVED))
+        write_block(block, {"neighbors": neighbors.astype(np.int64)})
+    arguments: dict[str, Any] = {
         "retro_gpt_chunk_length": chunk,
         "retro_gpt_seq_length": length,
         "retro_gpt_data_path": list(config.data.data_path or ()),
@@ -113,7 +113,7 @@ def make_folder(
         "retro_gpt_seed": _SEED,
         "retro_block_size": count,
     }
-    (workdir / "args.json").write_text(json.dumps(told))
+    (workdir / "args.json").write_text(json.dumps(arguments))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -134,19 +134,19 @@ def run(options: argparse.Namespace) -> None:
         if options.micro_batch_size is not None:
             flags += ["--micro-batch-size", str(options.micro_batch_size)]
         make_folder(workdir, corpus, flags, iterations, workload.vocabulary)
-        own = {
+        flags_by_kind = {
             "gpt": [],
             "retro": [
                 *["--retro-workdir", str(workdir), "--retro-num-neighbors", str(_NEIGHBORS)],
                 *["--retro-encoder-hidden-dropout", "0", "--retro-encoder-attention-dropout", "0"],
             ],
         }
-        for kind, further in own.items():
-            words = [*flags, *further, "--train-iters", str(iterations), "--log-interval", "1"]
-            config = parse_config(words, world_size=1, architecture=kind).config
+        for kind, kind_flags in flags_by_kind.items():
+            args = [*flags, *kind_flags, "--train-iters", str(iterations), "--log-interval", "1"]
+            config = parse_config(args, world_size=1, architecture=kind).config
             plan = model_plan(config.model, workload.vocabulary)
             length = config.data.seq_length
-            command = entry_command(ROOT, 1, words, script=f"pretrain_{kind}.py")
+            command = entry_command(ROOT, 1, args, script=f"pretrain_{kind}.py")
             lines = run_process(
                 command, root=ROOT, log=folder / f"{kind}.log", timeout=options.timeout
             )
@@ -165,8 +165,8 @@ def run(options: argparse.Namespace) -> None:
     print_line(f"{'':6}" + "".join(f"{name:>21}" for name in names) + f"{'of expected':>13}")
     for kind, values in results.items():
         share = values["TFLOP/s"] / gpt["TFLOP/s"]
-        shown = "".join(f"{values[name]:>21,.1f}" for name in names)
-        print_line(f"{kind:6}{shown}{share:>13.1%}")
+        cells = "".join(f"{values[name]:>21,.1f}" for name in names)
+        print_line(f"{kind:6}{cells}{share:>13.1%}")
     if options.output is not None:
         options.output.write_text(json.dumps({"gpt": gpt, "retro": retro}, indent=2) + "\n")
 

@@ -73,8 +73,8 @@ def hostile_clients(host: str, port: int, count: int) -> Iterator[None]:
         count: Number of clients, each in its own process to avoid slowing the measured clients.
     """
     code = _HOSTILE_CLIENT.format(host=host, port=port)
-    words, silent = [sys.executable, "-c", code], subprocess.DEVNULL
-    clients = [subprocess.Popen(words, stderr=silent) for _ in range(count)]
+    command, silent = [sys.executable, "-c", code], subprocess.DEVNULL
+    clients = [subprocess.Popen(command, stderr=silent) for _ in range(count)]
     try:
         if clients:
             time.sleep(1.0)
@@ -195,8 +195,8 @@ def report(answers: Sequence[Answer], failures: Counter[str], seconds: float, cl
 
 def _line(name: str, seconds: Sequence[float]) -> str:
     ranked = sorted(seconds)
-    half, most = (ranked[math.ceil(share * len(ranked)) - 1] for share in (0.5, 0.99))
-    return f"{name.ljust(14)} {half:9.3f} s p50 {most:9.3f} s p99 {ranked[-1]:9.3f} s longest"
+    median, p99 = (ranked[math.ceil(share * len(ranked)) - 1] for share in (0.5, 0.99))
+    return f"{name.ljust(14)} {median:9.3f} s p50 {p99:9.3f} s p99 {ranked[-1]:9.3f} s longest"
 
 
 def _parser() -> ToolParser:

@@ -53,12 +53,12 @@ from megatron.errors import CheckpointError, ConfigError
 MARK = "MEGATRON_CHAOS"
 _FORK_SERVER = b"multiprocessing.forkserver"
 _LAUNCHER = re.compile(r"torchrun(\.py)?$|^torch\.distributed\.run$|(^|/)(mpirun|deepspeed)$")
-_PAUSE = 2.0  # seconds
-_LEAVE = 60.0  # seconds within which the ranks end after their launcher
+_PAUSE_SECONDS = 2.0
+_EXIT_SECONDS = 60.0  # seconds within which the ranks end after their launcher
 _FULL_BYTES = 4096
 _SPARE_MEMORY = 1 << 20
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_ABSENT = {
+_UNSUPPORTED = {
     "clock": "only root can set the clock, for all programs at once: scoreboard row 27 moves it "
     "inside a run",
     "partition": "network namespaces need root: tests/reliability/test_machines.py cuts a cable",
@@ -67,7 +67,7 @@ _ABSENT = {
 
 
 @dataclass
-class Strike:
+class Fault:
     """A fault that was injected: its kind, the process id, and the Unix time in seconds."""
 
     kind: str
@@ -81,13 +81,13 @@ class Outcome:
 
     Attributes:
         codes: The exit code of each start, in order. It is negative if a signal ended the command.
-        strikes: The faults that were injected.
+        faults: The faults that were injected.
         seconds: The time from the first start to the last end.
         orphans: The number of processes still running a minute after their launcher ended.
     """
 
     codes: list[int] = field(default_factory=list)
-    strikes: list[Strike] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     seconds: float = 0.0
     orphans: int = 0
 
@@ -115,7 +115,7 @@ class Plan:
     starts: int = 1000
 
 
-class Member(NamedTuple):
+class JobProcess(NamedTuple):
     """A process of a job.
 
     Attributes:
@@ -148,34 +148,37 @@ class Job:
                 start_new_session=True,
             )
 
-    def processes(self) -> dict[int, Member]:
+    def processes(self) -> dict[int, JobProcess]:
         """Return the running processes by their ids."""
-        found = {}
+        processes = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
                 if f"{MARK}={self._mark}".encode() in variables and state != "Z":
-                    has_rank = any(one.startswith(b"RANK=") for one in variables)
+                    has_rank = any(variable.startswith(b"RANK=") for variable in variables)
                     is_forked = _FORK_SERVER in (folder / "cmdline").read_bytes()
-                    member = Member(int(parent), has_rank, is_forked, is_stopped=state == "T")
-                    found[int(folder.name)] = member
-        return found
+                    process = JobProcess(int(parent), has_rank, is_forked, is_stopped=state == "T")
+                    processes[int(folder.name)] = process
+        return processes
 
     def ranks(self) -> list[int]:
         """Return the ids of the training processes, without their children, which load data."""
-        members = self.processes()
+        processes = self.processes()
         servers = {
             pid
-            for pid, one in members.items()
-            if one.is_forked and not (one.parent in members and members[one.parent].is_forked)
+            for pid, process in processes.items()
+            if process.is_forked
+            and not (process.parent in processes and processes[process.parent].is_forked)
         }
         with_rank = {
-            pid for pid, one in members.items() if one.has_rank or one.parent in servers
+            pid
+            for pid, process in processes.items()
+            if process.has_rank or process.parent in servers
         } - servers
         if not self._is_launched:
-            return [self.process.pid] if self.process.pid in members else []
-        return sorted(pid for pid in with_rank if members[pid].parent not in with_rank)
+            return [self.process.pid] if self.process.pid in processes else []
+        return sorted(pid for pid in with_rank if processes[pid].parent not in with_rank)
 
     def end(self) -> tuple[int, int]:
         """Wait for the launcher and its processes to end.
@@ -184,17 +187,17 @@ class Job:
             The launcher's exit code, and the number of processes that had to be killed.
         """
         code = self.process.wait()
-        deadline = time.monotonic() + _LEAVE
-        while (left := self.processes()) and time.monotonic() < deadline:
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while (survivors := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        for pid in left:
+        for pid in survivors:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return code, len(left)
+        return code, len(survivors)
 
 
-def _limit(pid: int, kind: int, most: int) -> None:
-    resource.prlimit(pid, kind, (most, resource.prlimit(pid, kind)[1]))
+def _limit(pid: int, kind: int, limit: int) -> None:
+    resource.prlimit(pid, kind, (limit, resource.prlimit(pid, kind)[1]))
 
 
 def _no_memory(pid: int) -> None:
@@ -204,11 +207,11 @@ def _no_memory(pid: int) -> None:
 
 def _pause(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(_PAUSE)
+    time.sleep(_PAUSE_SECONDS)
     os.kill(pid, signal.SIGCONT)
 
 
-def damage_newest(save: Path, draw: random.Random) -> bool:
+def damage_newest(save: Path, rng: random.Random) -> bool:
     """Flip a bit in the newest checkpoint's largest file, if an older checkpoint is also intact.
 
     Returns:
@@ -217,24 +220,24 @@ def damage_newest(save: Path, draw: random.Random) -> bool:
     from megatron.checkpoint.find import scan  # imports torch, which --help does without
     from megatron.checkpoint.loading import open_found
 
-    sound = []
-    for one in scan(save)[0]:
+    intact = []
+    for checkpoint in scan(save)[0]:
         with suppress(CheckpointError):
-            open_found(one)
-            sound.append(one.path)
-    if len(sound) < 2:
+            open_found(checkpoint)
+            intact.append(checkpoint.path)
+    if len(intact) < 2:
         return False
-    path = max(sound[0].iterdir(), key=lambda file: file.stat().st_size)
+    path = max(intact[0].iterdir(), key=lambda file: file.stat().st_size)
     with path.open("r+b") as file:
-        place = draw.randrange(path.stat().st_size)
-        file.seek(place)
-        byte = file.read(1)[0] ^ (1 << draw.randrange(8))
-        file.seek(place)
+        offset = rng.randrange(path.stat().st_size)
+        file.seek(offset)
+        byte = file.read(1)[0] ^ (1 << rng.randrange(8))
+        file.seek(offset)
         file.write(bytes([byte]))
     return True
 
 
-STRIKES: dict[str, Callable[[int], None]] = {
+INJECTORS: dict[str, Callable[[int], None]] = {
     "kill": lambda pid: os.kill(pid, signal.SIGKILL),
     "stop": lambda pid: os.kill(pid, signal.SIGSTOP),
     "pause": _pause,
@@ -245,53 +248,53 @@ STRIKES: dict[str, Callable[[int], None]] = {
     ),
     "disk": lambda pid: _limit(pid, resource.RLIMIT_FSIZE, _FULL_BYTES),
 }
-KINDS = (*STRIKES, "launcher", "damage")
+KINDS = (*INJECTORS, "launcher", "damage")
 
 
-def strike(kind: str, job: Job, save: Path, draw: random.Random) -> Strike | None:
+def inject_fault(kind: str, job: Job, save: Path, rng: random.Random) -> Fault | None:
     """Inject a fault into a random rank and return the fault, or `None` if no rank is eligible."""
     ranks = job.ranks()
     if kind == "stop":
-        members = job.processes()
-        ranks = [pid for pid in ranks if pid in members and not members[pid].is_stopped]
+        processes = job.processes()
+        ranks = [pid for pid in ranks if pid in processes and not processes[pid].is_stopped]
         ranks = ranks if len(ranks) > 1 else []
     if not ranks:
         return None
-    pid = job.process.pid if kind == "launcher" else draw.choice(ranks)
-    struck = Strike(kind, pid, time.time())
+    pid = job.process.pid if kind == "launcher" else rng.choice(ranks)
+    fault = Fault(kind, pid, time.time())
     try:
-        if kind == "damage" and not damage_newest(save, draw):
+        if kind == "damage" and not damage_newest(save, rng):
             return None
-        STRIKES["kill" if kind in ("launcher", "damage") else kind](pid)
+        INJECTORS["kill" if kind in ("launcher", "damage") else kind](pid)
     except (ProcessLookupError, FileNotFoundError):  # it has just ended
         return None
-    return struck
+    return fault
 
 
 def run_under_faults(plan: Plan, seed: int) -> Outcome:
     """Run the command until it exits with 0, injecting faults meanwhile."""
-    draw, outcome, started = random.Random(seed), Outcome(), time.monotonic()
-    due = started + draw.expovariate(1.0 / plan.mtbf)
+    rng, outcome, started = random.Random(seed), Outcome(), time.monotonic()
+    next_fault = started + rng.expovariate(1.0 / plan.mtbf)
     while len(outcome.codes) < plan.starts:
-        job, before = Job(plan), len(outcome.strikes)
+        job, num_faults = Job(plan), len(outcome.faults)
         try:
             while job.process.poll() is None:
                 time.sleep(0.05)
                 now = time.monotonic()
-                if now < due or now - started > plan.seconds:
+                if now < next_fault or now - started > plan.seconds:
                     continue
-                struck = strike(draw.choice(list(plan.kinds)), job, plan.save, draw)
-                if struck is not None:
-                    outcome.strikes.append(struck)
-                due = time.monotonic() + draw.expovariate(1.0 / plan.mtbf)
+                fault = inject_fault(rng.choice(list(plan.kinds)), job, plan.save, rng)
+                if fault is not None:
+                    outcome.faults.append(fault)
+                next_fault = time.monotonic() + rng.expovariate(1.0 / plan.mtbf)
         finally:
             if job.process.poll() is None:  # interrupted
                 os.killpg(job.process.pid, signal.SIGKILL)
-            code, left = job.end()
+            code, survivors = job.end()
         outcome.codes.append(code)
-        outcome.orphans += left
+        outcome.orphans += survivors
         # Without a fault it would only fail again.
-        if code == 0 or len(outcome.strikes) == before:
+        if code == 0 or len(outcome.faults) == num_faults:
             break
     outcome.seconds = time.monotonic() - started
     return outcome
@@ -311,8 +314,8 @@ def steps_of(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, A
     last: float | None = None
     for line in lines:
         if "grad-norm" in line:
-            kept = {name: line[name] for name in line if "loss" in name or name == "grad-norm"}
-            yield line["iteration"], kept, 0.0 if last is None else line["time"] - last
+            values = {name: line[name] for name in line if "loss" in name or name == "grad-norm"}
+            yield line["iteration"], values, 0.0 if last is None else line["time"] - last
         last = line["time"]
 
 
@@ -321,32 +324,32 @@ def goodput(lines: Sequence[dict[str, Any]], seconds: float) -> float:
 
     If a step was repeated after a restart, only the last repetition counts.
     """
-    kept = {iteration: spent for iteration, _, spent in steps_of(lines)}
-    return sum(kept.values()) / max(seconds, 1e-9)
+    step_seconds = {iteration: step_time for iteration, _, step_time in steps_of(lines)}
+    return sum(step_seconds.values()) / max(seconds, 1e-9)
 
 
-def recoveries(lines: Sequence[dict[str, Any]], strikes: Sequence[Strike]) -> list[float]:
+def recoveries(lines: Sequence[dict[str, Any]], faults: Sequence[Fault]) -> list[float]:
     """Return the seconds from each fault that ended an attempt to the next attempt's first step."""
     starts = [line["time"] for line in lines if line.get("event") == "start"]
     steps = [line["time"] for line in lines if "grad-norm" in line]
-    found = []
+    seconds = []
     for start in starts[1:]:
-        blamed = [one.time for one in strikes if one.time < start]
+        earlier = [fault.time for fault in faults if fault.time < start]
         first = next((step for step in steps if step > start), None)
-        if blamed and first is not None:
-            found.append(first - max(blamed))
-    return found
+        if earlier and first is not None:
+            seconds.append(first - max(earlier))
+    return seconds
 
 
 def lost_steps(lines: Sequence[dict[str, Any]]) -> list[int]:
     """Return the number of steps that each restart repeated."""
-    lost, done = [], 0
+    repeated, done = [], 0
     for line in lines:
         if line.get("event") == "start":
-            lost.append(done - line["iteration"])
+            repeated.append(done - line["iteration"])
         elif "grad-norm" in line:
             done = line["iteration"]
-    return lost[1:]
+    return repeated[1:]
 
 
 def judge(
@@ -365,43 +368,47 @@ def judge(
     """
     lines, problems = read_metrics(metrics), []
     steps = list(steps_of(lines))
-    known: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
     for iteration, values, _ in steps:
-        if known.setdefault(iteration, values) != values:
+        if results.setdefault(iteration, values) != values:
             problems.append(f"iteration {iteration} was repeated with a different result")
-    last = max(known, default=0)
+    last = max(results, default=0)
     if outcome.codes[-1:] != [0]:
         problems.append(f"the command ended with {outcome.codes[-1:]}, not 0")
     if outcome.orphans:
         problems.append(f"{outcome.orphans} processes kept running")
     if against is not None:
-        calm = {iteration: values for iteration, values, _ in steps_of(read_metrics(against))}
-        wrong = sorted(number for number in calm if calm[number] != known.get(number))
-        if wrong or not calm or set(calm) != set(known):
-            where = wrong[0] if wrong else "none"
-            problems.append(f"the losses differ from {against}, first at iteration {where}")
+        reference = {iteration: values for iteration, values, _ in steps_of(read_metrics(against))}
+        different = sorted(
+            number for number in reference if reference[number] != results.get(number)
+        )
+        if different or not reference or set(reference) != set(results):
+            first_difference = different[0] if different else "none"
+            problems.append(
+                f"the losses differ from {against}, first at iteration {first_difference}"
+            )
     from megatron.checkpoint.find import scan  # imports torch, which --help does not need
     from megatron.checkpoint.loading import open_found
 
-    found = scan(save)[0]
+    checkpoints = scan(save)[0]
     try:
-        newest = open_found(found[0]) if found else None
+        newest = open_found(checkpoints[0]) if checkpoints else None
     except CheckpointError as error:
         problems.append(f"the newest checkpoint is damaged: {error}")
     else:
         if newest is None or newest.iteration != last:
             problems.append(f"the newest checkpoint is not from the last iteration, {last}")
-    left = [path.name for path in save.glob(f"*{TEMPORARY}*")]
-    if left:
-        problems.append(f"temporary files remain: {', '.join(left)}")
-    waits, lost = recoveries(lines, outcome.strikes), lost_steps(lines)
+    temporary_files = [path.name for path in save.glob(f"*{TEMPORARY}*")]
+    if temporary_files:
+        problems.append(f"temporary files remain: {', '.join(temporary_files)}")
+    recovery_times, repeated = recoveries(lines, outcome.faults), lost_steps(lines)
     return problems, {
-        "faults": len(outcome.strikes),
+        "faults": len(outcome.faults),
         "starts": len(outcome.codes),
-        "restarts": len(lost),
+        "restarts": len(repeated),
         "goodput": goodput(lines, outcome.seconds),
-        "most steps lost": max(lost, default=0),
-        "longest recovery (s)": max(waits, default=0.0),
+        "most steps lost": max(repeated, default=0),
+        "longest recovery (s)": max(recovery_times, default=0.0),
         "seconds": outcome.seconds,
     }
 
@@ -414,15 +421,15 @@ def duration(text: str) -> float:
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 
-def flag_value(words: Sequence[str], flag: str) -> str:
+def flag_value(args: Sequence[str], flag: str) -> str:
     """Return the value of a flag of the command.
 
     Raises:
         ConfigError: The command does not have the flag.
     """
-    for word, value in zip(words, [*words[1:], ""], strict=True):
-        if word == flag or word.startswith(f"{flag}="):
-            return word.partition("=")[2] or value
+    for arg, value in zip(args, [*args[1:], ""], strict=True):
+        if arg == flag or arg.startswith(f"{flag}="):
+            return arg.partition("=")[2] or value
     raise ConfigError(f"the command has no {flag}: add it, because the run is judged by it")
 
 
@@ -455,8 +462,8 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: A fault is unknown or not possible here, or the command lacks a flag.
     """
     for kind in options.faults:
-        if kind in _ABSENT:
-            raise ConfigError(f"--faults {kind}: {_ABSENT[kind]}")
+        if kind in _UNSUPPORTED:
+            raise ConfigError(f"--faults {kind}: {_UNSUPPORTED[kind]}")
         if kind not in KINDS:
             raise ConfigError(f"--faults {kind}: choose from {', '.join(KINDS)}")
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -469,14 +476,14 @@ def run(options: argparse.Namespace) -> int:
     problems, numbers = judge(save, metrics, outcome, options.against)
     if numbers["goodput"] < options.least_goodput:
         problems.append(f"goodput {numbers['goodput']:.1%} is below {options.least_goodput:.1%}")
-    strikes = [asdict(one) for one in outcome.strikes]
-    print(json.dumps({**numbers, "codes": outcome.codes, "strikes": strikes, "failed": problems}))
+    faults = [asdict(fault) for fault in outcome.faults]
+    print(json.dumps({**numbers, "codes": outcome.codes, "strikes": faults, "failed": problems}))
     return int(bool(problems))
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Exit codes: 0 all checks passed, 1 a check failed, 9 bad flags."""
-    return run_command(lambda: run(build_parser().read(words)))
+    return run_command(lambda: run(build_parser().read(argv)))
 
 
 if __name__ == "__main__":

@@ -136,13 +136,13 @@ def page(
             heading,
             _table(cells(case, difference, where) for case, difference in rows),
             mixture_section,
-            _table(mixture_cells(case, found, where) for case, found in mixtures),
+            _table(mixture_cells(case, differences, where) for case, differences in mixtures),
         ]
     )
 
 
-def _command(words: Sequence[str]) -> str:
-    lines = textwrap.wrap(" ".join(["python pretrain_gpt.py", *words]), 90, break_on_hyphens=False)
+def _command(args: Sequence[str]) -> str:
+    lines = textwrap.wrap(" ".join(["python pretrain_gpt.py", *args]), 90, break_on_hyphens=False)
     return " \\\n    ".join(lines)
 
 
@@ -153,17 +153,19 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 def cells(case: LayoutCase, difference: Difference, where: str) -> list[str]:
     """Return the cells of one row."""
     numbers = (f"{difference.loss:.1e}", f"{difference.norm:.1e}")
-    return [case.name, str(case.processes), _shown(case.shown_flags), *numbers, where]
+    return [case.name, str(case.processes), _as_code(case.shown_flags), *numbers, where]
 
 
-def mixture_cells(case: MixtureCase, found: Mapping[str, float], where: str) -> list[str]:
+def mixture_cells(case: MixtureCase, differences: Mapping[str, float], where: str) -> list[str]:
     """Return the cells of one row of a mixture."""
-    loss = max(far for name, far in found.items() if name not in ("norm", "biases"))
-    numbers = (f"{loss:.1e}", f"{found['norm']:.1e}")
-    return [case.grid, str(case.processes), _shown(case.shown_flags), *numbers, where]
+    loss = max(
+        difference for name, difference in differences.items() if name not in ("norm", "biases")
+    )
+    numbers = (f"{loss:.1e}", f"{differences['norm']:.1e}")
+    return [case.grid, str(case.processes), _as_code(case.shown_flags), *numbers, where]
 
 
-def _shown(flags: str) -> str:
+def _as_code(flags: str) -> str:
     return f"`{flags}`".replace("|", "\\|") if flags else ""
 
 
@@ -171,7 +173,7 @@ def _row(values: Sequence[str]) -> str:
     return f"| {' | '.join(values)} |"
 
 
-def run(words: Sequence[str]) -> None:
+def run(argv: Sequence[str]) -> None:
     """Compare the layouts and write the page.
 
     Raises:
@@ -183,7 +185,7 @@ def run(words: Sequence[str]) -> None:
         "docs/layouts.md."
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing page.")
-    options = parser.read(words)
+    options = parser.read(argv)
     is_new = not options.out.exists()
     expect_no_file("--out", [options.out], overwrite=options.overwrite)
     with writing_to("--out", options.out):  # fail before minutes of work, not after
@@ -208,15 +210,15 @@ def run(words: Sequence[str]) -> None:
         if not (difference.loss <= LOSS_TOLERANCE and difference.norm <= NORM_TOLERANCE)
     ]
     mixtures = []
-    for number, each in enumerate(IN_FP32, 1):
-        found = differences(each)
-        print(f"mixture {number}/{len(IN_FP32)} {each.name}: {dict(found)}", flush=True)
-        mixtures.append((each, found))
+    for number, mixture in enumerate(IN_FP32, 1):
+        largest = differences(mixture)
+        print(f"mixture {number}/{len(IN_FP32)} {mixture.name}: {dict(largest)}", flush=True)
+        mixtures.append((mixture, largest))
     limits = {"norm": NORM_TOLERANCE, "biases": 0.0}
     differing += [
-        f"{each.processes} processes, mixture, {each.name}: {dict(found)}"
-        for each, found in mixtures
-        if not all(far <= limits.get(name, LOSS_TOLERANCE) for name, far in found.items())
+        f"{mixture.processes} processes, mixture, {mixture.name}: {dict(largest)}"
+        for mixture, largest in mixtures
+        if not all(far <= limits.get(name, LOSS_TOLERANCE) for name, far in largest.items())
     ]
     if differing:
         raise NumericsError("layouts that differ from one process:\n  " + "\n  ".join(differing))
@@ -225,9 +227,9 @@ def run(words: Sequence[str]) -> None:
     print(f"wrote {options.out}")
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command. Exit codes: 0 success, 7 a layout differs, 8 storage error, 9 bad flags."""
-    return run_command(lambda: run(words))
+    return run_command(lambda: run(argv))
 
 
 if __name__ == "__main__":

@@ -79,14 +79,14 @@ def build_parser() -> ToolParser:
 
 def _check(options: argparse.Namespace) -> None:
     problems = [
-        f"--{name.replace('_', '-')} {value}: give at least {least}"
-        for name, least in (
+        f"--{name.replace('_', '-')} {value}: give at least {minimum}"
+        for name, minimum in (
             ("parts", 1),
             ("documents_per_part", 1),
             ("vocab_size", 1),
             ("eod_id", 0),
         )
-        if (value := getattr(options, name)) is not None and value < least
+        if (value := getattr(options, name)) is not None and value < minimum
     ]
     if options.parts is not None and options.documents_per_part is not None:
         problems.append("--parts and --documents-per-part: give only one of them")
@@ -113,10 +113,14 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(
                 "--parts and --documents-per-part split a dataset: convert the .npy files first"
             )
-        opened = [open_shard(path) for path in shards]
-        narrow = np.uint16 if opened[0].ids.dtype.itemsize <= 2 else np.int32
-        dtype = np.dtype(narrow) if options.vocab_size is None else best_dtype(options.vocab_size)
-        _write(options, options.output_prefix, dtype, _shard_documents(opened, options.eod_id))
+        open_shards = [open_shard(path) for path in shards]
+        default_dtype = np.uint16 if open_shards[0].ids.dtype.itemsize <= 2 else np.int32
+        dtype = (
+            np.dtype(default_dtype)
+            if options.vocab_size is None
+            else best_dtype(options.vocab_size)
+        )
+        _write(options, options.output_prefix, dtype, _shard_documents(open_shards, options.eod_id))
         return
     if len(options.input) > 1:
         raise ConfigError(
@@ -158,7 +162,7 @@ def _shard_documents(shards: Sequence[Shard], eod: int | None) -> Iterator[Docum
     pending: list[Any] = []
     size = 0
 
-    def joined() -> DocumentTokens:
+    def join() -> DocumentTokens:
         lengths = np.array([len(ids) for ids in pending])
         return DocumentTokens(np.concatenate(pending), lengths, np.ones(len(lengths), np.int64))
 
@@ -167,10 +171,10 @@ def _shard_documents(shards: Sequence[Shard], eod: int | None) -> Iterator[Docum
             pending.append(ids)
             size += len(ids)
             if size >= _SHARD_TOKENS:
-                yield joined()
+                yield join()
                 pending, size = [], 0
     if pending:
-        yield joined()
+        yield join()
 
 
 def _write(
@@ -184,8 +188,8 @@ def _write(
     if options.input == [prefix]:
         raise DataError(f"--output-prefix {prefix} is the input: give another name")
     with IndexedDatasetBuilder(prefix, dtype) as builder:
-        for some in documents:
-            builder.add_documents(*some)
+        for batch in documents:
+            builder.add_documents(*batch)
     print(
         f"{prefix}: {builder.num_documents:,} documents, {builder.num_sequences:,} sequences, "
         f"{builder.num_tokens:,} tokens as {builder.dtype}"

@@ -26,25 +26,25 @@ class OldName(NamedTuple):
     """The successor of an old program.
 
     Attributes:
-        now: The current script, or "" if there is none.
-        era: The versions, or the fork, that had the old name.
+        successor: The current script, or "" if there is none.
+        versions: The versions, or the fork, that had the old name.
         remedy: What to do instead if there is no script.
         drops: Old flags that have no effect in the current script.
         only: The old flags that the current script accepts. All others are dropped. If this is
             empty, all flags are kept.
         renames: The current names of old flags, and the current values of a flag as `--flag value`.
         adds: Flags that the current script needs, unless the user gives them.
-        once: Whether only the first of several processes does the work.
+        first_rank_only: Whether only the first of several processes does the work.
     """
 
-    now: str
-    era: str
+    successor: str
+    versions: str
     remedy: str = ""
     drops: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     renames: Mapping[str, str] = {}
     adds: tuple[str, ...] = ()
-    once: bool = False
+    first_rank_only: bool = False
 
 
 OLD_NAMES: Mapping[str, OldName] = {
@@ -62,13 +62,13 @@ OLD_NAMES: Mapping[str, OldName] = {
             *_EMBEDDING_ROWS,
         ),
         renames={"--columns": "--json-keys"},
-        once=True,
+        first_rank_only=True,
     ),
     "tools/merge_preprocessed_data.py": OldName(
         "tools/merge_datasets.py",
         "BigScience",
         drops=("--merge", "--torch-backend", "--local_rank"),
-        once=True,
+        first_rank_only=True,
     ),
     "tasks/msdp/main.py": OldName("tasks/main.py", "v3.0 to Core 0.12"),
     "tools/split_gpt2_json.py": OldName("tools/split_json.py", "2019"),
@@ -131,41 +131,47 @@ def run_old_name(script: str) -> NoReturn:
         script: The path of the script that was started.
     """
     name = Path(script).resolve().relative_to(ROOT).as_posix()
-    old, words = OLD_NAMES[name], sys.argv[1:]
-    if {"-h", "--help"} & set(words):
-        is_now = f"was removed: {old.remedy}"
-        if old.now:
-            is_now = f"runs {old.now}; `python {old.now} --help` lists its flags"
-        print(f"usage: {name} [flags of {old.era}]\n\n{name} is an old name that {is_now}.")
+    old, args = OLD_NAMES[name], sys.argv[1:]
+    if {"-h", "--help"} & set(args):
+        description = f"was removed: {old.remedy}"
+        if old.successor:
+            description = f"runs {old.successor}; `python {old.successor} --help` lists its flags"
+        print(
+            f"usage: {name} [flags of {old.versions}]\n\n{name} is an old name that {description}."
+        )
         sys.exit(0)
-    if not old.now:
-        print_to_stderr(f"error: {name} ({old.era}) was removed: {old.remedy}")
+    if not old.successor:
+        print_to_stderr(f"error: {name} ({old.versions}) was removed: {old.remedy}")
         sys.exit(ConfigError.exit_code)
     rank = int(os.environ.get("RANK") or 0)
-    if old.once and rank > 0:
+    if old.first_rank_only and rank > 0:
         sys.exit(0)
-    now = translated(old, words)
+    new_args = translate_args(old, args)
     if rank == 0:
-        shown = f" {' '.join(now)}" if now != words else ""
+        command_line = f" {' '.join(new_args)}" if new_args != args else ""
         print_to_stderr(
-            f"note: {name} is an old name ({old.era}) of {old.now}: running that{shown}"
+            f"note: {name} is an old name ({old.versions}) of {old.successor}: running that"
+            f"{command_line}"
         )
-    before, script_words = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) :]
-    options = before if script_words == sys.argv else []  # not with `python -m`
-    os.execv(sys.executable, [sys.executable, *options, str(ROOT / old.now), *now])
+    interpreter_args, script_words = (
+        sys.orig_argv[1 : -len(sys.argv)],
+        sys.orig_argv[-len(sys.argv) :],
+    )
+    options = interpreter_args if script_words == sys.argv else []  # not with `python -m`
+    os.execv(sys.executable, [sys.executable, *options, str(ROOT / old.successor), *new_args])
 
 
-def translated(old: OldName, words: Sequence[str]) -> list[str]:
+def translate_args(old: OldName, args: Sequence[str]) -> list[str]:
     """Translate the arguments of an old command line to the flags of the current script."""
     if not (old.drops or old.only or old.renames or old.adds):
-        return list(words)
-    now: list[str] = []
-    for flag in split(words):
+        return list(args)
+    new_args: list[str] = []
+    for flag in split(args):
         if flag.name in old.drops or (old.only and flag.name not in old.only):
             continue
         values = [old.renames.get(f"{flag.name} {value}", value) for value in flag.values]
-        now += [word for word in (old.renames.get(flag.name, flag.name), *values) if word]
-    for added in old.adds:
-        if added.split()[0] not in now:
-            now += added.split()
-    return now
+        new_args += [arg for arg in (old.renames.get(flag.name, flag.name), *values) if arg]
+    for flag_to_add in old.adds:
+        if flag_to_add.split()[0] not in new_args:
+            new_args += flag_to_add.split()
+    return new_args

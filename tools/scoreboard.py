@@ -48,10 +48,10 @@ def result(row: Row, trials: Trials, commit: str) -> str:
     """Return the results of a row as a line of the Markdown table."""
     notes = [f"{text}: {count:,}" for text, count in sorted(trials.notes.items())]
     details = "; ".join([trials.seeds, *notes])
-    held = f"{trials.passed} of {trials.tried}"
+    passed = f"{trials.passed} of {trials.tried}"
     # Trials that were all made at once have no individual times.
     longest = f"{trials.worst:.1f} s" if trials.worst >= 0.05 else ""
-    return _line([str(row.number), row.what, held, longest, details, commit])
+    return _line([str(row.number), row.what, passed, longest, details, commit])
 
 
 def _line(values: Sequence[str]) -> str:
@@ -61,8 +61,8 @@ def _line(values: Sequence[str]) -> str:
 def commit_and_day() -> str:
     """Return the commit and the day of the results."""
     root = Path(__file__).resolve().parent.parent
-    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    git = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    git = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     return f"{git.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d')}"
 
 
@@ -83,9 +83,9 @@ def read_page(path: Path) -> str:
         with path.open("r+", encoding="utf-8") as file:
             page = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--out {path}: {why}: give a page to write into, such as docs/reliability.md, or "
+            f"--out {path}: {reason}: give a page to write into, such as docs/reliability.md, or "
             "omit --out to print the results"
         ) from None
     if not re.search(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", page, re.DOTALL):
@@ -96,14 +96,14 @@ def read_page(path: Path) -> str:
     return page
 
 
-def replaced(page: str, lines: Mapping[int, str], where: str) -> str:
+def with_results(page: str, lines: Mapping[int, str], where: str) -> str:
     """Return the page with these lines, by row number, added or replacing existing ones."""
     head, begin, rest = page.partition(_BEGIN)
     before, end, tail = rest.partition(_END)
-    held = {
+    old_lines = {
         int(match.group(1)): match.group(0) for match in re.finditer(r"(?m)^\| (\d+) \|.*$", before)
     }
-    merged = sorted((held | dict(lines)).items())
+    merged = sorted((old_lines | dict(lines)).items())
     text = table(line for _, line in merged)
     return f"{head}{begin}\n{where}\n\n{text}\n{end}{tail}"
 
@@ -118,14 +118,14 @@ def try_row(row: Row, count: int) -> Trials:
             return row.run(inner, count)
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command. Exit codes: 0 all promises held, 1 not all, 9 bad flags, 130 interrupted."""
     parser = ToolParser("scoreboard.py", __doc__)
     parser.add_argument(
         "--out", type=Path, metavar="PAGE.md", help="Page for the results (default: print them)."
     )
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="Only these rows.")
-    options = parser.read(words)
+    options = parser.read(argv)
     try:
         return run(options)
     except ConfigError as error:
@@ -147,14 +147,16 @@ def run(options: argparse.Namespace) -> int:
     from tests.reliability.scoreboard.rows import ROWS
 
     torch.set_num_threads(1)  # as in the tests: forked processes start clean
-    known = {row.number for row in ROWS}
-    if absent := sorted(set(options.rows or ()) - known):
-        raise ConfigError(f"--rows {absent[0]}: choose from {', '.join(map(str, sorted(known)))}")
-    wanted = [row for row in ROWS if row.number in (options.rows or ())]
-    if lacking := [row for row in wanted if row.gpus > gpu_count()]:
+    numbers = {row.number for row in ROWS}
+    if unknown := sorted(set(options.rows or ()) - numbers):
         raise ConfigError(
-            f"--rows {lacking[0].number}: it needs {lacking[0].gpus} GPU(s), and there are "
-            f"{gpu_count()}: try it on a machine with GPUs"
+            f"--rows {unknown[0]}: choose from {', '.join(map(str, sorted(numbers)))}"
+        )
+    requested = [row for row in ROWS if row.number in (options.rows or ())]
+    if without_gpus := [row for row in requested if row.gpus > gpu_count()]:
+        raise ConfigError(
+            f"--rows {without_gpus[0].number}: it needs {without_gpus[0].gpus} GPU(s), and there "
+            f"are {gpu_count()}: try it on a machine with GPUs"
         )
     if options.out:  # fail before hours of trials, not after
         read_page(options.out)
@@ -178,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
         for failure in trials.failures:
             print(f"  {failure}", flush=True)
         if options.out:  # now, because the remaining rows may take long
-            page = replaced(read_page(options.out), lines, machine())
+            page = with_results(read_page(options.out), lines, machine())
             options.out.write_text(page, encoding="utf-8")
     if not options.out:
         print(table(lines.values()))

@@ -40,7 +40,7 @@ from megatron.parallel.pipeline.simulate import (
     time_table,
 )
 
-_MOST_PASSES = 100_000  # limit on passes through stages; printing this many takes a few seconds
+_MAX_PASSES = 100_000  # limit on passes through stages; printing this many takes a few seconds
 
 
 def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None:
@@ -107,10 +107,10 @@ def headline(arguments: argparse.Namespace, timeline: Timeline) -> str:
     )
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = ToolParser("show_schedule.py", __doc__)
-    whole = "one value, one per stage, or one per chunk of the model in order"
+    values = "one value, one per stage, or one per chunk of the model in order"
     add = parser.add_argument
     add(
         "--schedule",
@@ -122,7 +122,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--virtual-stages", type=int, default=1, help="Model chunks per stage (default: 1).")
     add("--micro-batches", type=int, default=8, help="Micro-batches per update (default: 8).")
     add("--forward-time", type=float, nargs="+", default=[1.0], metavar="T",
-        help=f"Time of a forward pass through a whole stage: {whole} (default: 1).")  # fmt: skip
+        help=f"Time of a forward pass through a whole stage: {values} (default: 1).")  # fmt: skip
     add(
         "--backward-time",
         type=float,
@@ -138,7 +138,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="Replace an existing picture.")
     add("--check-all", action="store_true",
         help="Check all schedules up to 16 stages x 8 chunks x 64 micro-batches.")  # fmt: skip
-    return parser.read(words)
+    return parser.read(argv)
 
 
 def check_can_show(arguments: argparse.Namespace) -> None:
@@ -148,10 +148,10 @@ def check_can_show(arguments: argparse.Namespace) -> None:
         ConfigError: The schedule is too large, the format is unknown or the picture exists.
     """
     passes = arguments.stages * arguments.virtual_stages * arguments.micro_batches
-    if passes > _MOST_PASSES:
+    if passes > _MAX_PASSES:
         raise ConfigError(
             f"--stages {arguments.stages} x --virtual-stages {arguments.virtual_stages} x "
-            f"--micro-batches {arguments.micro_batches} = {passes} passes: at most {_MOST_PASSES} "
+            f"--micro-batches {arguments.micro_batches} = {passes} passes: at most {_MAX_PASSES} "
             "can be shown; use fewer micro-batches"
         )
     if arguments.output is None:
@@ -166,8 +166,14 @@ def layouts(
 ) -> Iterator[tuple[ScheduleKind, int, int, int]]:
     """Yield all valid arguments of `make_schedule` up to the given sizes."""
     for kind in SCHEDULE_KINDS:
-        fewest, most = {"gpipe": (1, chunks), "interleaved": (2, chunks)}.get(kind, (1, 1))
-        ranges = (range(1, stages + 1), range(fewest, most + 1), range(1, micro_batches + 1))
+        min_chunks, max_chunks = {"gpipe": (1, chunks), "interleaved": (2, chunks)}.get(
+            kind, (1, 1)
+        )
+        ranges = (
+            range(1, stages + 1),
+            range(min_chunks, max_chunks + 1),
+            range(1, micro_batches + 1),
+        )
         for p, v, m in product(*ranges):
             yield kind, p, v, m
 
@@ -188,8 +194,8 @@ def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
     # multiprocessing.Pool is not used, because it ends its workers with SIGTERM and then waits for
     # them, which takes forever if a worker has a handler for that signal.
     with ProcessPoolExecutor() as pool:
-        every = layouts(stages, chunks, micro_batches)
-        counts = list(pool.map(_check_one, every, chunksize=16))
+        all_layouts = layouts(stages, chunks, micro_batches)
+        counts = list(pool.map(_check_one, all_layouts, chunksize=16))
     return len(counts), sum(counts)
 
 
@@ -203,9 +209,9 @@ def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
     )
 
 
-def main(words: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Show the schedule that the command line describes, or check all schedules."""
-    arguments = parse(words)
+    arguments = parse(argv)
     if arguments.check_all:
         prove_all(stages=16, chunks=8, micro_batches=64)
         return
@@ -213,11 +219,11 @@ def main(words: Sequence[str]) -> None:
     sizes = (arguments.stages, arguments.virtual_stages, arguments.micro_batches)
     check_sizes(arguments.schedule, *sizes)
     schedule = make_schedule(arguments.schedule, *sizes)
-    held = check(schedule)
+    activations = check(schedule)
     timeline = simulate(schedule, make_times(arguments))
     title = headline(arguments, timeline)
     print(title)
-    print(f"most activations held, by stage: {' '.join(map(str, held))}")
+    print(f"most activations held, by stage: {' '.join(map(str, activations))}")
     if arguments.output is None:
         print(as_text(timeline))
     else:

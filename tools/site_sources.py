@@ -24,42 +24,42 @@ _HEAD = "---\ntitle: {title}\nsearch:\n  exclude: true\n---\n\n"
 
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for each file or folder that a page links to, directly or through other pages."""
-    waiting = [_DOCS / file.src_uri for file in files.documentation_pages()]
-    seen = set(waiting)
-    while waiting:
-        page = waiting.pop()
+    pending = [_DOCS / file.src_uri for file in files.documentation_pages()]
+    seen = set(pending)
+    while pending:
+        page = pending.pop()
         for target in _TARGET.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
             path = (page.parent / target).resolve()
             if path in seen or path.is_relative_to(_DOCS) or not path.exists():
                 continue
             seen.add(path)
-            text = _page_of(path)
-            added = File.generated(
+            text = _source_page(path)
+            generated = File.generated(
                 config, _address(path), content=text, inclusion=InclusionLevel.NOT_IN_NAV
             )
-            files.append(added)
-            waiting += [path] if path.suffix == ".md" else []
+            files.append(generated)
+            pending += [path] if path.suffix == ".md" else []
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point a page's links to the pages that `on_files` added."""
     address = page.file.src_uri
-    origin = _DOCS / address
+    source = _DOCS / address
     if address.startswith("source/"):
-        origin = _ROOT / address.removeprefix("source/").removesuffix(".md")
-        if origin.suffix != ".md":
+        source = _ROOT / address.removeprefix("source/").removesuffix(".md")
+        if source.suffix != ".md":
             return markdown
 
     def redirect(match: re.Match[str]) -> str:
-        path = (origin.parent / match.group()).resolve()
+        path = (source.parent / match.group()).resolve()
         if not path.exists():
             return match.group()  # mkdocs warns
         return posixpath.relpath(_address(path), posixpath.dirname(address))
 
-    parts = _FENCED.split(markdown)
-    parts[::2] = [_TARGET.sub(redirect, part) for part in parts[::2]]
-    return "".join(parts)
+    segments = _FENCED.split(markdown)
+    segments[::2] = [_TARGET.sub(redirect, segment) for segment in segments[::2]]
+    return "".join(segments)
 
 
 def _address(path: Path) -> str:
@@ -68,14 +68,14 @@ def _address(path: Path) -> str:
     return f"source/{path.relative_to(_ROOT).as_posix()}.md"
 
 
-def _page_of(path: Path) -> str:
+def _source_page(path: Path) -> str:
     """Return the Markdown page of a file or a folder outside docs/."""
     name = path.relative_to(_ROOT).as_posix()
     head = _HEAD.format(title=name)
     if path.is_dir():
         package = path / "__init__.py"
-        about = ast.get_docstring(ast.parse(package.read_text())) if package.is_file() else None
-        parts = [f"``````text\n{about}\n``````"] if about else []
+        docstring = ast.get_docstring(ast.parse(package.read_text())) if package.is_file() else None
+        parts = [f"``````text\n{docstring}\n``````"] if docstring else []
         files = sorted(file.name for file in path.iterdir() if not file.name.startswith("__"))
         parts.append("\n".join(f"- `{file}`" for file in files))
         return f"{head}# {name}/\n\n" + "\n\n".join(parts) + "\n"

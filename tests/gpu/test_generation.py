@@ -21,7 +21,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from megatron.tokenizer import build_tokenizer
 from tests.inference.toy import drain, greedy, prompts, tokens_of
-from tools.generation_benchmark.measure import give_adapters
+from tools.generation_benchmark.measure import add_adapters
 
 DEVICE = Device.pick()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU")]
@@ -156,7 +156,7 @@ def adapted(options: EngineOptions) -> BatchEngine:
     made = build_model(GPTModel, config, context, VOCAB)
     initialize(made.named_parameters(), seed=1)
     torch.manual_seed(1)
-    rows = give_adapters(made, context, count=3, rank=12)
+    rows = add_adapters(made, context, count=3, rank=12)
     loaded = Loaded(made, build_tokenizer(config.tokenizer), config, 0, Layout.single(), rows)
     return build_engine(loaded, DEVICE, options)
 

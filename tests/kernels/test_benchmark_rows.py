@@ -50,7 +50,7 @@ def results(row, form, inputs):
 def test_all_forms_of_a_row_compute_the_same(emulated):
     seed_afresh()
     for row in rows(emulated):
-        inputs = row.draw()
+        inputs = row.make_inputs()
         expected = results(row, row.eager, inputs)
         libraries = {name: x for name, x in row.libraries.items() if "norm alone" not in name}
         for name, form in {"ours": row.ours, **libraries}.items():
@@ -70,7 +70,8 @@ def test_every_row_can_be_timed(emulated, monkeypatch):
     dropped = layers.bias_dropout_add(emulated, CPU, 6, 64, bias=True)
     for row in (*rows(emulated), dropped):
         timed = list(measure(row, Watch(), Ceilings(1e12, 1e15), compiled=False))
-        apart = ["forward", "backward"] if row.backward_bytes else ["forward"]
-        assert [x.direction for x in timed] == ["forward and backward"] if row.in_one else apart
+        passes = ["forward", "backward"] if row.backward_bytes else ["forward"]
+        passes = ["forward and backward"] if row.combines_passes else passes
+        assert [x.direction for x in timed] == passes
         columns = operation.HEADER.splitlines()[0].count("|")
         assert all(table_row(x).count("|") == columns for x in timed)

@@ -10,7 +10,7 @@ from megatron.errors import ConfigError
 from tests.reliability.scoreboard.rows import ROWS
 from tests.reliability.scoreboard.score import Row, Trials, expect
 from tools import scoreboard
-from tools.scoreboard import replaced, result, try_row
+from tools.scoreboard import result, try_row, with_results
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_row_takes_the_place_of_its_last_result() -> None:
     mark = "<!-- scoreboard: written by tools/scoreboard.py -->"
     page = f"before\n{mark}\n<!-- end -->\nafter\n"
     for number, text in ((7, "first"), (5, "other"), (7, "second")):
-        page = replaced(page, {number: f"| {number} | {text} |"}, "2 cores.")
+        page = with_results(page, {number: f"| {number} | {text} |"}, "2 cores.")
     assert page.startswith(f"before\n{mark}\n\n2 cores.\n\n| # |")
     assert "\n| 5 | other |\n| 7 | second |\n" in page
     assert "first" not in page

@@ -20,7 +20,7 @@ from tools.bench import ceilings, report
 from tools.bench.breakdown import PARTS, Breakdown
 from tools.bench.launch import (
     BenchmarkError,
-    Measured,
+    RunMeasurements,
     entry_command,
     measure,
     read_log,
@@ -113,7 +113,9 @@ def test_peaks_of_memory_are_those_of_the_whole_run(tmp_path) -> None:
         '{"mem-max-allocated-bytes": 5000000, "mem-reserved-bytes": 7000000}\n{"lm loss": 1.0}\n'
         '{"mem-max-allocated-bytes": 6000000, "mem-reserved-bytes": 6500000}\n'
     )
-    measured = benchmark._with_memory_of(tmp_path / "metrics.jsonl", measure(LOG, warmup=2, last=5))
+    measured = benchmark._with_peak_memory(
+        tmp_path / "metrics.jsonl", measure(LOG, warmup=2, last=5)
+    )
     assert (measured.peak_allocated, measured.peak_reserved) == (6_000_000, 7_000_000)
 
 
@@ -254,7 +256,7 @@ def test_a_share_of_the_roofline_is_of_the_precision_that_ran() -> None:
 
 
 def _run(median):
-    return Measured(10.0, median * 0.9, median, median * 1.1, 5 << 30, 6 << 30, 11.0, 9.0)
+    return RunMeasurements(10.0, median * 0.9, median, median * 1.1, 5 << 30, 6 << 30, 11.0, 9.0)
 
 
 def _facts():

@@ -61,7 +61,7 @@ def _tiny(name: str, **more) -> Operation:
         shape="[4]",
         forward_bytes=2**26,
         backward_bytes=0,
-        draw=lambda: [torch.ones(4)],
+        make_inputs=lambda: [torch.ones(4)],
         ours=lambda x: x,
         eager=None,
         **more,
@@ -84,7 +84,7 @@ def test_a_row_whose_library_is_missing_is_left_out_with_a_line(capsys, monkeypa
 
 
 def _check_forms(timed: Operation, expected) -> None:
-    inputs = timed.draw()
+    inputs = timed.make_inputs()
     assert timed.missing() == ""
     for form in (timed.ours, *timed.libraries.values()):
         torch.testing.assert_close(form(*inputs), expected(*inputs), rtol=2e-2, atol=2e-2)
@@ -127,11 +127,11 @@ def test_attention_with_a_bias_and_softmax_alone_are_timed(monkeypatch):
     monkeypatch.setattr(attention, "BF16", torch.float32)
     monkeypatch.setattr(attention, "gpu_attention", fused_attention)
     biased = attention.biased(CPU, (8, 2, 4, 16))
-    assert len(biased.draw()) == 4
+    assert len(biased.make_inputs()) == 4
     _check_forms(biased, biased.eager)
     for causal in (True, False):
         softmax = attention.softmax(CPU, (2, 3, 8, 8), causal=causal)
-        out = softmax.ours(*softmax.draw())
+        out = softmax.ours(*softmax.make_inputs())
         torch.testing.assert_close(out.sum(-1), torch.ones(2, 3, 8))
         upper = out[0, 0].triu(1)
         assert (upper == 0).all() == causal

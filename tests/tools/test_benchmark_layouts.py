@@ -68,7 +68,7 @@ def test_runs_layouts_one_after_another(tmp_path, capsys):
 def _measure(flags, timeout=60.0):
     layout = BenchmarkLayout(1, "one", "")
     words = [*TOY, *flags]
-    return measure(layout, words, present=1, iterations=2, timeout=timeout, bubble=True)
+    return measure(layout, words, available=1, iterations=2, timeout=timeout, bubble=True)
 
 
 def test_a_refused_layout_says_why_in_its_row():

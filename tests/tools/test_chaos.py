@@ -20,7 +20,7 @@ from tests.checkpoint.states import save_state
 from tests.reliability.processes import TOY, until
 from tests.repository import ROOT
 from tools import chaos
-from tools.chaos import Outcome, Strike, judge
+from tools.chaos import Fault, Outcome, judge
 
 
 def _line(iteration: int, when: float, loss: float | None = None) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _judged(
 
 
 def test_a_run_that_lost_a_step_survived(tmp_path: Path) -> None:
-    outcome = Outcome([-9, 0], [Strike("kill", 1, 2.5)], seconds=8.0)
+    outcome = Outcome([-9, 0], [Fault("kill", 1, 2.5)], seconds=8.0)
     problems, numbers = _judged(tmp_path, _KILLED, outcome)
     assert not problems
     assert numbers["goodput"] == (1 + 1 + 1 + 1) / 8.0  # the first try of iteration 2 was lost
@@ -136,11 +136,11 @@ def test_the_last_rank_that_runs_is_not_stopped(tmp_path: Path) -> None:
     try:
         until(lambda: len(job.ranks()) == 2, 30.0)
         draw = random.Random(0)
-        first = chaos.strike("stop", job, tmp_path, draw)
+        first = chaos.inject_fault("stop", job, tmp_path, draw)
         assert first is not None
         until(lambda: job.processes()[first.pid].is_stopped, 10.0)
-        assert chaos.strike("stop", job, tmp_path, draw) is None
-        assert chaos.strike("kill", job, tmp_path, draw) is not None
+        assert chaos.inject_fault("stop", job, tmp_path, draw) is None
+        assert chaos.inject_fault("kill", job, tmp_path, draw) is not None
     finally:
         os.killpg(job.process.pid, signal.SIGKILL)
         job.end()

@@ -21,7 +21,7 @@ from megatron.config.other_flags import other_flags
 from megatron.config.run import sections
 from megatron.tasks.table import OPTIONS
 from tests.repository import ROOT
-from tools.old_names import OLD_NAMES, translated
+from tools.old_names import OLD_NAMES, translate_args
 
 _PROGRAMS: dict[str, list[str]] = json.loads(
     Path(__file__).with_name("megatron_programs.json").read_text()
@@ -50,10 +50,10 @@ def test_every_flag_of_a_program_is_known(program: str) -> None:
     old = OLD_NAMES.get(program)
     if old is None:
         assert set(_PROGRAMS[program]) - _known(program) == set()
-    elif old.now:
+    elif old.successor:
         added = {word.split()[0] for word in old.adds}
-        now = {flag.name for flag in split(translated(old, _PROGRAMS[program]))} - added
-        assert now - _known(old.now) == set()
+        now = {flag.name for flag in split(translate_args(old, _PROGRAMS[program]))} - added
+        assert now - _known(old.successor) == set()
 
 
 def test_every_program_is_here_or_has_an_answer() -> None:

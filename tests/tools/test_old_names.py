@@ -211,19 +211,23 @@ def test_generation(start):
     assert (script, now) == ("tools/generate_samples_gpt.py", words.split())
 
 
-@pytest.mark.parametrize("name", [name for name, old in OLD_NAMES.items() if not old.now])
+@pytest.mark.parametrize("name", [name for name, old in OLD_NAMES.items() if not old.successor])
 def test_what_has_no_successor_says_so_in_one_line(name):
     words = [sys.executable, str(ROOT / name), "--input", "x"]
     finished = subprocess.run(words, capture_output=True, text=True, check=False)
     assert finished.returncode == 9
     (line,) = finished.stderr.splitlines()
-    assert line == f"error: {name} ({OLD_NAMES[name].era}) was removed: {OLD_NAMES[name].remedy}"
+    assert (
+        line == f"error: {name} ({OLD_NAMES[name].versions}) was removed: {OLD_NAMES[name].remedy}"
+    )
 
 
 @pytest.mark.parametrize("name", OLD_NAMES)
 def test_each_name_is_a_script_and_documented(name):
     assert "run_old_name(__file__)" in (ROOT / name).read_text()
     old = OLD_NAMES[name]
-    assert not old.now or (ROOT / old.now).is_file()
-    line = f"| `{name}` | {old.era} | {f'`{old.now}`' if old.now else old.remedy} |"
+    assert not old.successor or (ROOT / old.successor).is_file()
+    line = (
+        f"| `{name}` | {old.versions} | {f'`{old.successor}`' if old.successor else old.remedy} |"
+    )
     assert line in (ROOT / "docs" / "compatibility.md").read_text().splitlines()

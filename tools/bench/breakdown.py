@@ -91,8 +91,8 @@ class Breakdown:
 
 def classify(name: str) -> str:
     """Return the part of a step that a kernel belongs to, according to its name."""
-    found = (part for part, pattern in _PATTERNS if pattern.search(name))
-    return next(found, "elementwise and normalization")
+    matches = (part for part, pattern in _PATTERNS if pattern.search(name))
+    return next(matches, "elementwise and normalization")
 
 
 def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
@@ -129,17 +129,17 @@ def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdo
     starts = _iteration_starts(events)
     if len(starts) < 3:
         raise DataError(f"contains {len(starts)} marked iterations, expected at least 3")
-    begin, end, steps = starts[1], starts[-1], len(starts) - 2
+    start, end, steps = starts[1], starts[-1], len(starts) - 2
     inside = [
-        Kernel(k.name, k.part, max(k.start, begin), min(k.end, end))
+        Kernel(k.name, k.part, max(k.start, start), min(k.end, end))
         for k in kernels
-        if k.end > begin and k.start < end
+        if k.end > start and k.start < end
     ]
     scale = 1e-6 / steps
-    given, hidden = attribute_time(inside, begin, end)
+    attributed, hidden = attribute_time(inside, start, end)
     return Breakdown(
-        step=(end - begin) * scale,
-        parts={part: given[part] * scale for part in PARTS},
+        step=(end - start) * scale,
+        parts={part: attributed[part] * scale for part in PARTS},
         hidden={part: hidden[part] * scale for part in PARTS[-3:-1]},
         kernels=_largest(inside, scale, steps, top),
     )
@@ -147,7 +147,7 @@ def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdo
 
 def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
     """Return the operations that ran on the device, each with its part."""
-    launched = {
+    launch_times = {
         event["args"]["correlation"]: event["ts"]
         for event in events
         if event.get("cat") in _LAUNCH_KINDS and "correlation" in event.get("args", {})
@@ -162,8 +162,10 @@ def _kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
         if event.get("cat") not in _KERNEL_KINDS:
             continue
         part = classify(event["name"])
-        when = launched.get(event.get("args", {}).get("correlation"), -1.0)
-        if part in _FOLLOW_THE_PHASE and any(first <= when <= last for first, last in phases):
+        launch_time = launch_times.get(event.get("args", {}).get("correlation"), -1.0)
+        if part in _FOLLOW_THE_PHASE and any(
+            first <= launch_time <= last for first, last in phases
+        ):
             part = "optimizer"
         kernels.append(Kernel(event["name"], part, event["ts"], event["ts"] + event["dur"]))
     return kernels
@@ -179,17 +181,17 @@ def _iteration_starts(events: Iterable[Mapping[str, Any]]) -> list[float]:
         for event in events:
             mark = _MARK.match(event["name"]) if event.get("cat") == kind else None
             if mark:
-                number = int(mark[1])
-                starts[number] = min(event["ts"], starts.get(number, event["ts"]))
+                iteration = int(mark[1])
+                starts[iteration] = min(event["ts"], starts.get(iteration, event["ts"]))
         if starts:
             return sorted(starts.values())
     return []
 
 
 def attribute_time(
-    kernels: Iterable[Kernel], begin: float, end: float
+    kernels: Iterable[Kernel], start: float, end: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Attribute the time from `begin` to `end` to parts.
+    """Attribute the time from `start` to `end` to parts.
 
     Returns:
         Microseconds attributed to each part, and hidden microseconds of each part: a kernel of the
@@ -199,17 +201,17 @@ def attribute_time(
     for kernel in kernels:
         edges += [(kernel.start, 1, kernel.part), (kernel.end, -1, kernel.part)]
     edges.sort(key=lambda edge: edge[0])
-    given, hidden = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
+    attributed, hidden = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
     running: Counter[str] = Counter()
-    now = begin
-    for when, change, part in [*edges, (end, 0, "idle")]:
+    now = start
+    for time, change, part in [*edges, (end, 0, "idle")]:
         active = [name for name in PARTS if running[name] > 0] or ["idle"]
-        given[active[0]] += when - now
+        attributed[active[0]] += time - now
         for name in active[1:]:
-            hidden[name] += when - now
+            hidden[name] += time - now
         running[part] += change
-        now = when
-    return given, hidden
+        now = time
+    return attributed, hidden
 
 
 def _largest(

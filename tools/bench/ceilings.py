@@ -81,14 +81,16 @@ def measure_ceilings(
     tokens //= config.parallel.context_parallel_size
     layer, head = layer_products(plan, tensor), [(vocabulary // tensor, plan.hidden)]
 
-    def timed(work: Callable[[], object]) -> float:
+    def time_work(work: Callable[[], object]) -> float:
         return time_sustained(work, device, seconds)
 
-    layer_seconds = timed(products_16bit(layer, tokens, device))
-    head_seconds = timed(products_16bit(head, tokens, device))
+    layer_seconds = time_work(products_16bit(layer, tokens, device))
+    head_seconds = time_work(products_16bit(head, tokens, device))
     fp8 = device.is_gpu and hasattr(torch, "_scaled_mm")
-    layer_fp8 = timed(products_fp8(layer, tokens, device)) if fp8 else None
-    forward, backward = (timed(work) for work in attention_passes(config, plan.attention, device))
+    layer_fp8 = time_work(products_fp8(layer, tokens, device)) if fp8 else None
+    forward, backward = (
+        time_work(work) for work in attention_passes(config, plan.attention, device)
+    )
     samples, sequence = config.training.micro_batch_size, config.data.seq_length
     square = 2 * samples * sequence**2 * plan.attention.query / tensor
     flops = count_flops(layer, tokens)
@@ -223,18 +225,23 @@ def products_fp8(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device.torch_device).to(torch.float8_e4m3fn)
 
-    one = torch.ones((), device=device.torch_device)
+    unit_scale = torch.ones((), device=device.torch_device)
     # (rows, inner, columns) of the output, input gradient and weight gradient. The second operand
     # is column-major, as the hardware requires.
     shapes = [
         shape for o, i in matrices for shape in ((tokens, i, o), (tokens, o, i), (o, tokens, i))
     ]
-    factors = [(random(m, k), random(n, k).t()) for m, k, n in shapes]
+    operands = [(random(m, k), random(n, k).t()) for m, k, n in shapes]
 
     def work() -> None:
-        for a, b in factors:
+        for a, b in operands:
             torch._scaled_mm(
-                a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+                a,
+                b,
+                scale_a=unit_scale,
+                scale_b=unit_scale,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
             )
 
     return work
@@ -254,12 +261,12 @@ def attention_passes(
         return x.transpose(1, 2).requires_grad_()  # [b, n, s, d]
 
     inputs = (random(heads), random(kv_heads), random(kv_heads))
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if device.is_gpu:
-        kernels.insert(0, SDPBackend.CUDNN_ATTENTION)
+        backends.insert(0, SDPBackend.CUDNN_ATTENTION)
 
     def attend() -> Tensor:
-        with sdpa_kernel(kernels, set_priority=True):
+        with sdpa_kernel(backends, set_priority=True):
             return F.scaled_dot_product_attention(
                 *inputs, is_causal=True, enable_gqa=kv_heads != heads
             )

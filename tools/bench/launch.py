@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron.errors import UserError
 
 _GRACE_SECONDS = 45.0  # torchrun kills its processes 30 s after SIGTERM
-_SHOWN_LINES = 25
+_LAST_LINES = 25
 _ITERATION = re.compile(
     r"^ iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+) .*?lm loss: (\S+)"
 )
@@ -32,7 +32,7 @@ class BenchmarkError(UserError):
 
 
 @dataclass(frozen=True)
-class Logged:
+class LogLine:
     """A log line.
 
     Attributes:
@@ -49,7 +49,7 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunMeasurements:
     """The measurements of one run, over the iterations after the warm-up.
 
     Attributes:
@@ -104,9 +104,13 @@ def run_process(
     lines, code = run_to_end(command, timeout=timeout, folder=root)
     log.write_text("".join(f"{when:9.3f} {line}\n" for when, line in lines), encoding="utf-8")
     if code != 0:
-        what = f"did not end in {timeout:.0f} s" if code is None else f"ended with exit code {code}"
-        last = "\n".join(f"    {line}" for _, line in lines[-_SHOWN_LINES:])
-        raise BenchmarkError(f"the run {what}; its last lines (full output in {log}):\n{last}")
+        ending = (
+            f"did not end in {timeout:.0f} s" if code is None else f"ended with exit code {code}"
+        )
+        last_lines = "\n".join(f"    {line}" for _, line in lines[-_LAST_LINES:])
+        raise BenchmarkError(
+            f"the run {ending}; its last lines (full output in {log}):\n{last_lines}"
+        )
     return lines
 
 
@@ -182,17 +186,17 @@ def _collect(stream: object, start: float, lines: list[tuple[float, str]]) -> No
         lines.append((time.perf_counter() - start, line.rstrip("\n")))
 
 
-def read_log(lines: Sequence[tuple[float, str]]) -> list[Logged]:
+def read_log(lines: Sequence[tuple[float, str]]) -> list[LogLine]:
     """Return the iteration log lines found in the output."""
     found = ((when, _ITERATION.match(line)) for when, line in lines)
     return [
-        Logged(int(match[1]), float(match[2]) / 1000, when, float(match[3]))
+        LogLine(int(match[1]), float(match[2]) / 1000, when, float(match[3]))
         for when, match in found
         if match
     ]
 
 
-def measure(lines: Sequence[tuple[float, str]], *, warmup: int, last: int) -> Measured:
+def measure(lines: Sequence[tuple[float, str]], *, warmup: int, last: int) -> RunMeasurements:
     """Measure iterations `warmup + 1` to `last` from a run's output.
 
     Raises:
@@ -210,7 +214,7 @@ def measure(lines: Sequence[tuple[float, str]], *, warmup: int, last: int) -> Me
         raise BenchmarkError("a loss is not finite, so the run measures nothing")
     span = timed[-1].arrived - before[-1].arrived
     memory = [match for _, line in lines for match in [_MEMORY.search(line)] if match]
-    return Measured(
+    return RunMeasurements(
         first_iteration=logged[0].arrived,
         best=min(line.seconds for line in timed),
         median=statistics.median(line.seconds for line in timed),

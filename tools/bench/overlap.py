@@ -19,23 +19,23 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.linear import ScatteredProduct, gathered_product
 from megatron.processes.launch import prepare, read_launch
 
-Form = Callable[[], Tensor]
+Variant = Callable[[], Tensor]
 
 
-def gathered(
+def gather_variants(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
-) -> dict[str, tuple[Form, bool]]:
+) -> dict[str, tuple[Variant, bool]]:
     """Return variants of the product of all ranks' rows, [m, in] each, with a weight [in, out].
 
     Each variant comes with a flag that says whether it communicates.
     """
-    axis, whole = layout.tensor, all_gather(rows, layout.tensor)
+    axis, all_rows = layout.tensor, all_gather(rows, layout.tensor)
 
     def multiply(x: Tensor, into: Tensor) -> None:
         torch.mm(x, weight, out=into)
 
-    def cut() -> Tensor:
-        out = rows.new_empty(whole.shape[0], weight.shape[1])
+    def overlapped() -> Tensor:
+        out = rows.new_empty(all_rows.shape[0], weight.shape[1])
         gathered_product(rows, multiply, out, exchange).close()
         return out
 
@@ -48,16 +48,16 @@ def gathered(
         return product
 
     return {
-        "product alone": (lambda: whole @ weight, False),
+        "product alone": (lambda: all_rows @ weight, False),
         "collective": (lambda: all_gather(rows, axis) @ weight, True),
         "PyTorch, fused": (fused, True),
-        "cut": (cut, True),
+        "cut": (overlapped, True),
     }
 
 
-def scattered(
+def scatter_variants(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
-) -> dict[str, tuple[Form, bool]]:
+) -> dict[str, tuple[Variant, bool]]:
     """Return variants of a product of rows [t m, in], summed over the t ranks.
 
     Each rank gets m rows of the sum (a reduce-scatter). Each variant comes with a flag that says
@@ -88,30 +88,32 @@ def scattered(
     }
 
 
-def measure(forms: dict[str, tuple[Form, bool]], device: Device, rounds: int) -> dict[str, str]:
+def measure(
+    variants: dict[str, tuple[Variant, bool]], device: Device, rounds: int
+) -> dict[str, str]:
     """Return each variant's microseconds and whether it gives the same bits as the collective."""
     if not device.is_gpu:
-        del forms["PyTorch, fused"]
-    expected = forms["collective"][0]()
+        del variants["PyTorch, fused"]
+    expected = variants["collective"][0]()
     notes = {}
-    for name, (form, sends) in forms.items():
-        result = form()
-        same = sends and torch.equal(result, expected)
-        notes[name] = ", same bits" if same and name != "collective" else ""
-        if sends:
+    for name, (variant, communicates) in variants.items():
+        result = variant()
+        is_equal = communicates and torch.equal(result, expected)
+        notes[name] = ", same bits" if is_equal and name != "collective" else ""
+        if communicates:
             torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
-    times: dict[str, list[float]] = {name: [] for name in forms}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, (form, _) in forms.items():
-            form()
+        for name, (variant, _) in variants.items():
+            variant()
             dist.barrier()
             start = device.mark()
             for _ in range(20):
-                form()
+                variant()
             end = device.mark()
             device.synchronize()
             times[name].append(device.seconds_between(start, end) / 20 * 1e6)
-    return {name: f"{statistics.median(times[name]):,.0f}{notes[name]}" for name in forms}
+    return {name: f"{statistics.median(times[name]):,.0f}{notes[name]}" for name in variants}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -139,8 +141,8 @@ def run(options: argparse.Namespace) -> None:
     layout = Layout.at(launch.rank, size, tensor=size).connect(device.type)
     torch.manual_seed(1 + launch.rank)
     rows = {
-        label: measure(forms, device, options.rounds)
-        for label, forms in cases(options, layout, device)
+        label: measure(variants, device, options.rounds)
+        for label, variants in cases(options, layout, device)
     }
     if launch.rank == 0:
         names = list(next(iter(rows.values())))
@@ -154,7 +156,7 @@ def run(options: argparse.Namespace) -> None:
 
 def cases(
     options: argparse.Namespace, layout: Layout, device: Device
-) -> Iterator[tuple[str, dict[str, tuple[Form, bool]]]]:
+) -> Iterator[tuple[str, dict[str, tuple[Variant, bool]]]]:
     """Yield the name and the variants of each product of a layer that involves communication."""
     size, hidden, ffn = layout.tensor.size, options.hidden_size, options.ffn_hidden_size
     part = options.tokens // size
@@ -172,10 +174,10 @@ def cases(
 
     for name, out in (("query-key-value", options.qkv_size), ("MLP up", 2 * ffn)):
         weight = (random(out // size, hidden) / hidden**0.5).t()
-        yield f"gather, {name}", gathered(random(part, hidden), weight, layout, exchange)
+        yield f"gather, {name}", gather_variants(random(part, hidden), weight, layout, exchange)
     for name, width in (("attention's output", hidden), ("MLP down", ffn)):
         weight = (random(hidden, width // size) / width**0.5).t()
         whole = random(options.tokens, width // size)
-        yield f"{name}, scatter", scattered(whole, weight, layout, exchange)
+        yield f"{name}, scatter", scatter_variants(whole, weight, layout, exchange)
         grad, weight = random(part, hidden), random(hidden, width // size) / hidden**0.5
-        yield f"gather, input's gradient of {name}", gathered(grad, weight, layout, exchange)
+        yield f"gather, input's gradient of {name}", gather_variants(grad, weight, layout, exchange)

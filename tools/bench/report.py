@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tools.bench.breakdown import Breakdown
-from tools.bench.launch import Measured
+from tools.bench.launch import RunMeasurements
 from tools.bench.workloads import tokens_of_step
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Result:
     """The runs of one checkout. `unavailable` says why there is no breakdown."""
 
     name: str
-    runs: list[Measured]
+    runs: list[RunMeasurements]
     breakdown: Breakdown | None = None
     unavailable: str = ""
 
@@ -58,8 +58,8 @@ class Facts:
         from megatron.tokenizer import padded_vocabulary
 
         assert config.data.seq_length is not None
-        numbers = config.precision
-        key = "roofline_step_16bit" if numbers.fp8_format is None else "roofline_step_fp8"
+        is_16bit = config.precision.bf16 or config.precision.fp16
+        key = "roofline_step_16bit" if config.precision.fp8_format is None else "roofline_step_fp8"
         vocabulary = padded_vocabulary(config)
         return cls(
             tokens=tokens_of_step(config) / gpus,
@@ -67,7 +67,7 @@ class Facts:
             precision=precision,
             gpus=gpus,
             ceilings=ceilings,
-            roofline=ceilings[key] if numbers.bf16 or numbers.fp16 else None,  # unknown for fp32
+            roofline=ceilings[key] if is_16bit else None,  # unknown for fp32
         )
 
     def derived(self, seconds: float) -> dict[str, float | None]:
@@ -84,7 +84,7 @@ class Facts:
         }
 
 
-def run_line(name: str, number: int, measured: Measured, tokens: float) -> str:
+def run_line(name: str, number: int, measured: RunMeasurements, tokens: float) -> str:
     """Describe one finished run in a line. `tokens` is the number of tokens per step and GPU."""
     return (
         f"{name} run {number}: tokens/s per GPU best {tokens / measured.best:,.0f}, "
@@ -161,31 +161,33 @@ def _rate(flops: float | None) -> str:
 
 
 def _describe_result(facts: Facts, result: Result) -> str:
-    numbers = summary(result)
+    totals = summary(result)
     columns = [
-        ("best run", numbers["best_run"]),
-        ("median run", numbers["median_run"]),
-        ("best iteration", numbers["best_iteration"]),
-        ("by wall clock", numbers["clock"]),
+        ("best run", totals["best_run"]),
+        ("median run", totals["median_run"]),
+        ("best iteration", totals["best_iteration"]),
+        ("by wall clock", totals["clock"]),
     ]
     derived = [facts.derived(seconds) for _, seconds in columns]
     rows = [(f"{result.name}, {len(result.runs)} run(s)", *(name for name, _ in columns))]
     rows.append(("step, ms", *(f"{seconds * 1e3:.1f}" for _, seconds in columns)))
-    for label, key, shown in (
+    for label, key, template in (
         ("tokens/s per GPU", "tokens_per_second_per_gpu", "{:,.0f}"),
         ("model TFLOP/s", "model_tflops", "{:.4g}"),
         ("MFU, datasheet 16-bit peak", "mfu_datasheet", "{:.1%}"),
         ("MFU, measured bf16 products", "mfu_measured_products", "{:.1%}"),
         ("share of the roofline", "share_of_roofline", "{:.1%}"),
     ):
-        values = [numbers[key] for numbers in derived]
-        rows.append((label, *("n/a" if value is None else shown.format(value) for value in values)))
+        values = [totals[key] for totals in derived]
+        rows.append(
+            (label, *("n/a" if value is None else template.format(value) for value in values))
+        )
     return (
         f"{table(rows)}\n"
-        f"peak memory {numbers['peak_allocated'] / _GIB:.2f} GiB allocated, "
-        f"{numbers['peak_reserved'] / _GIB:.2f} GiB reserved; launch to the end of iteration 1: "
-        f"first run {numbers['first_iteration_first']:.1f} s, "
-        f"best {numbers['first_iteration_best']:.1f} s"
+        f"peak memory {totals['peak_allocated'] / _GIB:.2f} GiB allocated, "
+        f"{totals['peak_reserved'] / _GIB:.2f} GiB reserved; launch to the end of iteration 1: "
+        f"first run {totals['first_iteration_first']:.1f} s, "
+        f"best {totals['first_iteration_best']:.1f} s"
     )
 
 
@@ -212,21 +214,25 @@ def _describe_difference(facts: Facts, old: Result, new: Result) -> str:
     before, after = summary(old), summary(new)
     rows: list[tuple[str, ...]] = [("", old.name, new.name, "difference")]
     for label, key in (("median run", "median_run"), ("best run", "best_run")):
-        speeds = [facts.tokens / numbers[key] for numbers in (before, after)]
+        speeds = [facts.tokens / totals[key] for totals in (before, after)]
         change = speeds[1] / speeds[0] - 1
         rows.append((f"tokens/s, {label}", *(f"{s:,.0f}" for s in speeds), f"{change:+.2%}"))
-    spreads = [numbers["worst_run"] / numbers["best_run"] - 1 for numbers in (before, after)]
+    spreads = [totals["worst_run"] / totals["best_run"] - 1 for totals in (before, after)]
     rows.append(("spread of the runs", *(f"{spread:.2%}" for spread in spreads), ""))
     if old.breakdown and new.breakdown:
         for part, seconds in new.breakdown.parts.items():
-            was = old.breakdown.parts[part]
-            shown = [f"{was * 1e3:.2f}", f"{seconds * 1e3:.2f}", f"{(seconds - was) * 1e3:+.2f}"]
-            rows.append((f"ms: {part}", *shown))
+            old_seconds = old.breakdown.parts[part]
+            cells = [
+                f"{old_seconds * 1e3:.2f}",
+                f"{seconds * 1e3:.2f}",
+                f"{(seconds - old_seconds) * 1e3:+.2f}",
+            ]
+            rows.append((f"ms: {part}", *cells))
     text = table(rows)
     if len(old.runs) < 2:
         return f"{text}\nsingle runs: the spread is unknown"
-    apart = after["worst_run"] < before["best_run"] or before["worst_run"] < after["best_run"]
-    return text + ("" if apart else "\nthe runs overlap, so they show no difference")
+    is_separate = after["worst_run"] < before["best_run"] or before["worst_run"] < after["best_run"]
+    return text + ("" if is_separate else "\nthe runs overlap, so they show no difference")
 
 
 def to_json(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> str:
@@ -244,13 +250,13 @@ def to_json(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> st
 
 
 def _result_record(facts: Facts, result: Result) -> dict[str, Any]:
-    numbers = summary(result)
+    totals = summary(result)
     breakdown = result.breakdown
     return {
         "name": result.name,
-        "summary": numbers,
-        "best": facts.derived(numbers["best_run"]),
-        "median": facts.derived(numbers["median_run"]),
+        "summary": totals,
+        "best": facts.derived(totals["best_run"]),
+        "median": facts.derived(totals["median_run"]),
         "runs": [dataclasses.asdict(run) for run in result.runs],
         "breakdown": result.unavailable if breakdown is None else dataclasses.asdict(breakdown),
     }

@@ -146,7 +146,7 @@ WORKLOADS = {
 
 
 def training_flags(
-    workload: Workload, precision: str, gpus: int, corpus: Path, further: Sequence[str]
+    workload: Workload, precision: str, gpus: int, corpus: Path, extra_flags: Sequence[str]
 ) -> list[str]:
     """Return flags for pretrain_gpt.py, except those for its length and output.
 
@@ -155,7 +155,7 @@ def training_flags(
         precision: A key of PRECISIONS.
         gpus: Number of GPUs.
         corpus: Prefix of the corpus.
-        further: Flags to append at the end.
+        extra_flags: Flags to append at the end.
     """
     return [
         *workload.network.split(),
@@ -165,7 +165,7 @@ def training_flags(
         *f"--tokenizer-type NullTokenizer --vocab-size {workload.vocabulary - 1}".split(),
         *["--data-path", str(corpus)],
         *PRECISIONS[precision],
-        *further,
+        *extra_flags,
     ]
 
 
@@ -216,14 +216,14 @@ def write_corpus(
 
     from megatron.data.indexed import IndexedDatasetBuilder, best_dtype
 
-    random = np.random.default_rng(_CORPUS_SEED)
-    words = vocabulary - 1
+    rng = np.random.default_rng(_CORPUS_SEED)
+    num_words = vocabulary - 1
     # The logarithm of a Zipf rank is uniform.
-    ranks = np.floor(np.exp(random.random(tokens) * np.log(words + 1))).astype(np.int64) - 1
-    ids = random.permutation(words)[np.clip(ranks, 0, words - 1)]
+    ranks = np.floor(np.exp(rng.random(tokens) * np.log(num_words + 1))).astype(np.int64) - 1
+    ids = rng.permutation(num_words)[np.clip(ranks, 0, num_words - 1)]
     count = max(1, tokens // document_tokens)
-    ends = np.unique([*random.integers(1, tokens, count - 1), tokens])
-    ids[ends - 1] = words
+    ends = np.unique([*rng.integers(1, tokens, count - 1), tokens])
+    ids[ends - 1] = num_words
     lengths = np.diff(ends, prepend=0)
     with IndexedDatasetBuilder(prefix, best_dtype(vocabulary)) as builder:
         builder.add_documents(ids, lengths, np.ones(len(lengths), np.int64))

@@ -98,7 +98,7 @@ def text_dedup(source: Path, output: Path) -> None:
     subprocess.run([sys.executable, "-m", "text_dedup.minhash", *words], check=True)
 
 
-RIVALS: dict[str, Callable[[Path, Path], None]] = {
+BASELINES: dict[str, Callable[[Path, Path], None]] = {
     "datatrove": datatrove,
     "datasketch": datasketch,
     "text-dedup": text_dedup,
@@ -106,8 +106,8 @@ RIVALS: dict[str, Callable[[Path, Path], None]] = {
 
 if __name__ == "__main__":
     parser = ToolParser("rivals.py", __doc__)
-    parser.add_argument("program", choices=RIVALS)
+    parser.add_argument("program", choices=BASELINES)
     parser.add_argument("source", type=Path, help="Folder with .jsonl files.")
     parser.add_argument("output", type=Path, help="New folder.")
     given = parser.read()
-    RIVALS[given.program](given.source, given.output)
+    BASELINES[given.program](given.source, given.output)

@@ -40,34 +40,34 @@ class Moment(NamedTuple):
     is_now: Callable[[Path], bool]
 
 
-def prove(words: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
+def prove(args: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
     """Yield the name of each way to build a corpus, and whether its bytes are those of one process.
 
     Args:
-        words: The command line of build_corpus.py without `--output`, `--workers` and `--executor`.
+        args: The command line of build_corpus.py without `--output`, `--workers` and `--executor`.
         folder: A folder for all outputs. One at a time is kept.
     """
-    first = folder / "first"
-    _build(words, first, 1)
-    expected = digest(first)
+    reference = folder / "first"
+    _build(args, reference, 1)
+    expected = digest(reference)
 
     def same(output: Path) -> bool:
-        found = digest(output)
+        actual = digest(output)
         shutil.rmtree(output)
-        return found == expected
+        return actual == expected
 
     for workers in (2, 4):
-        _build(words, folder / "output", workers)
+        _build(args, folder / "output", workers)
         yield f"{workers} processes", same(folder / "output")
-    _build_by_datatrove(words, folder / "output")
+    _build_by_datatrove(args, folder / "output")
     yield "datatrove's own local executor, 2 processes", same(folder / "output")
     if importlib.util.find_spec("ray") is not None:
-        _build(words, folder / "output", 2, "--executor", "ray")
+        _build(args, folder / "output", 2, "--executor", "ray")
         yield "datatrove's Ray executor, 2 workers", same(folder / "output")
     for moment in _moments():
-        _build_killed(words, folder / "output", [moment])
+        _build_killed(args, folder / "output", [moment])
         yield f"killed {moment.name}, then continued", same(folder / "output")
-    _build_killed(words, folder / "output", _moments())
+    _build_killed(args, folder / "output", _moments())
     yield "killed at all of these moments, one after the other", same(folder / "output")
 
 
@@ -75,24 +75,24 @@ def digest(corpus: Path) -> str:
     """Return a digest of all files that a pipeline leaves for its user."""
     files = [*corpus.glob("text/*"), *corpus.glob("dropped/*/*"), *corpus.glob(f"{DATASET}.*")]
     files += [corpus / name for name in ("report.json", "report.png", PLAN_FILE)]
-    whole = hashlib.sha256()
+    combined = hashlib.sha256()
     for file in sorted(files):
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-        whole.update(f"{file.relative_to(corpus)} {found}\n".encode())
-    return whole.hexdigest()
+        file_digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        combined.update(f"{file.relative_to(corpus)} {file_digest}\n".encode())
+    return combined.hexdigest()
 
 
-def _command(words: Sequence[str], output: Path, workers: int, *more: str) -> list[str]:
-    start = [sys.executable, str(_BUILD), *words, "--output", str(output)]
-    return [*start, "--workers", str(workers), *more]
+def _command(args: Sequence[str], output: Path, workers: int, *extra_args: str) -> list[str]:
+    start = [sys.executable, str(_BUILD), *args, "--output", str(output)]
+    return [*start, "--workers", str(workers), *extra_args]
 
 
-def _build(words: Sequence[str], output: Path, workers: int, *more: str) -> None:
-    command = _command(words, output, workers, *more)
+def _build(args: Sequence[str], output: Path, workers: int, *extra_args: str) -> None:
+    command = _command(args, output, workers, *extra_args)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def _build_by_datatrove(words: Sequence[str], output: Path) -> None:
+def _build_by_datatrove(args: Sequence[str], output: Path) -> None:
     """Build with datatrove's own executor, which ours replaces."""
     from datatrove.executor.local import LocalPipelineExecutor
 
@@ -101,46 +101,46 @@ def _build_by_datatrove(words: Sequence[str], output: Path) -> None:
 
     quiet = contextlib.redirect_stdout(io.StringIO())
     with mock.patch.object(local, "LocalExecutor", LocalPipelineExecutor), quiet:
-        command = _command(words, output, 2)[2:]
+        command = _command(args, output, 2)[2:]
         build_corpus.run(build_corpus.build_parser().parse_args(command))
 
 
 def _moments() -> list[Moment]:
     """Return the beginning and the middle of each stage."""
     stages = {"clean": "work/clean", "select": "text", "tokenize": "work/tokens"}
-    found = [
+    moments = [
         moment
-        for stage, place in stages.items()
+        for stage, subfolder in stages.items()
         for moment in (
-            Moment(f"in the first file of {stage!r}", _writes(place)),
-            Moment(f"in the middle of {stage!r}", _is_half(place)),
+            Moment(f"in the first file of {stage!r}", _writes(subfolder)),
+            Moment(f"in the middle of {stage!r}", _is_half(subfolder)),
         )
     ]
-    found.insert(2, Moment("in 'groups'", _writes("work/groups")))
-    found.append(Moment("while the dataset is joined", _writes(".", DATASET)))
+    moments.insert(2, Moment("in 'groups'", _writes("work/groups")))
+    moments.append(Moment("while the dataset is joined", _writes(".", DATASET)))
     return [
-        *found,
+        *moments,
         Moment("before the report", lambda corpus: (corpus / f"{DATASET}.idx").exists()),
     ]
 
 
-def _writes(place: str, name: str = "") -> Callable[[Path], bool]:
+def _writes(subfolder: str, name: str = "") -> Callable[[Path], bool]:
     """Return a function that tests whether a file in a folder exists or is being written."""
-    return lambda corpus: any((corpus / place).glob(f"{name or '*'}*"))
+    return lambda corpus: any((corpus / subfolder).glob(f"{name or '*'}*"))
 
 
-def _is_half(place: str) -> Callable[[Path], bool]:
+def _is_half(subfolder: str) -> Callable[[Path], bool]:
     """Return a function that tests whether half of the pieces in a folder are complete."""
 
     def is_half(corpus: Path) -> bool:
         pieces = len(json.loads((corpus / PLAN_FILE).read_bytes())["pieces"])
-        files = [file for file in (corpus / place).glob("*") if TEMPORARY not in file.name]
+        files = [file for file in (corpus / subfolder).glob("*") if TEMPORARY not in file.name]
         return len({file.stem for file in files}) >= pieces // 2
 
     return is_half
 
 
-def _build_killed(words: Sequence[str], output: Path, moments: Sequence[Moment]) -> None:
+def _build_killed(args: Sequence[str], output: Path, moments: Sequence[Moment]) -> None:
     """Build a corpus, and send SIGKILL to all of its processes at each moment.
 
     Raises:
@@ -148,17 +148,17 @@ def _build_killed(words: Sequence[str], output: Path, moments: Sequence[Moment])
     """
     for moment in moments:
         for _ in range(_TRIES):
-            if _is_killed(words, output, moment):
+            if _is_killed(args, output, moment):
                 break
             shutil.rmtree(output)  # it was complete
         else:
             raise RuntimeError(f"the run could not be killed {moment.name}")
-    _build(words, output, 2)
+    _build(args, output, 2)
 
 
-def _is_killed(words: Sequence[str], output: Path, moment: Moment) -> bool:
+def _is_killed(args: Sequence[str], output: Path, moment: Moment) -> bool:
     process = subprocess.Popen(
-        _command(words, output, 2), stdout=subprocess.DEVNULL, start_new_session=True
+        _command(args, output, 2), stdout=subprocess.DEVNULL, start_new_session=True
     )
     while process.poll() is None:
         if (output / PLAN_FILE).exists() and moment.is_now(output):

@@ -29,7 +29,7 @@ from tools.generation_benchmark.report import Decoding
 _BLOCK = 16
 
 
-class Subject:
+class EngineBenchmark:
     """A model, with a new engine for each measurement."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Subject:
             if not name.startswith("embedding.")  # a step reads a single row per sequence
         )
         self._model: GPTModel | None = model
-        self._adapters = give_adapters(model, context, adapters, rank) if adapters else None
+        self._adapters = add_adapters(model, context, adapters, rank) if adapters else None
 
     def release(self) -> None:
         """Release the model's memory."""
@@ -79,11 +79,11 @@ class Subject:
     def decode(self, batch: int, prompt: int, new: int, warm_up: int) -> Decoding:
         """Time `new` steps of `batch` sequences whose prompts have `prompt` tokens."""
         # While the last prompts are prefilled, the first sequences are already decoding.
-        ahead = 2 + batch * prompt // (_step_tokens(batch) - batch)
-        most = new + warm_up + ahead
-        engine = self._engine(batch, batch * (prompt + most + _BLOCK))
-        for number in range(batch):
-            engine.add(self._request(number, prompt, most))
+        prefill_steps = 2 + batch * prompt // (_step_tokens(batch) - batch)
+        max_new = new + warm_up + prefill_steps
+        engine = self._engine(batch, batch * (prompt + max_new + _BLOCK))
+        for i in range(batch):
+            engine.add(self._request(i, prompt, max_new))
         answered: set[str] = set()
         while len(answered) < batch:
             answered |= {event.request for event in engine.step() if isinstance(event, Token)}
@@ -97,7 +97,7 @@ class Subject:
         seconds = (time.perf_counter() - start) / new
         engine.abort("done")
         assert tokens == new * batch, "every sequence gets a token in every step"
-        length = prompt + warm_up + (new + ahead) / 2
+        length = prompt + warm_up + (new + prefill_steps) / 2
         return Decoding(batch, length, seconds, self._floor(batch, length))
 
     def prefill(self, length: int, tokens: int) -> float:
@@ -105,9 +105,9 @@ class Subject:
         engine = self._engine(16, max(tokens, length) + 32 * _BLOCK)
         count = max(1, tokens // length)
         # No timed prompt is the first one again, whose keys and values are in the cache.
-        for numbers in (range(1), range(1, 1 + count)):
-            for number in numbers:
-                engine.add(self._request(number, length, 1))
+        for indices in (range(1), range(1, 1 + count)):
+            for i in indices:
+                engine.add(self._request(i, length, 1))
             start = time.perf_counter()
             while engine.has_work:
                 engine.step()
@@ -129,11 +129,11 @@ class Subject:
         )
         return build_engine(loaded, self._device, options)
 
-    def _request(self, number: int, prompt: int, new: int) -> Request:
-        chance = random.Random(number * 1000 + new)  # makes all prompts different
-        tokens = tuple(chance.randrange(self._vocab) for _ in range(prompt))
-        adapter = 1 + number % len(self._adapters.names) if self._adapters else 0
-        return Request(str(number), tokens, Sampling(max_new_tokens=new, temperature=0), adapter)
+    def _request(self, index: int, prompt: int, new: int) -> Request:
+        rng = random.Random(index * 1000 + new)  # makes all prompts different
+        tokens = tuple(rng.randrange(self._vocab) for _ in range(prompt))
+        adapter = 1 + index % len(self._adapters.names) if self._adapters else 0
+        return Request(str(index), tokens, Sampling(max_new_tokens=new, temperature=0), adapter)
 
     def _floor(self, batch: int, length: float) -> float:
         """Return the seconds for reading all weights and the batch's keys and values."""
@@ -148,7 +148,7 @@ class Subject:
 
 
 @torch.no_grad()
-def give_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) -> AdapterRows:
+def add_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) -> AdapterRows:
     """Add adapters with random weights to all linear layers of a model's transformer layers.
 
     Args:

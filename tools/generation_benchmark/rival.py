@@ -20,7 +20,7 @@ from tools.generation_benchmark.report import Decoding
 _WARM_UP_STEPS = 4
 
 
-class Rival:
+class TransformersBaseline:
     """A `transformers` model with random weights."""
 
     def __init__(self, config: RunConfig, device: Device, *, compiles: bool) -> None:
@@ -61,9 +61,9 @@ class Rival:
             self._model = transformers.LlamaForCausalLM(shape).to(dtype).eval()
         self._processors = transformers.LogitsProcessorList
 
-    def beside(self, ours: Decoding, prompt: int, new: int) -> Decoding:
-        """Return `ours` with the seconds per step of `transformers` added."""
-        return replace(ours, theirs=self._seconds(ours.batch, prompt, new))
+    def with_transformers(self, decoding: Decoding, prompt: int, new: int) -> Decoding:
+        """Return `decoding` with the seconds per step of `transformers` added."""
+        return replace(decoding, theirs=self._seconds(decoding.batch, prompt, new))
 
     def _seconds(self, batch: int, prompt: int, new: int) -> float:
         generator = torch.Generator().manual_seed(1)

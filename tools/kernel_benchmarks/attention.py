@@ -27,7 +27,7 @@ from megatron.kernels.attention import (
     masked_softmax,
 )
 from megatron.kernels.library import KernelLibrary
-from tools.kernel_benchmarks.operation import Form, Inputs, Operation
+from tools.kernel_benchmarks.operation import Implementation, Inputs, Operation
 
 BF16 = torch.bfloat16
 BACKWARD_PRODUCTS = 2.5  # times the forward pass's two products: four and a recomputed one
@@ -122,7 +122,10 @@ def biased(device: torch.device, sizes: tuple[int, int, int, int]) -> Operation:
     )
     return replace(
         plain,
-        draw=lambda: [*plain.draw(), torch.randn(1, n, s, s, device=device, dtype=BF16)],
+        make_inputs=lambda: [
+            *plain.make_inputs(),
+            torch.randn(1, n, s, s, device=device, dtype=BF16),
+        ],
         eager=eager,
     )
 
@@ -131,7 +134,7 @@ def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: b
     """Define the softmax of scores [b, n, s, s] that --no-masked-softmax-fusion uses."""
     b, _, s, _ = sizes
     mask = None if causal else torch.rand(b, 1, s, s, device=device) < 0.9  # True: may attend
-    form = partial(masked_softmax, mask=mask, causal=causal, factor=0.5, dtype=BF16)
+    kernel = partial(masked_softmax, mask=mask, causal=causal, factor=0.5, dtype=BF16)
     size = 2 * math.prod(sizes)
     read = 0 if mask is None else mask.numel()
     return Operation(
@@ -139,9 +142,9 @@ def softmax(device: torch.device, sizes: tuple[int, int, int, int], *, causal: b
         shape=f"{list(sizes)} bf16",
         forward_bytes=2 * size + read,
         backward_bytes=3 * size + read,
-        draw=lambda: [torch.randn(sizes, device=device, dtype=BF16)],
-        ours=form,
-        eager=form,
+        make_inputs=lambda: [torch.randn(sizes, device=device, dtype=BF16)],
+        ours=kernel,
+        eager=kernel,
     )
 
 
@@ -169,8 +172,8 @@ def _attention(
     sizes: tuple[int, int, int, int],
     *,
     pairs: float,
-    ours: Form,
-    libraries: dict[str, Form] | None = None,
+    ours: Implementation,
+    libraries: dict[str, Implementation] | None = None,
     groups: int | None = None,
     in_order: bool = False,
 ) -> Operation:
@@ -192,9 +195,11 @@ def _attention(
     products = int(4 * pairs * n * d)
 
     def draw() -> Inputs:
-        order = (b, s) if in_order else (s, b)
-        drawn = [torch.randn(*order, count, d, device=device, dtype=BF16) for count in (n, g, g)]
-        return [x.transpose(0, 1) for x in drawn] if in_order else drawn
+        leading = (b, s) if in_order else (s, b)
+        tensors = [
+            torch.randn(*leading, count, d, device=device, dtype=BF16) for count in (n, g, g)
+        ]
+        return [x.transpose(0, 1) for x in tensors] if in_order else tensors
 
     shape = f"[{b}, {s}, {n}, {d}] in order" if in_order else f"[{s}, {b}, {n}, {d}]"
     return Operation(
@@ -202,7 +207,7 @@ def _attention(
         shape=f"{shape}{'' if g == n else f', {g} groups'} bf16",
         forward_bytes=size,
         backward_bytes=2 * size,
-        draw=draw,
+        make_inputs=draw,
         ours=ours,
         eager=None,  # it would store every score
         libraries=libraries or {},
@@ -211,12 +216,12 @@ def _attention(
     )
 
 
-def _with(*, mask: Mask | None, causal: bool, dropout: float = 0.0) -> Form:
+def _with(*, mask: Mask | None, causal: bool, dropout: float = 0.0) -> Implementation:
     return partial(gpu_attention, options=AttentionOptions(mask, causal, dropout))
 
 
-def _by_flash(*, causal: bool) -> Form:
-    def form(*inputs: Tensor) -> Tensor:
+def _by_flash(*, causal: bool) -> Implementation:
+    def attend(*inputs: Tensor) -> Tensor:
         query, key, value = (x.permute(1, 2, 0, 3) for x in inputs)
         shared = key.shape[1] != query.shape[1]
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -225,7 +230,7 @@ def _by_flash(*, causal: bool) -> Form:
             )
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    return form
+    return attend
 
 
 @cache

@@ -57,7 +57,7 @@ def paged_attention(
         "groups, bf16",
         forward_bytes=2 * (cache + 2 * sequences * GROUPS * PER_GROUP * HEAD),
         backward_bytes=0,
-        draw=draw,
+        make_inputs=draw,
         ours=partial(FusedPaged(library).singles, singles=singles, options=AttentionOptions()),
         eager=partial(PagedAttention().singles, singles=singles, options=AttentionOptions()),
     )
@@ -77,7 +77,7 @@ def row_product(
         shape=f"[{rows}, {inner}] x [{outer}, {inner}]^T bf16",
         forward_bytes=2 * (rows * inner + outer * inner + rows * outer),
         backward_bytes=0,
-        draw=lambda: [
+        make_inputs=lambda: [
             torch.randn(*shape, device=device, dtype=BF16)
             for shape in ((rows, inner), (outer, inner))
         ],

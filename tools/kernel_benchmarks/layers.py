@@ -69,7 +69,7 @@ def add_norm(
         shape=f"[{rows}, {hidden}] {'bf16' if stream == BF16 else 'fp32 stream, bf16'}",
         forward_bytes=size * (2 * wide + 4),
         backward_bytes=size * (3 * wide + 2 + extra),
-        draw=draw,
+        make_inputs=draw,
         ours=partial(_with_epsilon, partial(norm.fused_add_norm, library)),
         eager=by_formula,
         libraries={"F.layer_norm" if bias else "F.rms_norm": partial(_with_epsilon, norm.add_norm)},
@@ -98,7 +98,7 @@ def activate(
         shape=f"[{rows}, {columns}] bf16",
         forward_bytes=2 * rows * columns * (parts + 1),
         backward_bytes=2 * rows * columns * (2 * parts + 1),
-        draw=draw,
+        make_inputs=draw,
         ours=partial(activation.fused_activation, library, plain),
         eager=plain,
     )
@@ -124,7 +124,7 @@ def split_rotate(
         shape=f"[{s}, {b}, {groups} groups x ({per_group} + 2) x {d}] bf16",
         forward_bytes=4 * s * b * width,
         backward_bytes=4 * s * b * width,
-        draw=lambda: [torch.randn(s, b, width, device=device, dtype=BF16)],
+        make_inputs=lambda: [torch.randn(s, b, width, device=device, dtype=BF16)],
         ours=ours,
         eager=eager,
     )
@@ -152,7 +152,7 @@ def bias_dropout_add(
         shape=f"[{rows}, {hidden}] bf16",
         forward_bytes=6 * rows * hidden,
         backward_bytes=4 * rows * hidden,
-        draw=draw,
+        make_inputs=draw,
         ours=ours,
         eager=eager,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.device import Device
 
 Inputs = Sequence[Tensor | None]
-Form = Callable[..., Tensor | tuple[Tensor, ...]]
+Implementation = Callable[..., Tensor | tuple[Tensor, ...]]
 ROTATED_BYTES = 512 * 2**20  # bytes of all input sets together: several times the L2 cache
 REPEATS = 30
 WARM_UP = 3
@@ -29,7 +29,7 @@ class Operation:
         forward_bytes: Minimum number of bytes to move: each input read once, each output written
             once.
         backward_bytes: The same for the backward pass, or 0 if there is none.
-        draw: Function that returns new random inputs. Floating-point inputs get gradients if
+        make_inputs: Function that returns new random inputs. Floating-point inputs get gradients if
             there is a backward pass.
         ours: The fused kernel.
         eager: PyTorch's operations one by one, or `None`. torch.compile compiles this function.
@@ -37,23 +37,24 @@ class Operation:
         forward_products: Number of floating-point operations in 16-bit matrix products, if they may
             set the floor instead of the bytes.
         backward_products: The same for the backward pass.
-        in_one: Whether both passes form a single row, because an implementation does part of one
-            pass's work in the other. Each then returns one tensor, whose sum is differentiated.
+        combines_passes: Whether both passes form a single row, because an implementation does part
+            of one pass's work in the other. Each then returns one tensor, whose sum is
+            differentiated.
         missing: Function that returns what this machine lacks for the operation, or "" if it can be
-            timed. It is called before `draw` and the implementations.
+            timed. It is called before `make_inputs` and the implementations.
     """
 
     name: str
     shape: str
     forward_bytes: int
     backward_bytes: int
-    draw: Callable[[], Inputs]
-    ours: Form
-    eager: Form | None
-    libraries: dict[str, Form] = field(default_factory=dict)
+    make_inputs: Callable[[], Inputs]
+    ours: Implementation
+    eager: Implementation | None
+    libraries: dict[str, Implementation] = field(default_factory=dict)
     forward_products: int = 0
     backward_products: int = 0
-    in_one: bool = False
+    combines_passes: bool = False
     missing: Callable[[], str] = str
 
 
@@ -127,21 +128,21 @@ def measure(
 ) -> Iterator[Timed]:
     """Time every implementation of an operation and yield a result for each of its rows."""
     torch.compiler.reset()  # otherwise earlier shapes use up torch.compile's limit
-    forms: dict[str, Form] = {"ours": operation.ours}
+    implementations: dict[str, Implementation] = {"ours": operation.ours}
     if operation.eager is not None:
-        forms["eager"] = operation.eager
+        implementations["eager"] = operation.eager
         if compiled:
-            forms["compile"] = torch.compile(operation.eager, dynamic=False)
-    forms |= operation.libraries
+            implementations["compile"] = torch.compile(operation.eager, dynamic=False)
+    implementations |= operation.libraries
     count = min(16, max(2, -(-ROTATED_BYTES // operation.forward_bytes)))
-    sets = [operation.draw() for _ in range(count)]
-    for x in (x for inputs in sets for x in inputs if x is not None):
+    input_sets = [operation.make_inputs() for _ in range(count)]
+    for x in (x for inputs in input_sets for x in inputs if x is not None):
         if x.is_floating_point() and operation.backward_bytes:
             x.requires_grad_()
     for pass_ in _passes(operation):
         seconds = {
-            name: watch.median([pass_.call(form, inputs) for inputs in sets])
-            for name, form in forms.items()
+            name: watch.median([pass_.call(implementation, inputs) for inputs in input_sets])
+            for name, implementation in implementations.items()
         }
         floor = ceilings.floor(pass_.moved, pass_.computed)
         yield Timed(operation, pass_.name, floor, seconds)
@@ -154,41 +155,41 @@ class _Pass:
     name: str
     moved: int
     computed: int
-    call: Callable[[Form, Inputs], Callable[[], object]]
+    call: Callable[[Implementation, Inputs], Callable[[], object]]
 
 
 def _passes(operation: Operation) -> list[_Pass]:
-    forward = _Pass("forward", operation.forward_bytes, operation.forward_products, _caller)
+    forward = _Pass("forward", operation.forward_bytes, operation.forward_products, _forward_call)
     if not operation.backward_bytes:
         return [forward]
     moved, computed = operation.backward_bytes, operation.backward_products
-    if operation.in_one:
+    if operation.combines_passes:
         moved, computed = moved + forward.moved, computed + forward.computed
-        return [_Pass("forward and backward", moved, computed, _caller_of_both)]
-    return [forward, _Pass("backward", moved, computed, _backward_of)]
+        return [_Pass("forward and backward", moved, computed, _forward_backward_call)]
+    return [forward, _Pass("backward", moved, computed, _backward_call)]
 
 
-def _caller(form: Form, inputs: Inputs) -> Callable[[], object]:
+def _forward_call(implementation: Implementation, inputs: Inputs) -> Callable[[], object]:
     def call() -> object:
         with torch.no_grad():
-            return form(*inputs)
+            return implementation(*inputs)
 
     return call
 
 
-def _caller_of_both(form: Form, inputs: Inputs) -> Callable[[], object]:
+def _forward_backward_call(implementation: Implementation, inputs: Inputs) -> Callable[[], object]:
     leaves = [x for x in inputs if x is not None and x.requires_grad]
 
     def call() -> object:
-        out = form(*inputs)
-        assert isinstance(out, Tensor), "with in_one, a form returns one tensor"
+        out = implementation(*inputs)
+        assert isinstance(out, Tensor), "with combines_passes, an implementation returns one tensor"
         return torch.autograd.grad(out.sum(), leaves)
 
     return call
 
 
-def _backward_of(form: Form, inputs: Inputs) -> Callable[[], object]:
-    out = form(*inputs)
+def _backward_call(implementation: Implementation, inputs: Inputs) -> Callable[[], object]:
+    out = implementation(*inputs)
     outputs = [out] if isinstance(out, Tensor) else list(out)
     grads = [torch.randn_like(x) for x in outputs]
     leaves = [x for x in inputs if x is not None and x.requires_grad]

@@ -19,7 +19,7 @@ from megatron.parallel.collectives import Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Axis
 from megatron.parallel.products import LinearCall
-from tools.kernel_benchmarks.operation import Form, Inputs, Operation
+from tools.kernel_benchmarks.operation import Implementation, Inputs, Operation
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -67,7 +67,7 @@ def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size:
         shape=f"[{rows}, {size}] bf16",
         forward_bytes=rows * size * 2,
         backward_bytes=rows * size * 4,
-        draw=draw,
+        make_inputs=draw,
         ours=ours,
         eager=eager,
         libraries={"F.cross_entropy in 16 bits": partial(F.cross_entropy, reduction="none")},
@@ -104,13 +104,13 @@ def chunked_cross_entropy(
         shape=f"[{tokens}, {hidden}] x [{size}, {hidden}]^T bf16",
         forward_bytes=parts,
         backward_bytes=2 * parts,
-        draw=draw,
+        make_inputs=draw,
         ours=ours,
         eager=eager,
         libraries={"product, then our kernel": whole},
         forward_products=product,
         backward_products=2 * product,
-        in_one=True,
+        combines_passes=True,
     )
 
 
@@ -140,7 +140,7 @@ def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
         copy.copy_(weight)
         return copy
 
-    def bind(which: Callable[[AdamTensors], Callable[[AdamNumbers], None]]) -> Form:
+    def bind(which: Callable[[AdamTensors], Callable[[AdamNumbers], None]]) -> Implementation:
         def prepare(*inputs: Tensor) -> Callable[[], object]:
             update = which(AdamTensors(*(list(x.chunk(64)) for x in inputs)))
             return partial(update, numbers)
@@ -152,7 +152,7 @@ def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
         shape=f"{size // 2**20} Mi parameters",
         forward_bytes=size * 30,
         backward_bytes=0,
-        draw=draw,
+        make_inputs=draw,
         ours=bind(lambda tensors: choose_adam(tensors, library)),
         eager=eager,
         libraries={
@@ -190,7 +190,7 @@ def tensor_sums(library: KernelLibrary, device: torch.device, size: int) -> Oper
         shape=f"{size // 2**20} Mi fp32",
         forward_bytes=size * 4,
         backward_bytes=0,
-        draw=lambda: [torch.randn(size, device=device)],
+        make_inputs=lambda: [torch.randn(size, device=device)],
         ours=_Prepared(lambda x: choose_tensor_sums([x], device, library)),
         eager=eager,
         libraries={"torch._foreach_norm, norm alone": norm},
@@ -229,7 +229,7 @@ def embedding_gradient(
         shape=f"{count} of {rows} x {hidden} bf16",
         forward_bytes=count * hidden * 2 + len(touched.unique()) * hidden * 8,
         backward_bytes=0,
-        draw=draw,
+        make_inputs=draw,
         ours=ours,
         eager=eager,
         libraries={"embedding_dense_backward + add": dense},
@@ -255,7 +255,7 @@ def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int)
         shape=f"[{outer}, {tokens}] x [{tokens}, {inner}] bf16",
         forward_bytes=tokens * (inner + outer) * 2 + inner * outer * 8,
         backward_bytes=0,
-        draw=draw,
+        make_inputs=draw,
         ours=ours,
         eager=lambda grad, x, into: into.add_(grad.t() @ x),
         forward_products=2 * tokens * inner * outer,
@@ -274,7 +274,7 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
         shape=f"[{rows}, {columns}] e4m3",
         forward_bytes=2 * rows * columns,
         backward_bytes=0,
-        draw=lambda: [torch.randn(rows, columns, device=device).to(E4M3)],
+        make_inputs=lambda: [torch.randn(rows, columns, device=device).to(E4M3)],
         ours=partial(form, casts),
         eager=partial(form, Fp8Casts()),
     )
@@ -285,7 +285,7 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
 
     With current scaling, a cast follows the amax. With delayed scaling, both happen together.
     """
-    held, found = torch.ones(2, device=device).unbind()
+    previous_amax, new_amax = torch.ones(2, device=device).unbind()
 
     def whole(casts: Fp8Casts, x: Tensor) -> Tensor:
         return casts.cast(x, casts.amax(x), E4M3).values
@@ -295,10 +295,10 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
         return first.values, second.values
 
     def measuring(casts: Fp8Casts, x: Tensor) -> Tensor:
-        return casts.cast(x, held, E4M3, found=found).values
+        return casts.cast(x, previous_amax, E4M3, found=new_amax).values
 
     def both_measuring(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = casts.cast_transpose(x, held, E4M3, found=found)
+        first, second = casts.cast_transpose(x, previous_amax, E4M3, found=new_amax)
         return first.values, second.values
 
     def by_row(casts: Fp8Casts, x: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
             shape=f"[{rows}, {columns}] bf16",
             forward_bytes=size * per_element,
             backward_bytes=0,
-            draw=lambda: [torch.randn(rows, columns, device=device, dtype=BF16)],
+            make_inputs=lambda: [torch.randn(rows, columns, device=device, dtype=BF16)],
             ours=partial(form, casts),
             eager=partial(form, Fp8Casts()),
         )

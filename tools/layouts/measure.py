@@ -34,7 +34,7 @@ def measure(
     layout: BenchmarkLayout,
     flags: Sequence[str],
     *,
-    present: int,
+    available: int,
     iterations: int,
     timeout: float,
     bubble: bool,
@@ -44,7 +44,7 @@ def measure(
     Args:
         layout: The layout.
         flags: Flags of the model, the data and the layout, and additional ones.
-        present: Available GPUs, or processes on a CPU.
+        available: Available GPUs, or processes on a CPU.
         iterations: Iterations of the run, unless the layout allows fewer.
         timeout: Seconds after which the run is ended. The run is skipped if this is not positive.
         bubble: Whether to also measure the pipeline bubble.
@@ -57,17 +57,17 @@ def measure(
     )
     if timeout <= 0:
         return replace(row, problem="skipped: no time left")
-    if layout.processes > present:
-        return replace(row, problem=f"skipped: {layout.processes} needed, {present} present")
-    iterations = min(iterations, layout.most_iterations or iterations)
-    words = [*flags, "--train-iters", str(iterations)]
-    words += ["--log-interval", str(max(1, min(2, iterations)))]
-    words += ["--log-timers-to-tensorboard", "--no-exit-signal-handler"]
+    if layout.processes > available:
+        return replace(row, problem=f"skipped: {layout.processes} needed, {available} present")
+    iterations = min(iterations, layout.max_iterations or iterations)
+    args = [*flags, "--train-iters", str(iterations)]
+    args += ["--log-interval", str(max(1, min(2, iterations)))]
+    args += ["--log-timers-to-tensorboard", "--no-exit-signal-handler"]
     try:
-        config = parse_config(words, world_size=layout.processes).config
+        config = parse_config(args, world_size=layout.processes).config
         if bubble and config.parallel.pipeline_model_parallel_size > 1:
-            words.append("--log-pipeline-bubble")
-        log, records = launch(words, layout.processes, timeout)
+            args.append("--log-pipeline-bubble")
+        log, records = launch(args, layout.processes, timeout)
         measured = read_measurement(config, layout.processes, log, records)
     except UserError as error:
         return replace(row, problem=str(error), failed=True)
@@ -75,9 +75,7 @@ def measure(
     return replace(row, batch=f"{batch} x {sequence}", measured=measured)
 
 
-def launch(
-    words: Sequence[str], processes: int, timeout: float
-) -> tuple[str, list[dict[str, Any]]]:
+def launch(args: Sequence[str], processes: int, timeout: float) -> tuple[str, list[dict[str, Any]]]:
     """Train with these flags and return the output and the metrics of every iteration.
 
     Raises:
@@ -85,7 +83,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        command = entry_command(_ROOT, processes, [*words, "--metrics-jsonl", str(metrics)])
+        command = entry_command(_ROOT, processes, [*args, "--metrics-jsonl", str(metrics)])
         lines, code = run_to_end(command, timeout=timeout, OMP_NUM_THREADS="1")
         log = "\n".join(line for _, line in lines)
         if code is None:
@@ -99,13 +97,13 @@ def launch(
 def error_line(log: str, code: int) -> str:
     """Return the line that says what went wrong: our own error message, otherwise Python's."""
     for pattern in (r"^(?:\[rank \d+\] )?error: .*", r"^(?:\[rank\d+\]: )?[\w.]*Error: .*"):
-        found = [
+        error_lines = [
             line
             for line in re.findall(pattern, log, re.MULTILINE)
             if "ChildFailed" not in line and "this is a bug" not in line
         ]
-        if found:
-            return str(found[0])[:300]
+        if error_lines:
+            return str(error_lines[0])[:300]
     return f"exit code {code}"
 
 
@@ -114,11 +112,11 @@ def read_measurement(
 ) -> Measurement:
     """Return the numbers of a finished run."""
     steps = [record for record in records if "lm loss" in record]
-    settled = len(steps) // 3
-    seconds = median(record["iteration-time"] for record in steps[settled:])
+    num_warmup = len(steps) // 3
+    seconds = median(record["iteration-time"] for record in steps[num_warmup:])
     tokens = config.training.global_batch_size * config.data.seq_length
     utilization = re.findall(r"MFU: ([\d.]+)%", log)  # one per iteration
-    pace = steps[-1]["iteration-time"] / seconds
+    slowdown = steps[-1]["iteration-time"] / seconds
     memory = [float(text) for text in re.findall(r"max allocated: ([\d.]+)", log)]
     largest = largest_process(
         config, model_plan(config.model, padded_vocabulary(config)), processes
@@ -128,14 +126,14 @@ def read_measurement(
         norms=tuple(record["grad-norm"] for record in steps),
         milliseconds=1000.0 * seconds,
         tokens_per_second=tokens / seconds / processes,
-        mfu=pace * float(utilization[-1]) if utilization else None,
+        mfu=slowdown * float(utilization[-1]) if utilization else None,
         peak_gib=max(memory) / _MIB_A_GIB if memory else None,
         predicted_gib=largest.total / _GIB,
-        bubble=_mean_of(records, "pipeline-bubble", settled),
-        predicted_bubble=_mean_of(records, "pipeline-bubble predicted", settled),
+        bubble=_mean_of(records, "pipeline-bubble", num_warmup),
+        predicted_bubble=_mean_of(records, "pipeline-bubble predicted", num_warmup),
     )
 
 
-def _mean_of(records: Sequence[dict[str, Any]], name: str, settled: int) -> float | None:
-    values = [record[name] for record in records if name in record][settled:]
+def _mean_of(records: Sequence[dict[str, Any]], name: str, num_warmup: int) -> float | None:
+    values = [record[name] for record in records if name in record][num_warmup:]
     return mean(values) if values else None

@@ -13,14 +13,14 @@ class BenchmarkLayout:
         processes: Number of GPUs.
         name: The layout in words.
         flags: Flags in addition to the model's.
-        most_iterations: Upper limit on the iterations, for a layout that runs slowly, or `None`.
+        max_iterations: Upper limit on the iterations, for a layout that runs slowly, or `None`.
         predicted_milliseconds: The planner's time per iteration, or `None` if it was not used.
     """
 
     processes: int
     name: str
     flags: str
-    most_iterations: int | None = None
+    max_iterations: int | None = None
     predicted_milliseconds: float | None = None
 
 
@@ -145,7 +145,7 @@ _7B = BenchmarkModel(
             4,
             "context 4, 131,072 tokens",
             _micro(1, _grid(context=4), _LONG, "--use-distributed-optimizer"),
-            most_iterations=4,
+            max_iterations=4,
         ),
         BenchmarkLayout(
             8,
@@ -160,7 +160,7 @@ _7B = BenchmarkModel(
             8,
             "context 8, 131,072 tokens",
             _micro(1, _grid(context=8), _LONG, "--use-distributed-optimizer"),
-            most_iterations=4,
+            max_iterations=4,
         ),
     ),
 )

@@ -95,12 +95,12 @@ def loss_difference(row: Row, rows: Sequence[Row]) -> float | None:
     if row.measured is None:
         return None
     losses = row.measured.losses
-    for first in rows:
-        if first.measured is None or first.batch != row.batch:
+    for reference in rows:
+        if reference.measured is None or reference.batch != row.batch:
             continue
-        if first is row or len(first.measured.losses) != len(losses):
+        if reference is row or len(reference.measured.losses) != len(losses):
             return None
-        pairs = zip(losses, first.measured.losses, strict=True)
+        pairs = zip(losses, reference.measured.losses, strict=True)
         return max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
     return None
 
@@ -132,31 +132,31 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    start = [row.layout, str(row.processes), f"`{row.flags}`"]
+    cells = [row.layout, str(row.processes), f"`{row.flags}`"]
     measured = row.measured
-    predicted = _shown(row.predicted_milliseconds, ",.1f")
+    predicted = _format(row.predicted_milliseconds, ",.1f")
     if measured is None:
         text = " ".join(row.problem.split()).replace("|", "\\|")
-        return [*start, text, "-", "-", "-", predicted, *["-"] * (len(_COLUMNS) - len(start) - 5)]
+        return [*cells, text, "-", "-", "-", predicted, *["-"] * (len(_COLUMNS) - len(cells) - 5)]
     return [
-        *start,
+        *cells,
         f"{measured.losses[-1]:.6f}",
-        _shown(loss_difference(row, rows), ".1e"),
+        _format(loss_difference(row, rows), ".1e"),
         f"{measured.norms[-1]:.3f}",
         f"{measured.milliseconds:,.1f}",
         predicted,
-        _shown(row.error, "+.1%"),
+        _format(row.error, "+.1%"),
         f"{measured.tokens_per_second:,.0f}",
-        _shown(measured.mfu, ".1f", "%"),
-        _shown(measured.peak_gib, ".2f"),
+        _format(measured.mfu, ".1f", "%"),
+        _format(measured.peak_gib, ".2f"),
         f"{measured.predicted_gib:.2f}",
-        _shown(measured.bubble, ".1%"),
-        _shown(measured.predicted_bubble, ".1%"),
+        _format(measured.bubble, ".1%"),
+        _format(measured.predicted_bubble, ".1%"),
     ]
 
 
-def _shown(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
+def _format(value: float | None, spec: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{spec}}{unit}"
 
 
 def _line(values: Sequence[str]) -> str:

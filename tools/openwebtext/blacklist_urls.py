@@ -21,7 +21,7 @@ from megatron.command import exit_immediately, run_command
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError
 
-_SHOWN = 3  # URLs to show for each reason
+_PRINTED_PER_REASON = 3  # URLs to show for each reason
 
 
 def build_parser() -> ToolParser:
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
                 if not reason:
                     seen.add(url)
                     output.write(f"{url}\n".encode())
-                elif counts[reason] <= _SHOWN:
+                elif counts[reason] <= _PRINTED_PER_REASON:
                     print(f"{reason}: {url}")
     print(f"{counts.total():,} URLs from {len(files):,} files")
     for reason, count in sorted(counts.items()):

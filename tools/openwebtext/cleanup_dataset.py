@@ -24,7 +24,7 @@ from megatron.command import exit_immediately, run_command
 from megatron.config.arguments import ToolParser
 from megatron.environment import usable_cores
 
-_FEWEST_TOKENS = 128
+_MIN_TOKENS = 128
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
@@ -45,7 +45,7 @@ def _clean(records: list[dict[str, Any]]) -> tuple[list[list[dict[str, Any]]], C
         counts.update({"documents": 1, "fixed text": int(text != record["text"])})
         if language_of(text)[0] != "en":
             counts.update({"non-english": 1, "non-english chars": len(text)})
-        elif len(_TOKEN.findall(text[: 8 * _FEWEST_TOKENS * 8])) < _FEWEST_TOKENS:
+        elif len(_TOKEN.findall(text[: 8 * _MIN_TOKENS * 8])) < _MIN_TOKENS:
             counts.update({"small docs": 1, "small docs chars": len(text)})
         else:
             kept.append({**record, "text": text})

@@ -100,15 +100,15 @@ def _cut(
     from megatron.corpora.overlaps import cut_out
 
     results, counts = [], Counter({"docs": len(records)})
-    found = ngrams.find([record[key] for record in records])
-    for record, overlaps in zip(records, found, strict=True):
+    overlaps_by_record = ngrams.find([record[key] for record in records])
+    for record, overlaps in zip(records, overlaps_by_record, strict=True):
         parts = cut_out(record[key], overlaps, step)
         counts["splitted"] += len(parts) > 1
         counts["ignored"] += not parts
         counts["trimmed"] += len(parts) == 1 and bool(overlaps)
         counts["splits > threshold"] += len(parts) > step.max_parts
-        kept = parts if len(parts) <= step.max_parts else []
-        results.append({"record": record, "parts": kept})
+        remaining = parts if len(parts) <= step.max_parts else []
+        results.append({"record": record, "parts": remaining})
     return [results], counts
 
 
@@ -135,13 +135,16 @@ def run(options: argparse.Namespace) -> None:
         texts = read_tasks(_task_files(options), ())
         ngrams = TaskNgrams.of_texts(texts, options.max_ngram_size, options.min_ngram_size)
         counts: Counter[str] = Counter()
-        for _, found in map_records(data, partial(_count, ngrams, key), [key], workers):
-            counts += found
-        common = [int(n) for n, count in counts.items() if count >= options.key_threshold]
-        frequent = np.array(common, np.uint64)
-        kept = {size: np.setdiff1d(known, frequent) for size, known in ngrams.hashes.items()}
-        ngrams = TaskNgrams({size: known for size, known in kept.items() if len(known)})
-        print(f"{ngrams.count:,} runs of words; {len(common):,} are too frequent to be overlaps")
+        for _, block_counts in map_records(data, partial(_count, ngrams, key), [key], workers):
+            counts += block_counts
+        frequent_ngrams = [int(n) for n, count in counts.items() if count >= options.key_threshold]
+        frequent = np.array(frequent_ngrams, np.uint64)
+        remaining = {size: np.setdiff1d(hashes, frequent) for size, hashes in ngrams.hashes.items()}
+        ngrams = TaskNgrams({size: hashes for size, hashes in remaining.items() if len(hashes)})
+        print(
+            f"{ngrams.count:,} runs of words; {len(frequent_ngrams):,} are too frequent to be "
+            "overlaps"
+        )
     if options.save_dictionary:
         _save(options.save_dictionary, ngrams)
     if not options.output:
@@ -156,16 +159,16 @@ def run(options: argparse.Namespace) -> None:
 
     def parts() -> Any:
         number = 0
-        for (results,), found in map_records(
+        for (results,), block_counts in map_records(
             data, partial(_cut, ngrams, step, key), [key], workers
         ):
-            total.update(found)
+            total.update(block_counts)
             for result in results:
                 number += 1
                 record = result["record"]
-                own = f"{record['split_id']}-" if "split_id" in record else ""
-                for place, part in enumerate(result["parts"]):
-                    split = f"{own}{prefix}-{number:010d}-{place:04d}"
+                split_prefix = f"{record['split_id']}-" if "split_id" in record else ""
+                for i, part in enumerate(result["parts"]):
+                    split = f"{split_prefix}{prefix}-{number:010d}-{i:04d}"
                     yield {**record, key: part, "split_id": split}
 
     write_records(options.output, parts())
@@ -200,7 +203,7 @@ def _save(file: str, ngrams: Any) -> None:
     from megatron.durable import atomic_file, writing_to
 
     with writing_to("--save-dictionary", file), atomic_file(Path(file)) as target:
-        np.savez(target, **{str(size): known for size, known in ngrams.hashes.items()})
+        np.savez(target, **{str(size): hashes for size, hashes in ngrams.hashes.items()})
 
 
 def _load(file: str) -> Any:

@@ -102,17 +102,19 @@ def run(options: argparse.Namespace) -> None:
     if not options.output:
         return
     first, second = similar_pairs(signatures, settings)
-    alike = similarity(signatures, first, second)
+    similarities = similarity(signatures, first, second)
     if options.jaccard != "union":
-        common = alike * (counts[first] + counts[second]) / (1 + alike)
-        smallest = options.jaccard == "min"
-        either = (np.minimum if smallest else np.maximum)(counts[first], counts[second])
-        alike = np.minimum(common / np.maximum(either, 1), 1.0)
-    found: dict[str, list[dict[str, float]]] = {}
-    for one, other, value in zip(first.tolist(), second.tolist(), alike.tolist(), strict=True):
-        if names[one] != names[other]:
-            found.setdefault(names[one], []).append({names[other]: round(value, 4)})
-    write_records(options.output, ({name: others} for name, others in found.items()))
+        shared = similarities * (counts[first] + counts[second]) / (1 + similarities)
+        is_min = options.jaccard == "min"
+        set_sizes = (np.minimum if is_min else np.maximum)(counts[first], counts[second])
+        similarities = np.minimum(shared / np.maximum(set_sizes, 1), 1.0)
+    similar: dict[str, list[dict[str, float]]] = {}
+    for a, b, value in zip(first.tolist(), second.tolist(), similarities.tolist(), strict=True):
+        if names[a] != names[b]:
+            similar.setdefault(names[a], []).append({names[b]: round(value, 4)})
+    write_records(
+        options.output, ({name: similar_names} for name, similar_names in similar.items())
+    )
     print(f"{options.output}: {len(first):,} pairs of near-duplicates")
 
 
@@ -154,9 +156,9 @@ def _save(file: str, part: tuple[list[str], Any, Any], settings: Any) -> None:
 
     names, counts, signatures = part
     data = np.frombuffer(json.dumps(names).encode(), np.uint8)
-    made = np.array([settings.bands, settings.rows, settings.seed])
+    settings_values = np.array([settings.bands, settings.rows, settings.seed])
     with writing_to("--save-fingerprints", file), atomic_file(Path(file)) as target:
-        np.savez(target, names=data, counts=counts, signatures=signatures, made=made)
+        np.savez(target, names=data, counts=counts, signatures=signatures, made=settings_values)
 
 
 def _load(file: str, settings: Any) -> tuple[list[str], Any, Any]:
@@ -166,7 +168,7 @@ def _load(file: str, settings: Any) -> tuple[list[str], Any, Any]:
 
     try:
         with np.load(file, allow_pickle=False) as stored:
-            made = stored["made"].tolist()
+            settings_values = stored["made"].tolist()
             names = json.loads(stored["names"].tobytes())
             part = (names, stored["counts"], stored["signatures"])
     except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
@@ -175,10 +177,11 @@ def _load(file: str, settings: Any) -> tuple[list[str], Any, Any]:
             "again with --save-fingerprints; Megatron-LM's pickles are not read, because they run "
             "code"
         ) from None
-    if made != [settings.bands, settings.rows, settings.seed]:
+    if settings_values != [settings.bands, settings.rows, settings.seed]:
         raise DataError(
-            f"--load-fingerprints {file}: made with --num-bands {made[0]} --num-seeds "
-            f"{made[0] * made[1]} --seed {made[2]}: give these flags"
+            f"--load-fingerprints {file}: made with --num-bands {settings_values[0]} --num-seeds "
+            f"{settings_values[0] * settings_values[1]} --seed {settings_values[2]}: give these "
+            "flags"
         )
     return part
 

@@ -50,30 +50,30 @@ def run(options: argparse.Namespace) -> None:
 
     if not 0 <= options.similarity <= 1:
         raise ConfigError(f"similarity {options.similarity}: give a number from 0 to 1")
-    numbers: dict[str, int] = {}
+    indices: dict[str, int] = {}
     pairs: list[tuple[int, int]] = []
     for record in read_records(options.input):
         try:
             for main_id, others in record.items():
-                first = numbers.setdefault(main_id, len(numbers))
+                first = indices.setdefault(main_id, len(indices))
                 for other in others:
                     for other_id, value in other.items():
                         if value >= options.similarity:
-                            pairs.append((first, numbers.setdefault(other_id, len(numbers))))
+                            pairs.append((first, indices.setdefault(other_id, len(indices))))
         except (AttributeError, TypeError):
             raise DataError(
                 f"{options.input}: not a file that find_duplicates.py wrote: {str(record)[:100]}"
             ) from None
-    ends = np.array(pairs, np.int64).reshape(-1, 2)
-    roots = join(np.arange(len(numbers)), ends[:, 0], ends[:, 1])
+    edges = np.array(pairs, np.int64).reshape(-1, 2)
+    roots = join(np.arange(len(indices)), edges[:, 0], edges[:, 1])
     groups: dict[int, list[str]] = {}
-    for name, root in zip(numbers, roots.tolist(), strict=True):
+    for name, root in zip(indices, roots.tolist(), strict=True):
         groups.setdefault(root, []).append(name)
     large = [members for members in groups.values() if len(members) > 1]
     write_records(options.output, ({str(i): members} for i, members in enumerate(large)))
-    found = sum(map(len, large))
-    removed = found - len(large)
-    print(f"out of {found} urls, only {len(large)} are unique and {removed} should be removed")
+    total = sum(map(len, large))
+    removed = total - len(large)
+    print(f"out of {total} urls, only {len(large)} are unique and {removed} should be removed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

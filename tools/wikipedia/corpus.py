@@ -54,13 +54,17 @@ def make(options: argparse.Namespace) -> None:
         print(f"{dataset}.bin and .idx are complete")
         return
     if not corpus.exists():
-        found = _own_dump(out) or download.locate(options)
+        dump_or_source = _recorded_dump(out) or download.locate(options)
         # Only now, so that nothing is left behind if the network fails.
         with durable.writing_to("--out", out):
             out.mkdir(parents=True, exist_ok=True)
             durable.replace_file(out / _FLAGS, json.dumps(_flags(options, out)).encode())
-        dump = found if isinstance(found, Path) else download.download(found, out)
-        _belongs_to(out, dump)
+        dump = (
+            dump_or_source
+            if isinstance(dump_or_source, Path)
+            else download.download(dump_or_source, out)
+        )
+        _record_dump(out, dump)
         if not articles.exists():
             print(extract.report(extract.extract(dump, articles, options.workers)), flush=True)
         merge.merge(articles, corpus)
@@ -97,17 +101,17 @@ def _expect_same_flags(options: argparse.Namespace, out: Path) -> None:
     file = out / _FLAGS
     if not file.exists():
         return
-    there = json.loads(file.read_bytes())
+    recorded = json.loads(file.read_bytes())
     for name, value in _flags(options, out).items():
-        if there.get(name) != value:
+        if recorded.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} {value}: --out {out} was started with {flag} {there.get(name)}: give the "
-                "same flags to continue, or another folder"
+                f"{flag} {value}: --out {out} was started with {flag} {recorded.get(name)}: give "
+                "the same flags to continue, or another folder"
             )
 
 
-def _own_dump(out: Path) -> Path | None:
+def _recorded_dump(out: Path) -> Path | None:
     """Return the dump that the folder is made from, so that a newer dump does not restart the work.
 
     The result is `None` if there is none.
@@ -119,7 +123,7 @@ def _own_dump(out: Path) -> Path | None:
     return dump if dump.is_file() else None
 
 
-def _belongs_to(out: Path, dump: Path) -> None:
+def _record_dump(out: Path, dump: Path) -> None:
     marker = out / _MADE_FROM
     with durable.writing_to("--out", out):
         out.mkdir(parents=True, exist_ok=True)

@@ -110,15 +110,15 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
     for algorithm in ("sha1", "md5"):
         address = f"{folder}/{date}/{name}-{date}-{algorithm}sums.txt"
         try:
-            listed = _read_list(address)
+            listing = _read_list(address)
         except AbsentError as error:
             problems.append(str(error))
             continue
         digits = _ALGORITHMS[algorithm]
         pattern = rf"(?m)^([0-9a-f]{{{digits}}})\s+({name}-(\d{{8}})-pages-articles\.xml\.bz2)$"
-        found = re.search(pattern, listed)
-        if found is not None:
-            digest, file, day = found.groups()
+        match = re.search(pattern, listing)
+        if match is not None:
+            digest, file, day = match.groups()
             return Source(f"{folder}/{day}/{file}", Checksum(algorithm, digest))
         problems.append(f"{address} does not list {name}-...-pages-articles.xml.bz2 yet")
     raise DataError(
@@ -139,15 +139,15 @@ def _open(url: str, offset: int = 0, version: str = "") -> http.client.HTTPRespo
     if offset and version:
         headers["If-Range"] = version
     request = urllib.request.Request(url, headers=headers)
-    answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_SECONDS)
-    return answer
+    response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_SECONDS)
+    return response
 
 
 def _read_list(url: str) -> str:
     for attempt in range(_ATTEMPTS):
         try:
-            with _open(url) as answer:
-                return answer.read(_LIST_BYTES).decode("ascii", "replace")
+            with _open(url) as response:
+                return response.read(_LIST_BYTES).decode("ascii", "replace")
         except (OSError, http.client.HTTPException) as error:
             _wait_or_raise(url, error, attempt)
     raise AssertionError("the last attempt raises")
@@ -173,13 +173,13 @@ def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
     time.sleep(min(30, 0.5 * 2**attempt))
 
 
-def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
+def download(source: Source, folder: Path, *, show_progress: bool = True) -> Path:
     """Download a file, or the rest of it, and return its path.
 
     Args:
         source: The file.
         folder: The folder to put it in.
-        shows: Whether to show the progress on a terminal.
+        show_progress: Whether to show the progress on a terminal.
 
     Raises:
         DataError: The network fails, or the file does not match its checksum.
@@ -196,7 +196,7 @@ def download(source: Source, folder: Path, *, shows: bool = True) -> Path:
     while True:
         before = part.stat().st_size
         try:
-            if _fetch_rest(source, part, shows=shows):
+            if _fetch_rest(source, part, show_progress=show_progress):
                 break
             error: Exception = ConnectionError("the connection was closed early")
         except (OSError, http.client.HTTPException) as caught:
@@ -217,7 +217,7 @@ def _version_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.version")
 
 
-def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
+def _fetch_rest(source: Source, part: Path, *, show_progress: bool) -> bool:
     """Append the missing data to a file, and return whether the file is now complete.
 
     If the file on the server has changed since the download began, or if that cannot be determined,
@@ -233,7 +233,7 @@ def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
     version = version_file.read_text() if version_file.exists() else ""
     offset = part.stat().st_size if version or source.checksum is not None else 0
     try:
-        answer = _open(source.url, offset, version)
+        response = _open(source.url, offset, version)
     except urllib.error.HTTPError as error:
         complete = error.headers.get("Content-Range", "") == f"bytes */{offset}"
         if error.code != 416:
@@ -243,30 +243,38 @@ def _fetch_rest(source: Source, part: Path, *, shows: bool) -> bool:
             part.write_bytes(b"")
             raise ConnectionError("the file on the server has changed") from None
         return True
-    with answer:
-        length = int(answer.headers.get("Content-Length") or 0)
+    with response:
+        length = int(response.headers.get("Content-Length") or 0)
         start = f"bytes {offset}-"
-        goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(start)
+        is_continued = response.status == 206 and response.headers.get(
+            "Content-Range", ""
+        ).startswith(start)
         # A file's version is its strong ETag or its modification time.
-        tag = answer.headers.get("ETag", "")
-        now = tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", ""))
-        if answer.status == 206 and (not goes_on or (version and now and now != version)):
+        etag = response.headers.get("ETag", "")
+        current_version = (
+            etag if etag.startswith('"') else str(response.headers.get("Last-Modified", ""))
+        )
+        if response.status == 206 and (
+            not is_continued or (version and current_version and current_version != version)
+        ):
             part.write_bytes(b"")  # the server does not support If-Range
             raise ConnectionError("the file on the server has changed")
-        if not goes_on:
+        if not is_continued:
             offset = 0  # the server sends everything
         with durable.writing_to("--output", part):
             free = shutil.disk_usage(part.parent).free
             if length > free:
                 raise StorageError(f"{length:,} bytes are missing, but only {free:,} are free")
-            file = part.open("ab" if goes_on else "wb")
-            if not goes_on:  # the part is empty now, so a kill cannot mix versions
-                durable.replace_file(version_file, now.encode())
+            file = part.open("ab" if is_continued else "wb")
+            if not is_continued:  # the part is empty now, so a kill cannot mix versions
+                durable.replace_file(version_file, current_version.encode())
         total = offset + length if length else None
-        bar = tqdm(total=total, initial=offset, unit="B", unit_scale=True, disable=not shows)
+        bar = tqdm(
+            total=total, initial=offset, unit="B", unit_scale=True, disable=not show_progress
+        )
         with file, bar:
             bar.set_description(part.name.removesuffix(".part"))
-            while block := answer.read(_BLOCK):
+            while block := response.read(_BLOCK):
                 with durable.writing_to("--output", part):
                     file.write(block)
                 bar.update(len(block))
@@ -279,13 +287,13 @@ def _verify(source: Source, part: Path) -> None:
         return
     algorithm, expected = source.checksum
     with part.open("rb") as file:
-        found = hashlib.file_digest(file, algorithm).hexdigest()
-    if found != expected:
+        actual = hashlib.file_digest(file, algorithm).hexdigest()
+    if actual != expected:
         with suppress(OSError):
             part.unlink()
             _version_file(part).unlink(missing_ok=True)
         raise DataError(
-            f"{source.url}: the {algorithm} of the download is {found}, but it should be "
+            f"{source.url}: the {algorithm} of the download is {actual}, but it should be "
             f"{expected}: the file was removed; run the same command again"
         )
 
@@ -300,8 +308,8 @@ def locate(options: argparse.Namespace) -> Path | Source:
     checksum = None if options.checksum is None else Checksum.read(options.checksum)
     url = options.url
     if url is None or (_is_address(url) and not url.endswith((".bz2", ".xml", ".gz", ".xz"))):
-        found = find_dump(options.wiki, options.date, url or DUMPS)
-        return found if checksum is None else found._replace(checksum=checksum)
+        source = find_dump(options.wiki, options.date, url or DUMPS)
+        return source if checksum is None else source._replace(checksum=checksum)
     if _is_address(url):
         return Source(url, checksum)
     path = Path(url.removeprefix("file://"))
@@ -342,8 +350,12 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Download a dump."""
-    found = locate(options)
-    path = found if isinstance(found, Path) else download(found, options.output)
+    dump_or_source = locate(options)
+    path = (
+        dump_or_source
+        if isinstance(dump_or_source, Path)
+        else download(dump_or_source, options.output)
+    )
     print(path)
 
 

@@ -85,8 +85,8 @@ def read_pages(path: Path) -> Iterator[tuple[Site, Page]]:
     except EOFError:
         raise DataError(f"{path}: the file is truncated: {remedy}") from None
     except expat.ExpatError as error:
-        what = expat.ErrorString(error.code)
-        raise DataError(f"{path}: line {error.lineno}: broken XML ({what}): {remedy}") from None
+        problem = expat.ErrorString(error.code)
+        raise DataError(f"{path}: line {error.lineno}: broken XML ({problem}): {remedy}") from None
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except (OSError, zlib.error, lzma.LZMAError) as error:
@@ -103,7 +103,7 @@ class _Reader:
         self._open: list[str] = []
         self._page: dict[str, str | None] = {}
         self._base, self._media = "", {"file", "image", "category"}
-        self._keeps_media = False
+        self._is_media_namespace = False
         self._text: list[str] = []
         self._length = 0
         self._parser = expat.ParserCreate(namespace_separator=" ")
@@ -131,7 +131,7 @@ class _Reader:
         elif name == "redirect":
             self._page["redirect"] = ""
         elif name == "namespace":
-            self._keeps_media = attributes.get("key") in (_FILE, _CATEGORY)
+            self._is_media_namespace = attributes.get("key") in (_FILE, _CATEGORY)
 
     def _characters(self, data: str) -> None:
         if self._length <= LONGEST:
@@ -149,7 +149,7 @@ class _Reader:
                 self._page["text"] = text
             case ["siteinfo"], "base":
                 self._base = text or ""
-            case ["namespaces"], "namespace" if self._keeps_media:
+            case ["namespaces"], "namespace" if self._is_media_namespace:
                 self._media.add((text or "").lower())
             case ["mediawiki"], "siteinfo":
                 address = urlsplit(self._base)
@@ -157,13 +157,13 @@ class _Reader:
                 articles = f"{address.scheme}://{address.netloc}{folder}/"
                 self.site = Site(articles, frozenset(self._media))
             case ["mediawiki"], "page":
-                self._take(self._page)
+                self._add_page(self._page)
 
-    def _take(self, page: dict[str, str | None]) -> None:
+    def _add_page(self, page: dict[str, str | None]) -> None:
         if self.site is None:
             raise DataError("<siteinfo> is missing before the first page: the dump is incomplete")
-        title, number = page.get("title"), page.get("id")
-        if not title or not number or "text" not in page:
+        title, page_id = page.get("title"), page.get("id")
+        if not title or not page_id or "text" not in page:
             return  # the title or text was deleted
         if page.get("ns") == "0" and "redirect" not in page:
-            self.pages.append(Page(number, title, page["text"]))
+            self.pages.append(Page(page_id, title, page["text"]))

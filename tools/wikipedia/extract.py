@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     pages: list[Page]
 
 
-class Extracted(NamedTuple):
+class ExtractedLines(NamedTuple):
     """The result of a worker.
 
     Attributes:
@@ -70,20 +70,20 @@ def batches(dump: Path, first: int) -> Iterator[Batch]:
         dump: The file.
         first: Number of batches to skip.
     """
-    number, pages, size = 0, list[Page](), 0
+    index, pages, size = 0, list[Page](), 0
     site: Site | None = None
     for site, page in read_pages(dump):  # noqa: B007 - the last one is used below
         pages.append(page)
         size += len(page.text or "")
         if size >= _BATCH:
-            if number >= first:
+            if index >= first:
                 yield Batch(site, pages)
-            number, pages, size = number + 1, [], 0
-    if pages and number >= first and site is not None:
+            index, pages, size = index + 1, [], 0
+    if pages and index >= first and site is not None:
         yield Batch(site, pages)
 
 
-def extract_batch(batch: Batch) -> Extracted:
+def extract_batch(batch: Batch) -> ExtractedLines:
     """Return the JSON lines of a batch. Articles without text are dropped and counted."""
     lines, counts = list[str](), Counter[str]()
     for page in batch.pages:
@@ -100,7 +100,7 @@ def extract_batch(batch: Batch) -> Extracted:
         entry = {"id": page.id, "url": url, "title": page.title, "text": text}
         # XML cannot contain a lone surrogate, so every text can be encoded.
         lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
-    return Extracted("".join(lines).encode(), counts)
+    return ExtractedLines("".join(lines).encode(), counts)
 
 
 def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
@@ -124,27 +124,27 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
     with durable.writing_to("--output", output):
         unfinished.mkdir(parents=True, exist_ok=True)
     finished = _open_manifest(unfinished, dump)
-    done, total = len(finished), sum(map(Counter, finished), Counter[str]())
-    if done:
-        print(f"{unfinished}: continuing after {done} parts", flush=True)
-    tasks = partial(batches, dump, done * _BATCHES)
+    num_done, total = len(finished), sum(map(Counter, finished), Counter[str]())
+    if num_done:
+        print(f"{unfinished}: continuing after {num_done} parts", flush=True)
+    tasks = partial(batches, dump, num_done * _BATCHES)
     with map_in_order(extract_batch, tasks, workers, _REMEDY) as results:
-        for number in itertools.count(done):
-            mine = itertools.islice(results, _BATCHES)
-            first = next(mine, None)
+        for part_index in itertools.count(num_done):
+            part_results = itertools.islice(results, _BATCHES)
+            first = next(part_results, None)
             if first is None:
                 break
             counts = Counter[str]()
             with durable.writing_to("--output", output):
-                with durable.atomic_file(unfinished / f"part-{number:05d}.jsonl") as file:
-                    for lines, found in itertools.chain([first], mine):
+                with durable.atomic_file(unfinished / f"part-{part_index:05d}.jsonl") as file:
+                    for lines, batch_counts in itertools.chain([first], part_results):
                         file.write(lines)
-                        counts += found
+                        counts += batch_counts
                 finished.append(dict(counts))
                 text = json.dumps({**_identity(dump), "parts": finished})
                 durable.replace_file(unfinished / _MANIFEST, text.encode())
             total += counts
-            print(f"part {number}: {counts['articles']:,} articles", flush=True)
+            print(f"part {part_index}: {counts['articles']:,} articles", flush=True)
     with durable.writing_to("--output", output):
         unfinished.rename(output)
         durable.sync_folder(output.parent)
@@ -159,15 +159,15 @@ def _open_manifest(folder: Path, dump: Path) -> list[dict[str, int]]:
     """Return the counts of the parts that are complete. The other parts will be written again."""
     path = folder / _MANIFEST
     try:
-        found = json.loads(path.read_bytes())
-        parts = found.pop("parts")
+        manifest = json.loads(path.read_bytes())
+        parts = manifest.pop("parts")
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, AttributeError):
-        found, parts = {}, []
-    if found != _identity(dump):
+        manifest, parts = {}, []
+    if manifest != _identity(dump):
         raise ConfigError(
-            f"{folder} is an unfinished extraction of a different dump ({found.get('dump')}): "
+            f"{folder} is an unfinished extraction of a different dump ({manifest.get('dump')}): "
             "remove it, or give another --output"
         )
     return list(parts)
@@ -180,7 +180,9 @@ def default_workers() -> int:
 
 def report(total: Counter[str]) -> str:
     """Return a line about the extracted and the dropped articles."""
-    dropped = [f"{count:,} {why}" for why, count in sorted(total.items()) if why != "articles"]
+    dropped = [
+        f"{count:,} {reason}" for reason, count in sorted(total.items()) if reason != "articles"
+    ]
     return f"{total['articles']:,} articles; dropped: {', '.join(dropped) or 'none'}"
 
 

@@ -103,16 +103,16 @@ def _shortened(wikitext: str) -> str:
 
 
 def _without(text: str, opening: re.Pattern[str], closing: re.Pattern[str]) -> str:
-    pieces, at = list[str](), 0
-    while (start := opening.search(text, at)) is not None:
+    pieces, position = list[str](), 0
+    while (start := opening.search(text, position)) is not None:
         end: re.Match[str] | None = start
         if not start.group().endswith("/>"):
             end = closing.search(text, start.end())
         if end is None:
             break  # nothing ends after this point
-        pieces.append(text[at : start.start()])
-        at = end.end()
-    return "".join([*pieces, text[at:]])
+        pieces.append(text[position : start.start()])
+        position = end.end()
+    return "".join([*pieces, text[position:]])
 
 
 def _unclosed(wikitext: str) -> int:
@@ -131,9 +131,9 @@ def _unclosed(wikitext: str) -> int:
     return depths.total()
 
 
-def _apostrophes(run: re.Match[str]) -> str:
+def _apostrophes(apostrophes: re.Match[str]) -> str:
     """Return a run's apostrophes that are not markup: one of 4, and those beyond the fifth."""
-    length = len(run.group())
+    length = len(apostrophes.group())
     return "'" if length == 4 else "'" * (length - 5)
 
 

@@ -87,7 +87,7 @@ def restarts_on_gpus(folder: Path, count: int) -> Trials:
             _wait_for_step(folder, job, len(_steps(folder)) + _INTERVAL + 4)
             time.sleep(draw.uniform(0.0, 3.0))
             with trials.trial(f"kill {number}"):
-                struck = chaos.strike("kill", job, folder / "save", draw)
+                struck = chaos.inject_fault("kill", job, folder / "save", draw)
                 if struck is None:
                     raise AssertionError("there was no rank to kill")
                 time.sleep(1.0)  # the step in flight may still end

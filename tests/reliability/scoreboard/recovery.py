@@ -86,7 +86,7 @@ def killed_ranks(folder: Path, count: int) -> Trials:
                 expect(time.monotonic() < deadline, "it did not begin to train")
                 time.sleep(0.02)
             time.sleep(delay)
-            struck = chaos.strike("kill", job, save, draw)
+            struck = chaos.inject_fault("kill", job, save, draw)
             code, left = job.end()
             expect(struck is not None, "the run was over before the fault")
             outcome = chaos.Outcome([code], [struck] if struck else [], 1.0, left)
