@@ -1,13 +1,17 @@
 """How commands end if nobody reads their output."""
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from megatron.errors import CheckpointError
+from megatron.command import format_panel, run_command
+from megatron.errors import CheckpointError, ConfigError
 from tests.repository import ROOT
 
 PRINTS = """
@@ -126,7 +130,8 @@ def test_an_error_keeps_its_exit_code_where_the_disk_of_its_log_is_full() -> Non
     script = """
 import sys
 from megatron.command import run_command
-from megatron.errors import CheckpointError
+from megatron.command import format_panel, run_command
+from megatron.errors import CheckpointError, ConfigError
 from megatron.processes.process import run_process
 def work(*launch):
     raise CheckpointError("not there")
@@ -223,3 +228,40 @@ def test_other_broken_pipes_are_errors() -> None:
     )
     assert done.returncode == 1
     assert b"BrokenPipeError" in done.stderr
+
+
+def test_a_panel_has_aligned_values_between_rules() -> None:
+    assert format_panel("title", [("a", "1"), ("long name", "2")]) == (
+        "--------------\ntitle\n--------------\n  a          1\n  long name  2\n--------------"
+    )
+    assert format_panel("title" * 5, [("a", "1")]).startswith("-" * 25 + "\n")
+    wide = format_panel("title", [("a", "x" * 200)]).splitlines()
+    assert [len(line) for line in wide] == [100, 5, 100, 205, 100]
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "said"),
+    [
+        (lambda: None, 0, ""),
+        (lambda: 7, 7, ""),
+        (lambda: _raise(KeyboardInterrupt()), 130, ""),
+        (lambda: _raise(ConfigError(["one", "two"])), 9, "error: one\ntwo\n"),
+        (lambda: _raise(ValueError("out of memory")), 10, "error: out of memory"),
+    ],
+)
+def test_the_exit_code_of_a_command(
+    work: Callable[[], int | None], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_command(work) == code
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_other_errors_of_a_command_are_our_bugs() -> None:
+    with pytest.raises(ValueError, match="a bug"):
+        run_command(lambda: _raise(ValueError("a bug")))
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron import durable
+from megatron.errors import ConfigError, StorageError
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 
@@ -156,3 +157,94 @@ def test_a_folder_that_others_may_enter_is_refused(
 def test_a_file_in_place_of_a_private_folder_is_refused(victim: Path) -> None:
     with pytest.raises(PermissionError):
         durable.private_folder(victim)
+
+
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def write() -> None:
+        with durable.atomic_file(path) as file:
+            file.write(b"ne")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert path.read_bytes() == b"old"
+    with durable.atomic_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_and_the_folder_of_a_replaced_one_are_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: flushed.append(os.readlink(f"/proc/self/fd/{number}"))
+    )
+    durable.replace_file(tmp_path / "file", b"new")
+    assert len(flushed) == 2
+    assert flushed[0].startswith(f"{tmp_path / 'file'}{durable.TEMPORARY}")
+    assert flushed[1] == str(tmp_path)
+
+
+def test_only_a_flag_replaces_what_exists(tmp_path: Path) -> None:
+    link, missing = tmp_path / "link", tmp_path / "missing"
+    link.symlink_to(missing)  # a link to nothing would be replaced, too
+    durable.expect_no_file("--out", [missing], overwrite=False)
+    durable.expect_no_file("--out", [missing, link], overwrite=True)
+    with pytest.raises(ConfigError, match=f"--out: {link} already exists: .* --overwrite"):
+        durable.expect_no_file("--out", [missing, link], overwrite=False)
+
+
+def test_an_error_of_the_disk_names_the_flag_once(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    with pytest.raises(StorageError) as refusal, durable.writing_to("--out", tmp_path):
+        inner.open()
+    assert str(refusal.value) == (
+        f"--out {tmp_path} cannot be written ({inner}: No such file or directory): free space, "
+        "or give another path"
+    )
+    with (
+        pytest.raises(StorageError) as again,
+        durable.writing_to("--save", "folder"),
+        durable.writing_to("--out", tmp_path),
+    ):
+        inner.open()
+    assert str(again.value) == str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_good"), [("a.png", True), ("a.SVG", True), ("a.pdf", True), ("a.jpg", False)]
+)
+def test_plots_have_a_few_formats(name: str, is_good: bool) -> None:
+    problems = durable.plot_name_problems("--out", Path(name))
+    assert problems == (
+        [] if is_good else [f"--out {name}: give a name that ends in .png, .pdf, .svg"]
+    )
+
+
+def test_a_folder_that_fails_its_check_is_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    temporary, final = tmp_path / "final.tmp-1", tmp_path / "final"
+    temporary.mkdir()
+    durable.check_unpublished(None, temporary, final)
+    durable.check_unpublished(lambda folder: None, temporary, final)
+    assert temporary.is_dir()
+
+    def fail(folder: Path) -> None:
+        assert folder == temporary
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        durable.check_unpublished(fail, temporary, final)
+    (aside,) = tmp_path.iterdir()
+    assert aside.name.startswith("final.unverified-")
+    assert f"{final} was not verified: the unverified output is in {aside}" in (
+        capsys.readouterr().err
+    )

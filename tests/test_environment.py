@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.environment import cuda_home, module_command, name_problem, private_cache
+from megatron.environment import (
+    cores_per_process,
+    corpora_file,
+    cuda_home,
+    local_rank,
+    local_world_size,
+    module_command,
+    name_problem,
+    perspective_api_key,
+    private_cache,
+    share_cores,
+    with_our_programs,
+)
+from megatron.errors import ConfigError
 from tests.repository import ROOT
 
 # What a training does before it imports torch.
@@ -93,3 +106,52 @@ def test_a_path_that_is_not_utf_8_is_named_in_any_locale(
     assert ended.returncode == 9, ended.stderr
     assert said.format(tmp_path) in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_numbers_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert (local_rank(), local_world_size()) == (0, 1)
+    monkeypatch.setenv("LOCAL_SIZE", "4")  # DeepSpeed's
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (local_rank(), local_world_size()) == (3, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert local_world_size() == 2
+    monkeypatch.setenv("LOCAL_RANK", "3.0")
+    with pytest.raises(ConfigError, match=r"variable LOCAL_RANK='3.0' is not a whole number"):
+        local_rank()
+
+
+@pytest.mark.parametrize(("processes", "cores"), [(0, 6), (1, 6), (2, 3), (4, 1), (7, 1)])
+def test_processes_of_a_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, processes: int, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert cores_per_process() == cores
+    if processes:
+        monkeypatch.setenv("OMP_NUM_THREADS", "")
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        share_cores(processes)
+        assert os.environ["OMP_NUM_THREADS"] == str(cores)
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        share_cores(processes)
+        assert os.environ["OMP_NUM_THREADS"] == "5"  # the user's own
+
+
+def test_files_and_keys_that_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for value, path, key in (("", None, None), ("~/c.yaml", Path("/home/me/c.yaml"), "~/c.yaml")):
+        monkeypatch.setenv("MEGATRON_CORPORA", value)
+        monkeypatch.setenv("PERSPECTIVE_API_KEY", value)
+        assert (corpora_file(), perspective_api_key()) == (path, key)
+    monkeypatch.setenv("PATH", "/bin")
+    assert with_our_programs()["PATH"] == f"{Path(sys.executable).parent}:/bin"
+    assert os.environ["PATH"] == "/bin"
+
+
+def test_a_cache_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MEGATRON_CACHE", "~/cache")
+    assert private_cache("x") == tmp_path / "cache" / f"x-{os.getuid()}"
