@@ -104,3 +104,56 @@ def test_the_first_word_of_an_evaluation_is_its_task() -> None:
     assert cli.with_task(["LAMBADA", "--load", "x"]) == ["--task", "LAMBADA", "--load", "x"]
     assert cli.with_task(["--load", "x", "--task", "MNLI"]) == ["--load", "x", "--task", "MNLI"]
     assert cli.with_task([]) == []
+
+
+def test_a_table_of_commands_is_aligned() -> None:
+    commands = {"go": cli.Command("move", "x"), "return": cli.Command("move back", "y")}
+    assert cli.overview("megatron x", commands).splitlines() == [
+        "usage: megatron x COMMAND [...]",
+        "",
+        "  go      move",
+        "  return  move back",
+        "`megatron x COMMAND --help` explains a command.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "begins"),
+    [
+        ([], "usage: megatron COMMAND"),
+        (["-h"], "usage: megatron COMMAND"),
+        (["data"], "usage: megatron data COMMAND"),
+        (["data", "--help"], "usage: megatron data COMMAND"),
+        (["detoxify"], "usage: megatron detoxify COMMAND"),
+        (["detoxify", "-h"], "usage: megatron detoxify COMMAND"),
+        (["--version"], "megatron "),
+    ],
+)
+def test_tables_and_the_version_are_printed(
+    argv: list[str],
+    begins: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "guard_imports", lambda: None)
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["data", "shov"], "unknown command shov: did you mean show?"),
+        (["data", "xyzzy"], "unknown command xyzzy: `megatron data --help` lists all commands"),
+        (["detoxify", "selct"], "unknown command selct: did you mean select?"),
+    ],
+)
+def test_an_unknown_step_is_told(
+    argv: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "guard_imports", lambda: None)
+    assert cli.main(argv) == 9
+    assert capsys.readouterr().err == f"error: {said}\n"

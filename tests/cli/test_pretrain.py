@@ -97,7 +97,10 @@ def test_processes_of_a_launcher_start_none_of_their_own(monkeypatch: pytest.Mon
     ("words", "message"),
     [
         (["gpt-125"], "no recipe is named 'gpt-125': did you mean gpt-125m?"),
-        (["gpt-tiny", "--gpus", "two"], "--gpus two: give the number of GPUs"),
+        *(
+            (["gpt-tiny", "--gpus", *count.split()], f"--gpus {count}: give the number of GPUs")
+            for count in ("two", "-1", "1.5", "1 2")
+        ),
         (["gpt-tiny", "gpt-125m"], "gpt-tiny gpt-125m: give one recipe"),
         (["gpt-tiny", "--config", "x.yaml"], "gpt-tiny and --config: both name a YAML file"),
         (["no.yaml"], "--config no.yaml: cannot be read: No such file or directory"),

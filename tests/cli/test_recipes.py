@@ -91,3 +91,48 @@ def test_a_huggingface_folder_can_be_trained_in_small(
     assert options.out == Path("runs/my-llama-small")
     assert "--normalization RMSNorm" in kind.blocks
     assert "--swiglu" in kind.blocks
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, ""),
+        (999_999, "999999"),
+        (10**6, "1M"),
+        (124_439_808, "124M"),
+        (6_738_415_616, "6.74B"),
+        (10**9, "1B"),
+        (15 * 10**12, "15T"),
+        (10**12, "1T"),
+    ],
+)
+def test_counts_have_three_digits_and_a_unit(count: int | None, text: str) -> None:
+    assert catalog.format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "architecture"),
+    [
+        ("--retro-workdir x", "retro"),
+        ("--decoder-seq-length 8", "t5"),
+        ("--retro-workdir x --decoder-seq-length 8", "gpt"),
+        ("--lr 1", "gpt"),
+        ("--lora-rank 4", "gpt"),  # also for others
+    ],
+)
+def test_flags_of_one_network_choose_it(words: str, architecture: str) -> None:
+    assert catalog.as_script(words.split()) == (architecture, words.split())
+
+
+def test_a_recipe_of_one_s_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yml"
+    path.write_text("layouts: {8: {}, 2: {}}\nmodel: {num_layers: 3}\n")
+    recipe = catalog.find(str(path))
+    assert (recipe.name, recipe.layouts, recipe.size) == ("mine", (2, 8), 0)
+    assert (recipe.architecture, recipe.values["model.num_layers"]) == ("gpt", 3)
+    assert catalog.is_recipe(str(path))
+    assert not catalog.is_recipe(str(tmp_path))
+    assert catalog.as_script([str(path), "--gpus", "2", "--lr", "1"]) == (
+        "gpt",
+        ["--config", str(path), "--lr", "1"],
+    )

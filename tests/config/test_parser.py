@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from megatron.config.arguments import add_flags, from_values, title_of
+from megatron.config.arguments import ToolParser, add_flags, from_values, split, title_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
@@ -311,3 +311,61 @@ def test_the_caller_gets_every_problem_in_a_list() -> None:
         parse_config([], world_size=1)
     assert len(caught.value.problems) == len(set(caught.value.problems)) > 5
     assert str(caught.value) == "\n".join(caught.value.problems)
+
+
+def _tool(**options: Any) -> ToolParser:
+    parser = ToolParser("tool.py", "Do something.", {"--workers": "it uses all cores"}, **options)
+    parser.add_argument("--input", required=True)
+    parser.add_argument("rest", nargs="*")
+    parser.add_argument_group("more").add_argument("--jobs", type=int, default=3, help="Jobs.")
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--inptu", "x"], "error: unknown flag --inptu: did you mean --input?\n"),
+        (["--job", "x"], "error: unknown flag --job: did you mean --jobs?\n"),
+        (["--xyzzy"], "error: unknown flag --xyzzy: --help lists all flags\n"),
+        (["--workers", "2"], "error: --workers: it uses all cores\n"),
+        (
+            ["--workers", "2", "--xyzzy"],
+            "error: --workers: it uses all cores\n"
+            "error: unknown flag --xyzzy: --help lists all flags\n",
+        ),
+        ([], "error: the following arguments are required: --input\n"),
+    ],
+)
+def test_mistakes_in_a_tool_s_flags(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="9"):
+        _tool().read(argv)
+    assert capsys.readouterr().err == said
+
+
+def test_words_of_a_tool_that_are_no_flags() -> None:
+    read = _tool().read(["--input", "--a b", "x", "--", "--xyzzy"])
+    assert (read.input, read.rest, read.jobs) == ("--a b", ["x", "--xyzzy"], 3)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_help_of_a_tool_wins_over_unknown_flags(
+    shows: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        _tool(shows_defaults=shows).read(["--xyzzy", "-h"])
+    assert ("(default: 3)" in capsys.readouterr().out) == shows
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("", []),
+        ("a b --c", [("", ("a", "b")), ("--c", ())]),
+        ("--a=1=2 3 --b= -4", [("--a", ("1=2", "3")), ("--b", ("", "-4"))]),
+        ("--a 1 -h 2", [("--a", ("1",)), ("-h", ("2",))]),
+    ],
+)
+def test_words_follow_their_flags(words: str, flags: list[tuple[str, tuple[str, ...]]]) -> None:
+    assert [(flag.name, flag.values) for flag in split(words.split())] == flags
