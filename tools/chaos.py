@@ -218,12 +218,12 @@ def damage_newest(save: Path, rng: random.Random) -> bool:
         Whether there were two intact checkpoints, so that the newest is now damaged.
     """
     from megatron.checkpoint.find import scan  # imports torch, which --help does without
-    from megatron.checkpoint.loading import open_found
+    from megatron.checkpoint.loading import open_folder
 
     intact = []
     for checkpoint in scan(save)[0]:
         with suppress(CheckpointError):
-            open_found(checkpoint)
+            open_folder(checkpoint)
             intact.append(checkpoint.path)
     if len(intact) < 2:
         return False
@@ -388,11 +388,11 @@ def judge(
                 f"the losses differ from {against}, first at iteration {first_difference}"
             )
     from megatron.checkpoint.find import scan  # imports torch, which --help does not need
-    from megatron.checkpoint.loading import open_found
+    from megatron.checkpoint.loading import open_folder
 
     checkpoints = scan(save)[0]
     try:
-        newest = open_found(checkpoints[0]) if checkpoints else None
+        newest = open_folder(checkpoints[0]) if checkpoints else None
     except CheckpointError as error:
         problems.append(f"the newest checkpoint is damaged: {error}")
     else:

@@ -129,12 +129,12 @@ def check_states(config: RunConfig, reader: Reader) -> None:
     saved = dict(reader.meta.get("legacy_args") or {})
     for section in ("precision", "optimizer"):
         saved |= reader.meta["config"].get(section, {})
-    here = flatten(config)
+    current = flatten(config)
     differing = [
-        _difference(path, here[path], saved[name])
+        _difference(path, current[path], saved[name])
         for path in _STATE_SETTINGS
         for name in (path.partition(".")[2],)
-        if saved.get(name) not in (None, here[path])
+        if saved.get(name) not in (None, current[path])
     ]
     if differing:
         raise CheckpointError(
@@ -145,11 +145,11 @@ def check_states(config: RunConfig, reader: Reader) -> None:
         )
 
 
-def _difference(path: str, here: Any, saved: Any) -> str:
+def _difference(path: str, current: Any, saved: Any) -> str:
     """Describe how the two values of a "section.field" differ, naming its flag if it has one."""
     field = field_at(path)
     flag = field.display_name if field.names else field.name
     if field.is_switch:
-        here, saved = ("on" if value != field.default else "off" for value in (here, saved))
-    here, saved = ("unset" if value is None else value for value in (here, saved))
-    return f"{flag} is {here} here and {saved} in the checkpoint"
+        current, saved = ("on" if value != field.default else "off" for value in (current, saved))
+    current, saved = ("unset" if value is None else value for value in (current, saved))
+    return f"{flag} is {current} here and {saved} in the checkpoint"

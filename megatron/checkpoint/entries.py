@@ -201,7 +201,7 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
         spans = (((box.offset[axis], 1), (box.end[axis], -1)) for axis in cut)
         for corner in itertools.product(*spans):
             signs = math.prod(sign for _, sign in corner)
-            corners[tuple(place for place, _ in corner)] += count * signs
+            corners[tuple(position for position, _ in corner)] += count * signs
     return not any(corners.values())
 
 

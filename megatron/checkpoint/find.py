@@ -47,7 +47,7 @@ _MARKS = {
 }
 
 
-class FoundCheckpoint(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """A checkpoint that looks complete. Only opening it shows whether it is sound.
 
     Attributes:
@@ -83,7 +83,7 @@ def tracker_text(folder: str) -> bytes:
     return (folder if folder == RELEASE else str(iteration_of(folder))).encode()
 
 
-def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint]:
+def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolder]:
     """Return all complete checkpoints in the order in which to try them.
 
     The one that the tracker names comes first, then the older ones, newest first. Checkpoints newer
@@ -98,9 +98,9 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
     Raises:
         CheckpointError: There are incomplete checkpoints but no complete one.
     """
-    found, problems = scan(root)
+    checkpoints, problems = scan(root)
     tracked, tracker_problem = read_tracker(root)
-    if not found:
+    if not checkpoints:
         lines = [f"{name} {problem}" for name, problem in problems.items()]
         if tracker_problem or (tracked is not None and tracked not in problems):
             lines.insert(0, tracker_problem or f"{TRACKER} names {tracked!r}, which does not exist")
@@ -110,11 +110,11 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
                 "copy, or name an empty folder to start from scratch"
             )
         return []
-    current = next((checkpoint for checkpoint in found if checkpoint.name == tracked), None)
+    current = next((checkpoint for checkpoint in checkpoints if checkpoint.name == tracked), None)
     if current is None and tracked is not None:  # Megatron-DeepSpeed writes both trackers
         deepspeed_name = f"{DEEPSPEED}{iteration_of(tracked)}"
         current = next(
-            (checkpoint for checkpoint in found if checkpoint.name == deepspeed_name), None
+            (checkpoint for checkpoint in checkpoints if checkpoint.name == deepspeed_name), None
         )
     if current is None:
         if not quiet:
@@ -125,13 +125,13 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[FoundCheckpoint
                 else f"{TRACKER} is missing"
             )
             warn(f"{root}: {tracker_problem or reason}; trying the newest complete checkpoint")
-        return found
+        return checkpoints
     older = [
         checkpoint
-        for checkpoint in found
+        for checkpoint in checkpoints
         if checkpoint is not current and checkpoint.iteration <= current.iteration
     ]
-    newer = [checkpoint for checkpoint in found if checkpoint.iteration > current.iteration]
+    newer = [checkpoint for checkpoint in checkpoints if checkpoint.iteration > current.iteration]
     return [current, *older, *newer]
 
 
@@ -155,17 +155,17 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
         if len(data) > _TRACKER_BYTES or match is None:
             content = f"it holds {text[:_TRACKER_BYTES]!r}, not an iteration"
             return None, f"{name} is damaged: {content}"
-        word = match.group(1)
-        return (iteration_folder(int(word)) if word.isdigit() else word), None
+        value = match.group(1)
+        return (iteration_folder(int(value)) if value.isdigit() else value), None
     return None, None
 
 
-def scan(root: Path) -> tuple[list[FoundCheckpoint], dict[str, str]]:
+def scan(root: Path) -> tuple[list[CheckpointFolder], dict[str, str]]:
     """Return the complete checkpoints, newest first, and the problems of other folders."""
-    found: list[FoundCheckpoint] = []
+    checkpoints: list[CheckpointFolder] = []
     problems: dict[str, str] = {}
     if not root.is_dir():
-        return found, problems
+        return checkpoints, problems
     try:
         children = sorted(root.iterdir())
     except OSError as error:
@@ -180,19 +180,19 @@ def scan(root: Path) -> tuple[list[FoundCheckpoint], dict[str, str]]:
         if kind is None:
             problems[path.name] = problem
         else:
-            found.append(FoundCheckpoint(kind, iteration_of(path.name), path))
+            checkpoints.append(CheckpointFolder(kind, iteration_of(path.name), path))
     # A replaced checkpoint sorts after its replacement, because ".old-" makes its name longer.
-    found.sort(
+    checkpoints.sort(
         key=lambda checkpoint: (
             -checkpoint.iteration,
             len(checkpoint.path.name),
             checkpoint.path.name,
         )
     )
-    return found, problems
+    return checkpoints, problems
 
 
-def checkpoint_at(path: Path) -> FoundCheckpoint | None:
+def checkpoint_at(path: Path) -> CheckpointFolder | None:
     """Return the checkpoint in a folder such as `iter_0000100` or `release`, or None without one.
 
     Raises:
@@ -201,10 +201,10 @@ def checkpoint_at(path: Path) -> FoundCheckpoint | None:
     kind, problem = _classify(path) if path.is_dir() else (None, "")
     if problem.startswith(_TWO_FORMATS):
         raise CheckpointError(f"{path} {problem}")
-    return FoundCheckpoint(kind, iteration_of(path.name), path.absolute()) if kind else None
+    return CheckpointFolder(kind, iteration_of(path.name), path.absolute()) if kind else None
 
 
-def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
+def checkpoint_of(root: Path, iteration: int) -> CheckpointFolder:
     """Return the complete checkpoint of an iteration, for --ckpt-step.
 
     Raises:
@@ -216,15 +216,15 @@ def checkpoint_of(root: Path, iteration: int) -> FoundCheckpoint:
         raise CheckpointError(f"{flag} is a single checkpoint: {remedy}")
     if not root.is_dir():
         raise CheckpointError(f"{flag}: there is no such folder")
-    found, problems = scan(root)
-    for checkpoint in found:
+    checkpoints, problems = scan(root)
+    for checkpoint in checkpoints:
         if checkpoint.iteration == iteration and checkpoint.path.name != RELEASE:
             return checkpoint
     folder = iteration_folder(iteration)
     why = f" ({folder} {problems[folder]})" if folder in problems else ""
     available = [
         tracker_text(name).decode()
-        for name in dict.fromkeys(checkpoint.name for checkpoint in found)
+        for name in dict.fromkeys(checkpoint.name for checkpoint in checkpoints)
     ]
     if len(available) > _NAMED:
         available[_NAMED:] = [f"{len(available) - _NAMED} older ones"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.checkpoint import find
 from megatron.checkpoint.entries import boxes_of_range
 from megatron.checkpoint.huggingface.files import is_model_folder
-from megatron.checkpoint.loading import open_found, open_hf, why_no_checkpoint
+from megatron.checkpoint.loading import open_folder, open_hf, why_no_checkpoint
 from megatron.checkpoint.reader import NativeReader, Reader, is_vocabulary_table
 from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError
@@ -143,7 +143,7 @@ def summarize(
         for path in sorted(root.glob(f"*{TEMPORARY}*"))
         if path.is_dir()
     ]
-    if named is not None and all(found.name != named for found in checkpoints):
+    if named is not None and all(folder.name != named for folder in checkpoints):
         complaint = f"which {'is incomplete' if named in problems else 'does not exist'}"
     first = f"{root}: the tracker names {named or 'nothing'}" + (f", {complaint}" * bool(complaint))
     lines, sound = _summarize_all(
@@ -153,7 +153,7 @@ def summarize(
 
 
 def _summarize_all(
-    checkpoints: Sequence[find.FoundCheckpoint],
+    checkpoints: Sequence[find.CheckpointFolder],
     *,
     verify: bool,
     details: bool,
@@ -161,14 +161,14 @@ def _summarize_all(
 ) -> tuple[list[str], bool]:
     lines: list[str] = []
     sound = True
-    for found in checkpoints:
+    for folder in checkpoints:
         try:
-            reader = open_found(found, verify=verify, allow_foreign=allow_foreign)
+            reader = open_folder(folder, verify=verify, allow_foreign=allow_foreign)
         except CheckpointError as error:
-            lines.append(f"{found.path.name}  {found.format}  cannot be used: {error}")
+            lines.append(f"{folder.path.name}  {folder.format}  cannot be used: {error}")
             sound = False
             continue
-        parts = [found.path.name, found.format, f"{len(reader.names())} tensors"]
+        parts = [folder.path.name, folder.format, f"{len(reader.names())} tensors"]
         if isinstance(reader, NativeReader):
             files = reader.manifest.files
             axes = ", ".join(f"{axis} {size}" for axis, size in reader.manifest.layout.items())

@@ -49,7 +49,7 @@ def open_checkpoint(
     exchange = JsonExchange((layout or Layout.single()).world)
     root = Path(root).absolute()
 
-    def candidates() -> list[find.FoundCheckpoint]:
+    def candidates() -> list[find.CheckpointFolder]:
         if step is not None:
             return [find.checkpoint_of(root, step)]
         # A link may lead out of a folder of checkpoints only if the user named the link itself.
@@ -63,20 +63,20 @@ def open_checkpoint(
             for checkpoint in candidates()
         ]
     ):
-        found = find.FoundCheckpoint(kind, iteration, Path(path))
+        folder = find.CheckpointFolder(kind, iteration, Path(path))
         reader, problem = None, None
         try:
-            reader = open_found(
-                found, verify=verify, world=exchange.world, allow_foreign=allow_foreign
+            reader = open_folder(
+                folder, verify=verify, world=exchange.world, allow_foreign=allow_foreign
             )
         except CheckpointError as error:
             problem = str(error)
         failures = [text for text in exchange.gather(problem) if text is not None]
         if reader is not None and not failures:
             if problems and exchange.is_main:
-                warn("\n  ".join([*problems, f"using {found.path.name} instead"]))
+                warn("\n  ".join([*problems, f"using {folder.path.name} instead"]))
             return reader
-        problems.append(f"{found.path} is not used: {failures[0]}")
+        problems.append(f"{folder.path} is not used: {failures[0]}")
     if not problems:
         return None
     if step is not None:  # the other checkpoints have not been examined
@@ -89,8 +89,8 @@ def open_checkpoint(
     )
 
 
-def open_found(
-    found: find.FoundCheckpoint,
+def open_folder(
+    folder: find.CheckpointFolder,
     *,
     verify: bool = True,
     world: Axis | None = None,
@@ -99,7 +99,7 @@ def open_found(
     """Open this checkpoint, without falling back to another one, and verify a rank's share of it.
 
     Args:
-        found: The checkpoint.
+        folder: The checkpoint.
         verify: Compare digests.
         world: The ranks that open it together. None opens it on this rank alone.
         allow_foreign: Accept files owned by other users.
@@ -112,8 +112,8 @@ def open_found(
     from megatron.checkpoint.meta import check_meta
 
     kinds = {"legacy": "Megatron-LM", "core": "Megatron Core", "deepspeed": "DeepSpeed"}
-    with _damaged(f"not a {kinds.get(found.format, found.format)} checkpoint"):
-        reader = _open(found, verify, world or Layout.single().world, allow_foreign)
+    with _damaged(f"not a {kinds.get(folder.format, folder.format)} checkpoint"):
+        reader = _open(folder, verify, world or Layout.single().world, allow_foreign)
         check_meta(reader)
         return reader
 
@@ -146,34 +146,34 @@ def _damaged(kind: str) -> Iterator[None]:
         raise CheckpointError(f"{kind}: {what:.500}") from error
 
 
-def _open(found: find.FoundCheckpoint, verify: bool, world: Axis, allow_foreign: bool) -> Reader:
-    check_folder(found.path, allow_foreign=allow_foreign)
-    if found.format == "legacy":
+def _open(folder: find.CheckpointFolder, verify: bool, world: Axis, allow_foreign: bool) -> Reader:
+    check_folder(folder.path, allow_foreign=allow_foreign)
+    if folder.format == "legacy":
         from megatron.checkpoint.legacy.reader import LegacyReader
 
-        return LegacyReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
-    if found.format == "core":
+        return LegacyReader(folder.path, world, verify=verify, allow_foreign=allow_foreign)
+    if folder.format == "core":
         from megatron.checkpoint.core.reader import COMMON, CoreReader
 
-        core = CoreReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
-        _check_iteration(found, core, COMMON)
+        core = CoreReader(folder.path, world, verify=verify, allow_foreign=allow_foreign)
+        _check_iteration(folder, core, COMMON)
         return core
-    if found.format == "deepspeed":
+    if folder.format == "deepspeed":
         from megatron.checkpoint.deepspeed.reader import DeepSpeedReader
 
-        saved = DeepSpeedReader(found.path, world, verify=verify, allow_foreign=allow_foreign)
-        _check_iteration(found, saved, "mp_rank_00_model_states.pt")
+        saved = DeepSpeedReader(folder.path, world, verify=verify, allow_foreign=allow_foreign)
+        _check_iteration(folder, saved, "mp_rank_00_model_states.pt")
         return saved
-    reader = NativeReader(found.path, allow_foreign=allow_foreign)
-    _check_iteration(found, reader, MANIFEST)
+    reader = NativeReader(folder.path, allow_foreign=allow_foreign)
+    _check_iteration(folder, reader, MANIFEST)
     if verify:
         reader.verify(world.rank, world.size)
     return reader
 
 
-def _check_iteration(found: find.FoundCheckpoint, reader: Reader, file: str) -> None:
+def _check_iteration(folder: find.CheckpointFolder, reader: Reader, file: str) -> None:
     """Check that the iteration in a file matches the folder's name."""
-    if reader.iteration != found.iteration and found.path.name.startswith(
+    if reader.iteration != folder.iteration and folder.path.name.startswith(
         ("iter_", find.DEEPSPEED)
     ):
         raise CheckpointError(f"{file} is for iteration {reader.iteration}")

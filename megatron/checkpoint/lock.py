@@ -44,7 +44,7 @@ def save_lock(root: Path | str, flag: str = "--save") -> Iterator[Path]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o644)
     try:
-        _take(path, descriptor, flag)
+        _acquire(path, descriptor, flag)
         try:
             yield path
         finally:
@@ -55,7 +55,7 @@ def save_lock(root: Path | str, flag: str = "--save") -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _take(path: Path, descriptor: int, flag: str) -> None:
+def _acquire(path: Path, descriptor: int, flag: str) -> None:
     # The advisory lock ends with the process, however it dies, and forked data loaders do not
     # inherit it. The file's text says who holds it.
     try:
@@ -76,9 +76,9 @@ def _take(path: Path, descriptor: int, flag: str) -> None:
 
 
 def _refusal(path: Path, holder: Json, flag: str) -> str:
-    who = "another job" if holder is None else f"process {holder['pid']} on {holder['host']}"
+    owner = "another job" if holder is None else f"process {holder['pid']} on {holder['host']}"
     remedy = f"wait for it to end, or give another folder to {flag}"
-    problem = f"{path}: {who} is saving into this folder: {remedy}"
+    problem = f"{path}: {owner} is saving into this folder: {remedy}"
     return f"{problem}. If that job is gone, delete the file"
 
 
@@ -98,8 +98,8 @@ def _read(descriptor: int) -> Json:
         holder = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
     except (OSError, ValueError, RecursionError):
         return None
-    is_ours = isinstance(holder, dict) and type(holder.get("pid")) is int
-    return holder if is_ours and isinstance(holder.get("host"), str) else None
+    is_valid = isinstance(holder, dict) and type(holder.get("pid")) is int
+    return holder if is_valid and isinstance(holder.get("host"), str) else None
 
 
 def _may_live(holder: Json) -> bool:

@@ -122,8 +122,8 @@ class Manifest(NamedTuple):
                 filled[piece.file] += piece.bytes
         for name, (size, *_) in self.files.items():
             if filled[name] != size:
-                needed = f"its header and tensors have {filled[name]}"
-                raise ManifestError(f"{name} has {size} bytes, but {needed}")
+                expected = f"its header and tensors have {filled[name]}"
+                raise ManifestError(f"{name} has {size} bytes, but {expected}")
 
 
 def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> None:
@@ -180,8 +180,8 @@ def parse(data: bytes) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ManifestError("not a manifest of this program")
     if body.get("version") != VERSION:
-        found = body.get("version")
-        raise ManifestError(f"format version {found!r}; this program reads version {VERSION}")
+        version = body.get("version")
+        raise ManifestError(f"format version {version!r}; this program reads version {VERSION}")
     claimed = body.pop("sha256", None)
     try:
         is_signed = claimed == digest_of(_text(body)) and data == _sign(body)
@@ -208,8 +208,8 @@ def validate(kind: Any, text: bytes) -> Any:
         return _schema(kind).validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ManifestError(f"{place:.200}: {first['msg']}") from None
+        path = ".".join(str(part) for part in first["loc"])
+        raise ManifestError(f"{path:.200}: {first['msg']}") from None
 
 
 @cache

@@ -107,8 +107,8 @@ class MergedReader(Reader):
         self.format, self.path, self.iteration = reader.format, reader.path, reader.iteration
         self.allow_foreign = reader.allow_foreign
         model = reader.meta["config"]["model"]
-        kept = {name: value for name, value in model.items() if name not in ADAPTER_FIELDS}
-        config = {**reader.meta["config"], "model": kept}
+        settings = {name: value for name, value in model.items() if name not in ADAPTER_FIELDS}
+        config = {**reader.meta["config"], "model": settings}
         self.meta = {**reader.meta, "config": config, "optimizer": None}
         self.tensors = {
             name: meta

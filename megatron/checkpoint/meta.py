@@ -162,10 +162,10 @@ def check_meta(reader: Reader) -> None:
     except (ManifestError, ConfigError) as error:
         raise CheckpointError(str(error)) from None
     _check_schedule(meta, reader.format)
-    told = {"iteration": reader.iteration}
+    values = {"iteration": reader.iteration}
     if _WORDS in reader.tensors:
-        told["padded_vocab_size"] = reader.tensors[_WORDS].shape[0]
-    for key, value in told.items():
+        values["padded_vocab_size"] = reader.tensors[_WORDS].shape[0]
+    for key, value in values.items():
         if reader.meta[key] != value:
             raise CheckpointError(
                 f"meta.{key} is {reader.meta[key]}, but {value} in the checkpoint"
@@ -175,11 +175,11 @@ def check_meta(reader: Reader) -> None:
 def _check_schedule(meta: Meta, written_as: str) -> None:
     schedule = meta.get("schedule") or {}
     if meta.get("optimizer") and not schedule.keys() & {"num_steps", "num_iters"}:
-        what = "meta.schedule is missing or has no num_steps"
-        raise CheckpointError(f"{what}, but there is an optimizer's state")
+        problem = "meta.schedule is missing or has no num_steps"
+        raise CheckpointError(f"{problem}, but there is an optimizer's state")
     # Forks of Megatron-LM have their own styles, which --override-opt_param-scheduler replaces.
     for key, field in _STYLES.items() if written_as == "native" else ():
         style, known = schedule.get(key), field_at(field).info.choices or ()
         if style is not None and style not in known:
-            what = f"meta.schedule.{key} is {style!r:.80}"
-            raise CheckpointError(f"{what} instead of one of {', '.join(known)}")
+            problem = f"meta.schedule.{key} is {style!r:.80}"
+            raise CheckpointError(f"{problem} instead of one of {', '.join(known)}")

@@ -26,8 +26,8 @@ from torch import Tensor
 from megatron import durable
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import JsonExchange
-from megatron.checkpoint.find import FoundCheckpoint, iteration_folder, scan
-from megatron.checkpoint.loading import open_found
+from megatron.checkpoint.find import CheckpointFolder, iteration_folder, scan
+from megatron.checkpoint.loading import open_folder
 from megatron.checkpoint.manifest import MANIFEST, MAX_BYTES, ManifestError, dump, parse
 from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.retention import RetentionPolicy, prune
@@ -173,8 +173,8 @@ class NonPersistentStore:
                     failure = failure or error
         return failure
 
-    def open_newest(self, above: int) -> NativeReader | None:
-        """Open the newest sound checkpoint of an iteration after `above`, if there is one.
+    def open_newest(self, after: int) -> NativeReader | None:
+        """Open the newest sound checkpoint of an iteration after `after`, if there is one.
 
         Missing files are copied to each machine, and all files are verified. Checkpoints that
         cannot be used are reported and skipped.
@@ -187,7 +187,7 @@ class NonPersistentStore:
         for digest, checkpoint in sorted(
             newest.items(), key=lambda item: (-item[1].iteration, item[0])
         ):
-            if checkpoint.iteration <= above:
+            if checkpoint.iteration <= after:
                 break
             present = [
                 set(files[digest].present) if digest in files else set() for files in machines
@@ -293,7 +293,7 @@ class NonPersistentStore:
         path = self.root / iteration_folder(iteration)
         try:
             if problem is None:
-                reader = open_found(FoundCheckpoint("native", iteration, path), verify=False)
+                reader = open_folder(CheckpointFolder("native", iteration, path), verify=False)
                 assert isinstance(reader, NativeReader)
                 reader.verify(self._sharing.index(self._layout.world.rank), len(self._sharing))
                 return reader, None

@@ -244,9 +244,10 @@ class NativeReader(Reader):
 
         for key, placement in expected.items():
             if actual.get(key) != placement:
-                found = describe(actual[key]) if key in actual else "no tensor with this name"
+                description = describe(actual[key]) if key in actual else "no tensor with this name"
                 raise CheckpointError(
-                    f"{file}: holds {found} where {MANIFEST} says {describe(placement)}: {key}"
+                    f"{file}: holds {description} where {MANIFEST} says {describe(placement)}: "
+                    f"{key}"
                 )
         unlisted = actual.keys() - expected.keys()
         if unlisted:
@@ -375,7 +376,7 @@ def restore(
     *,
     prefixes: Iterable[str] = (),
     cast: bool = False,
-    cast_below: tuple[str, ...] = (),
+    cast_prefixes: tuple[str, ...] = (),
 ) -> None:
     """Copy the checkpoint's values into the entries' tensors, in place.
 
@@ -387,13 +388,15 @@ def restore(
         prefixes: Prefixes ("model.") under which every tensor of the checkpoint must have an entry.
             Use this only on ranks that hold the whole model, not with pipeline parallelism.
         cast: Allow a different dtype in the checkpoint.
-        cast_below: Prefixes under which a different dtype is allowed even without `cast`.
+        cast_prefixes: Prefixes under which a different dtype is allowed even without `cast`.
 
     Raises:
         CheckpointError: Tensors are missing, left over, or have a different shape or type. The
             message lists them, and nothing has been changed.
     """
-    problems = find_problems(reader, entries, prefixes=prefixes, cast=cast, cast_below=cast_below)
+    problems = find_problems(
+        reader, entries, prefixes=prefixes, cast=cast, cast_prefixes=cast_prefixes
+    )
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(
@@ -440,7 +443,7 @@ def find_problems(
     *,
     prefixes: Iterable[str] = (),
     cast: bool = False,
-    cast_below: tuple[str, ...] = (),
+    cast_prefixes: tuple[str, ...] = (),
 ) -> list[str]:
     """Return the problems that keep the checkpoint from filling the entries, without reading it.
 
@@ -449,7 +452,7 @@ def find_problems(
         entries: The tensors to fill.
         prefixes: Prefixes under which every tensor of the checkpoint must have an entry.
         cast: Allow a different dtype in the checkpoint.
-        cast_below: Prefixes under which a different dtype is allowed even without `cast`.
+        cast_prefixes: Prefixes under which a different dtype is allowed even without `cast`.
 
     Returns:
         One line for each problem.
@@ -462,9 +465,11 @@ def find_problems(
         if name.startswith(under)
     ]
     for name, entry in sorted(flatten(entries), key=lambda pair: pair[0]):
-        here = TensorMeta(tuple(entry.global_shape), entry.tensor.dtype)
-        there = stored.get(name, here)
-        may_cast = cast or name.startswith(cast_below)
-        if here.shape != there.shape or (here.dtype != there.dtype and not may_cast):
-            problems.append(f"{name} is {there}, not {here}")
+        expected = TensorMeta(tuple(entry.global_shape), entry.tensor.dtype)
+        stored_meta = stored.get(name, expected)
+        may_cast = cast or name.startswith(cast_prefixes)
+        if expected.shape != stored_meta.shape or (
+            expected.dtype != stored_meta.dtype and not may_cast
+        ):
+            problems.append(f"{name} is {stored_meta}, not {expected}")
     return list(dict.fromkeys(problems))

@@ -24,7 +24,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from megatron.checkpoint.find import COMPLETE, FoundCheckpoint, iteration_folder, scan
+from megatron.checkpoint.find import COMPLETE, CheckpointFolder, iteration_folder, scan
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.shard import digest_of
 from megatron.checkpoint.trust import open_descriptor, open_plain
@@ -61,8 +61,8 @@ class RetentionPolicy:
     every: int | None = None
 
     def to_delete(
-        self, checkpoints: list[FoundCheckpoint], newest: int, previous: str | None
-    ) -> list[FoundCheckpoint]:
+        self, checkpoints: list[CheckpointFolder], newest: int, previous: str | None
+    ) -> list[CheckpointFolder]:
         """Return which of the checkpoints, sorted newest first, `prune` should delete."""
         if self.latest is not None:
             old = checkpoints[self.latest :]
@@ -84,7 +84,7 @@ def lock_for_reading(folder: Path, kind: str = "native") -> int:
 
     Args:
         folder: The checkpoint's folder.
-        kind: Its format, as in `FoundCheckpoint`.
+        kind: Its format, as in `CheckpointFolder`.
 
     Raises:
         CheckpointError: The checkpoint is being deleted.
@@ -103,7 +103,7 @@ def lock_if_listed(reader: Reader, kind: str) -> None:
 
     Args:
         reader: The reader.
-        kind: The format, as in `FoundCheckpoint`.
+        kind: The format, as in `CheckpointFolder`.
 
     Raises:
         CheckpointError: The checkpoint is being deleted, has files of two saves, or cannot be read.
@@ -247,7 +247,7 @@ def _digests(folder: Path) -> dict[str, str]:
 def _zip_digest(file: IO[bytes]) -> str:
     try:
         with zipfile.ZipFile(file) as archive:
-            records = [(one.filename, one.file_size, one.CRC) for one in archive.infolist()]
+            records = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
     except zipfile.BadZipFile:
         return ""
     return digest_of(json.dumps(records).encode())

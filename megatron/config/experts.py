@@ -220,8 +220,8 @@ def layer_experts(options: ExpertOptions, layers: int) -> tuple[int, ...]:
             "one number, or one for each of these layers"
         )
     left = iter(counts)
-    found = [next(left) if is_chosen else 0 for is_chosen in chosen]
-    return tuple(count if count > 1 else 0 for count in found)
+    result = [next(left) if is_chosen else 0 for is_chosen in chosen]
+    return tuple(count if count > 1 else 0 for count in result)
 
 
 def _chosen_layers(frequency: str, layers: int) -> tuple[bool, ...]:

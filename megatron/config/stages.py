@@ -117,7 +117,7 @@ def plan_parts(
 
 def distributing_flags(config: ParallelOptions) -> list[str]:
     """Return the given flags that distribute layers by number, which exclude a layout string."""
-    return _shown(config, _DISTRIBUTING)
+    return _flags_text(config, _DISTRIBUTING)
 
 
 def with_layout(config: Parallel, text: str) -> Parallel:
@@ -145,10 +145,14 @@ def _parts_with(counts: list[int]) -> list[ModelPart]:
     ]
 
 
-def _shown(config: ParallelOptions, names: Collection[str]) -> list[str]:
+def _flags_text(config: ParallelOptions, names: Collection[str]) -> list[str]:
     """Return the flags among these that were given, as written on a command line."""
-    given = [(one, getattr(config, one.name)) for one in fields_of(ParallelOptions)]
-    return [one.spell(value) for one, value in given if one.name in names and value != one.default]
+    values = [(field, getattr(config, field.name)) for field in fields_of(ParallelOptions)]
+    return [
+        field.spell(value)
+        for field, value in values
+        if field.name in names and value != field.default
+    ]
 
 
 def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[ModelPart]:
@@ -200,7 +204,7 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
     layers = config.num_layers_per_virtual_pipeline_stage
     if layers is None:
         return 1
-    slots = num_layers + len(_shown(config, _COUNTED))
+    slots = num_layers + len(_flags_text(config, _COUNTED))
     if slots % (stages * layers):
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
@@ -212,12 +216,12 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
 
 def _check_flags(config: ParallelOptions) -> None:
     """Refuse combinations of flags that would distribute layers in two ways."""
-    virtual, ends = _shown(config, _VIRTUAL), _shown(config, _ENDS)
+    virtual, ends = _flags_text(config, _VIRTUAL), _flags_text(config, _ENDS)
     if len(virtual) > 1:
         raise ConfigError(
             f"{' and '.join(virtual)} both set the number of virtual stages: use one of them"
         )
-    if ends and _shown(config, _COUNTED):
+    if ends and _flags_text(config, _COUNTED):
         raise ConfigError(
             f"{' and '.join(ends)} and counting embedding or loss as a layer both distribute "
             "layers: use one of them"
@@ -236,7 +240,7 @@ def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> Non
     filled = [bool(part.layers) or part.embedding or part.head for part in parts]
     idle = " and ".join(str(k) for k in range(stages) if not any(filled[k::stages]))
     if idle:
-        given = " and ".join(_shown(config, (*_ENDS, "pipeline_model_parallel_layout")))
+        given = " and ".join(_flags_text(config, (*_ENDS, "pipeline_model_parallel_layout")))
         raise ConfigError(
             f"{given}: stage {idle} (counted from 0) of --pipeline-model-parallel-size {stages} "
             "would have no layers, embedding or loss: give it some, or use fewer stages"
@@ -255,7 +259,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, layers_text: str) -> 
         layers_text: The number of layers, as error messages show it with its flags.
     """
     stages, chunks = config.pipeline_model_parallel_size, chunks_of(num_layers, config)
-    if _shown(config, _ENDS):
+    if _flags_text(config, _ENDS):
         return _fixed_ends(num_layers, chunks, config, layers_text)
     embedding, loss = (int(getattr(config, name)) for name in _COUNTED)
     slots, parts = num_layers + embedding + loss, stages * chunks
@@ -282,7 +286,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
     excluded = [*_ENDS, *_COUNTED, "pipeline_model_parallel_layout"]
     if chunks_of(encoder + decoder, config) > 1:
         excluded += _VIRTUAL
-    others = _shown(config, excluded)
+    others = _flags_text(config, excluded)
     if others:
         raise ConfigError(
             f"{flag} cannot be combined with {others[0]}, because both distribute layers: use one "
@@ -309,7 +313,7 @@ def _fixed_ends(
     num_layers: int, chunks: int, config: ParallelOptions, layers_text: str
 ) -> list[int]:
     """Return the given counts for the first and last stage, and equal counts for the others."""
-    stages, given = config.pipeline_model_parallel_size, " and ".join(_shown(config, _ENDS))
+    stages, given = config.pipeline_model_parallel_size, " and ".join(_flags_text(config, _ENDS))
     if stages == 1:
         raise ConfigError(
             f"{given}: one stage holds all layers: give --pipeline-model-parallel-size, or drop it"

@@ -58,7 +58,7 @@ class HangFiles:
         content = {"time": time.time(), "report": report, "states": texts, "silent": list(silent)}
         self._write(REPORT, content)
 
-    def write_own(self, reason: str) -> None:
+    def write_stacks(self, reason: str) -> None:
         """Write this process's stacks. Errors in writing are ignored.
 
         Args:

@@ -113,8 +113,8 @@ class State:
     @classmethod
     def from_text(cls, text: bytes) -> State:
         """Return the state that `to_text` wrote."""
-        beat, iteration, operation, place, wait, *others = ast.literal_eval(text.decode())
-        return cls(beat, iteration, operation, place, wait and Wait(*wait), *others)
+        beat, iteration, operation, operation_count, wait, *rest = ast.literal_eval(text.decode())
+        return cls(beat, iteration, operation, operation_count, wait and Wait(*wait), *rest)
 
 
 def explain(
@@ -421,7 +421,7 @@ class Watchdog:
             self._decided.set()
             if verdict.rank != self._rank and verdict.code == HangError.exit_code:
                 if self._files is not None:
-                    self._files.write_own(verdict.reason)
+                    self._files.write_stacks(verdict.reason)
                 self.delay_exit()
                 self._exit(verdict.code, self.exit_message(verdict))
         self._last_answer = time.monotonic()
@@ -454,7 +454,7 @@ class Watchdog:
             print_to_stderr(f"error: {report}")
             if self._files is not None:
                 self._files.write_report(report, states, silent)
-                self._files.write_own(report.splitlines()[0])
+                self._files.write_stacks(report.splitlines()[0])
             time.sleep(_LINGER)
             self._exit(HangError.exit_code)
 
@@ -577,7 +577,7 @@ class Watchdog:
         elif deadline is None and now - self._since >= self._seconds:
             patience = 0.0 if store_is_silent else _PATIENCE
             self.end_within(patience, HangError.exit_code, None)  # even if the report fails
-            self.end_within(patience, HangError.exit_code, self._own_view())
+            self.end_within(patience, HangError.exit_code, self._local_report())
             self._is_hanging = True
             self._wake.set()
 
@@ -586,7 +586,7 @@ class Watchdog:
         """Whether the store has not answered for some seconds, or no longer exists."""
         return time.monotonic() - self._last_answer > GRACE
 
-    def _own_view(self) -> str:
+    def _local_report(self) -> str:
         """Return the hang report to print if the other ranks' states cannot be read."""
         report = explain({self._rank: self._state()}, frozenset(), self._seconds)[1].splitlines()
         return (

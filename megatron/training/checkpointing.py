@@ -82,7 +82,7 @@ def writer_of(run: Run) -> Callable[..., Path]:
 
     It is called like `store.write_checkpoint`.
     """
-    # Few runs need the other modules: see `open_found`.
+    # Few runs need the other modules: see `open_folder`.
     if run.config.checkpoint.ckpt_format == "native":
         return write_checkpoint
     if run.config.checkpoint.ckpt_format == "torch_dist":
@@ -470,7 +470,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     # With pipeline parallelism, no rank holds every parameter.
     is_dropped = _SCORE in new_parts
     whole = () if run.layout.pipeline.size > 1 else _KEPT if is_dropped else ("model.",)
-    restore(reader, state, prefixes=whole, cast=weights_only, cast_below=(STATES,))
+    restore(reader, state, prefixes=whole, cast=weights_only, cast_prefixes=(STATES,))
     run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
     if _ADAPTERS in new_parts:
         start_adapters(run.parts)
@@ -531,7 +531,7 @@ def rewind_run(run: Run, found: Reader) -> int:
     run.optimizer.wait_for_weights()
     named = run.optimizer.named_tensors()
     state = _weights_state(run, is_copy=True) | _updated_state(run, reader, named)
-    restore(reader, state, cast_below=(STATES,))
+    restore(reader, state, cast_prefixes=(STATES,))
     run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
     _continue_updates(run, reader)
     run.layers.forget_weights()

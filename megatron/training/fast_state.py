@@ -118,7 +118,7 @@ def open_newest(
     durable = JsonExchange(layout.world).on_main(iterations)
     if durable and durable[0] < max(durable):
         return open_durable()
-    newest = store.open_newest(above=durable[0] if durable else -1)
+    newest = store.open_newest(after=durable[0] if durable else -1)
     if newest is not None:
         return newest
     reader, failure = None, None
@@ -128,7 +128,7 @@ def open_newest(
         failure = error
     if durable and (reader is None or reader.iteration < durable[0]):
         # The newest durable checkpoints are damaged.
-        newest = store.open_newest(above=-1 if reader is None else reader.iteration)
+        newest = store.open_newest(after=-1 if reader is None else reader.iteration)
     if newest is None and failure is not None:
         raise failure
     return newest or reader

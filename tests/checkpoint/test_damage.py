@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron.checkpoint import plan
-from megatron.checkpoint.find import FoundCheckpoint
+from megatron.checkpoint.find import CheckpointFolder
 from megatron.checkpoint.inspection import summarize
-from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, ManifestError, _sign, parse
 from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.shard import parse_header, plan_shard
@@ -51,7 +51,7 @@ def test_random_damage_is_refused_and_the_older_one_used(tmp_path, capsys, damag
             continue
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match=file.name):
-            open_found(FoundCheckpoint("native", 2, path))
+            open_folder(CheckpointFolder("native", 2, path))
         assert assert_loads(tmp_path, [1]) == 1
         refused += 1
         file.write_bytes(original)
@@ -237,7 +237,7 @@ def test_a_forged_manifest_must_say_what_its_files_hold(
     forge(body["tensors"])
     (path / MANIFEST).write_bytes(_sign(body))
     with pytest.raises(CheckpointError, match=message):
-        open_found(FoundCheckpoint("native", 2, path))
+        open_folder(CheckpointFolder("native", 2, path))
     assert assert_loads(tmp_path, [1]) == 1  # before any tensor was read
     lines, sound = summarize(tmp_path, verify=True, details=False)
     assert not sound

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from megatron.checkpoint import store
-from megatron.checkpoint.find import TRACKER, FoundCheckpoint, list_checkpoints
-from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.find import TRACKER, CheckpointFolder, list_checkpoints
+from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.checkpoint.retention import RetentionPolicy, lock_for_reading, prune
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.errors import CheckpointError, StorageError
@@ -141,7 +141,7 @@ def test_one_that_is_being_deleted_is_not_opened(tmp_path, monkeypatch):
 
     def rename(source, target):
         with pytest.raises(CheckpointError, match="is being deleted"):
-            open_found(FoundCheckpoint("native", 1, first))
+            open_folder(CheckpointFolder("native", 1, first))
         return os.replace(source, target)
 
     monkeypatch.setattr(os, "rename", rename)

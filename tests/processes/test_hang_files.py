@@ -26,8 +26,8 @@ def _write(folder: Path) -> str:
     reason = "hang in iteration 5, reduction of the gradients: ranks 1-2 did not join"
     HangFiles(folder, 0).write_report(f"{reason}\n  rank 2: ...", states, frozenset({2}))
     for rank in (0, 1):
-        HangFiles(folder, rank).write_own(reason)
-    HangFiles(folder, 2).write_own("hang in iteration 3: an earlier one")
+        HangFiles(folder, rank).write_stacks(reason)
+    HangFiles(folder, 2).write_stacks("hang in iteration 3: an earlier one")
     return reason
 
 
@@ -51,13 +51,13 @@ def test_ranks_with_the_same_stacks_share_them(tmp_path: Path) -> None:
     _write(tmp_path)
     view = hang_view(tmp_path, stacks=True)
     assert "\nrank 2:\n  no stacks were written" in view
-    assert " in write_own\n" in view
+    assert " in write_stacks\n" in view
     assert " in test_ranks_with_the_same_stacks_share_them\n" in view
 
 
 def test_a_disk_that_fails_keeps_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    HangFiles(tmp_path / "file", 0).write_own("hang")
+    HangFiles(tmp_path / "file", 0).write_stacks("hang")
     HangFiles(tmp_path / "file", 0).write_report("hang", {}, frozenset())
 
 

@@ -327,7 +327,7 @@ def test_a_report_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             for module, name in ((os, "stat"), (builtins, "open"), (linecache, "checkcache")):
                 patch.setattr(module, name, refuse)
-            report = dog._own_view()
+            report = dog._local_report()
     finally:
         dog.stop()
     assert "rank 0: alive in iteration 0, start-up, at watchdog.py" in report

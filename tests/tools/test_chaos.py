@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.find import checkpoint_of
-from megatron.checkpoint.loading import open_found
+from megatron.checkpoint.loading import open_folder
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import save_state
 from tests.reliability.processes import TOY, until
@@ -122,9 +122,9 @@ def test_the_last_sound_checkpoint_is_not_damaged(tmp_path: Path) -> None:
     save_state(tmp_path, 6)
     assert chaos.damage_newest(tmp_path, draw)
     with pytest.raises(CheckpointError, match="damaged"):
-        open_found(checkpoint_of(tmp_path, 6))
+        open_folder(checkpoint_of(tmp_path, 6))
     assert not chaos.damage_newest(tmp_path, draw)
-    open_found(checkpoint_of(tmp_path, 3))
+    open_folder(checkpoint_of(tmp_path, 3))
 
 
 def test_the_last_rank_that_runs_is_not_stopped(tmp_path: Path) -> None:

@@ -96,11 +96,11 @@ class Index:
         tree = read_pickle(data, str(path), names=_NAMES, most_instructions=_MAX_INSTRUCTIONS)
         try:
             self.tensors, spans = _parse(tree)
-        except _WrongError as error:
+        except _InvalidIndexError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from None
         self._files = {name: _map(folder / name, allow_foreign) for name in spans}
-        for name, places in spans.items():
-            _check_ranges(folder / name, places, len(self._files[name]))
+        for name, ranges in spans.items():
+            _check_ranges(folder / name, ranges, len(self._files[name]))
 
     def load(self, name: str, chunk: Chunk, *, verify: bool = False) -> torch.Tensor:
         """Return the values of a chunk, as a view of the mapped file.
@@ -124,8 +124,8 @@ class Index:
             if len(tree) > _MAX_BLOB_TREE:
                 raise CheckpointError(f"{path}: {len(tree):,} bytes of structure")
             ref = read_pickle(bytes(tree), str(path))
-            held = self.tensors[name]
-            is_it = isinstance(ref, TensorRef) and ref.storage.dtype == held.dtype
+            stored = self.tensors[name]
+            is_it = isinstance(ref, TensorRef) and ref.storage.dtype == stored.dtype
             if not is_it or ref.shape != chunk.box.shape:
                 raise CheckpointError(f"{path}: damaged: not the tensor that {INDEX} names")
             if verify:
@@ -135,7 +135,7 @@ class Index:
             raise CheckpointError(f"{error}: {name} at byte {chunk.start:,}") from None
 
 
-class _WrongError(Exception):
+class _InvalidIndexError(Exception):
     """An error for an index that contradicts itself."""
 
 
@@ -144,33 +144,33 @@ def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int
     top = _fields(tree, "Metadata")
     metadata, storage = top.get("state_dict_metadata"), top.get("storage_data")
     if type(metadata) is not dict or type(storage) is not dict:
-        raise _WrongError("it has no state_dict_metadata or no storage_data")
+        raise _InvalidIndexError("it has no state_dict_metadata or no storage_data")
     locations: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
     spans = defaultdict[str, list[tuple[int, int]]](list)
     for key, value in storage.items():
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         name, offset = index.get("fqn"), index.get("offset")
         if type(name) is not str:
-            raise _WrongError("a location has no name")
+            raise _InvalidIndexError("a location has no name")
         chunk_offset = None if offset is None else _sizes(offset, name)
         if (name, chunk_offset) in locations:
-            raise _WrongError(f"{name} has two locations for one chunk")
+            raise _InvalidIndexError(f"{name} has two locations for one chunk")
         location = locations[name, chunk_offset] = _location(info, name)
         spans[location[0]].append(location[1:])
     tensors: dict[str, StoredTensor] = {}
     count = 0
     for name, record in metadata.items():
         if type(name) is not str:
-            raise _WrongError("a tensor's name is not a string")
+            raise _InvalidIndexError("a tensor's name is not a string")
         if isinstance(record, Record) and record.kind == "BytesStorageMetadata":
             if (name, None) not in locations:
-                raise _WrongError(f"{name} has no location")
+                raise _InvalidIndexError(f"{name} has no location")
             count += 1
             continue
         tensors[name] = _tensor(name, _fields(record, "TensorStorageMetadata"), locations)
         count += len(tensors[name].chunks)
     if count != len(locations):
-        raise _WrongError("storage_data has locations that belong to no tensor")
+        raise _InvalidIndexError("storage_data has locations that belong to no tensor")
     return tensors, spans
 
 
@@ -185,47 +185,47 @@ def _tensor(
         state = (state.get("dtype"), state.get("layout"))
     dtype, layout = state[:2] if state is not None and len(state) >= 2 else (None, None)
     if type(dtype) is not str or dtype not in _DTYPES:
-        raise _WrongError(f"{name} has the type {show(dtype)}")
+        raise _InvalidIndexError(f"{name} has the type {show(dtype)}")
     if layout != Opaque("layout", ("torch.strided",)):
-        raise _WrongError(f"{name} is not a dense tensor")
+        raise _InvalidIndexError(f"{name} is not a dense tensor")
     shape, chunks = _sizes(fields.get("size"), name), []
     records = fields.get("chunks")
     if type(records) is not list or 0 in shape or len(shape) > _MAX_DIMENSIONS:
-        raise _WrongError(f"{name} has no chunks, no elements or too many dimensions")
+        raise _InvalidIndexError(f"{name} has no chunks, no elements or too many dimensions")
     for record in records:
         chunk = _fields(record, "ChunkStorageMetadata")
         box = Box(_sizes(chunk.get("offsets"), name), _sizes(chunk.get("sizes"), name))
         if not box.fits(shape) or (name, box.offset) not in locations:
-            raise _WrongError(f"a chunk of {name} lies outside it, or has no location")
+            raise _InvalidIndexError(f"a chunk of {name} lies outside it, or has no location")
         file, start, length = locations[name, box.offset]
         if box.volume * _DTYPES[dtype].itemsize > length:
-            raise _WrongError(f"a chunk of {name} needs more bytes than are stored for it")
+            raise _InvalidIndexError(f"a chunk of {name} needs more bytes than are stored for it")
         chunks.append(Chunk(box, file, start, length))
     if not is_tiled(shape, [chunk.box for chunk in chunks]):
-        raise _WrongError(f"the chunks of {name} overlap or leave gaps")
+        raise _InvalidIndexError(f"the chunks of {name} overlap or leave gaps")
     return StoredTensor(_DTYPES[dtype], shape, tuple(chunks))
 
 
 def _location(info: Mapping[str, Any], name: str) -> tuple[str, int, int]:
     file, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or not _FILE.fullmatch(file):
-        raise _WrongError(f"{name} is in {show(file)}, which is not a file of this folder")
+        raise _InvalidIndexError(f"{name} is in {show(file)}, which is not a file of this folder")
     if type(start) is not int or type(length) is not int or start < 0 or length <= 0:
-        raise _WrongError(f"{name} is at byte {show(start)}, {show(length)} bytes long")
+        raise _InvalidIndexError(f"{name} is at byte {show(start)}, {show(length)} bytes long")
     if info.get("transform_descriptors"):
-        raise _WrongError(f"{name} is compressed or encoded, which is not supported")
+        raise _InvalidIndexError(f"{name} is compressed or encoded, which is not supported")
     return file, start, length
 
 
 def _fields(record: Any, kind: str) -> Mapping[str, Any]:
     if not isinstance(record, Record) or record.kind != kind or type(record.state) is not dict:
-        raise _WrongError(f"{show(record)} instead of a {kind}")
+        raise _InvalidIndexError(f"{show(record)} instead of a {kind}")
     return record.state
 
 
 def _sizes(value: Any, name: str) -> tuple[int, ...]:
     if type(value) is not tuple or not all(type(size) is int and size >= 0 for size in value):
-        raise _WrongError(f"{name} has a shape or an offset that is not a tuple of sizes")
+        raise _InvalidIndexError(f"{name} has a shape or an offset that is not a tuple of sizes")
     return value
 
 

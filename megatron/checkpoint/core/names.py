@@ -106,8 +106,8 @@ class NativeName(NamedTuple):
 
     def name(self, layer: int | None) -> str:
         """Return our full name."""
-        where = "" if layer is None else f"layers.{layer}."
-        return f"{self.prefix}{where}{self.parameter}{self.suffix}"
+        layer_prefix = "" if layer is None else f"layers.{layer}."
+        return f"{self.prefix}{layer_prefix}{self.parameter}{self.suffix}"
 
 
 def is_optimizer_state(name: str) -> bool:

@@ -111,12 +111,12 @@ class CoreSaver:
 
         def fill(temporary: Path) -> None:
             reports = exchange.together(lambda: files.write_tensors(temporary))
-            exchange.on_main(lambda: files.write_rest(temporary, reports))
+            exchange.on_main(lambda: files.write_metadata(temporary, reports))
 
         chunks = sum(map(len, snapshot.plan.parts.values()))
-        need = snapshot.plan.total_bytes + _OVERHEAD * (chunks + len(files.objects))
+        size = snapshot.plan.total_bytes + _OVERHEAD * (chunks + len(files.objects))
         folder = folder or iteration_folder(snapshot.iteration)
-        return store.write_folder(root, folder, exchange, need, fill, _LAST, keep, check)
+        return store.write_folder(root, folder, exchange, size, fill, _LAST, keep, check)
 
 
 def convert_to_core(
@@ -165,15 +165,17 @@ class CoreFiles:
         if refused:
             remedy = "write the native format"
             raise CheckpointError(f"{refused}: Megatron Core does not support it: {remedy}")
-        own = unsupported_schedule(snapshot.meta.get("schedule") or {})
-        if snapshot.meta.get("optimizer") and own:
+        unsupported = unsupported_schedule(snapshot.meta.get("schedule") or {})
+        if snapshot.meta.get("optimizer") and unsupported:
             raise CheckpointError(
-                f"an optimizer with {own} cannot be written for Megatron Core: convert only the "
-                "weights, without --keep-optimizer, or write the native format"
+                f"an optimizer with {unsupported} cannot be written for Megatron Core: convert "
+                "only the weights, without --keep-optimizer, or write the native format"
             )
         mixtures = mixture_layers(model, model.num_layers)
         self._is_engine = config.checkpoint.transformer_impl != "local"
-        own_norms = {layer for layer, is_one in enumerate(mixtures) if is_one and self._is_engine}
+        own_norms = {
+            layer for layer, is_mixture in enumerate(mixtures) if is_mixture and self._is_engine
+        }
         self._shards_states = config.parallel.use_distributed_optimizer
         scheme = NamingScheme(
             is_stacked=not model.num_experts or layer_frequency(model) == 1,
@@ -221,7 +223,7 @@ class CoreFiles:
         with ThreadPoolExecutor(max(1, len(files))) as pool:
             return [chunk for chunks in pool.map(write, files) for chunk in chunks]
 
-    def write_rest(self, folder: Path, reports: Sequence[Json]) -> None:
+    def write_metadata(self, folder: Path, reports: Sequence[Json]) -> None:
         """Write and flush the objects, the index and the data that all ranks share.
 
         Args:
@@ -318,7 +320,7 @@ class CoreFiles:
     def common(self) -> dict[str, Any]:
         """Return the content of `common.pt`."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
-        words = f"{WEIGHTS}embedding.word.weight"
+        table = f"{WEIGHTS}embedding.word.weight"
         content: dict[str, Any] = {"singleton_local_shards": False}
         content["chained_optim_avoid_prefix"] = True
         if self._shards_states:
@@ -327,8 +329,8 @@ class CoreFiles:
             "args": core_arguments(
                 self.config,
                 meta,
-                rows=plan.shapes[words][0],
-                dtype=DTYPES[plan.dtypes[words]],
+                rows=plan.shapes[table][0],
+                dtype=DTYPES[plan.dtypes[table]],
                 data_parallel=self._replicas,
             ),
             "checkpoint_version": VERSION,

@@ -98,12 +98,12 @@ class DeepSpeedReader(Reader):
             in_layers = (f"{layer}.{name}" for layer, tree in layers for name in tree)
             in_models = (name for file in self._files.models.values() for name in _module(file))
             self._first = names.first_layer([*in_layers, *in_models])
-            self._own = [self._weights_of(rank) for rank in range(len(self._files.models))]
+            self._weights = [self._weights_of(rank) for rank in range(len(self._files.models))]
             states = self._read_states()
             self._pieces = dict(self._locate_all(states))
         except CheckpointError as error:
-            where = "" if str(error).startswith(str(path)) else f"{path}: "
-            raise CheckpointError(f"{where}{error}") from None
+            prefix = "" if str(error).startswith(str(path)) else f"{path}: "
+            raise CheckpointError(f"{prefix}{error}") from None
         if verify:
             for file in self._files.all()[world.rank :: world.size]:
                 file.zip.verify()
@@ -255,19 +255,19 @@ class DeepSpeedReader(Reader):
         if not reason:
             if files.partitioned:
                 states = []
-                for weights, own in zip(self._own, ranks, strict=True):
+                for weights, rank_files in zip(self._weights, ranks, strict=True):
                     shapes = {name: value.shape for name, value in weights.items()}
-                    states.append(read_divided(own, shapes))
+                    states.append(read_divided(rank_files, shapes))
                     for name, value in weights.items():  # the masters are the weights
                         parts = states[-1].values[MASTER, name].parts
                         weights[name] = value._replace(parts=parts)
                 return states
             if files.states:  # ZeRO 1 and 2, or the bf16 optimizer
                 states = []
-                for rank, own in enumerate(ranks):
-                    weights = self._own[rank % self._tensor_size if files.layers else rank]
+                for rank, rank_files in enumerate(ranks):
+                    weights = self._weights[rank % self._tensor_size if files.layers else rank]
                     shapes = {name: value.shape for name, value in weights.items()}
-                    states.append(read_partitions(own, shapes, self._whole))
+                    states.append(read_partitions(rank_files, shapes, self._whole))
                 return states
             plain = [self._plain(rank) for rank in range(len(files.models))]
             known = [rank_states for rank_states in plain if rank_states is not None]
@@ -310,7 +310,7 @@ class DeepSpeedReader(Reader):
 
     def _plain(self, rank: int) -> States | None:
         """Return the states of an optimizer without ZeRO."""
-        weights = self._own[rank]
+        weights = self._weights[rank]
         if not self._files.experts:
             file = self._files.models[rank]
             shapes = {name: value.shape for name, value in weights.items()}
@@ -368,11 +368,11 @@ class DeepSpeedReader(Reader):
             # A later stage holds a copy of tied embeddings.
             parts[name].setdefault(key, (value, destination.dense))
 
-        for rank, weights in enumerate(self._own):
+        for rank, weights in enumerate(self._weights):
             for whole_name, value in weights.items():
                 destination = names.destination_of(whole_name)
                 add(f"model.{destination.name}", rank, destination, value)
-        types = {value.dtype for weights in self._own for value in weights.values()}
+        types = {value.dtype for weights in self._weights for value in weights.values()}
         types.discard(torch.float32)  # expert gates may stay in fp32
         if len(types) > 1:
             raise CheckpointError(f"weights of several types: {sorted(map(str, types))}")
@@ -507,17 +507,19 @@ def _shapes(file: StateFile) -> dict[str, tuple[int, ...]]:
         if not isinstance(group, dict):
             raise CheckpointError(f"{file.zip.path}: param_shapes holds {show(group)}")
         for name, shape in group.items():
-            is_shape = type(shape) is tuple and all(type(one) is int and one > 0 for one in shape)
+            is_shape = type(shape) is tuple and all(
+                type(size) is int and size > 0 for size in shape
+            )
             if type(name) is not str or not is_shape or len(shape) > 2 or name in shapes:
                 raise CheckpointError(f"{file.zip.path}: {show(name)} has the shape {show(shape)}")
             shapes[name] = shape
     return shapes
 
 
-def _dtype(told: Json) -> torch.dtype:
-    if told not in _DTYPES:
-        raise CheckpointError(f"params_dtype is {show(told)}")
-    return _DTYPES[told]
+def _dtype(name: Json) -> torch.dtype:
+    if name not in _DTYPES:
+        raise CheckpointError(f"params_dtype is {show(name)}")
+    return _DTYPES[name]
 
 
 def _scalars(schedule: Any) -> dict[str, Json]:

@@ -301,6 +301,6 @@ def _window(file: StateFile, flat: Any, start: Any, count: Any) -> TensorRef:
     whole = _flat(file, flat)
     is_inside = type(start) is int and type(count) is int and start >= 0 and count > 0
     if not is_inside or start + count > whole.shape[0]:
-        where = f"{show(start)} + {show(count)}"
-        raise CheckpointError(f"{file.zip.path}: elements {where} of {whole.shape[0]:,}")
+        range_text = f"{show(start)} + {show(count)}"
+        raise CheckpointError(f"{file.zip.path}: elements {range_text} of {whole.shape[0]:,}")
     return TensorRef(whole.storage, whole.offset + start, (count,), (1,))

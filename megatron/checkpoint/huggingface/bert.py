@@ -26,8 +26,8 @@ _KEYS = (
     rules.Key("intermediate_size", "ffn_hidden_size"),
     rules.Key("max_position_embeddings", "max_position_embeddings"),
     rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-12),
-    rules.Key("attention_probs_dropout_prob", "attention_dropout", "share", 0.1),
-    rules.Key("hidden_dropout_prob", "hidden_dropout", "share", 0.1),
+    rules.Key("attention_probs_dropout_prob", "attention_dropout", "fraction", 0.1),
+    rules.Key("hidden_dropout_prob", "hidden_dropout", "fraction", 0.1),
 )
 _LAYER = {
     "attention.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
@@ -76,8 +76,8 @@ class Bert(rules.Family):
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         if hidden % heads:
             raise settings.error("num_attention_heads", f"does not divide hidden_size {hidden}")
-        settings.share("classifier_dropout", 0.1)
-        tanh = settings.word("hidden_act", _TANH, "gelu")
+        settings.fraction("classifier_dropout", 0.1)
+        tanh = settings.choice("hidden_act", _TANH, "gelu")
         return ModelConfig(
             **flags,
             architecture="bert",
@@ -101,10 +101,10 @@ class Bert(rules.Family):
             yield f"embedding.{table}", [f"bert.embeddings.{table}_embeddings"]
         norm_before = "bert.embeddings.LayerNorm"
         for layer in range(model.num_layers):
-            theirs = f"bert.encoder.layer.{layer}"
+            hf_layer = f"bert.encoder.layer.{layer}"
             yield f"layers.{layer}.attention_norm", [norm_before]
-            yield from rules.layer_names(f"layers.{layer}", theirs, _LAYER)
-            norm_before = f"{theirs}.output.LayerNorm"
+            yield from rules.layer_names(f"layers.{layer}", hf_layer, _LAYER)
+            norm_before = f"{hf_layer}.output.LayerNorm"
         yield "final_norm", [norm_before]
         yield "pooler.dense", ["bert.pooler.dense"]
         yield "output", ["cls.predictions"]

@@ -22,12 +22,12 @@ _BLOOM_KEYS = (
     rules.Key("n_layer", "num_layers", max_value=MAX_LAYERS),
     rules.Key("seq_length", "max_position_embeddings", default=_BLOOM_POSITIONS),
     rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
-    rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
-    rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
+    rules.Key("attention_dropout", "attention_dropout", "fraction", 0.0),
+    rules.Key("hidden_dropout", "hidden_dropout", "fraction", 0.0),
     rules.Key(
         "apply_residual_connection_post_layernorm",
         "apply_residual_connection_post_layernorm",
-        "switch",
+        "boolean",
         False,
     ),
 )
@@ -37,9 +37,9 @@ _FALCON_KEYS = (
     rules.Key("num_hidden_layers", "num_layers", max_value=MAX_LAYERS),
     rules.Key("max_position_embeddings", "max_position_embeddings", default=2048),
     rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
-    rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
-    rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
-    rules.Key("bias", "add_bias_linear", "switch", False),
+    rules.Key("attention_dropout", "attention_dropout", "fraction", 0.0),
+    rules.Key("hidden_dropout", "hidden_dropout", "fraction", 0.0),
+    rules.Key("bias", "add_bias_linear", "boolean", False),
 )
 # Keys of BLOOM's training program in published files, which `transformers` does not read either.
 _TRAINING_KEYS = (
@@ -133,7 +133,7 @@ class Bloom(_Shared):
             kv_channels=_head_size(settings, flags),
             position_embedding_type="alibi",
             embed_layernorm=True,
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
+            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", True),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -164,21 +164,21 @@ class Falcon(_Shared):
         settings.must_be("apply_residual_connection_post_layernorm", False)
         heads, is_new = (
             flags["num_attention_heads"],
-            settings.switch("new_decoder_architecture", False),
+            settings.boolean("new_decoder_architecture", False),
         )
         kv_heads = settings.size("num_kv_heads", heads, MAX_HEADS)
-        multi_query = settings.switch("multi_query", True)
+        multi_query = settings.boolean("multi_query", True)
         if not is_new:
             kv_heads = 1 if multi_query else heads
         elif heads % kv_heads:
             raise settings.error("num_kv_heads", f"does not divide {heads} heads")
-        parallel = settings.switch("parallel_attn", True)
+        parallel = settings.boolean("parallel_attn", True)
         if is_new and not parallel:
             raise settings.error("parallel_attn", "must be true if new_decoder_architecture is")
         norms = settings.size("num_ln_in_parallel_attn", 2 if is_new else 1, 2)
         if norms == 2 and parallel and not is_new:
             raise settings.error("num_ln_in_parallel_attn", "2 requires new_decoder_architecture")
-        is_exact = settings.word("activation", EXACT_GELU, "gelu")
+        is_exact = settings.choice("activation", EXACT_GELU, "gelu")
         return ModelConfig(
             **flags,
             **self._positions(settings),
@@ -190,17 +190,17 @@ class Falcon(_Shared):
             shared_parallel_norm=parallel and norms == 1,
             onnx_safe=is_exact or None,
             openai_gelu=not is_exact,
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
+            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", True),
         )
 
     def _positions(self, settings: Settings) -> dict[str, Any]:
         """Return the position embedding flags. Rotary keys have no effect with ALiBi."""
-        new = settings.part("rope_parameters")
+        new = settings.section("rope_parameters")
         base = settings.number("rope_theta", 10000.0)
         flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
-        for rope in (new, settings.part("rope_scaling")):
+        for rope in (new, settings.section("rope_scaling")):
             flags |= read_rope(rope, settings)
-        if settings.switch("alibi", False):
+        if settings.boolean("alibi", False):
             return {"position_embedding_type": "alibi", "scale_alibi": True}
         return {**flags, "position_embedding_type": "rope"}
 

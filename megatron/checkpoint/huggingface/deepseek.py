@@ -101,7 +101,7 @@ class DeepSeek(Mixtral):
         for key in _TRAINING_KEYS:
             settings.must_be(key, settings.values.get(key))  # any value: no effect
         for key in ("rope_parameters", "rope_scaling"):
-            _check_yarn(settings.part(key))
+            _check_yarn(settings.section(key))
         query_rank = None
         if "q_lora_rank" in settings.values:
             query_rank = settings.size("q_lora_rank")
@@ -138,12 +138,12 @@ class DeepSeek(Mixtral):
         yield from super().names(model)
         modules = self.modules(model)
         for depth in range(model.mtp_num_layers or 0):
-            theirs = f"model.layers.{model.num_layers + depth}"
-            yield from rules.layer_names(f"mtp.{depth}.layer", theirs, modules)
-            for ours, name in _AHEAD.items():
-                yield f"mtp.{depth}.{ours}", [f"{theirs}.{name}"]
-            yield "embedding.word", [f"{theirs}.embed_tokens"]
-            yield "output", [f"{theirs}.shared_head.head"]
+            hf_prefix = f"model.layers.{model.num_layers + depth}"
+            yield from rules.layer_names(f"mtp.{depth}.layer", hf_prefix, modules)
+            for prefix, name in _AHEAD.items():
+                yield f"mtp.{depth}.{prefix}", [f"{hf_prefix}.{name}"]
+            yield "embedding.word", [f"{hf_prefix}.embed_tokens"]
+            yield "output", [f"{hf_prefix}.shared_head.head"]
 
     def _read_mixture(self, settings: Settings, model: ModelConfig) -> ModelConfig:
         """Return the network with the settings of its mixtures of experts."""
@@ -184,7 +184,7 @@ class DeepSeek(Mixtral):
         """
         is_limited = self.biased
         if not self.biased:
-            is_limited = settings.word(
+            is_limited = settings.choice(
                 "topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy"
             )
         else:

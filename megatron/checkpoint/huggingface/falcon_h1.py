@@ -29,8 +29,8 @@ _KEYS = (
     rules.Key("mamba_n_heads", "mamba_num_heads", default=128, max_value=MAX_HEADS),
     rules.Key("mamba_n_groups", "mamba_num_groups", default=1),
     rules.Key("mamba_d_state", "mamba_state_dim", default=256),
-    rules.Key("mamba_rms_norm", "mamba_norm", "switch", False),
-    *(rules.Key(theirs, ours, "number", 1.0) for theirs, ours in _FACTORS.items()),
+    rules.Key("mamba_rms_norm", "mamba_norm", "boolean", False),
+    *(rules.Key(key, field, "number", 1.0) for key, field in _FACTORS.items()),
 )
 _FIXED = {
     **dict.fromkeys(("attention_bias", "mamba_proj_bias", "mlp_bias", "projectors_bias"), False),
@@ -83,12 +83,12 @@ class FalconH1(LlamaLike):
         if settings.values.get("mamba_d_head") == "auto":
             settings.must_be("mamba_d_head", "auto")
         settings.must_be("mamba_d_head", inner // heads)
-        first = settings.switch("mamba_norm_before_gate", True)
+        first = settings.boolean("mamba_norm_before_gate", True)
         if flags["mamba_norm"] and first:
             raise settings.error("mamba_norm_before_gate", "must be false with mamba_rms_norm")
         several = {
-            ours: settings.numbers(theirs, count) if theirs in settings.values else (1.0,) * count
-            for theirs, (ours, count) in _SEVERAL.items()
+            field: settings.numbers(key, count) if key in settings.values else (1.0,) * count
+            for key, (field, count) in _SEVERAL.items()
         }
         scale = settings.number("lm_head_multiplier", 1.0)
         return replace(
@@ -111,7 +111,7 @@ class FalconH1(LlamaLike):
             "mamba_n_groups": math.gcd(model.mamba_num_groups, heads),
             "mamba_n_heads": heads,
             "mamba_norm_before_gate": False,
-            **{theirs: [*getattr(model, ours)] for theirs, (ours, _) in _SEVERAL.items()},
+            **{key: [*getattr(model, field)] for key, (field, _) in _SEVERAL.items()},
         }
 
     def names(self, model: ModelConfig) -> rules.Names:

@@ -16,8 +16,8 @@ _KEYS = (
     rules.Key("n_layer", "num_layers", max_value=MAX_LAYERS),
     rules.Key("n_positions", "max_position_embeddings"),
     rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
-    rules.Key("attn_pdrop", "attention_dropout", "share", 0.1),
-    rules.Key("resid_pdrop", "hidden_dropout", "share", 0.1),
+    rules.Key("attn_pdrop", "attention_dropout", "fraction", 0.1),
+    rules.Key("resid_pdrop", "hidden_dropout", "fraction", 0.1),
 )
 _OFF = ("add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
 _FIXED: dict[str, Any] = {"scale_attn_weights": True, "n_special": 0, "pruned_heads": {}}
@@ -46,13 +46,13 @@ class GPT2(rules.Family):
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         if hidden % heads:
             raise settings.error("n_head", f"does not divide n_embd {hidden}")
-        settings.share("embd_pdrop", 0.1)
+        settings.fraction("embd_pdrop", 0.1)
         return ModelConfig(
             **flags,
             ffn_hidden_size=settings.size("n_inner", 4 * hidden),
             kv_channels=hidden // heads,
-            onnx_safe=settings.word("activation_function", EXACT_GELU, "gelu_new") or None,
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", True),
+            onnx_safe=settings.choice("activation_function", EXACT_GELU, "gelu_new") or None,
+            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", True),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:

@@ -32,8 +32,8 @@ _J_KEYS = (
     rules.Key("n_layer", "num_layers", max_value=MAX_LAYERS),
     rules.Key("n_positions", "max_position_embeddings", default=2048),
     rules.Key("layer_norm_epsilon", "norm_epsilon", "number", 1e-5),
-    rules.Key("attn_pdrop", "attention_dropout", "share", 0.0),
-    rules.Key("resid_pdrop", "hidden_dropout", "share", 0.0),
+    rules.Key("attn_pdrop", "attention_dropout", "fraction", 0.0),
+    rules.Key("resid_pdrop", "hidden_dropout", "fraction", 0.0),
 )
 _J_LAYER = {
     "attention_norm": ("ln_1",),
@@ -46,7 +46,7 @@ _COHERE_KEYS = (
     *(key for key in LLAMA_KEYS if key.field != "norm_epsilon"),
     rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-5),
 )
-_COHERE_LAYER = {ours: theirs for ours, theirs in LAYER.items() if ours != "mlp_norm"}
+_COHERE_LAYER = {native: hf_name for native, hf_name in LAYER.items() if native != "mlp_norm"}
 _EVERY, _WINDOW = 4, 4096  # Cohere 2: every nth layer has full attention, the others a window
 # Keys in published files that `transformers` does not read, with the values that describe what it
 # computes.
@@ -118,8 +118,8 @@ class GPTJ(rules.Family):
             share = math.nextafter(share, 1)
         settings.must_be("scale_attn_weights", True)
         settings.must_be("rotary", True)
-        settings.share("embd_pdrop", 0.0)
-        is_exact = settings.word("activation_function", EXACT_GELU, "gelu_new")
+        settings.fraction("embd_pdrop", 0.0)
+        is_exact = settings.choice("activation_function", EXACT_GELU, "gelu_new")
         return ModelConfig(
             **flags,
             ffn_hidden_size=settings.size("n_inner", 4 * hidden),
@@ -131,7 +131,7 @@ class GPTJ(rules.Family):
             add_bias_attention=False,
             lm_head_bias=True,
             onnx_safe=is_exact or None,
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", False),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Cohere(LlamaLike):
         )
         if self.has_windows:
             settings.must_be("use_qk_norm", False)
-        elif settings.switch("use_qk_norm", False):
+        elif settings.boolean("use_qk_norm", False):
             model = replace(model, qk_layernorm=True, qk_layernorm_scope="each-head")
         windows = layer_windows(model, model.num_layers)
         if not self.has_windows or None not in windows:

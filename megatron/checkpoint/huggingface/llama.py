@@ -26,7 +26,7 @@ LLAMA_KEYS = (
     rules.Key("num_hidden_layers", "num_layers", max_value=MAX_LAYERS),
     rules.Key("intermediate_size", "ffn_hidden_size"),
     rules.Key("rms_norm_eps", "norm_epsilon", "number"),
-    rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
+    rules.Key("attention_dropout", "attention_dropout", "fraction", 0.0),
 )
 _FIXED = {
     "hidden_act": "silu",
@@ -103,7 +103,7 @@ class LlamaLike(rules.Family):
             position_embedding_type="rope",
             normalization="RMSNorm",
             swiglu=True,
-            untie_embeddings_and_output_weights=not settings.switch(
+            untie_embeddings_and_output_weights=not settings.boolean(
                 "tie_word_embeddings", self.tied
             ),
             add_bias_linear=False,
@@ -141,7 +141,7 @@ class LlamaLike(rules.Family):
         else:
             known = settings.size("max_window_layers", layers)
             full_layers = 0 if all_layers else known
-        used = settings.switch("use_sliding_window", all_layers) or any(limited or ())
+        used = settings.boolean("use_sliding_window", all_layers) or any(limited or ())
         if not used and settings.values.get("sliding_window") == 0:
             settings.must_be("sliding_window", 0)  # transformers 5 writes it if there is no window
             return {}
@@ -152,7 +152,7 @@ class LlamaLike(rules.Family):
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary embeddings, from the keys of transformers 4 or 5."""
-        new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
+        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
         base = settings.number("rope_theta", self.rotary_base)
         flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
         for rope in (new, old):
@@ -258,7 +258,7 @@ def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
         "yarn_original_max_position_embeddings": original,
         "yarn_beta_fast": rope.number("beta_fast", 32.0),
         "yarn_beta_slow": rope.number("beta_slow", 1.0),
-        "yarn_correction_range_round_to_int": rope.switch("truncate", True),
+        "yarn_correction_range_round_to_int": rope.boolean("truncate", True),
     }
     scales = ("mscale", "mscale_all_dim")
     have_both = all(rope.values.get(name) for name in scales)
@@ -290,7 +290,7 @@ def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[st
     rope.must_be("type", rope.values.get(kind_key))  # if a file has both keys, they must agree
     rope.must_be("partial_rotary_factor", share)
     kinds = {"default": "", "linear": "l", "llama3": "3", "yarn": "y", "dynamic": "d"}
-    match rope.word(kind_key, kinds, "default"):
+    match rope.choice(kind_key, kinds, "default"):
         case "l":
             flags["rotary_seq_len_interpolation_factor"] = _at_least_one(rope)
         case "3":
@@ -325,7 +325,7 @@ def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
     Raises:
         CheckpointError: layer_types names an unknown kind of layer, or has the wrong length.
     """
-    kinds = settings.words("layer_types")
+    kinds = settings.strings("layer_types")
     other = set(kinds) - {FULL, SLIDING}
     if other:
         raise settings.error("layer_types", f"{', '.join(sorted(other))} is not supported")
@@ -389,8 +389,8 @@ def read_rope_by_kind(settings: Settings, base: float, local_base: float) -> dic
         base: The base of layers with full attention, if rope_parameters does not give it.
         local_base: The base of layers with a window, whose frequencies may not be changed.
     """
-    new = settings.part("rope_parameters")
-    full, local = new.part(FULL), new.part(SLIDING)
+    new = settings.section("rope_parameters")
+    full, local = new.section(FULL), new.section(SLIDING)
     new.refuse_unread_keys()
     flags = {
         "rotary_base": full.number("rope_theta", base),
@@ -398,6 +398,6 @@ def read_rope_by_kind(settings: Settings, base: float, local_base: float) -> dic
     }
     local.must_be("rope_type", "default")
     local.refuse_unread_keys()
-    for rope in (full, settings.part("rope_scaling")):
+    for rope in (full, settings.section("rope_scaling")):
         flags |= read_rope(rope, settings)
     return flags

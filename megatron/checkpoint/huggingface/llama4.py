@@ -85,7 +85,7 @@ class Llama4(Mixtral):
             attention_chunk_size=chunk if has_chunks else None,
             attention_temperature_scale=scale if tunes and not all(rotates) else None,
             attention_temperature_floor=floor,
-            qk_l2_norm=settings.switch("use_qk_norm", True),
+            qk_l2_norm=settings.boolean("use_qk_norm", True),
             moe_layer_freq=_read_mixtures(settings, layers),
             moe_ffn_hidden_size=width,
             moe_shared_expert_intermediate_size=width,
@@ -141,12 +141,12 @@ def _read_rotating(settings: Settings, layers: int) -> list[bool]:
     `transformers` calls the list of these layers no_rope_layers.
     """
     every = settings.size("no_rope_layer_interval", 4)
-    given = settings.indices("no_rope_layers", 2)
-    if given and len(given) != layers:
-        raise settings.error("no_rope_layers", f"has {len(given)} entries for {layers} layers")
-    rotates = [bool(one) for one in given] or [(i + 1) % every > 0 for i in range(layers)]
-    kinds = [_CHUNKED if one else FULL for one in rotates]
-    if settings.words("layer_types") not in ([], kinds):
+    explicit = settings.indices("no_rope_layers", 2)
+    if explicit and len(explicit) != layers:
+        raise settings.error("no_rope_layers", f"has {len(explicit)} entries for {layers} layers")
+    rotates = [bool(value) for value in explicit] or [(i + 1) % every > 0 for i in range(layers)]
+    kinds = [_CHUNKED if value else FULL for value in rotates]
+    if settings.strings("layer_types") not in ([], kinds):
         raise settings.error(
             "layer_types",
             "only layers with rotary embeddings may have chunks, and all of them must",

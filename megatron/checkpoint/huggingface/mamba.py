@@ -77,12 +77,12 @@ def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
     shares = [width // groups for width in widths]
 
     def join(parts: Sequence[Tensor]) -> Tensor:
-        each = [part.unflatten(0, (groups, -1)) for part in parts[0].split(list(widths))]
-        return torch.cat(each, dim=1).flatten(0, 1)
+        pieces = [part.unflatten(0, (groups, -1)) for part in parts[0].split(list(widths))]
+        return torch.cat(pieces, dim=1).flatten(0, 1)
 
     def split(whole: Tensor) -> list[Tensor]:
-        each = whole.unflatten(0, (groups, -1)).split(shares, dim=1)
-        return [torch.cat([part.flatten(0, 1) for part in each])]
+        pieces = whole.unflatten(0, (groups, -1)).split(shares, dim=1)
+        return [torch.cat([part.flatten(0, 1) for part in pieces])]
 
     return rules.TensorConversion(join, split)
 
@@ -141,7 +141,7 @@ class Mamba2(rules.Family):
             num_attention_heads=1,
             kv_channels=hidden,
             max_position_embeddings=_POSITIONS,
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", False),
             hidden_dropout=0.0,
         )
 
@@ -166,10 +166,10 @@ class Mamba2(rules.Family):
         experts = range(max(model.num_experts or (0,)))
         for layer, symbol in enumerate(layer_symbols(model.hybrid_layer_pattern)):
             modules = {
-                ours: [name.format(one) for one in experts for name in names]
-                if ours.startswith("mlp.experts.")
+                module: [name.format(expert) for expert in experts for name in names]
+                if module.startswith("mlp.experts.")
                 else names
-                for ours, names in _MODULES[symbol].items()
+                for module, names in _MODULES[symbol].items()
             }
             yield from rules.layer_names(f"layers.{layer}", f"{_PREFIX}layers.{layer}", modules)
         yield "final_norm", [f"{_PREFIX}norm_f"]
@@ -201,8 +201,8 @@ class NemotronH(Mamba2):
         rules.Key("head_dim", "kv_channels", default=128, max_value=MAX_HEADS),
         rules.Key("intermediate_size", "ffn_hidden_size", default=21504),
         rules.Key("max_position_embeddings", "max_position_embeddings", default=4096),
-        rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
-        rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
+        rules.Key("attention_dropout", "attention_dropout", "fraction", 0.0),
+        rules.Key("hidden_dropout", "hidden_dropout", "fraction", 0.0),
         rules.Key("mamba_num_heads", "mamba_num_heads", max_value=MAX_HEADS),
         rules.Key("mamba_head_dim", "mamba_head_dim", default=64, max_value=MAX_HEADS),
         rules.Key("n_groups", "mamba_num_groups", default=8),
@@ -237,7 +237,7 @@ class NemotronH(Mamba2):
             group_query_attention=kv_heads != heads,
             num_query_groups=kv_heads if kv_heads != heads else 1,
             squared_relu=True,
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", False),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def _read_pattern(settings: Settings) -> str:
     """Return the symbols of the layers, from the key of newer or older files."""
     symbols = {kind: symbol for symbol, kind in _KINDS.items()} | _OLD_KINDS
     kinds, text = (
-        settings.words("layers_block_type"),
+        settings.strings("layers_block_type"),
         settings.values.get("hybrid_override_pattern"),
     )
     unknown = sorted(set(kinds) - symbols.keys())

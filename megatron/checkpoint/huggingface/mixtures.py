@@ -72,14 +72,14 @@ class Mixtral(LlamaLike):
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return each of our modules in a layer with the Hugging Face modules that it combines."""
         mixture = {
-            ours: [
+            module: [
                 name.format(number)
                 for number in range(max(model.num_experts or (0,)))
                 for name in names
             ]
-            if ours.startswith("mlp.experts.")
+            if module.startswith("mlp.experts.")
             else names
-            for ours, names in self.mixture.items()
+            for module, names in self.mixture.items()
         }
         return {**super().modules(model), **mixture}
 
@@ -100,7 +100,7 @@ class Olmoe(Mixtral):
         if "clip_qkv" in settings.values:
             raise settings.error("clip_qkv", "clipped queries, keys and values are not supported")
         settings.must_be("head_dim", flags["hidden_size"] // flags["num_attention_heads"])
-        pre_softmax = not settings.switch("norm_topk_prob", False)
+        pre_softmax = not settings.boolean("norm_topk_prob", False)
         return replace(super().network(settings, flags), moe_router_pre_softmax=pre_softmax)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class QwenMixture(Mixtral):
                 model,
                 moe_shared_expert_intermediate_size=width,
                 moe_shared_expert_gate=True,
-                add_qkv_bias=settings.switch("qkv_bias", self.qkv_bias),
+                add_qkv_bias=settings.boolean("qkv_bias", self.qkv_bias),
             )
         step = settings.size("decoder_sparse_step", 1)
         dense = {*settings.indices("mlp_only_layers", model.num_layers)}
@@ -142,7 +142,7 @@ class QwenMixture(Mixtral):
         return replace(
             model,
             moe_ffn_hidden_size=settings.size("moe_intermediate_size"),
-            moe_router_pre_softmax=not settings.switch("norm_topk_prob", False),
+            moe_router_pre_softmax=not settings.boolean("norm_topk_prob", False),
             moe_layer_freq="1" if all(kinds) else f"[{','.join(map(str, kinds))}]",
         )
 

@@ -18,9 +18,9 @@ _KEYS = (
     rules.Key("intermediate_size", "ffn_hidden_size"),
     rules.Key("max_position_embeddings", "max_position_embeddings"),
     rules.Key("layer_norm_eps", "norm_epsilon", "number", 1e-5),
-    rules.Key("attention_dropout", "attention_dropout", "share", 0.0),
-    rules.Key("hidden_dropout", "hidden_dropout", "share", 0.0),
-    rules.Key("use_parallel_residual", "parallel_residual", "switch", True),
+    rules.Key("attention_dropout", "attention_dropout", "fraction", 0.0),
+    rules.Key("hidden_dropout", "hidden_dropout", "fraction", 0.0),
+    rules.Key("use_parallel_residual", "parallel_residual", "boolean", True),
 )
 _LAYER = {
     "attention_norm": ("input_layernorm",),
@@ -48,12 +48,12 @@ class NeoX(rules.Family):
         hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
         if hidden % heads:
             raise settings.error("num_attention_heads", f"does not divide hidden_size {hidden}")
-        settings.share("classifier_dropout", 0.1)
-        new = settings.part("rope_parameters")
+        settings.fraction("classifier_dropout", 0.1)
+        new = settings.section("rope_parameters")
         share = new.number("partial_rotary_factor", settings.number("rotary_pct", 0.25))
         base = settings.number("rotary_emb_base", 10000.0)
         rotation: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
-        for rope in (new, settings.part("rope_scaling")):
+        for rope in (new, settings.section("rope_scaling")):
             rotation |= read_rope(rope, settings, share)
         return ModelConfig(
             **flags,
@@ -61,8 +61,8 @@ class NeoX(rules.Family):
             rotary_percent=share,
             kv_channels=hidden // heads,
             position_embedding_type="rope",
-            onnx_safe=settings.word("hidden_act", EXACT_GELU, "gelu") or None,
-            untie_embeddings_and_output_weights=not settings.switch("tie_word_embeddings", False),
+            onnx_safe=settings.choice("hidden_act", EXACT_GELU, "gelu") or None,
+            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", False),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -106,19 +106,19 @@ class StableLm(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         settings.must_be("qk_layernorm", False)
-        parallel = settings.switch("use_parallel_residual", False)
+        parallel = settings.boolean("use_parallel_residual", False)
         return replace(
             super().network(settings, flags),
             normalization="LayerNorm",
             parallel_residual=parallel,
             shared_parallel_norm=parallel,
-            add_qkv_bias=settings.switch("use_qkv_bias", False),
-            hidden_dropout=settings.share("hidden_dropout", 0.0),
+            add_qkv_bias=settings.boolean("use_qkv_bias", False),
+            hidden_dropout=settings.fraction("hidden_dropout", 0.0),
         )
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary embeddings."""
-        new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
+        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
         share = settings.number("partial_rotary_factor", 0.25)
         share = new.number("partial_rotary_factor", share)
         base = settings.number("rope_theta", self.rotary_base)

@@ -20,7 +20,7 @@ from megatron.config.model import ModelConfig
 
 _EVERY, _WINDOW = 4, 4096  # OLMo 3: every nth layer has full attention, the others a window
 _MODULES = {
-    **{ours: theirs for ours, theirs in LAYER.items() if not ours.endswith("_norm")},
+    **{native: hf_name for native, hf_name in LAYER.items() if not native.endswith("_norm")},
     "attention.query_norm": ("self_attn.q_norm",),
     "attention.key_norm": ("self_attn.k_norm",),
     "attention_output_norm": ("post_attention_layernorm",),

@@ -86,13 +86,13 @@ class Phi(LlamaLike):
         """Return the network that a config.json describes."""
         settings.size(_TRAINED, 1)  # affects only LongRoPE's frequencies
         settings.must_be("auto_map", settings.values.get("auto_map"))  # any value: no code is run
-        settings.share("embd_pdrop", 0.0)
-        dropout = settings.share("resid_pdrop", 0.0)
+        settings.fraction("embd_pdrop", 0.0)
+        dropout = settings.fraction("resid_pdrop", 0.0)
         return replace(super().network(settings, flags), hidden_dropout=dropout)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary embeddings."""
-        new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
+        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
         share = settings.number("partial_rotary_factor", 1.0)
         share = new.number("partial_rotary_factor", share)
         base = settings.number("rope_theta", self.rotary_base)

@@ -83,7 +83,7 @@ class QwenNext(QwenMixture):
         """Return the network that a config.json describes."""
         layers = flags["num_layers"]
         every = settings.size("full_attention_interval", _EVERY)
-        kinds = settings.words("layer_types") or [
+        kinds = settings.strings("layer_types") or [
             FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(layers)
         ]
         other = set(kinds) - {FULL, _LINEAR}
@@ -103,7 +103,7 @@ class QwenNext(QwenMixture):
             super().network(settings, flags),
             apply_layernorm_1p=True,
             attention_output_gate=True,
-            moe_router_pre_softmax=not settings.switch("norm_topk_prob", True),
+            moe_router_pre_softmax=not settings.boolean("norm_topk_prob", True),
         )
         if _LINEAR not in kinds:
             return model
@@ -116,7 +116,7 @@ class QwenNext(QwenMixture):
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags of the rotary embeddings."""
-        new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
+        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
         share = settings.number("partial_rotary_factor", _ROTATING)
         share = new.number("partial_rotary_factor", share)
         base = settings.number("rope_theta", self.rotary_base)

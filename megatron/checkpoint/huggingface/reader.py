@@ -34,21 +34,21 @@ class _FileTensor:
     """A tensor in a file, whose values are read on demand."""
 
     file: MappedFile
-    place: Placement
+    placement: Placement
 
     @property
     def dtype(self) -> str:
         """Safetensors' name for the tensor's type."""
-        return self.place.dtype
+        return self.placement.dtype
 
     @property
     def shape(self) -> Shape:
         """The tensor's shape."""
-        return self.place.shape
+        return self.placement.shape
 
     def load(self) -> torch.Tensor:
         """Return the values, mapped from the file. They are read when they are used."""
-        return self.file.tensor(self.place)
+        return self.file.tensor(self.placement)
 
 
 class HFReader(Reader):
@@ -89,16 +89,20 @@ class HFReader(Reader):
         prefix = self.family.prefix
         self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._files)
         rules = self.family.rules(model, self.vocab)
-        self._words = next(r.hf_names[0] for r in rules if r.name == "model.embedding.word.weight")
+        self._word_embedding = next(
+            r.hf_names[0] for r in rules if r.name == "model.embedding.word.weight"
+        )
         tied = not model.untie_embeddings_and_output_weights
         # Files may contain an output weight that config.json does not mention.
-        if tied and self.family.head_follows_files and not self._is_word_copy(head):
+        if tied and self.family.head_follows_files and not self._is_embedding_copy(head):
             model, tied = replace(model, untie_embeddings_and_output_weights=True), False
             rules = self.family.rules(model, self.vocab)
-        found = [rule for rule in rules if any(self._name(n) in self._files for n in rule.hf_names)]
+        present = [
+            rule for rule in rules if any(self._name(n) in self._files for n in rule.hf_names)
+        ]
         self._rules: dict[str, ParameterRule] = {}
         self._copies: dict[str, str] = {}  # copies, with the tensors that they repeat
-        for rule in present_rules(rules, found):
+        for rule in present_rules(rules, present):
             original = self._rules.setdefault(rule.name, rule)
             if original is not rule:
                 self._copies[self._name(rule.hf_names[0])] = self._name(original.hf_names[0])
@@ -109,8 +113,8 @@ class HFReader(Reader):
         for name, rule in self._rules.items():
             first = self._files[self._name(rule.hf_names[0])]
             self.tensors[name] = TensorMeta(rule.shape, DTYPES[first.dtype])
-        for name in (*self.family.word_copies, *([head] if tied else [])):
-            if not self._is_word_copy(name):
+        for name in (*self.family.embedding_copies, *([head] if tied else [])):
+            if not self._is_embedding_copy(name):
                 raise CheckpointError(
                     f"{path}: {name} differs from the word embeddings, although config.json says "
                     "tie_word_embeddings: set it to false in a copy of the folder, or remove the "
@@ -180,11 +184,11 @@ class HFReader(Reader):
             if tensor is None:
                 problems.append(f"{name} is missing")
             elif tensor.shape != shape:
-                found = describe(tensor.dtype, tensor.shape)
-                problems.append(f"{name} is {found}, but config.json says {list(shape)}")
+                actual = describe(tensor.dtype, tensor.shape)
+                problems.append(f"{name} is {actual}, but config.json says {list(shape)}")
             elif tensor.dtype not in _FLOATS:
                 problems.append(f"{name} is {tensor.dtype}: only plain floating point is read")
-        copies = (self.family.tied_head, *self.family.word_copies, *self._copies)
+        copies = (self.family.tied_head, *self.family.embedding_copies, *self._copies)
         for name in sorted(self._files.keys() - expected.keys()):
             if name not in copies and not re.fullmatch(self.family.derived, name):
                 problems.append(f"{name} does not exist in a {self.family.name} model")
@@ -192,10 +196,12 @@ class HFReader(Reader):
             more = f" and {len(problems) - SHOWN} more" * (len(problems) > SHOWN)
             raise CheckpointError(f"{self.path}: {'; '.join(problems[:SHOWN])}{more}")
 
-    def _is_word_copy(self, name: str) -> bool:
+    def _is_embedding_copy(self, name: str) -> bool:
         """Return whether a tensor is absent or equals the word embeddings."""
-        tensor, words = self._files.get(name), self._files.get(self._name(self._words))
-        return tensor is None or (words is not None and torch.equal(tensor.load(), words.load()))
+        tensor, embedding = self._files.get(name), self._files.get(self._name(self._word_embedding))
+        return tensor is None or (
+            embedding is not None and torch.equal(tensor.load(), embedding.load())
+        )
 
     def _is_copy(self, name: str, original: str) -> bool:
         """Return whether two tensors of the files have the same values."""

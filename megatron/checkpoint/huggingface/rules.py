@@ -253,7 +253,7 @@ class Family(ABC):
         tied_head: Name of the output's weight, under which files may repeat the word embeddings.
         head_follows_files: Whether the output has its own weight if the files contain one that
             differs from the word embeddings, even if config.json says that the two are tied.
-        word_copies: Other names under which files may store the word embeddings.
+        embedding_copies: Other names under which files may store the word embeddings.
         pieces: Our modules outside the layers that files may lack, by name, with the optional part
             of the model that each belongs to.
         keys: Keys of config.json that correspond to a network flag.
@@ -273,7 +273,7 @@ class Family(ABC):
     module_prefix: str | None = None
     tied_head: str = "lm_head.weight"
     head_follows_files: bool = False
-    word_copies: tuple[str, ...] = ()
+    embedding_copies: tuple[str, ...] = ()
     pieces: Mapping[str, str] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -504,9 +504,9 @@ def mixer_shapes(mixer: plans.MixerPlan | None) -> dict[str, dict[str, Shape]]:
     """Return the parameter shapes of each module in a layer's mixer, if it has one."""
     match mixer:
         case ParallelMambaPlan():
-            beside = mamba_shapes(mixer.mamba).items()
+            parallel = mamba_shapes(mixer.mamba).items()
             return attention_shapes(mixer) | {
-                name.replace("attention.", "attention.mamba."): shapes for name, shapes in beside
+                name.replace("attention.", "attention.mamba."): shapes for name, shapes in parallel
             }
         case plans.AttentionPlan():
             return attention_shapes(mixer)

@@ -88,7 +88,7 @@ class Settings:
         self.values = {key: value for key, value in values.items() if value is not None}
         self.path = path
         self._keys = frozenset(values)
-        self._taken: set[str] = set()
+        self._read_keys: set[str] = set()
 
     def has(self, key: str) -> bool:
         """Return whether the file has the key, even if its value is null."""
@@ -96,56 +96,56 @@ class Settings:
 
     def size(self, key: str, default: int | None = None, max_value: int = MAX_VALUE) -> int:
         """Read a positive integer."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if type(value) is not int or not 0 < value <= max_value:
             raise self.error(key, f"expected an integer from 1 to {max_value}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Read a finite number above 0."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(key, "expected a number above 0")
         return float(value)
 
-    def share(self, key: str, default: float) -> float:
+    def fraction(self, key: str, default: float) -> float:
         """Read a number that is at least 0 and below 1."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if type(value) not in (int, float) or not 0 <= value < 1:
             raise self.error(key, "expected a number in [0, 1)")
         return float(value)
 
-    def switch(self, key: str, default: bool) -> bool:
+    def boolean(self, key: str, default: bool) -> bool:
         """Read a boolean."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if type(value) is not bool:
             raise self.error(key, "expected true or false")
         return value
 
-    def word(self, key: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
+    def choice(self, key: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
         """Read a string, and return its value in `choices`."""
-        value = self._take(key, default)
+        value = self._get(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(key, f"supported: {', '.join(choices)}")
         return choices[value]
 
-    def words(self, key: str) -> list[str]:
+    def strings(self, key: str) -> list[str]:
         """Read a list of strings, or return an empty list if the key is absent."""
-        value = self._take(key, [])
+        value = self._get(key, [])
         if not isinstance(value, list) or not all(type(word) is str for word in value):
             raise self.error(key, "expected a list of strings")
         return value
 
     def indices(self, key: str, end: int) -> list[int]:
         """Read a list of integers in [0, `end`), or return an empty one if the key is absent."""
-        value = self._take(key, [])
+        value = self._get(key, [])
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < end for i in value):
             raise self.error(key, f"expected a list of integers in [0, {end})")
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """Read a list of `count` numbers above 0."""
-        value = self._take(key, None)
+        value = self._get(key, None)
         fits = isinstance(value, list) and len(value) == count
         if not fits or not all(
             type(number) in (int, float) and 0 < number < MAX_VALUE for number in value
@@ -153,9 +153,9 @@ class Settings:
             raise self.error(key, f"expected a list of {count} numbers above 0")
         return tuple(map(float, value))
 
-    def part(self, key: str) -> Settings:
+    def section(self, key: str) -> Settings:
         """Read a nested object, or return an empty one if the key is absent."""
-        value = self._take(key, {})
+        value = self._get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "expected an object")
         return Settings(value, f"{self.path}: {key}")
@@ -166,7 +166,7 @@ class Settings:
         Raises:
             CheckpointError: The key has a different value, which our networks do not support.
         """
-        if self._take(key, expected) != expected:
+        if self._get(key, expected) != expected:
             raise self.error(key, f"only {json.dumps(expected)} is supported")
 
     def refuse_unread_keys(self) -> None:
@@ -175,20 +175,20 @@ class Settings:
         Raises:
             CheckpointError: Some keys have not been read. The message names all of them.
         """
-        rest = sorted(self.values.keys() - self._taken - _HARMLESS)
-        if rest:
+        unread = sorted(self.values.keys() - self._read_keys - _HARMLESS)
+        if unread:
             raise CheckpointError(
-                f"{self.path}: {', '.join(rest)}: not supported, and may change the network: if "
+                f"{self.path}: {', '.join(unread)}: not supported, and may change the network: if "
                 "you know that it does not, convert a copy of the folder without it"
             )
 
-    def error(self, key: str, what: str) -> CheckpointError:
+    def error(self, key: str, problem: str) -> CheckpointError:
         """Return an error that names the key and its value."""
         text = json.dumps(self.values.get(key))
-        return CheckpointError(f"{self.path}: {key} {text[:80]}: {what}")
+        return CheckpointError(f"{self.path}: {key} {text[:80]}: {problem}")
 
-    def _take(self, key: str, default: Any) -> Any:
-        self._taken.add(key)
+    def _get(self, key: str, default: Any) -> Any:
+        self._read_keys.add(key)
         return self.values.get(key, default)
 
 

@@ -45,7 +45,7 @@ class T5(rules.Family):
             "t5",
             "T5ForConditionalGeneration",
             head_follows_files=True,
-            word_copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+            embedding_copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
             keys=_KEYS,
             vocab=32128,
             # The earliest files contain a position bias for cross attention, which T5 does not use.
@@ -54,10 +54,10 @@ class T5(rules.Family):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        tied = settings.switch("tie_word_embeddings", True)
-        dropout = settings.share("dropout_rate", 0.1)
+        tied = settings.boolean("tie_word_embeddings", True)
+        dropout = settings.fraction("dropout_rate", 0.1)
         decoder = settings.size("num_decoder_layers", flags["num_layers"], MAX_LAYERS)
-        name = settings.word("feed_forward_proj", {key: key for key in _ACTIVATIONS}, "relu")
+        name = settings.choice("feed_forward_proj", {key: key for key in _ACTIVATIONS}, "relu")
         # Newer files repeat both halves of this value in separate keys.
         settings.must_be("is_gated_act", name.startswith("gated-"))
         settings.must_be("dense_act_fn", {"gated-gelu": "gelu_new"}.get(name, name.split("-")[-1]))
@@ -69,7 +69,7 @@ class T5(rules.Family):
             position_embedding_type="relative",
             normalization="RMSNorm",
             untie_embeddings_and_output_weights=not tied,
-            scale_decoder_outputs=settings.switch("scale_decoder_outputs", tied),
+            scale_decoder_outputs=settings.boolean("scale_decoder_outputs", tied),
             add_output_bias=False,
             add_bias_linear=False,
             softmax_scale=1.0,
@@ -84,7 +84,7 @@ class T5(rules.Family):
                 f"expected an even number, at least 4 and below twice the max_distance {longest}",
             )
         settings.number("initializer_factor", 1.0)
-        settings.share("classifier_dropout", 0.0)
+        settings.fraction("classifier_dropout", 0.0)
         return model
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class T5(rules.Family):
                 "mlp.down": [f"{last}.DenseReluDense.wo"],
             }
             for layer in range(layers):
-                theirs = f"{stack}.block.{layer}.layer"
-                yield from rules.layer_names(f"{stack}.layers.{layer}", theirs, modules)
+                hf_prefix = f"{stack}.block.{layer}.layer"
+                yield from rules.layer_names(f"{stack}.layers.{layer}", hf_prefix, modules)
             yield f"{stack}.final_norm", [f"{stack}.final_layer_norm"]
         yield "output", ["lm_head"]

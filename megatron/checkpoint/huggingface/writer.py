@@ -63,8 +63,8 @@ class Export:
         extra = {name for name in self.reader.names() if name.startswith("model.")}
         extra -= {rule.name for rule in rules}
         if extra:
-            what = f"{min(extra)} does not exist in a {self.family.name} model"
-            raise CheckpointError(f"{path}: {what}")
+            problem = f"{min(extra)} does not exist in a {self.family.name} model"
+            raise CheckpointError(f"{path}: {problem}")
         return tensors
 
     def _rules(self) -> list[ParameterRule]:
@@ -144,8 +144,8 @@ def write_folder(
             temporary.mkdir(parents=True)
             free = shutil.disk_usage(temporary).free
             if free < total:
-                needed = f"{total:,} bytes are needed, but only {free:,} are free"
-                raise StorageError(f"--save-dir {folder.parent}: {needed}")
+                size_text = f"{total:,} bytes are needed, but only {free:,} are free"
+                raise StorageError(f"--save-dir {folder.parent}: {size_text}")
             for name, tensors in shards.items():
                 header, placements = plan_shard(tensors, metadata={"format": "pt"})
                 write_shard(temporary / name, tensors, header, placements)

@@ -99,23 +99,23 @@ _MAX_NAMES = 100_000
 
 
 _ONLY_KIND = {"output_layer": "weight", "lm_head": "bias"}
-_ONLY_KIND |= {theirs[0]: "weight" for theirs in EMBEDDINGS.values()}
+_ONLY_KIND |= {megatron[0]: "weight" for megatron in EMBEDDINGS.values()}
 
 
 def parameters_of(modules: Modules) -> dict[str, list[str]]:
     """Return our names for the modules' parameters, with Megatron's names for them."""
     return {
-        f"{ours}.{kind}": [f"{name}.{kind}" for name in theirs]
-        for ours, theirs in modules.items()
+        f"{native}.{kind}": [f"{name}.{kind}" for name in megatron]
+        for native, megatron in modules.items()
         for kind in KINDS
-        if _ONLY_KIND.get(theirs[0], kind) == kind
+        if _ONLY_KIND.get(megatron[0], kind) == kind
     }
 
 
 _OUTSIDE = parameters_of(EMBEDDINGS) | parameters_of(AFTER_LAYERS) | parameters_of(HEADS)
-_READ_OUTSIDE = {theirs: ours for ours, names in _OUTSIDE.items() for theirs in names}
+_READ_OUTSIDE = {megatron: native for native, names in _OUTSIDE.items() for megatron in names}
 _READ_LAYERS = {
-    stack: {theirs: ours for ours, names in modules.items() for theirs in names}
+    stack: {megatron: native for native, names in modules.items() for megatron in names}
     for stack, modules in (("encoder", LAYER), ("decoder", DECODER_LAYER))
 }
 

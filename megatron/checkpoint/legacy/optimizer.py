@@ -189,9 +189,9 @@ def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
         CheckpointError: `flat` is not a flat tensor, or its length does not match the parameters.
     """
     buckets = flat if isinstance(flat, list) else [flat]
-    if not all(isinstance(one, TensorRef) and len(one.shape) == 1 for one in buckets):
+    if not all(isinstance(bucket, TensorRef) and len(bucket.shape) == 1 for bucket in buckets):
         raise CheckpointError("a flat optimizer state is missing or is not a tensor")
-    index, start, found = 0, 0, list[TensorRef]()
+    index, start, refs = 0, 0, list[TensorRef]()
     for shape in reversed(shapes):
         size = math.prod(shape)
         while index < len(buckets) and start + size > buckets[index].shape[0]:
@@ -200,11 +200,11 @@ def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
             raise CheckpointError("flat optimizer states are shorter than the parameters")
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         bucket = buckets[index]
-        found.append(TensorRef(bucket.storage, bucket.offset + start, shape, strides))
+        refs.append(TensorRef(bucket.storage, bucket.offset + start, shape, strides))
         start += size
     if index != len(buckets) - 1:
         raise CheckpointError("flat optimizer states have more buckets than the parameters fill")
-    return found[::-1]
+    return refs[::-1]
 
 
 def flat_tensor(parts: Sequence[Tensor], data_parallel: int) -> LazyTensor:

@@ -137,8 +137,8 @@ class LegacySaver:
             writer.write(temporary, layout.world.rank, layout.world.size)
 
         # The native checkpoint inside checks separately that there is space for it.
-        need = snapshot.plan.total_bytes
-        return store.write_folder(root, folder, exchange, need, fill, _LAST, keep, None)
+        size = snapshot.plan.total_bytes
+        return store.write_folder(root, folder, exchange, size, fill, _LAST, keep, None)
 
 
 def convert_to_legacy(
@@ -165,9 +165,9 @@ def convert_to_legacy(
     folder = iteration_folder(reader.iteration) if reader.iteration else RELEASE
     exchange = JsonExchange(Layout.single().world)
     state = store.state_of(reader, keep_optimizer=keep_optimizer)
-    need = sum(entry.tensor.nbytes for _, entry in flatten(state))
+    size = sum(entry.tensor.nbytes for _, entry in flatten(state))
     with save_lock(root):
-        return store.write_folder(root, folder, exchange, need, writer.write, _LAST, None, check)
+        return store.write_folder(root, folder, exchange, size, writer.write, _LAST, None, check)
 
 
 class LegacyWriter:
@@ -196,14 +196,14 @@ class LegacyWriter:
             raise CheckpointError(f"{refused}: Megatron-LM 23.08 does not support it: {remedy}")
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
-        own = unsupported_schedule(reader.meta.get("schedule") or {})
-        if self._keeps_optimizer and own:
+        unsupported = unsupported_schedule(reader.meta.get("schedule") or {})
+        if self._keeps_optimizer and unsupported:
             raise CheckpointError(
-                f"{reader.path}: its optimizer has {own}, which Megatron-LM 23.08 does not have: "
-                "convert only the weights, without --keep-optimizer, or write the native "
+                f"{reader.path}: its optimizer has {unsupported}, which Megatron-LM 23.08 does not "
+                "have: convert only the weights, without --keep-optimizer, or write the native "
                 "format (--saver native)"
             )
-        self._held = frozenset(reader.names())
+        self._saved_names = frozenset(reader.names())
         weights = (name for name in reader.names() if name.startswith(WEIGHTS))
         shapes = {n.removeprefix(WEIGHTS): reader.global_shape(n) for n in weights}
         self._arrangement = Arrangement(VERSION, heads=0, gated=config.model.swiglu)
@@ -223,13 +223,13 @@ class LegacyWriter:
             CheckpointError: The source is damaged.
         """
         for plan in self.files[rank::ranks]:
-            place = folder / plan.folder
-            with storage_errors(place):
-                place.mkdir(mode=0o775)
-                write_torch_file(place / MODEL_FILE, self._tree(plan))
+            path = folder / plan.folder
+            with storage_errors(path):
+                path.mkdir(mode=0o775)
+                write_torch_file(path / MODEL_FILE, self._tree(plan))
                 if self._keeps_optimizer and self.config.parallel.use_distributed_optimizer:
-                    write_torch_file(place / DISTRIBUTED_FILE, self._flat_states(plan))
-                sync_folder(place)
+                    write_torch_file(path / DISTRIBUTED_FILE, self._flat_states(plan))
+                sync_folder(path)
 
     def _tree(self, plan: FilePlan) -> dict[str, Any]:
         """Return the content of a rank's `model_optim_rng.pt`."""
@@ -286,7 +286,7 @@ class LegacyWriter:
             return {"optimizer": {"param_groups": settings}, **scaler}
         states = {index: self._state(parameter) for index, parameter in enumerate(parameters)}
         tree = {"state": states, "param_groups": settings}
-        if _name(parameters[0], _MASTER) not in self._held:
+        if _name(parameters[0], _MASTER) not in self._saved_names:
             return tree
         masters = [[self._value(parameters[i], _MASTER) for i in group] for group in groups]
         return {"optimizer": tree, **scaler, "fp32_from_fp16_params": masters}
@@ -295,7 +295,7 @@ class LegacyWriter:
         state = {
             megatron_kind: self._value(parameter, kind)
             for megatron_kind, kind in STATE_KINDS.items()
-            if _name(parameter, kind) in self._held
+            if _name(parameter, kind) in self._saved_names
         }
         if "exp_avg" not in state:
             return state
@@ -311,8 +311,10 @@ class LegacyWriter:
             states = {}
             for key, kind in FLAT_KINDS.items():
                 # An fp32 weight is its own master.
-                is_weight = kind == _MASTER and _name(chunk[0], kind) not in self._held
-                values = [self._value(one, None if is_weight else kind) for one in chunk]
+                is_weight = kind == _MASTER and _name(chunk[0], kind) not in self._saved_names
+                values = [
+                    self._value(parameter, None if is_weight else kind) for parameter in chunk
+                ]
                 states[key] = flat_tensor(values, self.data_parallel)
             tree[index] = {dtype: states}
         return tree

@@ -310,7 +310,7 @@ def transformers_model(reader: HFReader) -> Any:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     missing, unexpected = model.load_state_dict(state, strict=False)
-    tied = {family.tied_head, *family.word_copies, "cls.predictions.decoder.bias"}
+    tied = {family.tied_head, *family.embedding_copies, "cls.predictions.decoder.bias"}
     if unexpected or set(missing) - tied:
         raise CheckpointError(
             f"--verify: transformers lacks {missing} and does not recognize {unexpected}"

@@ -41,14 +41,14 @@ class NonPersistentCheckpoints(Callback):
         self._store.delete_after(run.progress.iteration)
         self._below = run.progress.iteration - (1 if run.was_resumed else 0)
 
-    def open_newest(self, above: int) -> NativeReader | None:
+    def open_newest(self, after: int) -> NativeReader | None:
         """Open the newest intact checkpoint that the run has saved or resumed from. Collective.
 
         Args:
-            above: The iteration that the checkpoint must be newer than.
+            after: The iteration that the checkpoint must be newer than.
         """
         assert self._store is not None, "on_start has opened it"
-        return self._store.open_newest(above=max(above, self._below))
+        return self._store.open_newest(after=max(after, self._below))
 
     def interrupts(self, run: Run) -> bool:
         """Return whether a save follows, which would wait for a forward pass in progress."""

@@ -126,7 +126,7 @@ class SkippedUpdates(Callback):
         """
         durable = None if self._checkpoints is None else self._checkpoints.newest(run)
         root, iteration = durable or (None, -1)
-        newest = None if self._often is None else self._often.open_newest(above=iteration)
+        newest = None if self._often is None else self._often.open_newest(after=iteration)
         if newest is not None or root is None:
             return newest
         trust = run.config.checkpoint.allow_foreign_checkpoints

@@ -16,8 +16,8 @@ import torch
 
 from megatron.checkpoint.core.index import INDEX
 from megatron.checkpoint.core.reader import COMMON, FORMAT
-from megatron.checkpoint.find import FoundCheckpoint
-from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.find import CheckpointFolder
+from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.errors import CheckpointError
 from tests.checkpoint.core.core_files import FILES, write_core
 from tests.checkpoint.legacy.test_malicious import CORPUS, MARK, Calls, with_pickle
@@ -78,7 +78,7 @@ def folder(sound, tmp_path, monkeypatch):
 def refused(folder, match="."):
     """Check that the folder is refused with an error that names one of its files or the problem."""
     with pytest.raises(CheckpointError, match=match) as caught:
-        open_found(FoundCheckpoint("core", 3, folder))
+        open_folder(CheckpointFolder("core", 3, folder))
     assert "MemoryError" not in str(caught.value)
     return str(caught.value)
 

@@ -13,10 +13,10 @@ from torch.distributed import checkpoint as dcp
 from megatron.checkpoint.core import writer
 from megatron.checkpoint.core.index import INDEX
 from megatron.checkpoint.core.reader import COMMON, FORMAT
-from megatron.checkpoint.find import COMPLETE, FoundCheckpoint, scan
+from megatron.checkpoint.find import COMPLETE, CheckpointFolder, scan
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import read_pickle
-from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.errors import CheckpointError, StorageError
 from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import save_run
@@ -244,7 +244,7 @@ def test_damage_is_refused_or_changes_nothing(written, tmp_path):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
         try:
-            open_found(FoundCheckpoint("core", 2, folder))
+            open_folder(CheckpointFolder("core", 2, folder))
         except CheckpointError:
             refused += 1
             continue

@@ -14,8 +14,8 @@ import torch
 
 from megatron.checkpoint.deepspeed import names
 from megatron.checkpoint.entries import Box
-from megatron.checkpoint.find import FoundCheckpoint
-from megatron.checkpoint.loading import open_found
+from megatron.checkpoint.find import CheckpointFolder
+from megatron.checkpoint.loading import open_folder
 from megatron.checkpoint.reader import Reader, TensorMeta
 from megatron.errors import CheckpointError
 from tests.checkpoint.deepspeed import deepspeed_files as files
@@ -107,7 +107,7 @@ def folder(sound, tmp_path, monkeypatch):
 
 
 def _open(folder):
-    return open_found(FoundCheckpoint("deepspeed", 3, folder))
+    return open_folder(CheckpointFolder("deepspeed", 3, folder))
 
 
 def refused(folder, match="."):

@@ -5,9 +5,9 @@ import shutil
 
 import torch
 
-from megatron.checkpoint.find import FoundCheckpoint, list_checkpoints
+from megatron.checkpoint.find import CheckpointFolder, list_checkpoints
 from megatron.checkpoint.legacy.arguments import legacy_config
-from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import read_whole
 
@@ -159,10 +159,10 @@ def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
     shutil.copytree(found.path, tmp_path / "iter_0000020", copy_function=shutil.copyfile)
     (tmp_path / "iter_0000020").chmod(0o700)
     (tmp_path / "iter_0000020" / "mp_rank_00").chmod(0o700)
-    copy = FoundCheckpoint("legacy", 20, tmp_path / "iter_0000020")
+    copy = CheckpointFolder("legacy", 20, tmp_path / "iter_0000020")
     file = copy.path / "mp_rank_00" / FILE
     original, rng = file.read_bytes(), random.Random(0)
-    reference = open_found(found)
+    reference = open_folder(found)
     expected = {name: read_whole(reference, name) for name in reference.names()}
     refused, records = 0, original.rindex(b"PK\x01\x02")
     for trial in range(60):
@@ -176,7 +176,7 @@ def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
         file.unlink()
         file.write_bytes(data)
         try:
-            reader = open_found(copy)
+            reader = open_folder(copy)
         except CheckpointError:
             refused += 1
             continue

@@ -9,7 +9,7 @@ import torch
 from megatron.checkpoint.entries import Entry, model_state
 from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
-from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.checkpoint.retention import RetentionPolicy, is_as_listed, prune
 from megatron.config.parser import parse_config
 from megatron.config.yaml_file import to_dict
@@ -207,7 +207,7 @@ def test_files_are_the_same_from_the_background(tmp_path):
         flags = [*TOY, *words.split(), str(tmp_path / name), *more, "--train-iters", "4"]
         run_distributed(2, _losses, flags)
     folders = [tmp_path / name / "iter_0000002" for name in ("now", "later")]
-    now, later = (open_found(checkpoint_at(folder)) for folder in folders)
+    now, later = (open_folder(checkpoint_at(folder)) for folder in folders)
     assert any(name.startswith("optimizer.") for name in now.names())
     assert later.names() == now.names()
     assert all(torch.equal(read_whole(now, n), read_whole(later, n)) for n in now.names())
@@ -243,7 +243,7 @@ def test_old_files_go_but_for_megatron_s_own_and_those_being_read(tmp_path, more
     assert _losses(Layout.single(), [*TOY, *more, *flags, str(tmp_path)]) == expected
     kept = [tmp_path / f"iter_000000{iteration}" for iteration in (1, 4, 6)]
     assert sorted(tmp_path.glob("iter_*")) == kept
-    reader = open_found(checkpoint_at(kept[1]))
+    reader = open_folder(checkpoint_at(kept[1]))
     assert prune(tmp_path, 6, RetentionPolicy(1)) == []
     del reader
     assert prune(tmp_path, 6, RetentionPolicy(1)) == [kept[1]]
@@ -373,7 +373,7 @@ def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
     assert is_as_listed(newest)
     _megatron_saves(newest, "mp_rank_00")
     with pytest.raises(CheckpointError, match=r"files of two saves: mp_rank_01/.* as this program"):
-        open_found(checkpoint_at(newest))
+        open_folder(checkpoint_at(newest))
     assert open_checkpoint(tmp_path).iteration == 4  # the newest sound one
     assert "files of two saves" in capsys.readouterr().err
     assert prune(tmp_path, 6, RetentionPolicy(1)) == [
@@ -391,10 +391,10 @@ def test_files_of_a_wider_split_beside_ours_are_refused(tmp_path):
     (folder,) = tmp_path.glob("iter_*")
     shutil.copytree(folder / "mp_rank_00", folder / "mp_rank_01")
     with pytest.raises(CheckpointError, match=r"mp_rank_01/model_optim_rng.pt written or removed"):
-        open_found(checkpoint_at(folder))
+        open_folder(checkpoint_at(folder))
     (folder / "complete").unlink()
     with pytest.raises(CheckpointError, match=r"2 tensor ranks x 1 stages, .* has 1 x 1"):
-        open_found(checkpoint_at(folder))
+        open_folder(checkpoint_at(folder))
 
 
 @pytest.mark.parametrize("text", [b"All files are here.\n", b"{", b'{"files": 1}', b"[" * 100_000])
@@ -403,4 +403,4 @@ def test_a_mark_that_lists_nothing_vouches_for_nothing(tmp_path, text):
     _losses(Layout.single(), [*TOY, *flags, str(tmp_path)])
     (tmp_path / "iter_0000002" / "complete").write_bytes(text)
     assert prune(tmp_path, 4, RetentionPolicy(1)) == []
-    open_found(checkpoint_at(tmp_path / "iter_0000002"))
+    open_folder(checkpoint_at(tmp_path / "iter_0000002"))

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.entries import Entry, State, flatten
-from megatron.checkpoint.find import TRACKER, FoundCheckpoint
-from megatron.checkpoint.loading import open_checkpoint, open_found
+from megatron.checkpoint.find import TRACKER, CheckpointFolder
+from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.checkpoint.reader import restore
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
@@ -125,7 +125,7 @@ def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]
         older: The content of the older checkpoint.
     """
     try:
-        open_found(FoundCheckpoint("native", 2, newest))
+        open_folder(CheckpointFolder("native", 2, newest))
     except CheckpointError as error:
         expect(file in str(error), f"does not name the file: {error}")
     else:

@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.find import checkpoint_at
-from megatron.checkpoint.loading import open_found
+from megatron.checkpoint.loading import open_folder
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.errors import NumericsError
 from megatron.parallel.layout import Layout
@@ -146,7 +146,7 @@ def verification(folder: Path, count: int) -> Trials:
     for number in range(count):
         with trials.trial(f"load {number}"):
             began = time.process_time()
-            open_found(found)
+            open_folder(found)
             speeds.append(size / (time.process_time() - began))
             expect(speeds[-1] >= _BYTES_PER_SECOND, f"{speeds[-1] / 1e9:.2f} GB/s")
     trials.note(f"MiB verified, at {min(speeds) / 1e9:.2f} GB/s per core or faster", size >> 20)
