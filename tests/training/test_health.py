@@ -82,6 +82,32 @@ def test_a_rank_that_stands_out_is_named(changes: dict[str, Any], line: str) -> 
     assert problems_of(_ranks(**changes)) == [line]
 
 
+@pytest.mark.parametrize(
+    ("changes", "stands_out"),
+    [
+        ({"speeds": {"bf16 TFLOP/s": 0.7 * 600 + 0.71, "disk MB/s": 900.0}}, False),
+        ({"speeds": {"bf16 TFLOP/s": 0.7 * 600 + 0.69, "disk MB/s": 900.0}}, True),  # of 601
+        ({"clock": 1e9 + 1.014}, False),  # the median of the clocks is 15 ms later than rank 0's
+        ({"clock": 1e9 + 1.016}, True),
+        ({"links": {2: 14.1, 0: 20.0}}, False),
+        ({"links": {2: 13.9, 0: 20.0}}, True),
+    ],
+)
+def test_the_limits_of_what_stands_out(changes: dict[str, Any], stands_out: bool) -> None:
+    assert bool(problems_of(_ranks(**changes))) == stands_out
+
+
+def test_the_table_of_ranks() -> None:
+    rows = _ranks(3, is_stable=False, links={})
+    assert health_table(rows).splitlines() == [
+        "rank  host    device       bf16 TFLOP/s  disk MB/s  links GB/s      clock ms  results",
+        "0     gpu-00  NVIDIA H100  600           900        20 (2), 20 (1)  -10       00000007",
+        "1     gpu-00  NVIDIA H100  601           900        20 (0), 20 (2)  +0        00000007",
+        "2     gpu-01  NVIDIA H100  602           900        -               +10       unstable",
+        "versions of rank 0: torch 2.11, NCCL 2.28",
+    ]
+
+
 def test_links_between_machines_are_not_compared_with_others() -> None:
     rows = [
         replace(
