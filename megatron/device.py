@@ -440,16 +440,16 @@ class AsyncRead:
     """An ongoing copy of values from a device to the host.
 
     Args:
-        numbers: The values to copy, 1-D, on any device.
+        values: The values to copy, 1-D, on any device.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, values: Tensor) -> None:
         """Begin the copy."""
-        self._copy, self._arrived = numbers, None
-        if numbers.is_cuda:
-            host = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._copy = host.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(numbers.device).record_event()
+        self._copy, self._arrived = values, None
+        if values.is_cuda:
+            host = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._copy = host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(values.device).record_event()
 
     def wait(self) -> list[float]:
         """Wait until the device has computed the values, and return them."""

@@ -146,10 +146,10 @@ def summarize(
     if named is not None and all(folder.name != named for folder in checkpoints):
         complaint = f"which {'is incomplete' if named in problems else 'does not exist'}"
     first = f"{root}: the tracker names {named or 'nothing'}" + (f", {complaint}" * bool(complaint))
-    lines, sound = _summarize_all(
+    lines, all_intact = _summarize_all(
         checkpoints, verify=verify, details=details, allow_foreign=allow_foreign
     )
-    return [first, *lines, *incomplete], sound and complaint is None
+    return [first, *lines, *incomplete], all_intact and complaint is None
 
 
 def _summarize_all(
@@ -160,13 +160,13 @@ def _summarize_all(
     allow_foreign: bool,
 ) -> tuple[list[str], bool]:
     lines: list[str] = []
-    sound = True
+    all_intact = True
     for folder in checkpoints:
         try:
             reader = open_folder(folder, verify=verify, allow_foreign=allow_foreign)
         except CheckpointError as error:
             lines.append(f"{folder.path.name}  {folder.format}  cannot be used: {error}")
-            sound = False
+            all_intact = False
             continue
         parts = [folder.path.name, folder.format, f"{len(reader.names())} tensors"]
         if isinstance(reader, NativeReader):
@@ -178,7 +178,7 @@ def _summarize_all(
         state = "verified" if verify else "sizes match, content not verified"
         lines.append("  ".join([*parts, state]))
         lines += _details(reader) if details else ()
-    return lines, sound
+    return lines, all_intact
 
 
 def _details(reader: Reader) -> Iterator[str]:

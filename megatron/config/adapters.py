@@ -93,8 +93,8 @@ def lora_flags(
     *, rank: object, alpha: object, targets: Sequence[str] | None, is_rslora: bool, is_dora: bool
 ) -> str:
     """Return the flags that give a network these adapters, for messages."""
-    words = [f"--lora-rank {rank} --lora-alpha {alpha}"]
-    words += ["--use-rslora"] if is_rslora else []
-    words += ["--use-dora"] if is_dora else []
-    words += ["--lora-target-modules " + " ".join(targets)] if targets else []
-    return " ".join(words)
+    flags = [f"--lora-rank {rank} --lora-alpha {alpha}"]
+    flags += ["--use-rslora"] if is_rslora else []
+    flags += ["--use-dora"] if is_dora else []
+    flags += ["--lora-target-modules " + " ".join(targets)] if targets else []
+    return " ".join(flags)

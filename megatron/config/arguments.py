@@ -79,7 +79,7 @@ class ToolParser(argparse.ArgumentParser):
     Args:
         prog: The tool's file.
         doc: A description of the tool.
-        gone: Flags of Megatron's tool that this tool lacks, each with what to do instead.
+        removed: Flags of Megatron's tool that this tool lacks, each with what to do instead.
         shows_defaults: Whether --help shows the defaults.
     """
 
@@ -87,7 +87,7 @@ class ToolParser(argparse.ArgumentParser):
         self,
         prog: str,
         doc: str | None,
-        gone: Mapping[str, str] | None = None,
+        removed: Mapping[str, str] | None = None,
         *,
         shows_defaults: bool = False,
     ) -> None:
@@ -95,7 +95,7 @@ class ToolParser(argparse.ArgumentParser):
         formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter
         if shows_defaults:
             formatter = argparse.ArgumentDefaultsHelpFormatter
-        self._gone = dict(gone or {})
+        self._removed = dict(removed or {})
         self._spellings: list[str] = []
         super().__init__(prog=prog, description=doc, formatter_class=formatter, allow_abbrev=False)
 
@@ -132,8 +132,8 @@ class ToolParser(argparse.ArgumentParser):
             if not name or " " in name or name in self._spellings:
                 continue
             hint = suggestion(name, self._spellings) or ": --help lists all flags"
-            gone = self._gone.get(name)
-            problems.append(f"{name}: {gone}" if gone else f"unknown flag {name}{hint}")
+            remedy = self._removed.get(name)
+            problems.append(f"{name}: {remedy}" if remedy else f"unknown flag {name}{hint}")
         if problems and not {"-h", "--help"} & set(names):
             self.error("\nerror: ".join(problems))
         return self.parse_args(arguments)

@@ -529,23 +529,23 @@ def _lines(text: str, name: str) -> dict[str, int]:
     """
     lines: dict[str, int] = {}
     keys: list[str] = []  # keys of the objects around the current position
-    seen: list[dict[str, int]] = []  # the keys of each of these objects so far
+    scopes: list[dict[str, int]] = []  # the keys of each of these objects so far
     for token in _TOKEN.finditer(text):
         if token[0] == "{":
             keys.append("")
-            seen.append({})
+            scopes.append({})
         elif token[0] == "}":
             keys.pop()
-            seen.pop()
+            scopes.pop()
         elif token[2]:
             keys[-1] = json.loads(token[1])
             line = text.count("\n", 0, token.start()) + 1
-            if keys[-1] in seen[-1]:
-                first = seen[-1][keys[-1]]
+            if keys[-1] in scopes[-1]:
+                first = scopes[-1][keys[-1]]
                 raise ConfigError(
                     f"{name}: {'.'.join(keys)} appears on lines {first} and {line}: remove one"
                 )
-            seen[-1][keys[-1]] = lines[".".join(keys)] = line
+            scopes[-1][keys[-1]] = lines[".".join(keys)] = line
     return lines
 
 

@@ -219,8 +219,8 @@ def layer_experts(options: ExpertOptions, layers: int) -> tuple[int, ...]:
             f"it chooses {sum(chosen)} layers, but --num-experts has {len(counts)} numbers: give "
             "one number, or one for each of these layers"
         )
-    left = iter(counts)
-    result = [next(left) if is_chosen else 0 for is_chosen in chosen]
+    remaining = iter(counts)
+    result = [next(remaining) if is_chosen else 0 for is_chosen in chosen]
     return tuple(count if count > 1 else 0 for count in result)
 
 

@@ -385,6 +385,6 @@ def near_multiples(number: int, step: int) -> str:
 
 def divisors(number: int) -> str:
     """Name the process counts that divide a number: `1, 2, 3 or 6` for 6."""
-    most = min(number, _MAX_DIVISORS)
-    values = [str(value) for value in range(1, most + 1) if number % value == 0]
+    limit = min(number, _MAX_DIVISORS)
+    values = [str(value) for value in range(1, limit + 1) if number % value == 0]
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -59,14 +59,14 @@ def finetuning_args(argv: Sequence[str]) -> list[str]:
     that turns one of them off (`--no-sft`, `--no-calculate-per-token-loss`, `--no-finetune`) takes
     precedence.
     """
-    given = {found.name: found.values for found in split(argv)}
+    values = {flag.name: flag.values for flag in split(argv)}
     now = []
-    if "--no-sft" not in given:
-        now += ["--sft"] * ("--sft" not in given)
-        if not {"--calculate-per-token-loss", "--no-calculate-per-token-loss"} & set(given):
+    if "--no-sft" not in values:
+        now += ["--sft"] * ("--sft" not in values)
+        if not {"--calculate-per-token-loss", "--no-calculate-per-token-loss"} & set(values):
             now.append("--calculate-per-token-loss")
-    load, save = given.get("--load", ()), given.get("--save", ())
+    load, save = values.get("--load", ()), values.get("--save", ())
     resumes = bool(load and save) and Path(load[0]).resolve() == Path(save[0]).resolve()
-    if load and not resumes and not {"--finetune", "--no-finetune"} & set(given):
+    if load and not resumes and not {"--finetune", "--no-finetune"} & set(values):
         now.append("--finetune")
     return [*argv, *now]

@@ -185,7 +185,7 @@ def _kind_of(text: str) -> type:
 
 
 def translate(
-    flags: Sequence[ParsedFlag], findings: Findings, own: Container[str] = ()
+    flags: Sequence[ParsedFlag], findings: Findings, own_flags: Container[str] = ()
 ) -> list[ParsedFlag]:
     """Return today's command line for an old one.
 
@@ -193,11 +193,13 @@ def translate(
         flags: The command line.
         findings: The findings, to which a notice is added for each old flag, and a problem for each
             one that is gone.
-        own: Flags that only this program has, which are never treated as old.
+        own_flags: Flags that only this program has, which are never treated as old.
     """
     table = other_flags()
-    old = {flag.name: flag for flag in table.translated if flag.name not in own}
-    removed = {(flag.name, flag.value): flag for flag in table.removed if flag.name not in own}
+    old = {flag.name: flag for flag in table.translated if flag.name not in own_flags}
+    removed = {
+        (flag.name, flag.value): flag for flag in table.removed if flag.name not in own_flags
+    }
     result: list[ParsedFlag] = []
     eras = set()
     for flag in flags:
@@ -215,7 +217,7 @@ def translate(
             )
         elif entry is None:
             result.append(flag)
-        elif entry.program and entry.program[1] not in own:
+        elif entry.program and entry.program[1] not in own_flags:
             findings.problems.append(
                 f"{flag} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
                 "run that, or drop it"

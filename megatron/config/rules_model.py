@@ -269,15 +269,15 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
                 "lower it"
             )
         elif counted is not None:
-            most = count // groups
-            if counted > most:
+            maximum = count // groups
+            if counted > maximum:
                 yield (
-                    f"--moe-router-group-score-topk {counted} is above the {most} experts of a "
+                    f"--moe-router-group-score-topk {counted} is above the {maximum} experts of a "
                     "group: lower it"
                 )
-            if chosen > best * most:
+            if chosen > best * maximum:
                 yield (
-                    f"--moe-router-topk {chosen} is above the {best * most} experts of "
+                    f"--moe-router-topk {chosen} is above the {best * maximum} experts of "
                     f"--moe-router-group-topk {best} groups: lower it"
                 )
         elif chosen % best or chosen // best > count // groups:
@@ -315,8 +315,8 @@ def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def precision(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the number formats, other than FP8."""
-    numbers, head = config.precision, config.model.kv_channels
-    if numbers.fp16 and numbers.bf16:
+    options, head = config.precision, config.model.kv_channels
+    if options.fp16 and options.bf16:
         yield "--fp16 and --bf16 cannot be combined: use one of them"
     problem = flash_head_problem(head) if config.model.use_flash_attn and head else ""
     if problem:
@@ -324,22 +324,22 @@ def precision(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--use-flash-attn: {problem}: choose another --num-attention-heads or --kv-channels, "
             "or drop the flag"
         )
-    impl, bound = numbers.cross_entropy_fusion_impl, config.model.final_logit_softcapping
+    impl, bound = options.cross_entropy_fusion_impl, config.model.final_logit_softcapping
     if impl == "linear" and bound is not None:
         yield (
             f"--cross-entropy-fusion-impl linear with --final-logit-softcapping {bound:g}: its "
             "chunks of scores are not bounded: use native"
         )
-    if impl != "native" and not numbers.cross_entropy_loss_fusion:
+    if impl != "native" and not options.cross_entropy_loss_fusion:
         yield (
             f"--cross-entropy-fusion-impl {impl} cannot be combined with "
             "--no-cross-entropy-loss-fusion: drop one of them"
         )
-    dynamic = numbers.fp16 and numbers.loss_scale is None
-    if dynamic and numbers.min_loss_scale > numbers.initial_loss_scale:
+    dynamic = options.fp16 and options.loss_scale is None
+    if dynamic and options.min_loss_scale > options.initial_loss_scale:
         yield (
-            f"--min-loss-scale {numbers.min_loss_scale:g} is above --initial-loss-scale "
-            f"{numbers.initial_loss_scale:g}: lower it"
+            f"--min-loss-scale {options.min_loss_scale:g} is above --initial-loss-scale "
+            f"{options.initial_loss_scale:g}: lower it"
         )
 
 
@@ -453,23 +453,23 @@ def retro(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the settings of FP8 training."""
-    numbers, stage = config.precision, config.parallel.zero_stage or 0
-    if numbers.fp8_param_gather and numbers.fp8_recipe == "rowwise":
+    precision, stage = config.precision, config.parallel.zero_stage or 0
+    if precision.fp8_param_gather and precision.fp8_recipe == "rowwise":
         yield (
             "--fp8-param-gather with --fp8-recipe rowwise: a process's shard may end within a row, "
             "and each row has its own scale: use tensorwise or delayed, or drop the flag"
         )
-    if numbers.fp8_param_gather and stage == 0:
+    if precision.fp8_param_gather and stage == 0:
         yield (
             "--fp8-param-gather requires a sharded update: add --use-distributed-optimizer, or "
             "drop the flag"
         )
-    if numbers.fp8_format is None:
+    if precision.fp8_format is None:
         return
-    flag = f"--fp8-format {numbers.fp8_format}"
-    if not (numbers.bf16 or numbers.fp16):
+    flag = f"--fp8-format {precision.fp8_format}"
+    if not (precision.bf16 or precision.fp16):
         yield f"{flag} requires 16-bit weights: add --bf16"
-    if numbers.fp16 and config.model.num_experts:
+    if precision.fp16 and config.model.num_experts:
         yield f"{flag} with --num-experts requires bf16: use --bf16 in place of --fp16"
     if stage == 3:
         yield (

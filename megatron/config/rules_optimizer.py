@@ -108,8 +108,8 @@ def mup(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each optimizer state that cannot have the requested format."""
-    optimizer, numbers = config.optimizer, config.precision
-    is_half = numbers.bf16 or numbers.fp16
+    optimizer, precision = config.optimizer, config.precision
+    is_half = precision.bf16 or precision.fp16
     if optimizer.use_precision_aware_optimizer and optimizer.optimizer != "adam":
         yield (
             f"--use-precision-aware-optimizer with --optimizer {optimizer.optimizer}: its states "
@@ -129,12 +129,12 @@ def state_formats(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"{flag} with --optimizer-cpu-offload: weights in host memory are in fp32: drop "
                 "one of the two flags"
             )
-    if optimizer.main_grads_dtype != "fp32" and not numbers.bf16:
+    if optimizer.main_grads_dtype != "fp32" and not precision.bf16:
         yield (
             f"--main-grads-dtype {optimizer.main_grads_dtype} requires --bf16: add it, or drop the "
             "flag"
         )
-    elif optimizer.main_grads_dtype != "fp32" and numbers.accumulate_allreduce_grads_in_fp32:
+    elif optimizer.main_grads_dtype != "fp32" and precision.accumulate_allreduce_grads_in_fp32:
         yield (
             f"--main-grads-dtype {optimizer.main_grads_dtype} with "
             "--accumulate-allreduce-grads-in-fp32: drop one of the two flags"

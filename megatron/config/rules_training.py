@@ -150,9 +150,9 @@ def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
         ("lr_warmup_init", "lr"),
         ("lr_warmup_init", "decoupled_lr"),
     ):
-        least, peak = getattr(schedule, lower), getattr(schedule, upper)
-        if least is not None and peak is not None and least > peak:
-            flag = field_at(f"schedule.{lower}").spell(least)
+        minimum, peak = getattr(schedule, lower), getattr(schedule, upper)
+        if minimum is not None and peak is not None and minimum > peak:
+            flag = field_at(f"schedule.{lower}").spell(minimum)
             yield f"{flag} is above {field_at(f'schedule.{upper}').spell(peak)}: lower it"
     peak = schedule.decoupled_lr
     if peak is not None and schedule.decoupled_min_lr is None and schedule.min_lr > peak:

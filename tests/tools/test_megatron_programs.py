@@ -42,7 +42,7 @@ def _known(program: str) -> set[str]:
     name = program.removesuffix(".py").replace("/", ".")
     is_tool = (ROOT / "megatron" / program).is_file()
     parser = importlib.import_module(f"megatron.{name}" if is_tool else name).build_parser()
-    return {*parser._spellings, *parser._gone}
+    return {*parser._spellings, *parser._removed}
 
 
 @pytest.mark.parametrize("program", [program for program, flags in _PROGRAMS.items() if flags])

@@ -93,7 +93,7 @@ class Index:
                 data = file.read(MAX_BYTES + 1)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        tree = read_pickle(data, str(path), names=_NAMES, most_instructions=_MAX_INSTRUCTIONS)
+        tree = read_pickle(data, str(path), names=_NAMES, max_instructions=_MAX_INSTRUCTIONS)
         try:
             self.tensors, spans = _parse(tree)
         except _InvalidIndexError as error:

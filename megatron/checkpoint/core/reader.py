@@ -220,18 +220,18 @@ class CoreReader(Reader):
             pending += [node[key] for key in node if type(key) is int or key == "optimizer"]
             state, groups = node.get("state"), node.get("param_groups")
             if isinstance(state, dict) and "common_step" in state:
-                steps.add(self._number(state["common_step"]))
+                steps.add(self._counter(state["common_step"]))
             for group in groups if isinstance(groups, list) else ():
                 if isinstance(group, dict) and "step" in group:
-                    steps.add(self._number(group["step"]))
+                    steps.add(self._counter(group["step"]))
             if isinstance(node.get("grad_scaler"), dict):
                 values = node["grad_scaler"].items()
-                scaler |= {str(key): self._number(value) for key, value in values}
+                scaler |= {str(key): self._counter(value) for key, value in values}
         if len(steps) > 1:
             raise CheckpointError(f"{self._common.path}: step counts differ: {sorted(steps)}")
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
 
-    def _number(self, value: Any) -> int | float:
+    def _counter(self, value: Any) -> int | float:
         """Return a counter that was saved as a number or as a one-element tensor."""
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             value = self._common.load(value).item()

@@ -283,8 +283,8 @@ class CoreFiles:
             experts = location.shape[0] if ".experts.experts." in location.name else 0
             for module in dict.fromkeys(modules):
                 for expert in range(max(1, experts)):
-                    numbers = [*grid, *[(expert, experts)] * bool(experts)] or [(0, 1)]
-                    objects[_shard_name(f"{module}._extra_state", numbers)] = None
+                    indices = [*grid, *[(expert, experts)] * bool(experts)] or [(0, 1)]
+                    objects[_shard_name(f"{module}._extra_state", indices)] = None
         return objects | ({} if self.config.checkpoint.no_save_rng else self._random_states())
 
     def _random_states(self) -> dict[str, Any]:
@@ -307,8 +307,8 @@ class CoreFiles:
                     seed + _EXPERT_SEED + 100 * expert + width, snapshot.iteration
                 ),
             }
-            numbers = zip((stage, tensor_rank, *replica), sizes, strict=True)
-            objects[_shard_name("rng_state", list(numbers))] = [states]
+            indices = zip((stage, tensor_rank, *replica), sizes, strict=True)
+            objects[_shard_name("rng_state", list(indices))] = [states]
         return objects
 
     @property
@@ -379,7 +379,7 @@ class CoreFiles:
         return {"optimizer": tree, **scaler} if in_16_bits else tree
 
 
-def _shard_name(name: str, numbers: Sequence[tuple[int, int]]) -> str:
+def _shard_name(name: str, indices: Sequence[tuple[int, int]]) -> str:
     """Return Megatron Core's name for one object in a grid of objects."""
-    position, size = (".".join(map(str, axis)) for axis in zip(*numbers, strict=True))
+    position, size = (".".join(map(str, axis)) for axis in zip(*indices, strict=True))
     return f"{name}/shard_{position}_{size}"

@@ -126,11 +126,11 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
     if len(matches) > _MAX_FILES:
         raise CheckpointError(f"{path}: {len(matches):,} files")
     for file in matches:
-        kind, numbers = _kind_of(file)
+        kind, indices = _kind_of(file)
         if kind == "partitioned":
             files.partitioned = True
-            partitions.add((numbers[1], numbers[0]))
-            if numbers[0]:
+            partitions.add((indices[1], indices[0]))
+            if indices[0]:
                 continue  # holds no weights; the rest repeats rank 0's file
         opened = open_file(file, allow_foreign=allow_foreign)
         tables: dict[str, dict[Any, StateFile]] = {
@@ -140,11 +140,11 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
             "expert states": files.expert_states,
         }
         if kind in ("model", "partitioned"):
-            key: Any = numbers[-1]
+            key: Any = indices[-1]
             table: dict[Any, StateFile] = files.models
         else:
             is_of_rank = kind in ("states", "expert states")
-            key = (numbers[1], numbers[0]) if is_of_rank else tuple(numbers)
+            key = (indices[1], indices[0]) if is_of_rank else tuple(indices)
             table = tables[kind]
         if key in table:
             raise CheckpointError(f"{file}: a second file of the same rank")

@@ -440,7 +440,7 @@ class DeepSpeedReader(Reader):
 
     def _counters(self, states: list[States]) -> Json:
         """Return the step count and the loss scale of the optimizer."""
-        steps = {self._number(*step) for rank_states in states for step in rank_states.steps}
+        steps = {self._counter(*step) for rank_states in states for step in rank_states.steps}
         if len(steps) > 1:
             raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
         return {
@@ -473,7 +473,7 @@ class DeepSpeedReader(Reader):
             "hysteresis_tracker": counts["cur_hysteresis"],
         }
 
-    def _number(self, archive: TorchZip, value: Any) -> int | float:
+    def _counter(self, archive: TorchZip, value: Any) -> int | float:
         """Return a counter that was saved as a number or as a one-element tensor."""
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             value = archive.load(value).item()

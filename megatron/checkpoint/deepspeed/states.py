@@ -149,13 +149,13 @@ def _states_of(
     if not isinstance(state, dict) or not isinstance(param_groups, list):
         raise CheckpointError(f"{file.zip.path}: the base optimizer's state is missing")
     members = [group.get("params") if isinstance(group, dict) else None for group in param_groups]
-    if not all(isinstance(numbers, list) for numbers in members):
+    if not all(isinstance(indices, list) for indices in members):
         raise CheckpointError(f"{file.zip.path}: a group of the base optimizer has no parameters")
-    numbers = list(itertools.chain.from_iterable(numbers or () for numbers in members))
-    if len(numbers) != groups or not all(type(number) is int for number in numbers):
+    indices = list(itertools.chain.from_iterable(indices or () for indices in members))
+    if len(indices) != groups or not all(type(index) is int for index in indices):
         raise CheckpointError(f"{file.zip.path}: the base optimizer has different groups")
     steps += _steps_of_groups(file, state, param_groups)
-    return [state.get(number) for number in numbers]
+    return [state.get(index) for index in indices]
 
 
 def _steps_of_groups(
@@ -265,13 +265,13 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
     order = sorted(shapes, key=group_of)  # stable: the model's order in each group
     expected = [len(list(names)) for _, names in itertools.groupby(order, group_of)]
     members = [group.get("params") if isinstance(group, dict) else None for group in groups]
-    sizes = [len(numbers) if isinstance(numbers, list) else None for numbers in members]
+    sizes = [len(indices) if isinstance(indices, list) else None for indices in members]
     if sizes != expected:
         raise CheckpointError(f"{file.zip.path}: the optimizer's groups do not match the model's")
-    numbers = itertools.chain.from_iterable(numbers or () for numbers in members)
+    indices = itertools.chain.from_iterable(indices or () for indices in members)
     result = States(steps=_steps_of_groups(file, state, groups))
-    for number, name in zip(numbers, order, strict=True):
-        parameter_state = state.get(number) if type(number) is int else None
+    for index, name in zip(indices, order, strict=True):
+        parameter_state = state.get(index) if type(index) is int else None
         # A parameter that no token has used has no state yet.
         tensors = {} if parameter_state is None else _known(file, parameter_state, result.steps)
         for kind in ("exp_avg", "exp_avg_sq"):

@@ -344,8 +344,8 @@ def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
         raise settings.error("moe_latent_size", "experts on projected inputs are not supported")
     settings.must_be("norm_topk_prob", True)
     settings.must_be("n_shared_experts", settings.values.get("n_shared_experts"))
-    most = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // len(pattern))
-    experts = settings.size("n_routed_experts", 8, most)
+    maximum = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // len(pattern))
+    experts = settings.size("n_routed_experts", 8, maximum)
     chosen = settings.size("num_experts_per_tok", 2, experts)
     if chosen < 2:
         raise settings.error("num_experts_per_tok", "only 2 or more are supported")

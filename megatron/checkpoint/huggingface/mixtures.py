@@ -48,9 +48,9 @@ class Mixtral(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         dense = super().network(settings, flags)
-        most = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // dense.num_layers)
+        maximum = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // dense.num_layers)
         is_other = self.other_count in settings.values and self.count not in settings.values
-        experts = settings.size(self.other_count if is_other else self.count, None, most)
+        experts = settings.size(self.other_count if is_other else self.count, None, maximum)
         for either in (self.count, self.other_count):
             settings.must_be(either, experts)
         return replace(

@@ -166,9 +166,9 @@ class ParameterRule:
         """
         names_per_part = len(self.hf_names) // self.parts
 
-        def read(number: int, wanted: Box) -> Tensor:
-            names = self.hf_names[number * names_per_part : (number + 1) * names_per_part]
-            part_box = self.box(number)
+        def read(part_index: int, wanted: Box) -> Tensor:
+            names = self.hf_names[part_index * names_per_part : (part_index + 1) * names_per_part]
+            part_box = self.box(part_index)
             part = self.conversion.join([load(name) for name in names]).view(part_box.shape)
             return part[wanted.slices_in(part_box)]
 

@@ -182,7 +182,7 @@ def plan_shards(tensors: Tensors, max_bytes: int) -> dict[str, Tensors]:
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     name = "model-{:05d}-of-{:05d}.safetensors"
-    return {name.format(number, len(groups)): group for number, group in enumerate(groups, 1)}
+    return {name.format(index, len(groups)): group for index, group in enumerate(groups, 1)}
 
 
 def _size(tensors: Tensors) -> int:

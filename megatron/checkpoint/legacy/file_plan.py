@@ -160,8 +160,8 @@ def _parameter_paths(
 
 def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:
     """Yield our names for the layers of the neighbor encoder inside a Retro layer."""
-    for number in itertools.count():
-        name = f"{layer}.retriever.{number}"
+    for index in itertools.count():
+        name = f"{layer}.retriever.{index}"
         if f"{name}.attention_norm.weight" not in shapes:
             return
         yield name

@@ -118,10 +118,10 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
         raise CheckpointError(f"the optimizer's groups are not (decayed, not decayed): {reason}")
     members: dict[int, Parameter] = {}
     for group, expected_parameters in zip(groups, expected, strict=True):
-        numbers = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(numbers, list) or len(numbers) != len(expected_parameters):
+        indices = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(indices, list) or len(indices) != len(expected_parameters):
             raise CheckpointError("the optimizer's groups do not match the model's parameters")
-        members.update(zip(numbers, expected_parameters, strict=True))
+        members.update(zip(indices, expected_parameters, strict=True))
     result = _counters(optimizer, groups)
     for index, parameter in members.items():
         for key, value in torch_state["state"].get(index, {}).items():

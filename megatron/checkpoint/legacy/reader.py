@@ -278,14 +278,14 @@ class LegacyReader(Reader):
                 warn(f"{self.path}: {why}: only the weights are read")
             return None
         steps = {
-            self._number(file, step)
+            self._counter(file, step)
             for file, state in zip(self._files, known, strict=True)
             for step in state.steps
         }
         if len(steps) > 1:
             raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
         scale = known[0].loss_scale.items()
-        scaler = {key: self._number(self._files[0], value) for key, value in scale}
+        scaler = {key: self._counter(self._files[0], value) for key, value in scale}
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
 
     def _why_no_states(self) -> str:
@@ -299,7 +299,7 @@ class LegacyReader(Reader):
             return f"{torch_file.DISTRIBUTED_FILE} is missing"
         return ""
 
-    def _number(self, file: RankFile, value: Any) -> int | float:
+    def _counter(self, file: RankFile, value: Any) -> int | float:
         """Return a counter that was saved as a number or as a one-element tensor."""
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             return file.zip.load(value).item()

@@ -136,7 +136,7 @@ def read_pickle(
     source: str,
     *,
     names: Mapping[tuple[str, str], Any] | None = None,
-    most_instructions: int = MAX_INSTRUCTIONS,
+    max_instructions: int = MAX_INSTRUCTIONS,
 ) -> Any:
     """Return the tree in `data`: dicts, lists, tuples, scalars and the records above.
 
@@ -145,7 +145,7 @@ def read_pickle(
         source: The file's name, for messages.
         names: Our stand-ins for the only names that the file may use, in addition to the number
             types of torch. `None` stands for the names that torch.save uses.
-        most_instructions: The maximum number of instructions to run.
+        max_instructions: The maximum number of instructions to run.
 
     Raises:
         CheckpointError: The pickle is damaged, or asks for something that no checkpoint needs.
@@ -153,7 +153,7 @@ def read_pickle(
     try:
         if len(data) > MAX_BYTES:
             raise RefusedError(f"{len(data):,} bytes of structure")
-        tree = _Machine(names, most_instructions).run(data)
+        tree = _Machine(names, max_instructions).run(data)
         _check_extent(tree)
         return tree
     except RefusedError as error:
@@ -169,8 +169,8 @@ def read_pickle(
 class _Machine:
     """The stack and the memo of a pickle that is being read."""
 
-    def __init__(self, names: Mapping[tuple[str, str], Any] | None, most_instructions: int) -> None:
-        self._names, self._limit = names, most_instructions
+    def __init__(self, names: Mapping[tuple[str, str], Any] | None, max_instructions: int) -> None:
+        self._names, self._limit = names, max_instructions
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}

@@ -391,6 +391,6 @@ def random_states(seed: int, iteration: int, stage: int, tensor_rank: int) -> di
 
 def device_state(seed: int, iteration: int) -> torch.Tensor:
     """Return a GPU generator's state: the seed and the count of numbers drawn, 8 bytes each."""
-    drawn = iteration * _NUMBERS_PER_ITERATION
-    data = seed.to_bytes(8, "little") + (drawn % (1 << 63)).to_bytes(8, "little")
+    state = iteration * _NUMBERS_PER_ITERATION
+    data = seed.to_bytes(8, "little") + (state % (1 << 63)).to_bytes(8, "little")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
