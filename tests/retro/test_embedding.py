@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from megatron.retro.embedding import (
 from tests.retro.recorded import BLOCK, Recorded
 from tests.tasks.toy import save_bert
 
-TEXTS = ["a tale of two cities", "", "it was the best of times " * 40, "union", "the"] * 3
+# For the toy BERT, whose words are w0 to w39, and for an encoder that spells words in letters.
+TEXTS = ["w1 w2 w3 w4 w5", "", "w6 w7 w8 w9 w10 w11 " * 40, "w12", "w13"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +31,23 @@ def recorded(golden: Path) -> Recorded:
     return Recorded(golden)
 
 
-def bert(recorded: Recorded, **changes: object) -> Embedder:
+def recorded_bert(recorded: Recorded, **changes: object) -> Embedder:
     options = {"tokenizer": recorded.bert_tokenizer, "batch_size": 32, "max_length": 128}
     load = str(recorded.golden / "bert_fp32/ckpt")
     return build_embedder(EmbedderOptions("megatron", load, **{**options, **changes}), Device.cpu())
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a toy BERT with 24 positions."""
+    folder = tmp_path_factory.mktemp("toy")
+    save_bert(folder)
+    return str(folder / "bert")
+
+
+def bert(toy: str, **changes: object) -> Embedder:
+    options = {"batch_size": 32, "max_length": 24, **changes}
+    return build_embedder(EmbedderOptions("megatron", toy, **options), Device.cpu())
 
 
 @pytest.mark.parametrize("block", [0, 1])
@@ -41,18 +56,18 @@ def test_the_recorded_embeddings(recorded: Recorded, block: int):
     chunks = recorded.database("sampled")
     rows = np.arange(block * BLOCK, block * BLOCK + 300)
     texts = DecodedChunks(chunks.tokens(rows), recorded.gpt_tokenizer(), keeps_ends=True)
-    embedder = bert(recorded, masking=Masking(1234, 0.15))
+    embedder = recorded_bert(recorded, masking=Masking(1234, 0.15))
     expected = recorded.embeddings()[rows]
     found = np.concatenate(
         [embedder.embed(list(texts)[:100]), embedder.embed(list(texts)[100:], first=100)]
     )
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-    unmasked = bert(recorded).embed(texts)
+    unmasked = recorded_bert(recorded).embed(texts)
     assert np.abs(unmasked - expected).max() > 0.01
 
 
-def test_a_vector_does_not_depend_on_its_batch(recorded: Recorded):
-    embedder = bert(recorded, batch_size=4)
+def test_a_vector_does_not_depend_on_its_batch(toy: str):
+    embedder = bert(toy, batch_size=4)
     together = embedder.embed(TEXTS)
     alone = np.concatenate([embedder.embed([text], first=7) for text in TEXTS])
     np.testing.assert_allclose(together, alone, atol=2e-6)
@@ -60,19 +75,28 @@ def test_a_vector_does_not_depend_on_its_batch(recorded: Recorded):
     assert together.dtype == np.float32
     assert embedder.embed([]).shape == (0, embedder.width)
     # An end of document is not part of a text.
-    np.testing.assert_array_equal(embedder.embed(["the<|endoftext|>"]), embedder.embed(["the"]))
+    np.testing.assert_array_equal(embedder.embed(["w1<|endoftext|>"]), embedder.embed(["w1"]))
 
 
-def test_many_pieces(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
-    embedder = bert(recorded, batch_size=2)
+def test_a_text_is_masked_by_its_place_in_its_block(toy: str):
+    masked = bert(toy, masking=Masking(1234, 0.15))
+    whole = masked.embed(TEXTS)
+    parts = np.concatenate([masked.embed(TEXTS[:4]), masked.embed(TEXTS[4:], first=4)])
+    np.testing.assert_allclose(parts, whole, atol=2e-6)
+    assert np.abs(masked.embed(TEXTS[4:]) - whole[4:]).max() > 0.01
+    assert np.abs(bert(toy).embed(TEXTS) - whole).max() > 0.01
+
+
+def test_many_pieces(toy: str, monkeypatch: pytest.MonkeyPatch):
+    embedder = bert(toy, batch_size=2)
     whole = embedder.embed(TEXTS)
     monkeypatch.setattr("megatron.retro.embedding._BATCHES", 1)
     np.testing.assert_allclose(embedder.embed(TEXTS), whole, atol=2e-6)
 
 
-def test_shapes_on_a_gpu(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+def test_shapes_on_a_gpu(toy: str, monkeypatch: pytest.MonkeyPatch):
     """Batches are padded to a few shapes there, which does not change the vectors."""
-    embedder = bert(recorded, batch_size=4)
+    embedder = bert(toy, batch_size=4)
     texts = TEXTS * 5
     whole = embedder.embed(texts)
     monkeypatch.setattr(embedder, "_units", (4, 8))
@@ -86,7 +110,7 @@ def test_shapes_on_a_gpu(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(embedder, "_vectors", noted)
     np.testing.assert_allclose(embedder.embed(texts), whole, atol=2e-6)
     assert all(
-        rows % 4 == 0 and tokens % 8 == 0 and rows * tokens <= 4 * 128 for rows, tokens in shapes
+        rows % 4 == 0 and tokens % 8 == 0 and rows * tokens <= 4 * 24 for rows, tokens in shapes
     )
 
 
@@ -98,8 +122,8 @@ def test_ends_of_documents_are_left_out(recorded: Recorded):
     assert DecodedChunks(tokens, tokenizer, keeps_ends=True)[0] == "the end<|endoftext|>more"
 
 
-def test_16_bits(recorded: Recorded):
-    found, exact = bert(recorded, dtype="bf16").embed(TEXTS), bert(recorded).embed(TEXTS)
+def test_16_bits(toy: str):
+    found, exact = bert(toy, dtype="bf16").embed(TEXTS), bert(toy).embed(TEXTS)
     error = np.abs(found - exact).max()
     assert 0 < error < 0.05
 
@@ -117,10 +141,10 @@ def test_the_format_is_the_checkpoint_s_or_the_one_asked_for(tmp_path: Path):
         assert 0 < np.abs(found - embed(other)).max() < 0.05
 
 
-@pytest.mark.parametrize("length", [2, 129])
-def test_lengths_that_do_not_fit(recorded: Recorded, length: int):
-    with pytest.raises(ConfigError, match=f"{length}: the BERT in .* give 3 to 128"):
-        bert(recorded, max_length=length)
+@pytest.mark.parametrize("length", [2, 25])
+def test_lengths_that_do_not_fit(toy: str, length: int):
+    with pytest.raises(ConfigError, match=f"{length}: the BERT in .* give 3 to 24"):
+        bert(toy, max_length=length)
 
 
 def test_another_network(recorded: Recorded):
@@ -130,13 +154,17 @@ def test_another_network(recorded: Recorded):
 
 
 @pytest.fixture(scope="module")
-def sentence_encoder(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> Path:
+def sentence_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny transformers encoder with random weights."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("encoder")
     torch.manual_seed(0)
+    letters = [*string.ascii_lowercase, *string.digits]
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
+    entries += [f"##{letter}" for letter in letters]
+    (folder / "letters.txt").write_text("\n".join(entries) + "\n")
     config = transformers.BertConfig(
-        vocab_size=5000,
+        vocab_size=len(entries),
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -144,7 +172,7 @@ def sentence_encoder(tmp_path_factory: pytest.TempPathFactory, golden: Path) -> 
         max_position_embeddings=64,
     )
     transformers.BertModel(config).save_pretrained(folder)
-    tokenizer = transformers.BertTokenizer(str(golden / "data/bert-5000-vocab.txt"))
+    tokenizer = transformers.BertTokenizer(str(folder / "letters.txt"))
     tokenizer.save_pretrained(folder)
     return folder
 
