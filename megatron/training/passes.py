@@ -183,8 +183,16 @@ class Passes:
         if channel is not None and self._length is not None:
             shape = message_shape(run.config, run.layout, self._length, run.recipe.head.sequences)
             channel = channel.with_shapes(lambda micro_batch: shape)
+        # The first passes load kernels, and so may all passes of a mixture, because the kernel of a
+        # product depends on how many tokens an expert gets.
+        is_new = channel is not None and channel.is_first_use(0)
         run_schedule(
-            operations, steps, channel, weight_gradients=run.weight_gradients, before=before
+            operations,
+            steps,
+            channel,
+            weight_gradients=run.weight_gradients,
+            before=before,
+            ahead=not is_new and not run.config.model.num_experts,
         )
 
     def _step(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:

@@ -17,10 +17,11 @@ from megatron.kernels.batch_invariant import (
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkl.is_available(), reason="--batch-invariant-mode is refused without MKL"
 )
-SHAPES = [(4, 2, 16, 40), (2, 2, 32, 200), (8, 4, 64, 300), (3, 1, 80, 150)]  # n, g, d, tokens
+# n, g, d, tokens
+SHAPES = [(4, 2, 16, 40), (2, 2, 32, 200), (8, 4, 64, 300), (3, 1, 80, 150), (2, 1, 128, 90)]
 
 
-@pytest.mark.parametrize("inputs", [32, 96, 128, 512, 1024])
+@pytest.mark.parametrize("inputs", [32, 96, 128, 512, 1024, 4096])
 @pytest.mark.parametrize("outputs", [12, 64, 259, 1024])
 def test_rows_of_a_product_do_not_depend_on_their_number(inputs: int, outputs: int) -> None:
     torch.manual_seed(1)

@@ -32,6 +32,7 @@ def run_schedule(
     *,
     weight_gradients: WeightGradientQueue | None = None,
     before: Observer | None = None,
+    ahead: bool = True,
 ) -> None:
     """Run one stage's operations. Gradients accumulate in the parameters.
 
@@ -42,9 +43,10 @@ def run_schedule(
         weight_gradients: The queue to which layers push; needed for "backward_weight".
         before: A function called with every operation before it starts: to time it, to record it
             for hang reports, and to prepare for a chunk's last backward pass.
+        ahead: Whether receives are posted ahead of time (see `receives_to_post`).
     """
     run = _Run(operations, parts, channel, weight_gradients)
-    posts = receives_to_post(operations)
+    posts = receives_to_post(operations, ahead=ahead)
     with torch.set_grad_enabled(run.has_backward):
         for operation, receives in zip(operations, posts, strict=True):
             if before is not None:
@@ -55,20 +57,30 @@ def run_schedule(
         run.finish()
 
 
-def receives_to_post(operations: Operations) -> list[list[Operation]]:
+def receives_to_post(operations: Operations, *, ahead: bool = True) -> list[list[Operation]]:
     """Return, for every operation, the receives to post before it starts.
 
     A receive is posted before the computation that precedes it, so that the transfer runs during
     that computation. It is not posted earlier, because on GPUs a posted receive occupies
     multiprocessors.
+
+    CUDA loads a kernel when it is first launched, and may only do so once the messages in progress
+    have arrived. Two neighbors that both launch a new kernel while each waits for the other's
+    result would wait forever. A computation that may launch new kernels therefore needs receives
+    that are posted last, directly before their messages are used. With 1F1B and zero-bubble
+    schedules nothing can hang then, even if every computation waits for all earlier messages.
+
+    Args:
+        operations: The operations of a stage.
+        ahead: Whether to post receives before the preceding computation, instead of last.
     """
     posts: list[list[Operation]] = [[] for _ in operations]
-    place = 0
+    computation = 0
     for i, operation in enumerate(operations):
         if operation.kind in COMPUTE:
-            place = i
+            computation = i
         elif operation.kind not in SENDS:
-            posts[place].append(operation)
+            posts[computation if ahead else i].append(operation)
     return posts
 
 

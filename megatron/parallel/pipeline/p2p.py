@@ -71,6 +71,7 @@ class PipelineChannel:
         """Connect this process to its neighbors."""
         self._edges = connect(layout, ring=ring, device=device)
         self._device, self._dtype = device, dtype
+        self._used_shapes: set[tuple[int, ...]] = set()
         self._shape_of: Callable[[int], Sequence[int]] = lambda micro_batch: shape
 
     def with_shapes(self, shape_of: Callable[[int], Sequence[int]]) -> PipelineChannel:
@@ -78,6 +79,13 @@ class PipelineChannel:
         other = copy.copy(self)
         other._shape_of = shape_of
         return other
+
+    def is_first_use(self, micro_batch: int) -> bool:
+        """Return whether a micro-batch's messages have a new shape, and remember the shape."""
+        shape = tuple(self._shape_of(micro_batch))
+        is_new = shape not in self._used_shapes
+        self._used_shapes.add(shape)
+        return is_new
 
     def post_receive(self, operation: Operation) -> None:
         """Start receiving, in schedule order. `receive` of the same operation waits for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter, deque
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from megatron.parallel.pipeline.executor import (
     receives_to_post,
     run_schedule,
 )
-from megatron.parallel.pipeline.schedule import Operation, make_schedule
+from megatron.parallel.pipeline.schedule import (
+    COMPUTE,
+    SENDS,
+    Operation,
+    Schedule,
+    ScheduleKind,
+    forward_only,
+    make_schedule,
+)
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from tests.distributed import run_distributed
 from tests.parallel.pipeline.chain import alone, in_pipeline
@@ -146,6 +155,58 @@ def test_receives_are_posted_before_the_computation_that_precedes_them() -> None
     }
     first, second = (Operation("receive_activation", m, 0, 0) for m in range(2))
     assert posts == {"receive_activation0": [first], "backward0": [second]}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["1f1b", "zero-bubble"])
+def test_new_kernels_hang_no_pipeline_that_posts_receives_last(
+    kind: ScheduleKind, stages: int
+) -> None:
+    for micro_batches in (1, 2, 3, 4, 9, 16):
+        schedule = make_schedule(kind, stages, 1, micro_batches)
+        assert _ends(schedule, ahead=False)
+        assert _ends(forward_only(schedule), ahead=True)
+    assert not _ends(schedule, ahead=True)
+
+
+# "send" or "receive", the kind of message, its source and its target
+_Side = tuple[str, str, int, int]
+
+
+def _ends(schedule: Schedule, *, ahead: bool) -> bool:
+    """Return whether all stages end if every computation waits for all earlier messages."""
+    programs: list[deque[_Side | None]] = []  # `None` stands for a computation
+    for stage, operations in enumerate(schedule):
+        programs.append(deque())
+        posts = receives_to_post(operations, ahead=ahead)
+        for operation, receives in zip(operations, posts, strict=True):
+            starts = receives + [operation] * (operation.kind in SENDS)
+            for one in starts:
+                assert one.peer is not None
+                side, _, message = one.kind.partition("_")
+                ends = (stage, one.peer) if side == "send" else (one.peer, stage)
+                programs[-1].append((side, message, *ends))
+            if operation.kind in COMPUTE:
+                programs[-1].append(None)
+    started: Counter[_Side] = Counter()
+    waits: list[list[tuple[_Side, int]]] = [[] for _ in schedule]  # for so many messages of a side
+    moved = True
+    while moved:
+        moved = False
+        for program, pending in zip(programs, waits, strict=True):
+            while program:
+                if program[0] is None:
+                    if any(started[side] < number for side, number in pending):
+                        break
+                    pending.clear()
+                else:
+                    side, *message = program[0]
+                    started[program[0]] += 1
+                    other = ("receive" if side == "send" else "send", *message)
+                    pending.append((other, started[program[0]]))
+                program.popleft()
+                moved = True
+    return not any(programs)
 
 
 def test_the_operation_that_completes_a_chunk() -> None:
