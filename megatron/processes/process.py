@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from megatron.command import begin_command, prepare_streams, print_line
 from megatron.config import RunConfig, rules_parallel
 from megatron.config.parser import asks_for_mpi
-from megatron.device import Device
+from megatron.device import Device, gpu_count
 from megatron.errors import ConfigError, UserError, shortage_of
 from megatron.kernels.library import LibraryChoice, find_library
 from megatron.parallel.collectives import all_reduce
@@ -103,6 +104,8 @@ def processes(
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = Device.pick(launch.local_rank)
     unmet = list(rules_parallel.device(config, device, launch.local_world_size))
+    if config.parallel.distributed_backend == "nccl":
+        unmet += _shared_gpus(launch.local_world_size)
     kernels = None
     if not unmet:
         device.activate()
@@ -122,6 +125,19 @@ def processes(
         assert kernels is not None, "a process with unmet requirements has no groups"
         expect_same_kernels(kernels, layout.world)
         yield device, layout
+
+
+def _shared_gpus(processes: int) -> Iterator[str]:
+    """Yield a line if the processes of this machine would share a GPU, which NCCL refuses.
+
+    A launcher may show each process only its own GPU, with CUDA_VISIBLE_DEVICES.
+    """
+    gpus = gpu_count()
+    if 0 < gpus < processes and (gpus > 1 or "CUDA_VISIBLE_DEVICES" not in os.environ):
+        yield (
+            f"{processes} processes on this machine would share {gpus} GPU(s): start one per GPU "
+            f"(--nproc-per-node {gpus}), or use the CPU (CUDA_VISIBLE_DEVICES=)"
+        )
 
 
 def _hang_files(config: RunConfig, launch: Launch) -> HangFiles | None:

