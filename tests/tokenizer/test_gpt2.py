@@ -78,9 +78,34 @@ def tiny_config(folder: Path) -> TokenizerConfig:
     )
 
 
+# A vocabulary in the order of its merges, as GPT-2's is.
+_MERGES = [
+    "t a",
+    "a l",
+    "\u0120 t",
+    "\u0120t w",
+    "o f",
+    "\u0120 of",
+    "ta l",
+    "c i",
+    "\u0120 1",
+    "9 9",
+]
+_MERGES += ["\u010a \u010a", "\u00e4 \u00b8", "\u00e4\u00b8 \u0143", "' s", "\u0120 \u0120"]
+
+
+def made(*more: str) -> tuple[dict[str, int], list[str]]:
+    merges = [*_MERGES, *more]
+    entries = [*byte_of_character(), *(merge.replace(" ", "") for merge in merges)]
+    return {entry: i for i, entry in enumerate([*entries, "<|endoftext|>"])}, merges
+
+
 @pytest.fixture
-def tiny(golden: Path) -> TokenizerConfig:
-    return tiny_config(golden / "data")
+def tiny(tmp_path: Path) -> TokenizerConfig:
+    folder = tmp_path / "pair"
+    folder.mkdir()
+    vocab, merges = made()
+    return write_pair(folder, vocab, "\n".join(["#version: 0.2", *merges, ""]))
 
 
 @pytest.fixture
@@ -97,9 +122,13 @@ def load_files(folder: Path, name: str) -> tuple[dict[str, int], list[str]]:
     return vocab, [line for line in lines if line and not line.startswith("#version")]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-tiny"])
-def test_all_encoders_equal_the_reference(shared_data, cache_folder, name):
-    vocab, merges = load_files(shared_data / "tokenizers" / name, name)
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-tiny", "made"])
+def test_all_encoders_equal_the_reference(request, cache_folder, name):
+    if name == "made":
+        vocab, merges = made()
+    else:
+        shared_data = request.getfixturevalue("shared_data")
+        vocab, merges = load_files(shared_data / "tokenizers" / name, name)
     reference = Reference(vocab, merges)
     texts = awkward_texts()
     expected = [reference.encode(text) for text in texts]
@@ -115,8 +144,8 @@ def test_all_encoders_equal_the_reference(shared_data, cache_folder, name):
         assert got == expected, kind
 
 
-def test_ids_in_another_order_are_not_compiled(shared_data, cache_folder):
-    vocab, merges = load_files(shared_data / "tokenizers" / "gpt2-tiny", "gpt2-tiny")
+def test_ids_in_another_order_are_not_compiled(cache_folder):
+    vocab, merges = made()
     moved = {entry: (index + 1) % len(vocab) for entry, index in vocab.items()}
     encoder = build_encoder(moved, merges, moved["<|endoftext|>"], "key")
     assert compiled_encoder("key") is None
@@ -125,6 +154,16 @@ def test_ids_in_another_order_are_not_compiled(shared_data, cache_folder):
     assert [ids.tolist() for ids in encoder.encode(texts)] == [reference.encode(t) for t in texts]
     tiktoken_ids = TiktokenEncoder(moved, merges).encode(texts)
     assert [ids.tolist() for ids in tiktoken_ids] == [reference.encode(t) for t in texts]
+
+
+def test_merges_that_do_not_follow_from_their_order_are_not_compiled(cache_folder):
+    """In the order of the pieces, ` ta` would be made of ` ` and `ta`."""
+    vocab, merges = made("\u0120t a")
+    encoder = build_encoder(vocab, merges, vocab["<|endoftext|>"], "key")
+    assert compiled_encoder("key") is None
+    texts = [" ta", "ta", " tata"]
+    reference = Reference(vocab, merges)
+    assert [ids.tolist() for ids in encoder.encode(texts)] == [reference.encode(t) for t in texts]
 
 
 def test_damaged_compiled_file_is_not_used(tiny, cache_folder):
@@ -233,14 +272,16 @@ def test_megatrons_openwebtext_to_the_byte(shared_data):
     assert got == expected
 
 
-def test_megatrons_speeches_to_the_byte(golden, tiny):
+def test_megatrons_speeches_to_the_byte(golden):
     lines = (golden / "data" / "speeches.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    got, expected = reencode(golden / "data" / "gpt_text_document", lines, tiny)
+    got, expected = reencode(
+        golden / "data" / "gpt_text_document", lines, tiny_config(golden / "data")
+    )
     assert got == expected
 
 
-def test_interface(tiny):
-    tokenizer = build_tokenizer(tiny)
+def test_interface(golden):
+    tokenizer = build_tokenizer(tiny_config(golden / "data"))
     assert tokenizer.vocab_size == 5000
     assert tokenizer.eod == tokenizer.eos == tokenizer.vocab["<|endoftext|>"] == 4999
     text = "héllo <|endoftext|> 世界\n\ttab"
