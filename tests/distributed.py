@@ -39,16 +39,16 @@ def toy_device(rank: int = 0) -> Device:
     Raises:
         ValueError: The variable asks for a device that is not available.
     """
-    asked = os.environ.get(DEVICE_ENV, "cpu")
-    if asked == "cpu":
+    requested = os.environ.get(DEVICE_ENV, "cpu")
+    if requested == "cpu":
         return Device.cpu()
-    if asked != "gpu" or not gpu_count():
-        raise ValueError(f"{DEVICE_ENV}={asked}: cpu, or gpu where there is one")
+    if requested != "gpu" or not gpu_count():
+        raise ValueError(f"{DEVICE_ENV}={requested}: cpu, or gpu where there is one")
     # Parallel processes of pytest-xdist (gw0, gw1 ...) start at different GPUs.
     first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     device = Device.pick(first + rank)
     if find_library(device.torch_device).library is None:
-        raise ValueError(f"{DEVICE_ENV}={asked}: there are no kernels to be tried")
+        raise ValueError(f"{DEVICE_ENV}={requested}: there are no kernels to be tried")
     return device
 
 
@@ -92,18 +92,18 @@ def _run(
     received: Any = context.Event()  # a result's tensors die with the process that sent them
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        common = (world_size, store, memory, function, args, sizes, results, received)
-        workers = [context.Process(target=_work, args=(r, *common)) for r in range(world_size)]
+        shared_args = (world_size, store, memory, function, args, sizes, results, received)
+        workers = [context.Process(target=_work, args=(r, *shared_args)) for r in range(world_size)]
         for worker in workers:
             worker.start()
-        answers = [results.get() for _ in workers]
+        outcomes = [results.get() for _ in workers]
         received.set()
         for worker in workers:
             worker.join()
-    failures = [text for _, ok, text in answers if not ok]
+    failures = [text for _, ok, text in outcomes if not ok]
     if failures:
         raise RuntimeError("\n".join(failures))
-    return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
+    return [value for _, _, value in sorted(outcomes, key=lambda answer: answer[0])]
 
 
 def can_share_memory() -> bool:

@@ -15,10 +15,10 @@ class Command(NamedTuple):
 
     page: str
     line: int
-    words: tuple[str, ...]
+    args: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.page}:{self.line}:{' '.join(self.words[:3])}"
+        return f"{self.page}:{self.line}:{' '.join(self.args[:3])}"
 
 
 _HERE_DOCUMENT = re.compile(r"<<'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
@@ -38,8 +38,8 @@ def pages() -> list[Path]:
 def blocks_of(page: Path, language: str) -> list[tuple[int, str]]:
     """Return (first line number, text) of every block marked with this language."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
+    matches = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in matches]
 
 
 def commands(page: Path) -> list[Command]:
@@ -50,11 +50,11 @@ def commands(page: Path) -> list[Command]:
         offset = 0
         for text in re.split(r"(?<!\\)\n", block):
             joined = re.sub(r"\\\n", " ", text)
-            words = shlex.split(joined, comments=True)
-            if ">" in words:
-                words = words[: words.index(">")]
-            if words:
-                result.append(Command(name(page), first + offset, tuple(words)))
+            args = shlex.split(joined, comments=True)
+            if ">" in args:
+                args = args[: args.index(">")]
+            if args:
+                result.append(Command(name(page), first + offset, tuple(args)))
             offset += text.count("\n") + 1
     return result
 

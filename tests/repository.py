@@ -20,8 +20,8 @@ def python_files(*folders: str) -> list[Path]:
     """Return the .py files in these folders; by default, in the root and all code folders."""
     if not folders:
         return sorted(ROOT.glob("*.py")) + python_files("megatron", "tools", "tasks", "tests")
-    found = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    return sorted(file for file in found if _SKIPPED.isdisjoint(file.parts))
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    return sorted(file for file in files if _SKIPPED.isdisjoint(file.parts))
 
 
 def entry_points() -> list[Path]:
@@ -46,16 +46,16 @@ def name(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def command_environment(**more: str) -> dict[str, str]:
+def command_environment(**variables: str) -> dict[str, str]:
     """Return the environment of a command that runs this checkout, with one thread per process.
 
     Args:
-        more: Further variables.
+        variables: Further variables.
     """
     programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
     modules = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ours = {"PATH": os.pathsep.join(programs), "PYTHONPATH": os.pathsep.join(modules)}
-    return {**os.environ, **ours, "OMP_NUM_THREADS": "1", **more}
+    overrides = {"PATH": os.pathsep.join(programs), "PYTHONPATH": os.pathsep.join(modules)}
+    return {**os.environ, **overrides, "OMP_NUM_THREADS": "1", **variables}
 
 
 def tracked_files() -> list[Path]:

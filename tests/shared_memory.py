@@ -54,17 +54,18 @@ class Memory:
     def __init__(self, ranks: int, lock: Lock) -> None:
         self.ranks, self.lock = ranks, lock
         self.channels = _GROUPS * ranks * (ranks + 1)  # from a group's rank to one, or to all
-        words = 1 + _GROUPS + ranks + self.channels * (2 + ranks + 2 * _DEPTH)
-        self._heaps = -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_words = 1 + _GROUPS + ranks + self.channels * (2 + ranks + 2 * _DEPTH)
+        self._heaps = -(-8 * num_words // mmap.PAGESIZE) * mmap.PAGESIZE
         self.map = mmap.mmap(-1, self._heaps + ranks * _HEAP)
-        rest = memoryview(self.map)[: 8 * words].cast("q")
-        self.failed, rest = rest[:1], rest[1:]
-        self.names, rest = rest[:_GROUPS], rest[_GROUPS:]
-        self.asleep, rest = rest[:ranks], rest[ranks:]
-        self.posted, rest = rest[: self.channels], rest[self.channels :]
-        self.asked, rest = rest[: self.channels], rest[self.channels :]
-        self.done, rest = rest[: self.channels * ranks], rest[self.channels * ranks :]
-        self.offsets, self.sizes = rest[: self.channels * _DEPTH], rest[self.channels * _DEPTH :]
+        remaining = memoryview(self.map)[: 8 * num_words].cast("q")
+        self.failed, remaining = remaining[:1], remaining[1:]
+        self.names, remaining = remaining[:_GROUPS], remaining[_GROUPS:]
+        self.asleep, remaining = remaining[:ranks], remaining[ranks:]
+        self.posted, remaining = remaining[: self.channels], remaining[self.channels :]
+        self.asked, remaining = remaining[: self.channels], remaining[self.channels :]
+        num_done, num_slots = self.channels * ranks, self.channels * _DEPTH
+        self.done, remaining = remaining[:num_done], remaining[num_done:]
+        self.offsets, self.sizes = remaining[:num_slots], remaining[num_slots:]
         self.bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(ranks)]
 
     def close(self) -> None:
@@ -72,12 +73,12 @@ class Memory:
         for bell in self.bells:
             os.close(bell)
 
-    def number(self, name: str) -> int:
+    def group_index(self, name: str) -> int:
         """Return a group's number, which is the same for everyone who asks for this name."""
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") + 1
         with self.lock:
-            for index, known in enumerate(self.names):
-                if known in (0, key):
+            for index, stored_key in enumerate(self.names):
+                if stored_key in (0, key):
                     self.names[index] = key
                     return index
         raise RuntimeError(f"more than {_GROUPS} process groups")
@@ -93,7 +94,7 @@ class Memory:
 
 class _Message(NamedTuple):
     channel: int
-    number: int
+    group_index: int
     readers: tuple[int, ...]
     end: int
 
@@ -116,18 +117,18 @@ class Rank:
         offset = self._room(size)
         if data is not None and size:
             memory.view(offset, data, data.numel()).copy_(data.reshape(-1))
-        number = memory.posted[channel]
-        memory.offsets[channel * _DEPTH + number % _DEPTH] = offset
-        memory.sizes[channel * _DEPTH + number % _DEPTH] = size
-        memory.posted[channel] = number + 1
+        sequence = memory.posted[channel]
+        memory.offsets[channel * _DEPTH + sequence % _DEPTH] = offset
+        memory.sizes[channel * _DEPTH + sequence % _DEPTH] = size
+        memory.posted[channel] = sequence + 1
         self._next = -(-(offset + size) // _LINE) * _LINE
-        self._written.append(_Message(channel, number, readers, self._next))
+        self._written.append(_Message(channel, sequence, readers, self._next))
         for reader in readers:
             self.ring(reader)
 
-    def ask(self, channel: int, number: int, sender: int) -> None:
+    def ask(self, channel: int, sequence: int, sender: int) -> None:
         """Announce that a message from one member to another will be read."""
-        self.memory.asked[channel] = number + 1
+        self.memory.asked[channel] = sequence + 1
         self.ring(sender)
 
     def ring(self, other: int) -> None:
@@ -149,7 +150,7 @@ class Rank:
 
     def _is_read(self, message: _Message) -> bool:
         done, first = self.memory.done, message.channel * self.memory.ranks
-        return all(done[first + reader] > message.number for reader in message.readers)
+        return all(done[first + reader] > message.group_index for reader in message.readers)
 
     def start(self, work: Work) -> None:
         """Queue a work in its order."""
@@ -180,12 +181,12 @@ class Rank:
         Raises:
             RuntimeError: Another rank has failed, or nothing has arrived for a minute.
         """
-        end = 0.0
+        deadline = 0.0
         while not work.is_completed():
             self.memory.asleep[self.rank] = 1
             if not self._waiting[work.order][0].is_ready():
-                end = end or time.monotonic() + _SECONDS
-                if time.monotonic() > end:
+                deadline = deadline or time.monotonic() + _SECONDS
+                if time.monotonic() > deadline:
                     raise RuntimeError(f"rank {self.rank} has waited for {_SECONDS} s")
                 self.sleep()
             self.memory.asleep[self.rank] = 0
@@ -248,7 +249,7 @@ class Work(dist.Work):
         return True
 
 
-class Sent(Work):
+class SendWork(Work):
     """A message in transit to one member."""
 
     def is_ready(self) -> bool:
@@ -301,25 +302,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
         (x,) = tensors
         self._post(None, x)
-        return self._reduced(x, x, 0, opts.reduceOp)
+        return self._reduce(x, x, 0, opts.reduceOp)
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any) -> Work:
         self._post(None, x)
-        return self._reduced(output, x, output.nbytes * self._own, opts.reduceOp)
+        return self._reduce(output, x, output.nbytes * self._own, opts.reduceOp)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def _reduced(self, output: Tensor, x: Tensor, skipped: int, op: Any) -> Work:
-        add = next((add for known, add in _ADD.items() if op == known), None)
+    def _reduce(self, output: Tensor, x: Tensor, start: int, op: Any) -> Work:
+        add = next((add for reduce_op, add in _ADD.items() if op == reduce_op), None)
         if add is None:
             raise NotImplementedError(f"reduction {op}")
 
         def finish(offsets: list[int]) -> None:
             count = output.numel()
-            parts = (self._rank.memory.view(o + skipped, output, count) for o in offsets)
-            output.copy_(next(parts).view_as(output))
-            for part in parts:
-                add(output, part.view_as(output))
+            operands = (self._rank.memory.view(o + start, output, count) for o in offsets)
+            output.copy_(next(operands).view_as(output))
+            for operand in operands:
+                add(output, operand.view_as(output))
             if op == dist.ReduceOp.AVG:
                 output.div_(self.size())
 
@@ -333,25 +334,30 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Work:
         self._post(None, tensors[0])
-        return self._into(outputs[0], range(self.size()), None)
+        return self._read_into(outputs[0], range(self.size()), None)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         if opts.rootRank == self._own:
             self._post(None, tensors[0])
-        return self._into(tensors, [opts.rootRank], None)
+        return self._read_into(tensors, [opts.rootRank], None)
 
     def barrier(self, opts: Any = None) -> Work:
         self._post(None, None)
         return self._work(range(self.size()), None, _nothing, [0] * self.size())
 
     def all_to_all_single(
-        self, output: Tensor, x: Tensor, to: list[int], given: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> Work:
         size = self.size()
-        for place, part in enumerate(x.split(given) if given else x.chunk(size)):
-            self._post(place, part)
-        parts = list(output.split(to) if to else output.chunk(size))
-        return self._into(parts, range(size), self._own)
+        for peer, part in enumerate(x.split(input_sizes) if input_sizes else x.chunk(size)):
+            self._post(peer, part)
+        outputs = list(output.split(output_sizes) if output_sizes else output.chunk(size))
+        return self._read_into(outputs, range(size), self._own)
 
     alltoall_base = all_to_all_single
 
@@ -359,10 +365,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         channel = self._channel(self._own, to)
         number = self._rank.memory.posted[channel]
         self._post(to, tensors[0])
-        return Sent(self._rank, channel, [(channel, number, tensors[0].nbytes)], _nothing)
+        return SendWork(self._rank, channel, [(channel, number, tensors[0].nbytes)], _nothing)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        return self._into(tensors, [source], self._own)
+        return self._read_into(tensors, [source], self._own)
 
     def _channel(self, source: int, to: int | None) -> int:
         """Return the channel of messages from one member to another, or to all of them."""
@@ -380,17 +386,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         finish: Callable[[list[int]], None],
         sizes: Sequence[int],
     ) -> Work:
-        numbered = []
+        messages = []
         for source, size in zip(sources, sizes, strict=True):
             channel = self._channel(source, to)
-            numbered.append((channel, self._read[channel], size))
+            messages.append((channel, self._read[channel], size))
             self._read[channel] += 1
             if to is not None:
-                self._rank.ask(*numbered[-1][:2], self._ranks[source])
-        order = numbered[0][0] if len(numbered) == 1 and to is not None else -1 - self._number
-        return Work(self._rank, order, numbered, finish)
+                self._rank.ask(*messages[-1][:2], self._ranks[source])
+        order = messages[0][0] if len(messages) == 1 and to is not None else -1 - self._number
+        return Work(self._rank, order, messages, finish)
 
-    def _into(self, outputs: list[Tensor], sources: Sequence[int], to: int | None) -> Work:
+    def _read_into(self, outputs: list[Tensor], sources: Sequence[int], to: int | None) -> Work:
         """Read a message from each source into its output."""
 
         def finish(offsets: list[int]) -> None:
@@ -408,12 +414,12 @@ def _nothing(offsets: list[int]) -> None:
 
 def register(memory: Memory, rank: int) -> str:
     """Register the backend with torch.distributed in this process, and return its name."""
-    side = Rank(memory, rank)
+    local_rank = Rank(memory, rank)
 
     def create(options: Any, _: object) -> SharedMemoryGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        number = memory.number(f"{options.group_id} {ranks}")
-        return SharedMemoryGroup(side, number, ranks, options.group_rank)
+        group_index = memory.group_index(f"{options.group_id} {ranks}")
+        return SharedMemoryGroup(local_rank, group_index, ranks, options.group_rank)
 
     dist.Backend.register_backend("shared_memory", create, extended_api=True, devices=["cpu"])
     return "shared_memory"

@@ -64,7 +64,7 @@ def _check_python(words: list[str]) -> None:
         module = words[1].replace(".", "/")
         is_package = (ROOT / module).is_dir()
         words = [f"{module}/__main__.py" if is_package else f"{module}.py", *words[2:]]
-    done = run_ranks(words, command_environment(), before=_leave_after_parsing)
+    done = run_ranks(words, command_environment(), preexec=_leave_after_parsing)
     assert done.returncode == 0, done.stdout
 
 
@@ -274,7 +274,7 @@ _CHECKS = {
 @pytest.mark.parametrize("command", all_commands(), ids=str)
 def test_command_of_the_documentation_parses(command: Command, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = list(command.words)
+    words = list(command.args)
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)  # variables for an example script
     program = words.pop(0)

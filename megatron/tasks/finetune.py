@@ -169,7 +169,7 @@ _PASSES = 16  # micro-batches between two updates of the progress
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TaskEvaluation:
     """The predictions of one evaluation, by file."""
 
     iteration: int
@@ -211,7 +211,7 @@ class Finetuning(Extras):
         self._epoch_ends = epoch_ends
         self._options = options
         self._start = 0  # the iteration of the weights, if they are only evaluated
-        self.last: Evaluation | None = None
+        self.last: TaskEvaluation | None = None
 
     def begin(self, run: Run) -> None:
         """Load the pretrained weights, unless a finetuning run is resumed.
@@ -244,7 +244,7 @@ class Finetuning(Extras):
         predictions = {
             name: collect_predictions(run, self._recipe, data) for name, data in self._data(run)
         }
-        self.last = Evaluation(self._iteration(run), predictions)
+        self.last = TaskEvaluation(self._iteration(run), predictions)
         if run.layout.world.rank == 0:
             print_line(self._table(run, self.last))
         self._save_if_best(run, self.last)
@@ -260,7 +260,7 @@ class Finetuning(Extras):
             for name, examples in self._valid.items()
         ]
 
-    def _table(self, run: Run, evaluation: Evaluation) -> str:
+    def _table(self, run: Run, evaluation: TaskEvaluation) -> str:
         target = self._recipe.target
         parts = [f"{target.task} at iteration {evaluation.iteration}"]
         for name, predictions in evaluation.by_file.items():
@@ -271,7 +271,7 @@ class Finetuning(Extras):
             parts.append(f"all files: {_in_line(target.metrics(evaluation.all_files))}")
         return "\n".join(parts)
 
-    def _save_if_best(self, run: Run, evaluation: Evaluation) -> None:
+    def _save_if_best(self, run: Run, evaluation: TaskEvaluation) -> None:
         """Write `--save`/best if this evaluation has a better score. Collective."""
         if run.config.checkpoint.save is None or not self._epoch_ends:
             return
@@ -287,7 +287,7 @@ class Finetuning(Extras):
             write_results(root / _RECORD, record)
             print_line(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
 
-    def _write(self, run: Run, evaluation: Evaluation) -> None:
+    def _write(self, run: Run, evaluation: TaskEvaluation) -> None:
         results_file, save = self._options.results, run.config.checkpoint.save
         if results_file is None and save is None:
             return

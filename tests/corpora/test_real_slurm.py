@@ -11,7 +11,7 @@ pytest.importorskip("datatrove", reason="needs the extra: pip install -e '.[corp
 
 from megatron.tools import build_corpus
 from tests.corpora.planted import Sizes, plant
-from tests.reliability.processes import until
+from tests.reliability.processes import wait_until
 from tests.submit.test_slurm import Slurm, slurm  # noqa: F401 - a fixture
 
 
@@ -40,8 +40,9 @@ def test_jobs_of_slurm_write_what_local_processes_write(
     words += ["--slurm-partition", "low", "--slurm-time", "00:10:00", "--memory-gb", "1"]
     assert build_corpus.main(words) == 0
     assert "jobs are submitted" in capsys.readouterr().out
-    until((tmp_path / "slurm" / "report.json").exists, 240.0)
-    until(lambda: not slurm.ask("squeue", "--noheader").strip(), 60.0)  # or the last one is left
+    wait_until((tmp_path / "slurm" / "report.json").exists, 240.0)
+    # or the last one is left
+    wait_until(lambda: not slurm.ask("squeue", "--noheader").strip(), 60.0)
     assert _files(tmp_path / "slurm") == _files(tmp_path / "local")
     assert json.loads((tmp_path / "slurm" / "report.json").read_bytes())["read"] == 60
 

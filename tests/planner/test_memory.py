@@ -20,7 +20,7 @@ from megatron.models.plan import HeadSpec
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import estimate_memory, largest_process
-from tests.training.toy import OF_KIND, TOY, build_toy
+from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy
 
 
 def _estimate(*flags, world_size=1):
@@ -49,7 +49,7 @@ def test_bytes_of_what_is_kept_for_each_parameter():
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_the_other_kinds_are_counted_whole(kind):
     """Count one process, then two stages: together all layers, and the tied words twice."""
-    words = [*TOY, "--train-iters", "1", "--num-layers", "8", *OF_KIND[kind]]
+    words = [*TOY, "--train-iters", "1", "--num-layers", "8", *FLAGS_BY_KIND[kind]]
     config = parse_config(words, world_size=1, architecture=kind).config
     plan = model_plan(config.model, 104)
     parameters = count_parameters(plan)
@@ -232,7 +232,7 @@ def test_units_are_readable():
 
 
 def test_relative_positions_keep_their_biases():
-    words = [*TOY, "--train-iters", "1", *OF_KIND["t5"], "--micro-batch-size", "2"]
+    words = [*TOY, "--train-iters", "1", *FLAGS_BY_KIND["t5"], "--micro-batch-size", "2"]
     kept = []
     for kind in ("none", "relative"):
         flags = ["--position-embedding-type", kind]

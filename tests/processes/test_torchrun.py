@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.processes import until
+from tests.reliability.processes import wait_until
 from tests.repository import ROOT, command_environment
 
 _RANK = """
@@ -63,7 +63,7 @@ def test_the_launcher_ends_with_the_code_of_the_run(
 
 def test_ranks_save_on_sigterm_for_as_long_as_they_need(tmp_path: Path) -> None:
     process = _start(tmp_path, 100, 2)
-    until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60.0)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60.0)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 3, errors
@@ -73,7 +73,7 @@ def test_ranks_save_on_sigterm_for_as_long_as_they_need(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_launcher_without_a_traceback(tmp_path: Path) -> None:
     process = _start(tmp_path, 100, 2)
-    until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60.0)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60.0)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
@@ -151,9 +151,9 @@ def test_forked_ranks_end_with_their_launcher(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     files = [tmp_path / "0", tmp_path / "1"]
-    until(lambda: all(file.exists() and file.read_text() for file in files), 60.0)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60.0)
     done, sleeping = (int(file.read_text()) for file in files)
-    until((tmp_path / "done").exists, 60.0)
+    wait_until((tmp_path / "done").exists, 60.0)
     process.kill()
     process.wait()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (done, sleeping)), 10.0)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (done, sleeping)), 10.0)

@@ -24,8 +24,8 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process
 from megatron.processes.watchdog import Watchdog
 from tests.config.command import parse
-from tests.reliability.processes import until
-from tests.reliability.scoreboard.commands import Command, Ended
+from tests.reliability.processes import wait_until
+from tests.reliability.scoreboard.commands import Command, CommandResult
 
 
 class MuteStore(dist.HashStore):
@@ -49,7 +49,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 5)
 
 
-def _ended(function: Callable[[], object], folder: Path) -> Ended:
+def _ended(function: Callable[[], object], folder: Path) -> CommandResult:
     """Run the function in a new process, which must end before the function does."""
 
     def run() -> int:
@@ -96,7 +96,7 @@ def test_a_process_of_this_machine_that_has_ended_is_named_at_once(
     monkeypatch.setattr(watchdog, "_SILENCE", 60.0)
     store = dist.HashStore()
     ended = subprocess.Popen(["true"])
-    until(lambda: Path(f"/proc/{ended.pid}/stat").read_text().split()[2] == "Z", 10.0)
+    wait_until(lambda: Path(f"/proc/{ended.pid}/stat").read_text().split()[2] == "Z", 10.0)
     namespace = os.readlink("/proc/self/ns/pid")
     for rank, process in ((1, f"{os.getpid()} {namespace}"), (2, f"{ended.pid} {namespace}"),
                           (3, f"{ended.pid} of another container")):  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_device_does_not_wait_for_a_process_that_has_ended(
 def test_a_process_that_stops_normally_says_so() -> None:
     store = dist.HashStore()
     dog = _connected(store, rank=1)
-    until(lambda: store.check(["process/1"]), 5.0)
+    wait_until(lambda: store.check(["process/1"]), 5.0)
     dog.stop()
     assert store.get("process/1") == b"0 done"
 
@@ -202,7 +202,7 @@ def test_the_end_of_a_run_has_an_end(tmp_path: Path) -> None:
 
 def test_processes_that_meet_have_a_time_until_which(tmp_path: Path) -> None:
     ended = _ended(lambda: Watchdog(Launch(0, 2), 9.0).end_within(0.5, 5, "never met"), tmp_path)
-    assert ended == Ended(5, "never met\n")
+    assert ended == CommandResult(5, "never met\n")
 
 
 def test_an_end_that_is_due_is_not_put_off(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_an_end_that_is_due_is_not_put_off(tmp_path: Path) -> None:
         dog.begin_end()
 
     started = time.monotonic()
-    assert _ended(hang, tmp_path) == Ended(7, "second\n")
+    assert _ended(hang, tmp_path) == CommandResult(7, "second\n")
     assert time.monotonic() - started < 10.0
 
 
@@ -302,7 +302,7 @@ def test_work_for_which_nobody_waits_is_not_limited(tmp_path: Path) -> None:
         return 0
 
     with Command(work, tmp_path / "output") as command:
-        assert command.end() == Ended(0, "")
+        assert command.end() == CommandResult(0, "")
 
 
 def test_a_process_whose_output_nobody_reads_keeps_others_waiting(tmp_path: Path) -> None:

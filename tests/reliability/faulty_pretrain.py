@@ -29,11 +29,11 @@ class Fault:
 
     def __init__(self, kind: str, rank: int, iteration: int) -> None:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        is_here = int(os.environ.get("RANK", "0")) == rank and restarts == 0
-        self.kind = kind if is_here else "none"
+        is_target = int(os.environ.get("RANK", "0")) == rank and restarts == 0
+        self.kind = kind if is_target else "none"
         self.iteration = iteration
 
-    def strike(self, iteration: int) -> None:
+    def inject(self, iteration: int) -> None:
         """Cause the fault if it is due."""
         if iteration != self.iteration or self.kind not in ("mistake", "bug"):
             return
@@ -66,28 +66,28 @@ class FaultyRecipe(GPTRecipe):
         self._fault = fault
 
     def build_datasets(self, *arguments: Any) -> Any:
-        train, *others = super().build_datasets(*arguments)
+        train, *rest = super().build_datasets(*arguments)
         if self._fault.kind == "lose":
             index = arguments[0].training.global_batch_size * (self._fault.iteration - 1)
             train = DeadlyDataset(train, index)
-        return (train, *others)
+        return (train, *rest)
 
     def forward(self, part: Any, *arguments: Any) -> Tensor | Mapping[str, Tensor]:
         layout = arguments[-1]
         if part.training:
-            self._fault.strike(layout.journal.iteration)
+            self._fault.inject(layout.journal.iteration)
         return super().forward(part, *arguments)
 
 
 def skip_reduction(fault: Fault) -> None:
     """Let this process skip one gradient reduction."""
-    reduce = step.reduce_gradients
+    original = step.reduce_gradients
 
     def reduce_or_not(run: Run) -> None:
         if run.progress.iteration + 1 == fault.iteration:
             Path(os.environ["FAULT_LOG"]).write_text(str(time.time()))
         else:
-            reduce(run)
+            original(run)
 
     step.reduce_gradients = reduce_or_not
 
@@ -102,8 +102,8 @@ def wait_for_others() -> None:
     count = int(os.environ["WORLD_SIZE"])
     ready = [Path(os.environ["READY"], f"ready{rank}") for rank in range(count)]
     ready[int(os.environ["RANK"])].touch()
-    end = time.monotonic() + 120
-    while not all(file.exists() for file in ready) and time.monotonic() < end:
+    deadline = time.monotonic() + 120
+    while not all(file.exists() for file in ready) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

@@ -14,13 +14,13 @@ import pytest
 _PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
 
 
-def ip(*words: str) -> None:
+def ip(*args: str) -> None:
     program = shutil.which("ip", path=_PATH)
     if program is None:
         raise OSError("the program ip is not installed")
-    done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    process = subprocess.run([program, *args], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise OSError(f"ip {' '.join(args)}: {process.stderr.strip()}")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Machine:
     address: str
 
     @property
-    def inside(self) -> tuple[str, ...]:
+    def command_prefix(self) -> tuple[str, ...]:
         """Return the command prefix that runs a command on this machine."""
         return (shutil.which("ip", path=_PATH) or "ip", "netns", "exec", self.namespace)
 
@@ -40,17 +40,17 @@ class Machine:
 @contextmanager
 def two_machines() -> Iterator[list[Machine]]:
     """Yield two machines and their cable. Raises OSError if this user may not create them."""
-    mark = os.getpid() % 10000
-    both = [Machine(f"host{i}-{mark}", f"v{i}x{mark}", f"10.77.0.{i + 1}") for i in range(2)]
+    suffix = os.getpid() % 10000
+    both = [Machine(f"host{i}-{suffix}", f"v{i}x{suffix}", f"10.77.0.{i + 1}") for i in range(2)]
     try:
         ip("link", "add", both[0].interface, "type", "veth", "peer", "name", both[1].interface)
         for machine in both:
             ip("netns", "add", machine.namespace)
             ip("link", "set", machine.interface, "netns", machine.namespace)
-            inside = ("-n", machine.namespace)
-            ip(*inside, "addr", "add", f"{machine.address}/24", "dev", machine.interface)
+            netns_flag = ("-n", machine.namespace)
+            ip(*netns_flag, "addr", "add", f"{machine.address}/24", "dev", machine.interface)
             for name in ("lo", machine.interface):
-                ip(*inside, "link", "set", name, "up")
+                ip(*netns_flag, "link", "set", name, "up")
         yield both
     finally:
         _remove(both)
@@ -68,19 +68,19 @@ def machines() -> Iterator[list[Machine]]:
 
 def launcher_flags(machine: Machine) -> list[str]:
     """Return the flags that torchrun needs on each of the two machines."""
-    first = machine.address.endswith(".1")
+    is_host = machine.address.endswith(".1")
     return [
         *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
         *("--rdzv-id", "test", "--rdzv-endpoint", "10.77.0.1:29500"),
-        *("--rdzv-conf", f"is_host={int(first)}", "--local-addr", machine.address),
+        *("--rdzv-conf", f"is_host={int(is_host)}", "--local-addr", machine.address),
     ]
 
 
 def _remove(machines: list[Machine]) -> None:
-    for words in [("netns", "del", machine.namespace) for machine in machines] + [
+    for args in [("netns", "del", machine.namespace) for machine in machines] + [
         ("link", "del", machines[0].interface)
     ]:
         try:
-            ip(*words)
+            ip(*args)
         except OSError:
             continue  # it was never created, or went away with its namespace

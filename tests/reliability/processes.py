@@ -53,41 +53,41 @@ def run_ranks(count: int, fault: str, folder: Path, *flags: str) -> list[Outcome
     """Return every rank's outcome; `None` for a stopped one, which is killed in the end."""
     log = folder / "fault"
     errors = [folder / f"errors{rank}" for rank in range(count)]
-    words = [*_MODULE, *flags]
+    args = [*_MODULE, *flags]
     kind, rank, iteration = fault.split(":")
     if kind in _INJECTED:
         point, injected = _INJECTED[kind]
-        words += ["--fault-inject", f"{point}:{rank}:{iteration}:{injected}"]
+        args += ["--fault-inject", f"{point}:{rank}:{iteration}:{injected}"]
         fault = "none:0:0"
     variables = {**environment(fault, log), "READY": str(folder)}
-    processes = start_ranks(words, variables, [Path(os.devnull)] * count, errors)
-    ends = _wait(processes, 240.0)
-    told = re.search(r"fault injected at ([\d.]+)", "".join(map(Path.read_text, errors)))
-    struck = float(told[1] if told else log.read_text() if log.exists() else time.time())
+    processes = start_ranks(args, variables, [Path(os.devnull)] * count, errors)
+    end_times = _wait_for_exits(processes, 240.0)
+    match = re.search(r"fault injected at ([\d.]+)", "".join(map(Path.read_text, errors)))
+    fault_time = float(match[1] if match else log.read_text() if log.exists() else time.time())
     return [
-        Outcome(process.exitcode or 0, errors[rank].read_text(), end - struck)
-        if (end := ends.get(rank)) is not None
+        Outcome(process.exitcode or 0, errors[rank].read_text(), end_time - fault_time)
+        if (end_time := end_times.get(rank)) is not None
         else None
         for rank, process in enumerate(processes)
     ]
 
 
-def _wait(processes: list[BaseProcess], seconds: float) -> dict[int, float]:
+def _wait_for_exits(processes: list[BaseProcess], seconds: float) -> dict[int, float]:
     """Return when each process ended. All but stopped ones must within `seconds`; kill the rest."""
-    ends: dict[int, float] = {}
+    end_times: dict[int, float] = {}
     deadline = time.monotonic() + seconds
-    while len(ends) < len(processes) and time.monotonic() < deadline:
+    while len(end_times) < len(processes) and time.monotonic() < deadline:
         time.sleep(0.05)
         for rank, process in enumerate(processes):
-            if rank not in ends and process.exitcode is not None:
-                ends[rank] = time.time()
-        running = [p for rank, p in enumerate(processes) if rank not in ends]
+            if rank not in end_times and process.exitcode is not None:
+                end_times[rank] = time.time()
+        running = [p for rank, p in enumerate(processes) if rank not in end_times]
         if running and all(_is_stopped(p.pid or 0) for p in running):
             break
     for process in processes:
         process.kill()
         process.join()
-    return ends
+    return end_times
 
 
 def _is_stopped(pid: int) -> bool:
@@ -98,20 +98,20 @@ def _is_stopped(pid: int) -> bool:
 
 @contextmanager
 def torchrun(
-    words: list[str],
+    args: list[str],
     fault: str,
     folder: Path,
     *,
-    inside: tuple[str, ...] = (),
+    prefix: tuple[str, ...] = (),
     name: str = "out",
     launcher: str = "torch.distributed.run",
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Run the toy under torchrun `inside` a namespace; yield it and its output, then kill it."""
+    """Run the toy under torchrun `prefix` a namespace; yield it and its output, then kill it."""
     output = folder / name
-    program = [*inside, sys.executable, "-m", launcher]
+    program = [*prefix, sys.executable, "-m", launcher]
     with output.open("w") as stream:
         process = subprocess.Popen(
-            [*program, *words],
+            [*program, *args],
             env=environment(fault, folder / "fault"),
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -129,16 +129,16 @@ def torchrun(
 
 def children(pid: int) -> list[int]:
     """Return the running processes that `pid` has started."""
-    found = []
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == pid and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
+                pids.append(int(stat.parent.name))
+    return pids
 
 
-def until(condition: Callable[[], object], seconds: float) -> None:
+def wait_until(condition: Callable[[], object], seconds: float) -> None:
     """Wait until a condition holds. Raises AssertionError if it takes longer."""
     deadline = time.monotonic() + seconds
     while not condition():

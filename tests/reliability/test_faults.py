@@ -16,7 +16,7 @@ from tests.reliability.processes import (
     module,
     run_ranks,
     torchrun,
-    until,
+    wait_until,
 )
 
 _TENSOR = ("--tensor-model-parallel-size", "2")
@@ -98,13 +98,13 @@ def test_a_frozen_launcher_keeps_no_survivor(
     limit = ("--distributed-timeout-minutes", f"{seconds / 60:.4f}", "--train-iters", "1000000")
     words = ["--standalone", "--nproc-per-node", "2", *module(*limit)]
     with torchrun(words, "none:0:0", tmp_path) as (process, output):
-        until(lambda: "iteration        3/" in output.read_text(), 120.0)
+        wait_until(lambda: "iteration        3/" in output.read_text(), 120.0)
         ranks = children(process.pid)
         assert len(ranks) == 2
         os.kill(process.pid, signal.SIGSTOP)
         victim, survivor = ranks if number == signal.SIGKILL else reversed(ranks)
         os.kill(victim, number)
-        until(lambda: survivor not in children(process.pid), TIMEOUT + 10.0)
+        wait_until(lambda: survivor not in children(process.pid), TIMEOUT + 10.0)
         status = int(Path(f"/proc/{survivor}/stat").read_text().split()[-1])
         os.kill(victim, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(status) == code, output.read_text()

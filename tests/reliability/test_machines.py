@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch import run_ranks
 from tests.reliability.machines import Machine, ip, launcher_flags, machines
-from tests.reliability.processes import TIMEOUT, children, environment, module, torchrun, until
+from tests.reliability.processes import TIMEOUT, children, environment, module, torchrun, wait_until
 
 __all__ = ["machines"]  # a fixture
 
@@ -29,8 +29,14 @@ def test_two_machines_train_as_one_process(machines: list[Machine], tmp_path: Pa
     flags += ["--hidden-dropout", "0", "--distributed-timeout-minutes", "1"]
     a, b = machines
     with (
-        torchrun(_words(a, flags), "none:0:0", tmp_path, inside=a.inside, name="a") as (one, _),
-        torchrun(_words(b, flags), "none:0:0", tmp_path, inside=b.inside, name="b") as (two, out),
+        torchrun(_words(a, flags), "none:0:0", tmp_path, prefix=a.command_prefix, name="a") as (
+            one,
+            _,
+        ),
+        torchrun(_words(b, flags), "none:0:0", tmp_path, prefix=b.command_prefix, name="b") as (
+            two,
+            out,
+        ),
     ):
         assert one.wait(timeout=120) == 0, (tmp_path / "a").read_text()
         assert two.wait(timeout=30) == 0, out.read_text()
@@ -50,16 +56,22 @@ def test_a_cut_cable_ends_both_sides(machines: list[Machine], tmp_path: Path) ->
     flags = ["--train-iters", "100000"]
     a, b = machines
     with (
-        torchrun(_words(a, flags), "none:0:0", tmp_path, inside=a.inside, name="a") as (one, _),
-        torchrun(_words(b, flags), "none:0:0", tmp_path, inside=b.inside, name="b") as (two, _),
+        torchrun(_words(a, flags), "none:0:0", tmp_path, prefix=a.command_prefix, name="a") as (
+            one,
+            _,
+        ),
+        torchrun(_words(b, flags), "none:0:0", tmp_path, prefix=b.command_prefix, name="b") as (
+            two,
+            _,
+        ),
     ):
         outputs = [tmp_path / "a", tmp_path / "b"]
-        until(lambda: any("iteration        3/" in o.read_text() for o in outputs), 90.0)
+        wait_until(lambda: any("iteration        3/" in o.read_text() for o in outputs), 90.0)
         workers = [children(one.pid), children(two.pid)]
         assert all(workers)
         ip("-n", a.namespace, "link", "set", a.interface, "down")
         cut = time.monotonic()
-        until(lambda: not children(one.pid) and not children(two.pid), TIMEOUT + 12.0)
+        wait_until(lambda: not children(one.pid) and not children(two.pid), TIMEOUT + 12.0)
         assert time.monotonic() - cut > TIMEOUT
     for output in outputs:
         text = output.read_text()

@@ -11,7 +11,7 @@ import pytest
 from megatron.processes.crashes import FILE, CrashLog
 from megatron.processes.watchdog import Verdict
 from tests.launch import run_ranks
-from tests.reliability.processes import environment, module, torchrun, until
+from tests.reliability.processes import environment, module, torchrun, wait_until
 
 _LENGTH = ("--train-iters", "8", "--save-interval", "4")
 _FAST = ("--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "local")
@@ -81,7 +81,7 @@ def test_a_run_that_its_scheduler_ends_is_not_restarted(tmp_path: Path) -> None:
     words = [*start, *_flags(tmp_path, "--log-interval", "1"), "--train-iters", "100000"]
     name = "megatron.processes.torchrun"
     with torchrun(words, "none:0:0", tmp_path, launcher=name) as (process, output):
-        until(lambda: " iteration        2/" in output.read_text(), 60.0)
+        wait_until(lambda: " iteration        2/" in output.read_text(), 60.0)
         process.terminate()
         assert process.wait(timeout=60) == 3, output.read_text()
     assert output.read_text().count("exiting program at iteration") == 1

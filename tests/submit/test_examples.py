@@ -18,7 +18,7 @@ def test_an_example_is_what_its_command_writes(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    program, file, *words = command.words
+    program, file, *words = command.args
     assert (program, file) == ("megatron", "submit")
     options = build_parser().read(words)
     kept, options.output = options.output, tmp_path / "file"
@@ -28,5 +28,5 @@ def test_an_example_is_what_its_command_writes(
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_example_has_its_command(page: Path) -> None:
-    written = {command.words[command.words.index("--output") + 1] for command in commands(page)}
+    written = {command.args[command.args.index("--output") + 1] for command in commands(page)}
     assert written == {name(file) for file in page.parent.iterdir() if file != page}

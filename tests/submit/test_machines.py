@@ -18,7 +18,7 @@ import pytest
 from tests.launch import run_ranks
 from tests.ports import free_port
 from tests.reliability.machines import Machine, machines
-from tests.reliability.processes import until
+from tests.reliability.processes import wait_until
 from tests.repository import ROOT, command_environment
 from tests.submit.descriptions import job_file
 
@@ -64,7 +64,7 @@ def _reachable(machines: list[Machine], folder: Path) -> Iterator[list[str]]:
         ask = ("ssh", "-F", str(folder / "ssh_config"))
         for one in machines:
             words = [*machines[0].inside, *ask, f"{getpass.getuser()}@{one.address}", "true"]
-            until(lambda words=words: not subprocess.run(words, check=False).returncode, 20.0)
+            wait_until(lambda words=words: not subprocess.run(words, check=False).returncode, 20.0)
         yield ["--hostfile", str(folder / "hosts"), "--ssh-config", str(folder / "ssh_config")]
 
 
@@ -125,7 +125,7 @@ def test_machines_of_a_hostfile_train_save_on_a_signal_and_continue(
         (tmp_path / "job.sh").write_text(text)
         job, log = [*machines[0].inside, "bash", str(tmp_path / "job.sh")], tmp_path / "log"
         with _running(job, log) as process:
-            until(lambda: len(_losses(log.read_text())) > 10, 90.0)
+            wait_until(lambda: len(_losses(log.read_text())) > 10, 90.0)
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 3, log.read_text()
         with _running(job, log) as process:

@@ -21,7 +21,7 @@ import pytest
 
 from tests.launch import run_ranks
 from tests.ports import free_port
-from tests.reliability.processes import until
+from tests.reliability.processes import wait_until
 from tests.repository import ROOT, command_environment
 from tests.submit.descriptions import job_file
 
@@ -125,14 +125,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with ExitStack() as daemons:
         start = [found["munged"], "--foreground", "--force", f"--socket={folder}/munge.socket"]
         daemons.enter_context(_daemon(folder, *start, *munge))
-        until((folder / "munge.socket").exists, 10.0)
+        wait_until((folder / "munge.socket").exists, 10.0)
         configuration = ("-D", "-f", str(folder / "slurm.conf"))
         daemons.enter_context(_daemon(folder, found["slurmctld"], *configuration))
         for node in ("node1", "node2"):
             (folder / node).mkdir()
             daemons.enter_context(_daemon(folder, found["slurmd"], "-N", node, *configuration))
         try:
-            until(lambda: _idle(cluster) == 2, 30.0)
+            wait_until(lambda: _idle(cluster) == 2, 30.0)
         except AssertionError:
             logs = "".join(log.read_text()[-1000:] for log in folder.glob("*.log"))
             pytest.skip(f"SLURM does not start here: {logs}")
@@ -184,12 +184,12 @@ def test_a_preempted_job_ends_with_the_losses_of_an_uninterrupted_one(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     job = slurm.submit(_job(tmp_path))
-    until(lambda: len(_losses(_log(tmp_path))) > 20, 60.0)
+    wait_until(lambda: len(_losses(_log(tmp_path))) > 20, 60.0)
     # A job in a partition with higher priority needs both nodes.
     other = slurm.submit("--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=srun true")
-    until(lambda: slurm.state(other).startswith("COMPLETED"), 60.0)
+    wait_until(lambda: slurm.state(other).startswith("COMPLETED"), 60.0)
     assert "received SIGTERM" in _log(tmp_path)
-    until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 120.0)
+    wait_until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 120.0)
     assert slurm.state(job) == "COMPLETED 0:0", _log(tmp_path)
     losses = _losses(_log(tmp_path))
     stopped = int(re.findall(r"exiting program at iteration (\d+)", _log(tmp_path))[0])
@@ -206,18 +206,18 @@ def test_a_preempted_job_ends_with_the_losses_of_an_uninterrupted_one(
 @pytest.mark.slow
 def test_a_job_whose_time_is_nearly_up_queues_itself_again(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit(_job(tmp_path, "--train-iters", "100000"))
-    until(lambda: len(_losses(_log(tmp_path))) > 5, 60.0)
+    wait_until(lambda: len(_losses(_log(tmp_path))) > 5, 60.0)
     # Like --signal: the steps get the signal, but the job's script does not.
     slurm.ask("scancel", "--signal=TERM", job)
-    until(lambda: slurm.state(job).startswith("PENDING"), 60.0)
+    wait_until(lambda: slurm.state(job).startswith("PENDING"), 60.0)
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()
     slurm.ask("scancel", job)
-    until(lambda: _idle(slurm) == 2, 60.0)
+    wait_until(lambda: _idle(slurm) == 2, 60.0)
 
 
 @pytest.mark.slow
 def test_missing_data_fail_the_job_with_their_code(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit(_job(tmp_path, "--data-path", "/not/here", "--no-mock-data"))
-    until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 60.0)
+    wait_until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 60.0)
     assert slurm.state(job) == "FAILED 6:0"
     assert "error: dataset /not/here" in _log(tmp_path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.submit import command
-from tests.reliability.processes import until
+from tests.reliability.processes import wait_until
 from tests.repository import ROOT
 from tests.submit.descriptions import COMMAND
 
@@ -40,7 +40,7 @@ def test_ctrl_c_leaves_time_to_save(tmp_path: Path) -> None:
     (tmp_path / "python").chmod(0o755)
     words = _submit(tmp_path, "--to", "local", "--python", str(tmp_path / "python"))
     with subprocess.Popen(words, cwd=ROOT, start_new_session=True) as process:
-        until((tmp_path / "python.ready").exists, 60.0)
+        wait_until((tmp_path / "python.ready").exists, 60.0)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=30) == 3
 

@@ -17,7 +17,7 @@ from megatron.checkpoint.find import checkpoint_of
 from megatron.checkpoint.loading import open_folder
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import save_state
-from tests.reliability.processes import TOY, until
+from tests.reliability.processes import TOY, wait_until
 from tests.repository import ROOT
 from tools import chaos
 from tools.chaos import Fault, Outcome, judge
@@ -134,11 +134,11 @@ def test_the_last_rank_that_runs_is_not_stopped(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, "torchrun"]
     job = chaos.Job(chaos.Plan(command, ["stop"], 1.0, 1.0, tmp_path, tmp_path / "log"))
     try:
-        until(lambda: len(job.ranks()) == 2, 30.0)
+        wait_until(lambda: len(job.ranks()) == 2, 30.0)
         draw = random.Random(0)
         first = chaos.inject_fault("stop", job, tmp_path, draw)
         assert first is not None
-        until(lambda: job.processes()[first.pid].is_stopped, 10.0)
+        wait_until(lambda: job.processes()[first.pid].is_stopped, 10.0)
         assert chaos.inject_fault("stop", job, tmp_path, draw) is None
         assert chaos.inject_fault("kill", job, tmp_path, draw) is not None
     finally:

@@ -30,7 +30,7 @@ def test_documents_quote_training_documents(tmp_path: Path) -> None:
 def test_all_steps_in_small(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # An earlier test of this process may have used faiss, whose threads do not survive a fork.
     faiss = ["tools/retro/main.py"]
-    fork_steps(monkeypatch, {**os.environ, "OMP_NUM_THREADS": "1"}, anew=faiss)
+    fork_steps(monkeypatch, {**os.environ, "OMP_NUM_THREADS": "1"}, new_interpreters=faiss)
     bert = demo_retro._BERT.replace("--train-iters 100", "--train-iters 2")
     bert = bert.replace("--eval-interval 100", "--eval-interval 2")
     monkeypatch.setattr(demo_retro, "_BERT", bert)

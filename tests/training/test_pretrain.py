@@ -14,7 +14,7 @@ from megatron.training.panel import size_rows
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus
-from tests.training.toy import OF_KIND, TOY
+from tests.training.toy import FLAGS_BY_KIND, TOY
 
 FLAGS = [*TOY, "--train-iters", "4", "--no-exit-signal-handler"]
 
@@ -41,7 +41,7 @@ def test_a_run_saves_its_resolved_configuration(tmp_path, capsys):
     ],
 )
 def test_the_panel_tells_how_attention_is_counted(kind, counted):
-    words = [*TOY, "--train-iters", "1", *OF_KIND.get(kind, [])]
+    words = [*TOY, "--train-iters", "1", *FLAGS_BY_KIND.get(kind, [])]
     config = parse_config(words, world_size=1, architecture=kind).config
     rows = dict(size_rows(config, 1, model_plan(config.model, 104)))
     assert rows["model FLOPs per token"].endswith(f" GFLOP ({counted})")

@@ -13,7 +13,7 @@ from megatron.parallel.layout import Layout
 from tests.config.command import parse, problems
 from tests.distributed import run_distributed
 from tests.retro.corpus import EOD, VOCAB, random_documents, write_dataset
-from tests.training.toy import OF_KIND, TOY, build_toy, fingerprint, train_toy
+from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy, fingerprint, train_toy
 from tools.benchmark_retro_training import make_folder
 
 CHUNK = 4
@@ -29,7 +29,7 @@ def toy_workdir(folder):
     documents = [[*document.tolist(), EOD] for document in random_documents(60)]
     prefix = write_dataset(folder / "corpus", documents)
     base = [word for word in TOY if word != "--mock-data"]
-    flags = [*base, *OF_KIND["retro"], "--data-path", prefix, "--no-exit-signal-handler"]
+    flags = [*base, *FLAGS_BY_KIND["retro"], "--data-path", prefix, "--no-exit-signal-handler"]
     make_folder(folder / "work", folder / "corpus", flags, ITERATIONS, VOCAB + 1, CHUNK)
     return str(folder / "work")
 

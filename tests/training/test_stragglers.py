@@ -21,7 +21,7 @@ from megatron.training.callbacks.stragglers import (
 )
 from megatron.training.timers import ReadyClock, SectionClock, Timers
 from tests.distributed import run_distributed
-from tests.reliability.scoreboard.numbers import slowed
+from tests.reliability.scoreboard.numbers import straggler_events
 
 _TENSOR, _WORLD = (0, 1), (0, 1, 2, 3)
 
@@ -216,7 +216,7 @@ def test_the_groups_of_a_run() -> None:
 def test_a_rank_that_takes_twice_as_long_is_named() -> None:
     """All four wait for it, in backward passes and in the gradient reduction."""
     words = ["--tensor-model-parallel-size", "2", "--train-iters", "60"]
-    told = run_distributed(4, slowed, words, {"tensor": 2}, "step:2:15:slow=2x")
+    told = run_distributed(4, straggler_events, words, {"tensor": 2}, "step:2:15:slow=2x")
     for events in told:
         assert len({text.partition(" (on ")[0] for _, text in events}) == 1, events
         iteration, text = events[0]

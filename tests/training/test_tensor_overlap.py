@@ -12,13 +12,13 @@ from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import exchange_bytes, largest_expert_message, largest_message
 from megatron.training.build import new_exchange
-from tests.training.toy import OF_KIND, TOY, build_toy
+from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy
 
 SPLIT = "--train-iters 1 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
 
 
 def config_of(*words, kind="gpt"):
-    words = [*TOY, *OF_KIND[kind], *SPLIT.split(), *words]
+    words = [*TOY, *FLAGS_BY_KIND[kind], *SPLIT.split(), *words]
     return parse_config(words, world_size=2, architecture=kind).config
 
 
@@ -40,7 +40,7 @@ def test_experts_exchange_whole_micro_batches_where_all_tokens_go_to_all_ranks()
     words = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
 
     def message(*more):
-        given = [*TOY, *OF_KIND["gpt"], "--train-iters", "1", "--bf16", *words.split(), *more]
+        given = [*TOY, *FLAGS_BY_KIND["gpt"], "--train-iters", "1", "--bf16", *words.split(), *more]
         config = parse_config(given, world_size=2, architecture="gpt").config
         return largest_expert_message(config, model_plan(config.model, 128), layout)
 

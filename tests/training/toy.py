@@ -59,7 +59,7 @@ class SpoiledRecipe(GPTRecipe):
         return {name: 8 * value for name, value in result.items()}
 
 
-OF_KIND: dict[str, list[str]] = {
+FLAGS_BY_KIND: dict[str, list[str]] = {
     "gpt": [],
     "bert": [],
     "t5": "--decoder-seq-length 12 --lr 2e-3 --min-lr 2e-4".split(),
@@ -110,12 +110,12 @@ def build_toy(
     size, rank = layout.world.size, layout.world.rank
     device = device or toy_device(rank)
     # A Retro's data is in its working folder.
-    base = [word for word in TOY if (kind, word) != ("retro", "--mock-data")]
-    words = [*base, *OF_KIND[kind], *arguments]
+    toy_flags = [flag for flag in TOY if (kind, flag) != ("retro", "--mock-data")]
+    flags = [*toy_flags, *FLAGS_BY_KIND[kind], *arguments]
     lengths = {"--train-samples", "--train-iters", "--train-tokens", "--lr-wsd-branch-from"}
-    words += [] if lengths & set(words) else ["--train-iters", "6"]
-    words += [] if "--exit-signal-handler" in words else ["--no-exit-signal-handler"]
-    parsed = parse_config(words, world_size=size, architecture=kind, read_checkpoint=network_of)
+    flags += [] if lengths & set(flags) else ["--train-iters", "6"]
+    flags += [] if "--exit-signal-handler" in flags else ["--no-exit-signal-handler"]
+    parsed = parse_config(flags, world_size=size, architecture=kind, read_checkpoint=network_of)
     return build_run(parsed.config, RECIPES[kind], device, layout)
 
 
@@ -149,7 +149,7 @@ def fingerprint(run: Run) -> str:
 def toy_outcome(iteration: int = 1, **changes: Any) -> StepOutcome:
     """Return a successful update on 4 samples that no other iteration has, with these changes."""
     first = 4 * (iteration - 1)
-    usual = StepOutcome(
+    outcome = StepOutcome(
         applied=True,
         grad_norm=1.0,
         found_nonfinite=False,
@@ -170,4 +170,4 @@ def toy_outcome(iteration: int = 1, **changes: Any) -> StepOutcome:
         ordinary=[True] * 4,
         expert_load=None,
     )
-    return replace(usual, **changes)
+    return replace(outcome, **changes)

@@ -28,7 +28,7 @@ from tests.data.corpus import write_corpus, write_sentences
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.tokenizer.test_gpt2 import GOOD, write_pair
 
-_STRANGER = 4321  # a user id
+_OTHER_UID = 4321  # a user id
 _LIBRARY = b"a library"
 
 
@@ -70,14 +70,16 @@ def _read_sentences(folder: Path) -> Any:
 def _read_library(folder: Path) -> Any:
     """Return the library to load, compiled if none is cached; nothing if the cache is unusable."""
     try:
-        kept = private_cache("kernels")
-        found = build.find_built("sm_90a", kept, build.say_nothing)
-        if found is None:
+        cache_folder = private_cache("kernels")
+        library = build.find_built("sm_90a", cache_folder, build.say_nothing)
+        if library is None:
             (folder / "made").write_bytes(_LIBRARY)
-            found = build.keep(folder / "made", kept / f"kernels-sm_90a-{build.digest()}-cuda13.0")
+            library = build.keep(
+                folder / "made", cache_folder / f"kernels-sm_90a-{build.digest()}-cuda13.0"
+            )
     except (PermissionError, IsADirectoryError):
         return _LIBRARY
-    return found.read_bytes()
+    return library.read_bytes()
 
 
 def _write_pair(folder: Path) -> None:
@@ -129,23 +131,23 @@ CACHES = (
 def _content(path: Path, rng: random.Random, _: list[Path]) -> None:
     """Change the content of a file."""
     data = bytearray(path.read_bytes())
-    at = rng.randrange(len(data))
+    offset = rng.randrange(len(data))
     match rng.randrange(6):
         case 0:
-            data[at : at + 8] = rng.randbytes(rng.randrange(1, 9))
+            data[offset : offset + 8] = rng.randbytes(rng.randrange(1, 9))
         case 1:
-            del data[at:]
+            del data[offset:]
         case 2:
             data += rng.randbytes(rng.randrange(1, 100))
         case 3:
-            data[at:] = bytes(len(data) - at)
+            data[offset:] = bytes(len(data) - offset)
         case 4:
             data[:] = rng.randbytes(len(data))
         case 5:  # two entries
             start, width = 128 if path.suffix == ".npy" else 0, rng.choice((4, 8, 12))
-            one, other = (start + width * rng.randrange(8) for _ in range(2))
-            both = data[one : one + width], data[other : other + width]
-            data[other : other + width], data[one : one + width] = both
+            a, b = (start + width * rng.randrange(8) for _ in range(2))
+            swapped = data[a : a + width], data[b : b + width]
+            data[b : b + width], data[a : a + width] = swapped
     path.write_bytes(data)
 
 
@@ -175,29 +177,29 @@ def _access(path: Path, rng: random.Random, _: list[Path]) -> None:
             (path.parent.parent / "elsewhere").mkdir(exist_ok=True)
             path.symlink_to(path.rename(path.parent.parent / "elsewhere" / path.name))
         case 2:
-            os.chown(path, _STRANGER + rng.randrange(1000), -1)
+            os.chown(path, _OTHER_UID + rng.randrange(1000), -1)
 
 
-def _files(folder: Path, before: set[Path]) -> list[Path]:
+def _files(folder: Path, existing: set[Path]) -> list[Path]:
     """Return the files that a cache has written and reads."""
-    made = (path for path in folder.rglob("*") if path.is_file() and path not in before)
-    return sorted(path for path in made if path.suffix != ".dsc" and path.name != "made")
+    written = (path for path in folder.rglob("*") if path.is_file() and path not in existing)
+    return sorted(path for path in written if path.suffix != ".dsc" and path.name != "made")
 
 
 def _attacked_files(cache: Cache, folder: Path, rng: random.Random) -> str:
     """Change the files of a cache and expect the result of a fresh one, twice."""
     cache.prepare(folder)
-    before = {path for path in folder.rglob("*") if path.is_file()}
+    existing = {path for path in folder.rglob("*") if path.is_file()}
     expected = cache.read(folder)
     attacks = {"content": _content, "exchange": _exchange, "kind": _kind, "access": _access}
     name = rng.choice([*attacks])
-    files = _files(folder, before)
+    files = _files(folder, existing)
     if name == "access":
         for path in files:
             path.unlink()
         with cache.forge():
             cache.read(folder)
-        files = _files(folder, before)
+        files = _files(folder, existing)
     for path in rng.sample(files, rng.randrange(1, len(files) + 1) if name == "access" else 1):
         attacks[name](path, rng, files)
     elsewhere = {path: path.read_bytes() for path in folder.rglob("elsewhere/*")}
@@ -214,13 +216,13 @@ def _guessed_names(folder: Path, rng: random.Random) -> str:
     victim.write_text("precious")
     cache = rng.choice(CACHES[:2])
     cache.prepare(folder)
-    before = {path for path in folder.rglob("*") if path.is_file()}
+    existing = {path for path in folder.rglob("*") if path.is_file()}
     expected = cache.read(folder)
-    made = [path for path in folder.rglob("*") if path.is_file() and path not in before]
+    written = [path for path in folder.rglob("*") if path.is_file() and path not in existing]
     guess = f"{rng.randrange(1 << 64):x}"
     kinds = (durable.TEMPORARY + guess, f"{durable.TEMPORARY}{os.getpid()}", "")
-    names = [*made, *(folder / f"out.{end}" for end in ("bin", "idx", "lengths", "documents"))]
-    for path in made:
+    names = [*written, *(folder / f"out.{end}" for end in ("bin", "idx", "lengths", "documents"))]
+    for path in written:
         path.unlink()
     for path in names:
         for kind in rng.sample(kinds, rng.randrange(1, 4)):
@@ -229,9 +231,9 @@ def _guessed_names(folder: Path, rng: random.Random) -> str:
     def guessed(path: Path, kind: str) -> Path:
         return path.with_name(f"{path.name}{kind}{guess}")
 
-    right = rng.random() < 0.5  # whether the attacker guesses the random part
+    is_guessed = rng.random() < 0.5  # whether the attacker guesses the random part
     with contextlib.ExitStack() as stack:
-        if right:
+        if is_guessed:
             stack.enter_context(patch.object(durable, "unique_sibling", guessed))
             stack.enter_context(patch.object(indexed, "unique_sibling", guessed))
         expect(cache.read(folder) == expected, f"{cache.name}: a link's target was used")
@@ -242,7 +244,7 @@ def _guessed_names(folder: Path, rng: random.Random) -> str:
             builder.add_documents([1, 2], [2], [1])
     expect(victim.read_text() == "precious", "a link was followed and its target overwritten")
     expect(not missing.exists(), "a link was followed and its target created")
-    return f"names, {'guessed' if right else 'not guessed'}"
+    return f"names, {'guessed' if is_guessed else 'not guessed'}"
 
 
 def _opened_folder(folder: Path, rng: random.Random) -> str:
@@ -260,7 +262,7 @@ def _opened_folder(folder: Path, rng: random.Random) -> str:
         case 1:
             private.symlink_to(private.rename(folder / "elsewhere"))
         case 2:
-            os.chown(private, _STRANGER, -1)
+            os.chown(private, _OTHER_UID, -1)
     expect(cache.read(folder) == expected, f"{cache.name}: an open folder was used")
     return f"{cache.name}: folder"
 
@@ -269,21 +271,21 @@ def attacked_caches(folder: Path, count: int) -> Trials:
     """Try row 38: files that others could have written are never used, and no link is followed."""
     trials, rng = Trials("seed 38"), random.Random(38)
     while trials.tried < count:
-        place = folder / f"{trials.tried}"
-        place.mkdir()
-        with trials.trial(f"variant {trials.tried}"), _environment(place):
+        trial_folder = folder / f"{trials.tried}"
+        trial_folder.mkdir()
+        with trials.trial(f"variant {trials.tried}"), _environment(trial_folder):
             attack = rng.randrange(8)
             if attack == 0:
-                trials.note(_guessed_names(place, rng))
+                trials.note(_guessed_names(trial_folder, rng))
             elif attack == 1:
-                trials.note(_opened_folder(place, rng))
+                trials.note(_opened_folder(trial_folder, rng))
             else:
-                trials.note(_attacked_files(rng.choice(CACHES), place, rng))
-        shutil.rmtree(place)
+                trials.note(_attacked_files(rng.choice(CACHES), trial_folder, rng))
+        shutil.rmtree(trial_folder)
     return trials
 
 
 @contextlib.contextmanager
-def _environment(place: Path) -> Iterator[None]:
-    with patch.dict(os.environ, {"MEGATRON_CACHE": str(place / "cache")}):
+def _environment(folder: Path) -> Iterator[None]:
+    with patch.dict(os.environ, {"MEGATRON_CACHE": str(folder / "cache")}):
         yield

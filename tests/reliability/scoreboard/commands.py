@@ -18,7 +18,7 @@ _LIMIT = 60.0  # seconds
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """The result of a command: exit code (negative for a signal) and all output."""
 
     code: int
@@ -30,7 +30,7 @@ class Command:
 
     def __init__(self, function: Callable[[], int | None], output: Path) -> None:
         self.output = output
-        self._ended: Ended | None = None
+        self._result: CommandResult | None = None
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -54,52 +54,58 @@ class Command:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._ended is None:
+        if self._result is None:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
-    def until(self, text: str) -> None:
+    def wait_for_output(self, text: str) -> None:
         """Wait until it has printed `text`. Raises AssertionError if it ends or takes too long."""
         deadline = time.monotonic() + _LIMIT
         while not self.output.exists() or text not in self.output.read_text():
-            gone = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if gone is not None or time.monotonic() > deadline:
+            exited = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if exited is not None or time.monotonic() > deadline:
                 raise AssertionError(f"did not print {text!r}: {self.output.read_text()[-500:]}")
             time.sleep(0.005)
 
-    def end(self) -> Ended:
+    def end(self) -> CommandResult:
         """Wait for its end. Raises AssertionError if it hangs."""
         deadline = time.monotonic() + _LIMIT
-        while self._ended is None:
+        while self._result is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 code = os.waitstatus_to_exitcode(status)
-                self._ended = Ended(code, self.output.read_text())
+                self._result = CommandResult(code, self.output.read_text())
             elif time.monotonic() > deadline:
                 raise AssertionError(f"hangs: {self.output.read_text()[-500:]}")
             else:
                 time.sleep(0.005)
-        return self._ended
+        return self._result
 
 
-def train_command(output: Path, *flags: str, before: Callable[[], object] | None = None) -> Command:
-    """Start `pretrain_gpt.py` with the toy's flags; its process calls `before` first."""
+def train_command(
+    output: Path, *flags: str, preexec: Callable[[], object] | None = None
+) -> Command:
+    """Start `pretrain_gpt.py` with the toy's flags; its process calls `preexec` first."""
 
     def function() -> int:
-        if before is not None:
-            before()
+        if preexec is not None:
+            preexec()
         return main(GPTRecipe(), [*TOY, "--eval-iters", "0", "--train-iters", "6", *flags])
 
     return Command(function, output)
 
 
-def run_training(output: Path, *flags: str, before: Callable[[], object] | None = None) -> Ended:
+def run_training(
+    output: Path, *flags: str, preexec: Callable[[], object] | None = None
+) -> CommandResult:
     """Run `pretrain_gpt.py` with the toy's flags to its end."""
-    with train_command(output, *flags, before=before) as command:
+    with train_command(output, *flags, preexec=preexec) as command:
         return command.end()
 
 
-def run_words(output: Path, tool: Callable[[Sequence[str]], int | None], *words: str) -> Ended:
+def run_tool(
+    output: Path, tool: Callable[[Sequence[str]], int | None], *args: str
+) -> CommandResult:
     """Run a tool's `main` with its command line to its end."""
-    with Command(lambda: tool(list(words)), output) as command:
+    with Command(lambda: tool(list(args)), output) as command:
         return command.end()

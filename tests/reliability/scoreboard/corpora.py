@@ -14,7 +14,7 @@ from megatron.tools import preprocess_data
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus
-from tests.reliability.scoreboard.commands import run_training, run_words
+from tests.reliability.scoreboard.commands import run_tool, run_training
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.training.toy import TOY
 
@@ -41,29 +41,29 @@ _CHANGES = (
 
 def cut_corpora(folder: Path, count: int) -> Trials:
     """Try row 22: truncate each file of a dataset at random places."""
-    trials, draw = Trials("seed 22"), random.Random(22)
+    trials, rng = Trials("seed 22"), random.Random(22)
     prefix = write_corpus(folder / "text", documents=1000)
-    for number in range(count):
-        path = (bin_path, idx_path)[number % 2](prefix)
-        good = path.read_bytes()
-        cut = draw.randrange(len(good))
+    for i in range(count):
+        path = (bin_path, idx_path)[i % 2](prefix)
+        original = path.read_bytes()
+        cut = rng.randrange(len(original))
         with trials.trial(f"{path.suffix} cut at byte {cut}"):
-            path.write_bytes(good[:cut])
-            began = time.monotonic()
+            path.write_bytes(original[:cut])
+            start = time.monotonic()
             try:
                 IndexedDataset(prefix)
             except DataError as error:
                 expect(str(path) in str(error), f"the file is not named: {error}")
             else:
                 raise AssertionError("it was opened")
-            expect(time.monotonic() - began < _SECONDS, "too late")
-            if number < 2:  # the whole program
-                words = [word for word in TOY if word != "--mock-data"]
-                words += ["--vocab-size", "1000", "--train-iters", "2", "--data-path", str(prefix)]
-                ended = run_words(folder / "out", lambda given: main(GPTRecipe(), given), *words)
-                expect(ended.code == DataError.exit_code, f"{ended.code}: {ended.output}")
-                expect("iteration        1/" not in ended.output, "it trained")
-        path.write_bytes(good)
+            expect(time.monotonic() - start < _SECONDS, "too late")
+            if i < 2:  # the whole program
+                flags = [flag for flag in TOY if flag != "--mock-data"]
+                flags += ["--vocab-size", "1000", "--train-iters", "2", "--data-path", str(prefix)]
+                result = run_tool(folder / "out", lambda given: main(GPTRecipe(), given), *flags)
+                expect(result.code == DataError.exit_code, f"{result.code}: {result.output}")
+                expect("iteration        1/" not in result.output, "it trained")
+        path.write_bytes(original)
         trials.note(path.suffix)
     return trials
 
@@ -75,23 +75,23 @@ def _documents(prefix: Path) -> list[bytes]:
 
 def changed_indexes(folder: Path, count: int) -> Trials:
     """Try row 23: change a byte of the index."""
-    trials, draw = Trials("seed 23"), random.Random(23)
+    trials, rng = Trials("seed 23"), random.Random(23)
     prefix = write_corpus(folder / "text", documents=1000)
     expected, path = _documents(prefix), idx_path(prefix)
-    good = path.read_bytes()
-    for number in range(count):
+    original = path.read_bytes()
+    for i in range(count):
         # Half of the changes are in the header, whose 34 bytes would otherwise be hit too rarely.
-        place = draw.randrange(34 if number % 2 else len(good))
-        value = (good[place] + draw.randrange(1, 256)) % 256
-        with trials.trial(f"byte {place} is {value}"):
-            path.write_bytes(good[:place] + bytes([value]) + good[place + 1 :])
+        offset = rng.randrange(34 if i % 2 else len(original))
+        value = (original[offset] + rng.randrange(1, 256)) % 256
+        with trials.trial(f"byte {offset} is {value}"):
+            path.write_bytes(original[:offset] + bytes([value]) + original[offset + 1 :])
             try:
-                got = _documents(prefix)
+                actual = _documents(prefix)
             except DataError as error:
                 expect(str(prefix) in str(error), f"the dataset is not named: {error}")
                 trials.note("refused")
             else:
-                expect(got == expected, "other tokens")
+                expect(actual == expected, "other tokens")
                 trials.note("a bound between documents moved, or nothing changed")
     return trials
 
@@ -100,27 +100,33 @@ def bad_lines(folder: Path, count: int) -> Trials:
     """Try row 24: corpora of `count` lines, one in a hundred of them bad."""
     trials = Trials.with_seeds(4)
     for seed in range(4):
-        draw, source, clean = random.Random(seed), folder / "in.jsonl", folder / "clean.jsonl"
-        bad = set(draw.sample(range(count), max(1, count // 100)))
+        rng, source, clean = random.Random(seed), folder / "in.jsonl", folder / "clean.jsonl"
+        bad_numbers = set(rng.sample(range(count), max(1, count // 100)))
         good = []
         with source.open("wb") as file:
             for number in range(count):
-                text = draw.choice((*_ODD_TEXTS, " ".join(draw.choices("abcdefg", k=20))))
+                text = rng.choice((*_ODD_TEXTS, " ".join(rng.choices("abcdefg", k=20))))
                 line = json.dumps({"text": text}).encode()
-                line = draw.choice(_BAD_LINES) if number in bad else line
-                good += [] if number in bad else [line]
+                line = rng.choice(_BAD_LINES) if number in bad_numbers else line
+                good += [] if number in bad_numbers else [line]
                 file.write(line + b"\n")
         clean.write_bytes(b"".join(line + b"\n" for line in good))
         expected = _preprocessed(folder, clean, workers=1, skips=False)[1]
         expect(expected, "no output of good lines")
         for workers in (1, 2, 4):
             with trials.trial(f"seed {seed}, {workers} workers"):
-                told, files = _preprocessed(folder, source, workers=workers, skips=True)
-                expect(f"{len(bad)} bad lines skipped" in told, f"another count: {told[-300:]}")
+                output, files = _preprocessed(folder, source, workers=workers, skips=True)
+                expect(
+                    f"{len(bad_numbers)} bad lines skipped" in output,
+                    f"another count: {output[-300:]}",
+                )
                 expect(files == expected, "other bytes than from the good lines alone")
         with trials.trial(f"seed {seed}, refused"):
-            told, files = _preprocessed(folder, source, workers=2, skips=False)
-            expect(f"in.jsonl:{min(bad) + 1}: " in told, f"the line is not named: {told[-300:]}")
+            output, files = _preprocessed(folder, source, workers=2, skips=False)
+            expect(
+                f"in.jsonl:{min(bad_numbers) + 1}: " in output,
+                f"the line is not named: {output[-300:]}",
+            )
             expect(not files, "output was left")
         trials.note("lines", count)
     return trials
@@ -132,36 +138,38 @@ def _preprocessed(
     """Return what preprocessing printed, and the files that it left."""
     output = folder / "preprocessed"
     output.mkdir()
-    vocab = {character: number for number, character in enumerate(byte_of_character())}
+    vocab = {character: i for i, character in enumerate(byte_of_character())}
     (folder / "v.json").write_text(json.dumps(vocab | {"<|endoftext|>": 256}))
     (folder / "m.txt").write_text("#version: 0.2\n")
-    words = ["--input", str(source), "--output-prefix", str(output / "x"), "--append-eod"]
-    words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "v.json")]
-    words += ["--merge-file", str(folder / "m.txt"), "--workers", str(workers)]
-    words += ["--on-error", "skip"] if skips else []
-    ended = run_words(folder / "out", preprocess_data.main, *words)
+    args = ["--input", str(source), "--output-prefix", str(output / "x"), "--append-eod"]
+    args += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "v.json")]
+    args += ["--merge-file", str(folder / "m.txt"), "--workers", str(workers)]
+    args += ["--on-error", "skip"] if skips else []
+    result = run_tool(folder / "out", preprocess_data.main, *args)
     files = {path.name: path.read_bytes() for path in output.iterdir()}
     for path in output.iterdir():
         path.unlink()
     output.rmdir()
-    return ended.output, files
+    return result.output, files
 
 
 def other_settings(folder: Path, count: int) -> Trials:
     """Try row 25: a run resumes with settings that do not fit the checkpoint."""
     trials, save = Trials(), str(folder / "save")
     flags = ("--save", save, "--load", save, "--save-interval", "2")
-    done = run_training(folder / "out", *flags, "--exit-interval", "2")
-    expect(done.code == 0, f"no checkpoint: {done.output[-300:]}")
+    first = run_training(folder / "out", *flags, "--exit-interval", "2")
+    expect(first.code == 0, f"no checkpoint: {first.output[-300:]}")
     digest = _state_of(folder / "save")
     for change in _CHANGES[:count]:
         with trials.trial(" ".join(change)):
-            ended = run_training(folder / "out", *flags, *change)
-            expect(ended.code in _REFUSALS, f"ended with {ended.code}: {ended.output[-300:]}")
-            told = ended.output.partition("error: ")[2]
-            named = change[0].removeprefix("--").removeprefix("disable-").split("-")[0]
-            expect(named in told.replace("_", "-"), f"the difference is not named: {told}")
-            expect("iteration        3/" not in ended.output, "it trained")
+            result = run_training(folder / "out", *flags, *change)
+            expect(result.code in _REFUSALS, f"ended with {result.code}: {result.output[-300:]}")
+            message = result.output.partition("error: ")[2]
+            flag_word = change[0].removeprefix("--").removeprefix("disable-").split("-")[0]
+            expect(
+                flag_word in message.replace("_", "-"), f"the difference is not named: {message}"
+            )
+            expect("iteration        3/" not in result.output, "it trained")
             expect(_state_of(folder / "save") == digest, "the checkpoints changed")
     return trials
 

@@ -81,9 +81,9 @@ def two_checkpoints(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 def _damage_bytes(newest: Path, rng: random.Random) -> str:
     """Damage one of the files, and return its name."""
     file, damage = rng.choice(sorted(newest.iterdir())), rng.choice(_DAMAGES)
-    whole = file.read_bytes()
-    data = bytearray(whole)
-    while data == whole:  # a hole among zeros changes nothing
+    original = file.read_bytes()
+    data = bytearray(original)
+    while data == original:  # a hole among zeros changes nothing
         damage(data, rng)
     file.write_bytes(data)
     return file.name
@@ -95,23 +95,23 @@ def damaged_files(folder: Path, count: int) -> Trials:
     Half of the trials damage the bytes of a file. The others do what only an attacker does: see
     `tests.reliability.scoreboard.untrusted`.
     """
-    sound = folder / "sound"
-    _, older = two_checkpoints(sound)
+    intact = folder / "sound"
+    _, older = two_checkpoints(intact)
     trials, rng = Trials("seed 10"), random.Random(10)
-    for number in range(count):
-        root = folder / str(number) / "root"
-        shutil.copytree(sound, root)
+    for i in range(count):
+        root = folder / str(i) / "root"
+        shutil.copytree(intact, root)
         newest = root / "iter_0000002"
         if rng.random() < 0.5:
-            what = named = _damage_bytes(newest, rng)
-            trials.note(f"damaged bytes of {named}")
+            description = file_name = _damage_bytes(newest, rng)
+            trials.note(f"damaged bytes of {file_name}")
         else:
             attack = rng.choice(ATTACKS)
             attack(newest, rng)
-            what, named = attack.__name__, ""
+            description, file_name = attack.__name__, ""
             trials.note("made by an attacker")
-        with trials.trial(f"{what}, trial {number}"), within(SECONDS):
-            refused_and_replaced(newest, named, older)
+        with trials.trial(f"{description}, trial {i}"), within(SECONDS):
+            refused_and_replaced(newest, file_name, older)
         shutil.rmtree(root.parent)
     return trials
 
@@ -130,15 +130,15 @@ def refused_and_replaced(newest: Path, file: str, older: dict[str, torch.Tensor]
         expect(file in str(error), f"does not name the file: {error}")
     else:
         raise AssertionError("opened")
-    live = {name: Entry.whole(torch.zeros_like(tensor)) for name, tensor in older.items()}
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
+    tensors = {name: Entry.whole(torch.zeros_like(tensor)) for name, tensor in older.items()}
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
         reader = open_checkpoint(newest.parent)
-    expect(newest.name in told.getvalue(), f"the folder is not named: {told.getvalue()}")
+    expect(newest.name in output.getvalue(), f"the folder is not named: {output.getvalue()}")
     expect(reader is not None and reader.iteration == 1, "the older one was not taken")
     assert reader is not None
-    restore(reader, live)
-    expect(all(torch.equal(live[n].tensor, older[n]) for n in older), "other values were loaded")
+    restore(reader, tensors)
+    expect(all(torch.equal(tensors[n].tensor, older[n]) for n in older), "other values were loaded")
 
 
 # What the tracker may contain, torn or wrong, if iterations 2 and 4 exist.
@@ -157,7 +157,7 @@ TORN: dict[str, bytes | None] = {
     "half of a number in UTF-16": "4".encode("utf-16")[:3],
 }
 # Variants of a sound tracker, which are followed.
-_SOUND = {"CRLF": b"2\r\n", "spaces": b" 2 ", "zeros": b"0000002"}
+_VALID_TRACKERS = {"CRLF": b"2\r\n", "spaces": b" 2 ", "zeros": b"0000002"}
 
 
 def torn_trackers(folder: Path, count: int) -> Trials:
@@ -167,27 +167,27 @@ def torn_trackers(folder: Path, count: int) -> Trials:
     Random trackers are tried with the function that finds a checkpoint.
     """
     trials, root = Trials("seed 11"), folder / "save"
-    made = run_training(folder / "out", "--save", str(root), "--save-interval", "2")
-    expect(made.code == 0, made.output[-300:])
+    first_run = run_training(folder / "out", "--save", str(root), "--save-interval", "2")
+    expect(first_run.code == 0, first_run.output[-300:])
     shutil.rmtree(root / "iter_0000006")
     ruined = folder / "ruined"
     shutil.copytree(root, ruined)
     for shard in ruined.rglob("*.safetensors"):
         shard.write_bytes(shard.read_bytes()[:-1])
     cases = [(name, content, 4) for name, content in TORN.items()]
-    cases += [(name, content, 2) for name, content in _SOUND.items()]
+    cases += [(name, content, 2) for name, content in _VALID_TRACKERS.items()]
     for name, content, iteration in cases[:count]:
         with trials.trial(f"{name}, sound checkpoints"):
             _set_tracker(root, content)
-            ended = run_training(folder / "out", "--load", str(root))
-            expect(ended.code == 0, f"ended with {ended.code}")
-            expect(f"at iteration {iteration} " in ended.output, "loaded another")
+            result = run_training(folder / "out", "--load", str(root))
+            expect(result.code == 0, f"ended with {result.code}")
+            expect(f"at iteration {iteration} " in result.output, "loaded another")
         with trials.trial(f"{name}, damaged checkpoints"):
             _set_tracker(ruined, content)
-            ended = run_training(folder / "out", "--load", str(ruined))
-            expect(ended.code == CheckpointError.exit_code, f"ended with {ended.code}")
-            expect("iteration        1/" not in ended.output, "started from scratch")
-            expect(str(ruined) in ended.output, "does not say where")
+            result = run_training(folder / "out", "--load", str(ruined))
+            expect(result.code == CheckpointError.exit_code, f"ended with {result.code}")
+            expect("iteration        1/" not in result.output, "started from scratch")
+            expect(str(ruined) in result.output, "does not say where")
     trials.note("with the whole program", trials.tried)
     rng = random.Random(11)
     for number in range(count):
@@ -202,26 +202,28 @@ def _try_random_tracker(
     special, content = rng.random() < 0.2, _random_tracker(rng)
     (root.parent / "elsewhere").write_bytes(content)
     seed = rng.random()
-    for place in (root, ruined):
-        _set_tracker(place, None if special else content)
+    for folder in (root, ruined):
+        _set_tracker(folder, None if special else content)
         if special:
-            what = put_special(place / TRACKER, root.parent / "elsewhere", random.Random(seed))
+            description = put_special(
+                folder / TRACKER, root.parent / "elsewhere", random.Random(seed)
+            )
         else:
-            what = repr(content[:40])
-        with trials.trial(f"random tracker {number}, {what}"), within(SECONDS):
+            description = repr(content[:40])
+        with trials.trial(f"random tracker {number}, {description}"), within(SECONDS):
             try:
-                reader = open_checkpoint(place)
+                reader = open_checkpoint(folder)
             except CheckpointError as error:
-                expect(place == ruined, f"sound ones are refused: {error}")
+                expect(folder == ruined, f"sound ones are refused: {error}")
                 expect(str(ruined) in str(error), f"does not say where: {error}")
             else:
-                expect(place == root, "a damaged one was opened")
-                is_read = not special or what == "a link"
+                expect(folder == root, "a damaged one was opened")
+                is_read = not special or description == "a link"
                 expected = 2 if is_read and content.strip().lstrip(b"0") == b"2" else 4
                 expect(reader is not None, "no checkpoint was found")
                 assert reader is not None
                 expect(reader.iteration == expected, f"loaded {reader.iteration}, not {expected}")
-        trials.note(f"random: {what if special else 'content'}")
+        trials.note(f"random: {description if special else 'content'}")
 
 
 def _random_tracker(rng: random.Random) -> bytes:

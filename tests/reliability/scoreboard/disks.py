@@ -34,8 +34,8 @@ _SAVE = ("--save-interval", "2")
 def _small_disk(folder: Path) -> Iterator[bool]:
     """Mount a small file system on `folder`; return False if that is not permitted."""
     folder.mkdir(exist_ok=True)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={_TMPFS}", "none", str(folder)]
-    mounted = subprocess.run(words, capture_output=True, check=False).returncode == 0
+    command = ["mount", "-t", "tmpfs", "-o", f"size={_TMPFS}", "none", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
     try:
         yield mounted
     finally:
@@ -43,35 +43,35 @@ def _small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
 
 
-def _fill_disk_at(share: float, root: Path, really: bool) -> Callable[[], None]:
+def _fill_disk_at(fraction: float, root: Path, is_real: bool) -> Callable[[], None]:
     """Leave space for this share of a shard, from the second checkpoint on.
 
     Either a file really fills the disk, or the system's answer is simulated.
     """
     write = store.write_shard
 
-    def fail(path: Path, tensors: Any, header: bytes, places: Any, threads: int) -> Any:
+    def fail(path: Path, tensors: Any, header: bytes, pieces: Any, threads: int) -> Any:
         if path.parent.name.startswith("iter_0000002"):
-            return write(path, tensors, header, places, threads)
-        room = int(share * (len(header) + sum(place.size for place in places.values())))
-        if really:
+            return write(path, tensors, header, pieces, threads)
+        free_bytes = int(fraction * (len(header) + sum(piece.size for piece in pieces.values())))
+        if is_real:
             disk = os.statvfs(root)
             with open(root / "ballast", "wb") as ballast:
-                size = disk.f_bavail * disk.f_frsize - room
+                size = disk.f_bavail * disk.f_frsize - free_bytes
                 os.posix_fallocate(ballast.fileno(), 0, size // disk.f_frsize * disk.f_frsize)
-            return write(path, tensors, header, places, threads)
-        pwrite, left = os.pwrite, room
+            return write(path, tensors, header, pieces, threads)
+        pwrite, remaining = os.pwrite, free_bytes
 
         def limited(descriptor: int, data: Any, position: int) -> int:
-            nonlocal left
-            if left <= 0:
+            nonlocal remaining
+            if remaining <= 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written = pwrite(descriptor, data[:left], position)
-            left -= written
+            written = pwrite(descriptor, data[:remaining], position)
+            remaining -= written
             return written
 
         os.pwrite = limited
-        return write(path, tensors, header, places, threads)
+        return write(path, tensors, header, pieces, threads)
 
     def patch() -> None:
         store.write_shard = fail
@@ -95,15 +95,17 @@ def full_disk(folder: Path, count: int) -> Trials:
 def _fill_one(folder: Path, share: float, is_real: bool, flags: tuple[str, ...]) -> None:
     root = folder / "disk" / "checkpoints"
     root.mkdir()
-    words = ("--save", str(root), *_SAVE, "--hidden-size", "64", *flags)
-    before = _fill_disk_at(share, root, is_real)
-    ended = run_training(folder / "out", *words, before=before)
-    expect(ended.code == StorageError.exit_code, f"ended with {ended.code}: {ended.output[-300:]}")
-    expect("No space left on device" in ended.output, "does not say what is wrong")
-    expect(str(root / "iter_0000004") in ended.output, "does not say where")
+    all_flags = ("--save", str(root), *_SAVE, "--hidden-size", "64", *flags)
+    preexec = _fill_disk_at(share, root, is_real)
+    result = run_training(folder / "out", *all_flags, preexec=preexec)
+    expect(
+        result.code == StorageError.exit_code, f"ended with {result.code}: {result.output[-300:]}"
+    )
+    expect("No space left on device" in result.output, "does not say what is wrong")
+    expect(str(root / "iter_0000004") in result.output, "does not say where")
     expect((root / TRACKER).read_text() == "2", "the tracker has moved")
     (root / "ballast").unlink(missing_ok=True)
-    again = run_training(folder / "again", *words, "--load", str(root))
+    again = run_training(folder / "again", *all_flags, "--load", str(root))
     expect(again.code == 0, f"cannot go on: {again.output[-300:]}")
     expect("iteration        3/       6" in again.output, "did not go on at iteration 3")
     expect((root / TRACKER).read_text() == "6", "did not save again")
@@ -118,20 +120,20 @@ _ON_MAIN = {("fsync", 2), ("mkdir", 0), ("rename", 0), ("replace", 0)}  # only r
 
 @contextmanager
 def _failing(call: str, number: int) -> Iterator[None]:
-    plain, seen = getattr(os, call), 0
+    original, calls = getattr(os, call), 0
 
-    def fail(*arguments: Any, **named: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        if seen > number:
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > number:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return plain(*arguments, **named)
+        return original(*arguments, **keywords)
 
     setattr(os, call, fail)
     try:
         yield
     finally:
-        setattr(os, call, plain)
+        setattr(os, call, original)
 
 
 def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[str, str | None]]:
@@ -139,15 +141,16 @@ def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[st
     results = []
     rank = layout.world.rank
     beside = layout.beside(TIMEOUT)
-    for number in range(rounds):
+    for round_index in range(rounds):
         for background in (False, True):
             for victim in (0, 1):
-                for call, which in _FAILING:
-                    if victim and (call, which) in _ON_MAIN:
+                for call, call_index in _FAILING:
+                    if victim and (call, call_index) in _ON_MAIN:
                         continue
-                    name = f"{call} {which} of rank {victim}, background {background}, {number}"
+                    name = f"{call} {call_index} of rank {victim}, "
+                    name += f"background {background}, {round_index}"
                     case = _Case(folder / name, layout, beside, background)
-                    problem = case.run(call, which, is_victim=rank == victim)
+                    problem = case.run(call, call_index, is_victim=rank == victim)
                     results.append((name, problem))
                     layout.wait_for_all()
     return results
@@ -182,13 +185,13 @@ class _Case:
             self._saver.wait()
         self._layout.wait_for_all()
 
-    def run(self, call: str, which: int, *, is_victim: bool) -> str | None:
+    def run(self, call: str, call_index: int, *, is_victim: bool) -> str | None:
         """Return what is wrong, or `None` if the failure was reported and nothing was published."""
         self._save(1)
         self._settle()
         try:
             if is_victim:
-                with _failing(call, which):
+                with _failing(call, call_index):
                     self._save(2)
                     if self._saver is not None:
                         self._saver.wait()
@@ -237,16 +240,16 @@ def shared_folders(folder: Path, count: int) -> Trials:
 
 
 def _long_training(folder: Path, flags: tuple[str, ...]) -> Command:
-    words = ("--save", str(folder / "save"), *_SAVE, "--keep-latest", "2")
-    return train_command(folder / "long", *words, "--train-iters", "100000", *flags)
+    save_flags = ("--save", str(folder / "save"), *_SAVE, "--keep-latest", "2")
+    return train_command(folder / "long", *save_flags, "--train-iters", "100000", *flags)
 
 
 def _second_job(folder: Path, flags: tuple[str, ...]) -> None:
     with _long_training(folder, flags) as first:
-        first.until("successfully saved")
-        ended = run_training(folder / "second", "--save", str(folder / "save"), *_SAVE, *flags)
-        expect(ended.code == CheckpointError.exit_code, f"the second ended with {ended.code}")
-        expect(f"process {first.pid}" in ended.output, "the first is not named")
+        first.wait_for_output("successfully saved")
+        result = run_training(folder / "second", "--save", str(folder / "save"), *_SAVE, *flags)
+        expect(result.code == CheckpointError.exit_code, f"the second ended with {result.code}")
+        expect(f"process {first.pid}" in result.output, "the first is not named")
         os.kill(first.pid, signal.SIGTERM)
         code = first.end().code
         expect(code == EXIT_SAVED_ON_SIGNAL, f"the first ended with {code} on SIGTERM")
@@ -254,51 +257,51 @@ def _second_job(folder: Path, flags: tuple[str, ...]) -> None:
 
 def _after_a_killed_job(folder: Path, flags: tuple[str, ...]) -> None:
     with _long_training(folder, flags) as first:
-        first.until("successfully saved")
-    words = ("--save", str(folder / "other"), *_SAVE, "--load", str(folder / "save"))
-    ended = run_training(folder / "second", *words, "--override-opt_param-scheduler")
-    expect(ended.code == 0, ended.output[-300:])
+        first.wait_for_output("successfully saved")
+    load_flags = ("--save", str(folder / "other"), *_SAVE, "--load", str(folder / "save"))
+    result = run_training(folder / "second", *load_flags, "--override-opt_param-scheduler")
+    expect(result.code == 0, result.output[-300:])
     again = run_training(folder / "third", "--save", str(folder / "save"), *_SAVE, *flags)
     expect(again.code == 0, f"the folder stays locked: {again.output[-300:]}")
 
 
 def _read_only(folder: Path, flags: tuple[str, ...]) -> None:
     (folder / "save").mkdir(mode=0o555)
-    before = (lambda: os.setuid(_NOBODY)) if os.getuid() == 0 else None
+    preexec = (lambda: os.setuid(_NOBODY)) if os.getuid() == 0 else None
     (folder / "out").touch()
-    ended = run_training(
-        folder / "out", "--save", str(folder / "save"), *_SAVE, *flags, before=before
+    result = run_training(
+        folder / "out", "--save", str(folder / "save"), *_SAVE, *flags, preexec=preexec
     )
-    expect(ended.code == StorageError.exit_code, f"ended with {ended.code}")
-    expect("Permission denied" in ended.output, ended.output[-300:])
-    expect("iteration        1/" not in ended.output, "trained first")
+    expect(result.code == StorageError.exit_code, f"ended with {result.code}")
+    expect("Permission denied" in result.output, result.output[-300:])
+    expect("iteration        1/" not in result.output, "trained first")
 
 
 def _removed(folder: Path, flags: tuple[str, ...]) -> None:
     """Remove the folder; the next save creates it again."""
     with _long_training(folder, flags) as run:
-        run.until("successfully saved")
+        run.wait_for_output("successfully saved")
         shutil.rmtree(folder / "save", ignore_errors=True)
         time.sleep(0.1)
         os.kill(run.pid, signal.SIGTERM)
-        ended = run.end()
-    if ended.code == StorageError.exit_code:  # it was removed during a save, or twice
-        expect("No such file or directory" in ended.output, ended.output[-300:])
+        result = run.end()
+    if result.code == StorageError.exit_code:  # it was removed during a save, or twice
+        expect("No such file or directory" in result.output, result.output[-300:])
         return
-    expect(ended.code == EXIT_SAVED_ON_SIGNAL, f"ended with {ended.code}: {ended.output[-300:]}")
-    words = ("--load", str(folder / "save"), "--train-iters", "100000", "--exit-interval", "1")
-    again = run_training(folder / "again", *words)
+    expect(result.code == EXIT_SAVED_ON_SIGNAL, f"ended with {result.code}: {result.output[-300:]}")
+    load_flags = ("--load", str(folder / "save"), "--train-iters", "100000", "--exit-interval", "1")
+    again = run_training(folder / "again", *load_flags)
     expect("successfully loaded" in again.output, again.output[-300:])
 
 
 def _gone(folder: Path, flags: tuple[str, ...]) -> None:
     """Replace the folder with a file; the run ends and says so."""
     with _long_training(folder, flags) as run:
-        run.until("successfully saved")
+        run.wait_for_output("successfully saved")
         (folder / "save").rename(folder / "moved")
         (folder / "save").touch()
-        ended = run.end()
-    expect(ended.code == StorageError.exit_code, f"ended with {ended.code}")
-    expect(str(folder / "save") in ended.output, "does not say where")
+        result = run.end()
+    expect(result.code == StorageError.exit_code, f"ended with {result.code}")
+    expect(str(folder / "save") in result.output, "does not say where")
     reader = run_training(folder / "again", "--load", str(folder / "moved"), "--finetune")
     expect(reader.code == 0, "what was saved before does not load")

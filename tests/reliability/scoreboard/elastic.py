@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-from tests.reliability.processes import children, module, torchrun, until
+from tests.reliability.processes import children, module, torchrun, wait_until
 from tests.reliability.scoreboard.score import Trials, expect
 from tools.chaos import read_metrics
 
 _ITERATIONS = 500  # long enough for an added machine to join, on a busy machine too
-_PATIENCE = 120.0  # seconds
-_QUICK = "last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=4"
+_TIMEOUT = 120.0  # seconds
+_RDZV_CONFIG = "last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=4"
 _NO_FAULT = "none:0:0"
 
 Machine = Callable[[str], AbstractContextManager[int]]
@@ -28,12 +28,12 @@ def changing_machines(folder: Path, trials: Trials) -> None:
 
     The first continues with the other machine until a new one joins. The second has a spare.
     """
-    expected = samples_of(_calm(folder / "calm"))
-    for name, nodes, follow in (("elastic", "1:2", _fewer_and_more), ("spare", "2:2", _spare)):
+    expected = samples_of(_undisturbed(folder / "calm"))
+    for name, nodes, scenario in (("elastic", "1:2", _fewer_and_more), ("spare", "2:2", _spare)):
         inner = folder / name
         inner.mkdir()
         with trials.trial(f"torchrun --nnodes {nodes}, {name}"), _torchrun(inner, nodes) as start:
-            sizes = follow(inner, start)
+            sizes = scenario(inner, start)
             expect(samples_of(inner) == expected, "other samples, or another order")
             expect(_sizes(inner) == sizes, f"the run had {_sizes(inner)} processes")
 
@@ -41,21 +41,21 @@ def changing_machines(folder: Path, trials: Trials) -> None:
 def samples_of(folder: Path) -> dict[int, list[int]]:
     """Return the samples that each iteration of a run saved in `folder` has read."""
     lines = (folder / "save" / "samples.jsonl").read_text().splitlines()
-    return {one["iteration"]: one["ids"] for one in map(json.loads, lines)}
+    return {record["iteration"]: record["ids"] for record in map(json.loads, lines)}
 
 
-def _words(folder: Path, *flags: str) -> list[str]:
+def _command(folder: Path, *flags: str) -> list[str]:
     save = str(folder / "save")
-    own = ["--save", save, "--load", save, "--save-interval", "10", "--log-sample-ids"]
-    own += ["--train-iters", str(_ITERATIONS), "--metrics-jsonl", str(folder / "metrics")]
-    return module(*own, "--distributed-timeout-minutes", "0.2", *flags)
+    save_flags = ["--save", save, "--load", save, "--save-interval", "10", "--log-sample-ids"]
+    save_flags += ["--train-iters", str(_ITERATIONS), "--metrics-jsonl", str(folder / "metrics")]
+    return module(*save_flags, "--distributed-timeout-minutes", "0.2", *flags)
 
 
-def _calm(folder: Path) -> Path:
+def _undisturbed(folder: Path) -> Path:
     folder.mkdir()
-    words = ["--standalone", "--nproc-per-node", "1", *_words(folder)]
-    with torchrun(words, _NO_FAULT, folder) as (process, output):
-        expect(process.wait(_PATIENCE) == 0, output.read_text()[-500:])
+    args = ["--standalone", "--nproc-per-node", "1", *_command(folder)]
+    with torchrun(args, _NO_FAULT, folder) as (process, output):
+        expect(process.wait(_TIMEOUT) == 0, output.read_text()[-500:])
     return folder
 
 
@@ -69,11 +69,11 @@ def _torchrun(folder: Path, nodes: str) -> Iterator[Machine]:
     @contextmanager
     def start(name: str) -> Iterator[int]:
         host = f"is_host={int(name == 'first')}"
-        words = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "9"]
-        words += ["--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--local-addr", "127.0.0.1"]
-        words += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"{host},{_QUICK}"]
-        words += _words(folder, "--fault-inject", "step:0:1:slow=0.1@all")
-        with torchrun(words, _NO_FAULT, folder, name=name) as (process, _):
+        args = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "9"]
+        args += ["--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--local-addr", "127.0.0.1"]
+        args += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"{host},{_RDZV_CONFIG}"]
+        args += _command(folder, "--fault-inject", "step:0:1:slow=0.1@all")
+        with torchrun(args, _NO_FAULT, folder, name=name) as (process, _):
             yield process.pid
 
     with mock.patch.dict(os.environ, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}):
@@ -108,15 +108,15 @@ def _until_trained(folder: Path, attempts: int) -> None:
 
     def is_trained() -> bool:
         lines = read_metrics(folder / "metrics")
-        starts = [place for place, line in enumerate(lines) if line.get("event") == "start"]
+        starts = [index for index, line in enumerate(lines) if line.get("event") == "start"]
         return len(starts) >= attempts and len(lines) > starts[attempts - 1] + 15
 
-    until(is_trained, _PATIENCE)
+    wait_until(is_trained, _TIMEOUT)
 
 
 def _lose(pid: int) -> None:
-    for each in (pid, *children(pid)):
-        os.kill(each, signal.SIGKILL)
+    for process in (pid, *children(pid)):
+        os.kill(process, signal.SIGKILL)
 
 
 def _until_ended(*pids: int) -> None:
@@ -124,7 +124,7 @@ def _until_ended(*pids: int) -> None:
         path = Path(f"/proc/{pid}/stat")
         return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
 
-    until(lambda: all(map(has_ended, pids)), _PATIENCE)
+    wait_until(lambda: all(map(has_ended, pids)), _TIMEOUT)
 
 
 def _sizes(folder: Path) -> list[int]:

@@ -32,8 +32,8 @@ def _rename(table: Table, rng: random.Random) -> None:
 
 
 def _exchange_names(table: Table, rng: random.Random) -> None:
-    one, other = rng.sample(sorted(table), 2)
-    table[one], table[other] = table[other], table[one]
+    a, b = rng.sample(sorted(table), 2)
+    table[a], table[b] = table[b], table[a]
 
 
 def _retype(table: Table, rng: random.Random) -> None:
@@ -57,31 +57,31 @@ def _reshape(table: Table, rng: random.Random) -> None:
         piece["shape"], piece["offset"] = [*piece["shape"], 1], [*piece["offset"], 0]
 
 
-def _exchange_places(table: Table, rng: random.Random) -> None:
+def _exchange_locations(table: Table, rng: random.Random) -> None:
     """Swap the places (with file and digest) of two tensors of equal size in a manifest."""
     by_size: dict[int, list[Any]] = {}
     for name in sorted(table):
         for piece in table[name]["pieces"]:
             by_size.setdefault(piece["bytes"], []).append(piece)
-    one, other = rng.sample(rng.choice([some for some in by_size.values() if len(some) > 1]), 2)
+    a, b = rng.sample(rng.choice([pieces for pieces in by_size.values() if len(pieces) > 1]), 2)
     for field in ("file", "start", "sha256"):
-        one[field], other[field] = other[field], one[field]
+        a[field], b[field] = b[field], a[field]
 
 
 def _move(table: Table, rng: random.Random) -> None:
     """Give a tensor in a header the offsets of another one."""
-    one, other = rng.sample(sorted(table), 2)
-    spans = "data_offsets"
-    table[one][spans], table[other][spans] = table[other][spans], table[one][spans]
+    a, b = rng.sample(sorted(table), 2)
+    key = "data_offsets"
+    table[a][key], table[b][key] = table[b][key], table[a][key]
 
 
 def _put_value(table: Table, rng: random.Random) -> None:
     """Replace a part of an entry with another value."""
-    places: list[tuple[Any, Any]] = [(entry, key) for entry in table.values() for key in entry]
+    locations: list[tuple[Any, Any]] = [(entry, key) for entry in table.values() for key in entry]
     for entry in table.values():
-        places += [(piece, key) for piece in entry.get("pieces", ()) for key in piece]
-        places += [(values, i) for values in entry.values() for i in range(_length(values))]
-    container, key = rng.choice(places)
+        locations += [(piece, key) for piece in entry.get("pieces", ()) for key in piece]
+        locations += [(values, i) for values in entry.values() for i in range(_length(values))]
+    container, key = rng.choice(locations)
     before = container[key]
     while container[key] == before:
         container[key] = rng.choice(_VALUES)
@@ -93,11 +93,13 @@ def _length(values: Any) -> int:
 
 def _shift(table: Table, rng: random.Random) -> None:
     """Change an offset or a size slightly, or so that it lies outside the file."""
-    places: list[tuple[Any, Any]] = []
+    locations: list[tuple[Any, Any]] = []
     for entry in table.values():
-        places += [(piece, key) for piece in entry.get("pieces", ()) for key in ("start", "bytes")]
-        places += [(entry["data_offsets"], i) for i in range(2) if "data_offsets" in entry]
-    container, key = rng.choice(places)
+        locations += [
+            (piece, key) for piece in entry.get("pieces", ()) for key in ("start", "bytes")
+        ]
+        locations += [(entry["data_offsets"], i) for i in range(2) if "data_offsets" in entry]
+    container, key = rng.choice(locations)
     container[key] += rng.choice((-8, -4, -1, 1, 4, 8, 1 << 20, 1 << 40, 1 << 62, -(1 << 40)))
 
 
@@ -117,22 +119,22 @@ def forged_tables(folder: Path, count: int) -> Trials:
     shards = sorted(newest.glob("*.safetensors"))
     trials, rng = Trials("seed 36"), random.Random(36)
     manifest = newest / MANIFEST
-    whole = manifest.read_bytes()
+    original = manifest.read_bytes()
     while trials.tried < count:
-        body = json.loads(whole)
+        body = json.loads(original)
         del body["sha256"]
         file = rng.choice([manifest, *shards])
-        before = file.read_bytes()
+        content = file.read_bytes()
         if file == manifest:
-            forge = rng.choice((*_IN_BOTH, _exchange_places, _leave))
+            forge = rng.choice((*_IN_BOTH, _exchange_locations, _leave))
             forge(body["tensors"], rng)
         else:
             forge = rng.choice((*_IN_BOTH, _move))
-            header, rest = _forged_header(before, forge, rng)
+            header, rest = _forged_header(content, forge, rng)
             file.write_bytes(header + rest)
             _describe_header(body, file.name, header)
         manifest.write_bytes(_sign(body))
-        if manifest.read_bytes() == whole:  # two identical entries were swapped
+        if manifest.read_bytes() == original:  # two identical entries were swapped
             continue
         with (
             trials.trial(f"{forge.__name__} in {file.name}, trial {trials.tried}"),
@@ -140,8 +142,8 @@ def forged_tables(folder: Path, count: int) -> Trials:
         ):
             refused_and_replaced(newest, file.name, older)
         trials.note("of the manifest" if file == manifest else "of a header")
-        file.write_bytes(before)
-        manifest.write_bytes(whole)
+        file.write_bytes(content)
+        manifest.write_bytes(original)
     reader = open_checkpoint(folder)
     assert reader is not None
     assert reader.iteration == 2  # unchanged
@@ -153,17 +155,17 @@ def _forged_header(data: bytes, forge: Forge, rng: random.Random) -> tuple[bytes
     end = 8 + int.from_bytes(data[:8], "little")
     table = json.loads(data[8:end])
     forge(table, rng)
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, data[end:]
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header, data[end:]
 
 
 def _describe_header(body: dict[str, Any], file: str, header: bytes) -> None:
     """Update the manifest for its file's new header and the offsets that it moved."""
     info = body["files"][file]
-    moved = len(header) - info["header_bytes"]
-    info["bytes"] += moved
+    shift = len(header) - info["header_bytes"]
+    info["bytes"] += shift
     info |= {"header_bytes": len(header), "header_sha256": digest_of(header)}
     for tensor in body["tensors"].values():
         for piece in tensor["pieces"]:
-            piece["start"] += moved * (piece["file"] == file)
+            piece["start"] += shift * (piece["file"] == file)

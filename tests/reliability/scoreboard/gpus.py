@@ -35,9 +35,10 @@ def _command(folder: Path, *flags: str, restarts: int = 0) -> list[str]:
     batch += [str(gpus * workload.samples_per_gpu)]
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--eval-iters", "0"]
     data += ["--vocab-size", str(workload.vocabulary - 1), "--log-interval", "10"]
-    own = ["--use-distributed-optimizer", "--metrics-jsonl", str(folder / "metrics")]
-    words = [*workload.network.split(), *batch, *data, *PRECISIONS["bf16"], *own, *flags]
-    return [sys.executable, *start, str(ROOT / "pretrain_gpt.py"), *words]
+    network = [*workload.network.split(), *PRECISIONS["bf16"], "--use-distributed-optimizer"]
+    metrics = ["--metrics-jsonl", str(folder / "metrics")]
+    script = str(ROOT / "pretrain_gpt.py")
+    return [sys.executable, *start, script, *network, *batch, *data, *metrics, *flags]
 
 
 def _job(folder: Path, command: Sequence[str]) -> chaos.Job:
@@ -56,11 +57,11 @@ def saving_throughput(folder: Path, count: int) -> Trials:
     trials, times = Trials(), []
     length = ("--train-iters", str(_INTERVAL * (count + 1) + 1))
     saves = ("--save-interval", str(_INTERVAL), "--async-save", "--keep-latest", "1")
-    for name, further in (("alone", ()), ("saves", saves)):
+    for name, save_flags in (("alone", ()), ("saves", saves)):
         inner = folder / name
         inner.mkdir()
-        where = ("--save", str(inner / "save")) if further else ()
-        code, _ = _job(inner, _command(inner, *length, *where, *further)).end()
+        save_folder = ("--save", str(inner / "save")) if save_flags else ()
+        code, _ = _job(inner, _command(inner, *length, *save_folder, *save_flags)).end()
         last = (inner / "out").read_text(encoding="utf-8")[-500:]
         expect(code == 0, f"the run {name} ended with {code}: {last}")
         times.append(dict(_steps(inner)))
@@ -78,21 +79,22 @@ def saving_throughput(folder: Path, count: int) -> Trials:
 
 def restarts_on_gpus(folder: Path, count: int) -> Trials:
     """Try row 44: SIGKILL to a random rank at a random time after a save."""
-    trials, draw, recoveries = Trials("seed 44"), random.Random(44), [0.0]
-    own = ("--save", str(folder / "save"), "--load", str(folder / "save"), "--keep-latest", "1")
-    flags = ("--train-iters", "100000", "--save-interval", str(_INTERVAL))
-    job = _job(folder, _command(folder, *own, *flags, restarts=count))
+    trials, rng, recoveries = Trials("seed 44"), random.Random(44), [0.0]
+    save = str(folder / "save")
+    flags = ("--save", save, "--load", save, "--keep-latest", "1")
+    flags += ("--train-iters", "100000", "--save-interval", str(_INTERVAL))
+    job = _job(folder, _command(folder, *flags, restarts=count))
     try:
-        for number in range(count):
+        for i in range(count):
             _wait_for_step(folder, job, len(_steps(folder)) + _INTERVAL + 4)
-            time.sleep(draw.uniform(0.0, 3.0))
-            with trials.trial(f"kill {number}"):
-                struck = chaos.inject_fault("kill", job, folder / "save", draw)
-                if struck is None:
+            time.sleep(rng.uniform(0.0, 3.0))
+            with trials.trial(f"kill {i}"):
+                fault = chaos.inject_fault("kill", job, folder / "save", rng)
+                if fault is None:
                     raise AssertionError("there was no rank to kill")
                 time.sleep(1.0)  # the step in flight may still end
                 next_step = _wait_for_step(folder, job, len(_steps(folder)) + 1)
-                recoveries.append(next_step - struck.time)
+                recoveries.append(next_step - fault.time)
                 expect(recoveries[-1] <= _RECOVERY, f"the next step: {recoveries[-1]:.1f} s later")
     finally:
         for pid in job.processes():
@@ -100,19 +102,21 @@ def restarts_on_gpus(folder: Path, count: int) -> Trials:
                 os.kill(pid, signal.SIGKILL)
         job.end()
     with trials.trial("steps lost"):
-        lost = chaos.lost_steps(chaos.read_metrics(folder / "metrics"))
-        expect(len(lost) == count and max(lost) <= _INTERVAL, f"steps lost: {lost}")
+        lost_steps = chaos.lost_steps(chaos.read_metrics(folder / "metrics"))
+        expect(
+            len(lost_steps) == count and max(lost_steps) <= _INTERVAL, f"steps lost: {lost_steps}"
+        )
     trials.note("milliseconds to the next step at most", round(1000 * max(recoveries)))
     trials.note(f"{Device.pick().name}s", gpu_count())
     return trials
 
 
-def _wait_for_step(folder: Path, job: chaos.Job, number: int) -> float:
-    """Return when step `number` of all attempts, from 1, ended (since 1970)."""
+def _wait_for_step(folder: Path, job: chaos.Job, count: int) -> float:
+    """Return when step `count` of all attempts, from 1, ended (since 1970)."""
     deadline = time.monotonic() + _LIMIT
-    while len(steps := _steps(folder)) < number:
+    while len(steps := _steps(folder)) < count:
         output = (folder / "out").read_text(encoding="utf-8", errors="replace")[-500:]
         expect(job.process.poll() is None, f"the run ended: {output}")
-        expect(time.monotonic() < deadline, f"no step {number} in {_LIMIT:.0f} s: {output}")
+        expect(time.monotonic() < deadline, f"no step {count} in {_LIMIT:.0f} s: {output}")
         time.sleep(0.1)
-    return steps[number - 1][1]
+    return steps[count - 1][1]

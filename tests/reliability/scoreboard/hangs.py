@@ -11,7 +11,7 @@ from tests.reliability.processes import TIMEOUT, run_ranks
 from tests.reliability.scoreboard.score import Trials, expect
 
 _RANKS = 4
-_LATEST = TIMEOUT + 10.0
+_DEADLINE = TIMEOUT + 10.0
 _DATA: tuple[tuple[str, ...], ...] = ((), ("--DDP-impl", "torch"))  # every rank loads samples
 _SPLIT: tuple[tuple[str, ...], ...] = (
     ("--tensor-model-parallel-size", "2"),
@@ -31,12 +31,12 @@ def hanging_ranks(folder: Path, count: int) -> Trials:
     """Try row 16: every rank ends in time, and one report names the rank and the operation."""
     trials = Trials.with_seeds(count)
     for seed in range(count):
-        draw = random.Random(seed)
+        rng = random.Random(seed)
         kind = list(_FAULTS)[seed % len(_FAULTS)]
-        flags = draw.choice(_FAULTS[kind])
+        flags = rng.choice(_FAULTS[kind])
         # Here rank 0 serves the store. Without it, every rank would report for itself (row 37).
-        victim = draw.randrange(int(kind == "stop"), _RANKS)
-        iteration = draw.choice((1, 2, 3))
+        victim = rng.randrange(int(kind == "stop"), _RANKS)
+        iteration = rng.choice((1, 2, 3))
         inner = folder / str(seed)
         inner.mkdir()
         with trials.trial(f"seed {seed}, {kind} of rank {victim}, {' '.join(flags)}"):
@@ -52,10 +52,11 @@ def _hang(folder: Path, fault: str, flags: tuple[str, ...]) -> None:
     errors = "".join(outcome.errors for outcome in running)
     expect((outcomes[int(victim)] is None) == (kind == "stop"), f"the fault missed: {errors}")
     expect(len(running) >= _RANKS - 1, f"a rank hangs: {errors}")
-    codes, seconds = [one.code for one in running], [one.seconds for one in running]
+    codes = [outcome.code for outcome in running]
+    seconds = [outcome.seconds for outcome in running]
     expect(codes == [HangError.exit_code] * len(running), f"codes {codes}: {errors}")
-    expect(TIMEOUT < min(seconds) <= max(seconds) < _LATEST, f"after {seconds} s")
+    expect(TIMEOUT < min(seconds) <= max(seconds) < _DEADLINE, f"after {seconds} s")
     expect(errors.count(f"error: hang in iteration {iteration}") == 1, f"not one report: {errors}")
-    told = re.search(rf"rank {victim} did not join the \S+", errors)
-    expect(told, f"rank and operation are not named: {errors}")
+    match = re.search(rf"rank {victim} did not join the \S+", errors)
+    expect(match, f"rank and operation are not named: {errors}")
     expect("Traceback" not in errors, errors)

@@ -15,7 +15,7 @@ from tests.fuzz.targets import TARGETS
 from tests.reliability.scoreboard.score import Trials, expect
 
 _SEED = 41
-_TOGETHER = 500  # programs held in memory
+_BATCH = 500  # programs held in memory
 
 
 def every_reader(_: Path, count: int) -> Trials:
@@ -31,8 +31,8 @@ def hostile_pickles(_: Path, count: int) -> Trials:
     """Try random programs, mutations of them and of real pickles, and trees that Python pickles."""
     trials = Trials(f"seed {_SEED}; programs and trees 0 and up")
     (real,) = [target for target in TARGETS if target.name == "pickle"]
-    for first in range(0, count, _TOGETHER):
-        numbers = range(first, min(first + _TOGETHER, count))
+    for first in range(0, count, _BATCH):
+        numbers = range(first, min(first + _BATCH, count))
         seeds = partial(_programs, numbers)
         _try(trials, Target(f"programs {numbers}", seeds, _read, real.errors), 1)
     trials.note("programs", count)

@@ -37,21 +37,21 @@ _HIDDEN = 128  # a megabyte per rank
 # A rank notices at once that a connected peer was killed, but waits this long for a peer that it
 # has not connected to yet.
 _TIMEOUT = timedelta(seconds=10)
-_PATIENCE = 30.0  # seconds within which the rest of a killed job must end
+_EXIT_SECONDS = 30.0  # seconds within which the rest of a killed job must end
 
 
 def _state_of(iteration: int, rank: int) -> State:
     """Return a tensor that both ranks hold, and tensors that only this rank holds."""
-    own = make_state(iteration * _RANKS + rank, _HIDDEN)
+    local = make_state(iteration * _RANKS + rank, _HIDDEN)
     shared = {"model.copy": Entry.whole(torch.full((1000,), float(iteration)))}
-    return shared | {f"{name}.{rank}": entry for name, entry in own.items()}
+    return shared | {f"{name}.{rank}": entry for name, entry in local.items()}
 
 
 def _whole_state(iteration: int) -> State:
     return _state_of(iteration, 0) | _state_of(iteration, 1)
 
 
-def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready: int) -> None:
+def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready_pipe: int) -> None:
     """Run one rank of a job that saves iterations 2, 3 ... until it is killed."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS, timeout=_TIMEOUT
@@ -64,7 +64,7 @@ def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready:
         saver = BackgroundSaver(
             root, state, layout, beside, device, keep=RetentionPolicy(3), report=lambda *_: None
         )
-    os.write(ready, b"x")
+    os.write(ready_pipe, b"x")
     for iteration in itertools.count(2):
         state, meta = _state_of(iteration, rank), meta_of(iteration)
         if saver is None:
@@ -84,7 +84,7 @@ class _Job:
         self.pids = [self._fork(rank, folder, root, background, send) for rank in range(_RANKS)]
         os.close(send)
         for _ in self.pids:
-            expect(select.select([receive], [], [], _PATIENCE)[0], "the job did not start")
+            expect(select.select([receive], [], [], _EXIT_SECONDS)[0], "the job did not start")
             expect(os.read(receive, 1), "a rank failed before it was killed")
         os.close(receive)
 
@@ -100,40 +100,40 @@ class _Job:
 
     def end(self) -> list[int]:
         """Return exit codes. Raises AssertionError if a rank does not notice the other's death."""
-        deadline, codes = time.monotonic() + _PATIENCE, {}
+        deadline, codes = time.monotonic() + _EXIT_SECONDS, {}
         while len(codes) < len(self.pids) and time.monotonic() < deadline:
             for pid in self.pids:
-                if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                    codes[pid] = os.waitstatus_to_exitcode(found[1])
+                if pid not in codes and (waited := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[pid] = os.waitstatus_to_exitcode(waited[1])
             time.sleep(0.002)
-        left = [pid for pid in self.pids if pid not in codes]
-        for pid in left:
+        survivors = [pid for pid in self.pids if pid not in codes]
+        for pid in survivors:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        expect(not left, "a rank went on after the other was killed")
+        expect(not survivors, "a rank went on after the other was killed")
         return [codes[pid] for pid in self.pids]
 
 
 def _watch(root: Path, seconds: float) -> int:
     """Check every millisecond that the tracker names a sound checkpoint; return how often."""
-    looks, named_before, deadline = 0, None, time.monotonic() + seconds
+    reads, previous, deadline = 0, None, time.monotonic() + seconds
     while time.monotonic() < deadline:
-        named, complaint = read_tracker(root)
-        expect(complaint is None, f"the tracker was torn: {complaint}")
-        looks += 1
-        if named != named_before and named is not None:
+        name, problem = read_tracker(root)
+        expect(problem is None, f"the tracker was torn: {problem}")
+        reads += 1
+        if name != previous and name is not None:
             with contextlib.suppress(FileNotFoundError):  # --keep-latest may remove old ones
-                expect((root / named / MANIFEST).exists() or _is_old(root, named), f"no {named}")
-                if (root / named / MANIFEST).exists():
-                    NativeReader(root / named).verify()
-            named_before = named
+                expect((root / name / MANIFEST).exists() or _is_old(root, name), f"no {name}")
+                if (root / name / MANIFEST).exists():
+                    NativeReader(root / name).verify()
+            previous = name
         time.sleep(0.001)
-    return looks
+    return reads
 
 
-def _is_old(root: Path, named: str) -> bool:
-    now, _ = read_tracker(root)
-    return now is not None and now > named
+def _is_old(root: Path, name: str) -> bool:
+    current, _ = read_tracker(root)
+    return current is not None and current > name
 
 
 def _kill_one(folder: Path, background: bool, rng: random.Random, trials: Trials) -> None:
@@ -162,8 +162,10 @@ def _kill_one(folder: Path, background: bool, rng: random.Random, trials: Trials
     assert_holds(reader, _whole_state(reader.iteration))
     del reader
     save(root, 100_000, _whole_state(7), {"iteration": 100_000}, layout)
-    left = [path.name for path in root.iterdir() if ".tmp-" in path.name or ".old-" in path.name]
-    expect(not left, f"the next save left {left}")
+    leftovers = [
+        path.name for path in root.iterdir() if ".tmp-" in path.name or ".old-" in path.name
+    ]
+    expect(not leftovers, f"the next save left {leftovers}")
 
 
 def _kill_often(folder: Path, count: int, background: bool) -> Trials:
@@ -202,7 +204,7 @@ def _write_in_background(root: Path) -> None:
     saver.wait()
 
 
-_WAYS: dict[str, Callable[[Path], None]] = {
+_SAVES: dict[str, Callable[[Path], None]] = {
     "a new one": lambda root: _write(root, 20),
     "one that replaces another": lambda root: _write(root, 10),
     "one that deletes old ones": lambda root: _write(root, 20, keep=RetentionPolicy(1)),
@@ -213,14 +215,16 @@ _WAYS: dict[str, Callable[[Path], None]] = {
 def killed_at_every_call(folder: Path, count: int) -> Trials:
     """Try row 4: kill at every system call of a save; `count` limits the calls for each way."""
     trials = Trials()
-    for name, way in _WAYS.items():
+    for name, save_once in _SAVES.items():
         for boundary in range(count):
             root = folder / f"{name} {boundary}"
             save_state(root, 10)
 
-            def doomed(boundary: int = boundary, root: Path = root, way: Any = way) -> None:
+            def doomed(
+                boundary: int = boundary, root: Path = root, save_once: Any = save_once
+            ) -> None:
                 kill_at(boundary)
-                way(root)
+                save_once(root)
 
             status = run_forked(doomed)
             if status == 0:  # there are no more calls

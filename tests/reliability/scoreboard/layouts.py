@@ -13,11 +13,11 @@ def all_layouts(folder: Path, count: int) -> Trials:
     grids = GRIDS if count >= len(GRIDS) else FEW[:count]
     expected, results = all_pairs(grids, folder)
     trials = Trials()
-    for (source, target), loaded in results.items():
+    for (source, target), actual in results.items():
         with trials.trial(f"{source.name} into {target.name}"):
-            expect(loaded.differing == 0, f"{loaded.differing} bytes differ")
-            difference = relative_difference(loaded.loss, expected)
+            expect(actual.differing == 0, f"{actual.differing} bytes differ")
+            difference = relative_difference(actual.loss, expected)
             expect(difference <= LOSS_TOLERANCE, f"the next loss differs by {difference:.1e}")
-    worst = max(relative_difference(loaded.loss, expected) for loaded in results.values())
+    worst = max(relative_difference(actual.loss, expected) for actual in results.values())
     trials.note(f"layouts (largest difference of the next loss {worst:.1e})", len(grids))
     return trials

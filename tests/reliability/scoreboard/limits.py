@@ -43,10 +43,10 @@ from tests.training.toy import TOY
 
 _LIMIT = 120  # seconds
 _WORKERS = 6
-_WHOLE = 0.05  # the share of trainings that are new interpreters
+_NEW_INTERPRETER_SHARE = 0.05  # the share of trainings that are new interpreters
 _KINDS = (CheckpointError, ConfigError, DataError, OutputClosedError, ShortageError, StorageError)
 _CODES = {EXIT_OK, *(kind.exit_code for kind in _KINDS)}
-_WELL = f"ended with {EXIT_OK}"
+_SUCCESS = f"ended with {EXIT_OK}"
 _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000  # flags of unshare
 _PRIVATE = 0x44000  # for mount: MS_REC | MS_PRIVATE
 
@@ -56,7 +56,7 @@ def merely_large(folder: Path, count: int) -> Trials:
     trials = Trials.with_seeds(count)
     attacks = (_preprocess, _train_tokenizer, _little_memory, _little_shared_memory, _reader_exits)
     first = _training(folder, 2)
-    expect(_run(first, folder)[0] == _WELL, "the first run fails")
+    expect(_run(first, folder)[0] == _SUCCESS, "the first run fails")
     attempts: list[Attempt] = []
     for seed in range(count):
         attack = attacks[seed % len(attacks)]
@@ -74,14 +74,14 @@ def _attempt(
     return [f"{attack.__name__.strip('_').replace('_', ' ')}, {ending}", kind]
 
 
-def _ended(code: int, said: str, *, is_new: bool) -> list[str]:
+def _check_end(code: int, errors: str, *, new_interpreter: bool) -> list[str]:
     """Check how a command ended, and return its trial's notes."""
-    expect(code in _CODES, f"ended with {code}: {said[-300:]}")
-    expect("Traceback" not in said, f"a traceback: {said[-300:]}")
-    last = said.splitlines()[-1] if said else ""
-    begins = last.startswith(("error: ", "WARNING: the program that read"))
-    expect(code == EXIT_OK or begins, f"no reason: {said[-300:]}")
-    return [f"ended with {code}", "new interpreters" if is_new else "forks"]
+    expect(code in _CODES, f"ended with {code}: {errors[-300:]}")
+    expect("Traceback" not in errors, f"a traceback: {errors[-300:]}")
+    last_line = errors.splitlines()[-1] if errors else ""
+    is_explained = last_line.startswith(("error: ", "WARNING: the program that read"))
+    expect(code == EXIT_OK or is_explained, f"no reason: {errors[-300:]}")
+    return [f"ended with {code}", "new interpreters" if new_interpreter else "forks"]
 
 
 def _read(stream: IO[str], lines: int | None) -> None:
@@ -95,46 +95,48 @@ def _read(stream: IO[str], lines: int | None) -> None:
 
 
 def _run(
-    words: list[str],
+    argv: list[str],
     folder: Path,
     *,
     limit: int | None = None,
-    shared: int | None = None,
+    shared_kib: int | None = None,
     lines: int | None = None,
-    is_new: bool = False,
+    new_interpreter: bool = False,
 ) -> list[str]:
     """Run `python words...`, check how it ends, and return notes.
 
     Args:
-        words: A file and its flags.
+        argv: A file and its flags.
         folder: Where output may be written.
         limit: The limit on its address space in bytes, if any. In a fork, which has imported
             everything, it is added to what the process already has.
-        shared: The size of its /dev/shm in KiB, if it differs from the system's.
+        shared_kib: The size of its /dev/shm in KiB, if it differs from the system's.
         lines: How many lines of its output are read before the pipe is closed; `None` for all.
-        is_new: Whether it is a new interpreter rather than a fork of this process.
+        new_interpreter: Whether it is a new interpreter rather than a fork of this process.
     """
 
-    def before() -> None:
+    def preexec() -> None:
         os.chdir(ROOT)
-        if shared is not None:
-            _mount_shared_memory(shared)
+        if shared_kib is not None:
+            _mount_shared_memory(shared_kib)
         if limit is not None:
-            pages = 0 if is_new else int(Path("/proc/self/statm").read_text().split()[0])
+            pages = 0 if new_interpreter else int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limit,) * 2)
 
     with tempfile.TemporaryDirectory(dir=folder) as inner, within(_LIMIT):
         output, errors = Path(inner, "output"), Path(inner, "errors")
         os.mkfifo(output)
-        [process] = start_ranks(words, os.environ, [output], [errors], before=before, is_new=is_new)
+        [process] = start_ranks(
+            argv, os.environ, [output], [errors], preexec=preexec, new_interpreter=new_interpreter
+        )
         try:
             _read(output.open(errors="replace"), lines)
             process.join()
         finally:
             process.kill()
             process.join()
-        code, said = process.exitcode or EXIT_OK, errors.read_text(errors="replace")
-    return _ended(code, said, is_new=is_new)
+        code, errors_text = process.exitcode or EXIT_OK, errors.read_text(errors="replace")
+    return _check_end(code, errors_text, new_interpreter=new_interpreter)
 
 
 def _mount_shared_memory(size: int) -> None:
@@ -162,20 +164,20 @@ def _can_mount() -> bool:
     return process.exitcode == 0
 
 
-def _large_file(folder: Path, draw: random.Random) -> Path:
+def _large_file(folder: Path, rng: random.Random) -> Path:
     """Write some small documents and a large one, in any format."""
-    filling = draw.choice(["x", "word ", "é", "a b\n", '"\\'])
-    large = filling * (int(2 ** draw.uniform(20, 26)) // len(filling))
-    texts = ["small"] * draw.randrange(3) + [large] + ["small"] * draw.randrange(3)
-    path = folder / f"a{draw.choice(['.jsonl', '.jsonl.gz', '.jsonl.zst', '.parquet', '.txt'])}"
+    pattern = rng.choice(["x", "word ", "é", "a b\n", '"\\'])
+    large = pattern * (int(2 ** rng.uniform(20, 26)) // len(pattern))
+    texts = ["small"] * rng.randrange(3) + [large] + ["small"] * rng.randrange(3)
+    path = folder / f"a{rng.choice(['.jsonl', '.jsonl.gz', '.jsonl.zst', '.parquet', '.txt'])}"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.table({"text": texts}), path)
     elif path.suffix == ".txt":
         path.write_text(large)
     else:
-        pack = {".gz": lambda data: gzip.compress(data, 1), ".zst": zstandard.compress}
-        path.write_bytes(pack.get(path.suffix, bytes)(lines))
+        compress = {".gz": lambda data: gzip.compress(data, 1), ".zst": zstandard.compress}
+        path.write_bytes(compress.get(path.suffix, bytes)(lines))
     return path
 
 
@@ -185,33 +187,33 @@ def _untouched(files: list[Path], work: Callable[[], list[str]]) -> list[str]:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"before")
     notes = work()
-    is_well = _WELL in notes
+    succeeded = _SUCCESS in notes
     replaced = [file.read_bytes() != b"before" for file in files]
-    expect(replaced == [is_well] * len(files), f"{notes}, replaced: {replaced}")
+    expect(replaced == [succeeded] * len(files), f"{notes}, replaced: {replaced}")
     return notes
 
 
-def _preprocess(folder: Path, draw: random.Random) -> list[str]:
+def _preprocess(folder: Path, rng: random.Random) -> list[str]:
     vocab = {character: i for i, character in enumerate(byte_of_character())}
     (folder / "v.json").write_text(json.dumps(vocab | {"<|endoftext|>": 256}))
     (folder / "m.txt").write_text("#version: 0.2\n")
-    words = [str(ROOT / "tools/preprocess_data.py"), "--input", str(_large_file(folder, draw))]
-    words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "v.json")]
-    words += ["--merge-file", str(folder / "m.txt"), "--output-prefix", str(folder / "out" / "x")]
-    words += ["--overwrite", "--max-line-mb", str(draw.choice([1, 8, 64, 500]))]
-    words += ["--workers", "2"] * draw.randrange(2) + ["--on-error", "skip"] * draw.randrange(2)
+    argv = [str(ROOT / "tools/preprocess_data.py"), "--input", str(_large_file(folder, rng))]
+    argv += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "v.json")]
+    argv += ["--merge-file", str(folder / "m.txt"), "--output-prefix", str(folder / "out" / "x")]
+    argv += ["--overwrite", "--max-line-mb", str(rng.choice([1, 8, 64, 500]))]
+    argv += ["--workers", "2"] * rng.randrange(2) + ["--on-error", "skip"] * rng.randrange(2)
     files = [folder / "out" / f"x_text_document.{ending}" for ending in ("bin", "idx")]
-    limit = int(draw.uniform(3e8, 3e9))
-    return _untouched(files, lambda: _run(words, folder, limit=limit, is_new=True))
+    limit = int(rng.uniform(3e8, 3e9))
+    return _untouched(files, lambda: _run(argv, folder, limit=limit, new_interpreter=True))
 
 
-def _train_tokenizer(folder: Path, draw: random.Random) -> list[str]:
-    words = [str(ROOT / "tools/train_tokenizer.py"), "--input", str(_large_file(folder, draw))]
-    words += ["--output-dir", str(folder / "out"), "--overwrite", "--vocab-size", "300"]
-    words += ["--max-line-mb", str(draw.choice([1, 8, 64]))]
+def _train_tokenizer(folder: Path, rng: random.Random) -> list[str]:
+    argv = [str(ROOT / "tools/train_tokenizer.py"), "--input", str(_large_file(folder, rng))]
+    argv += ["--output-dir", str(folder / "out"), "--overwrite", "--vocab-size", "300"]
+    argv += ["--max-line-mb", str(rng.choice([1, 8, 64]))]
     files = [folder / "out" / name for name in ("vocab.json", "merges.txt", "tokenizer.json")]
-    limit = int(draw.uniform(3e8, 2e9))
-    return _untouched(files, lambda: _run(words, folder, limit=limit, is_new=True))
+    limit = int(rng.uniform(3e8, 2e9))
+    return _untouched(files, lambda: _run(argv, folder, limit=limit, new_interpreter=True))
 
 
 def _training(folder: Path, iterations: int, *flags: str) -> list[str]:
@@ -226,26 +228,33 @@ def _goes_on(folder: Path, work: Callable[[], list[str]]) -> list[str]:
     notes = work()
     expect(int((folder / "run" / TRACKER).read_text()) >= 2, "the tracker went back")
     next_run = _training(folder, 3, "--exit-interval", "1")
-    expect(_WELL in _run(next_run, folder), "the next run fails")
+    expect(_SUCCESS in _run(next_run, folder), "the next run fails")
     return notes
 
 
-def _little_memory(folder: Path, draw: random.Random) -> list[str]:
-    workers, is_new = str(draw.choice([0, 2])), draw.random() < _WHOLE
-    words = _training(folder, 6, "--num-workers", workers, "--hidden-size", "32")
-    limit = int(2 ** (draw.uniform(27, 31) if is_new else draw.uniform(20, 32)))
-    return _goes_on(folder, lambda: _run(words, folder, limit=limit, is_new=is_new))
+def _little_memory(folder: Path, rng: random.Random) -> list[str]:
+    workers, new_interpreter = str(rng.choice([0, 2])), rng.random() < _NEW_INTERPRETER_SHARE
+    argv = _training(folder, 6, "--num-workers", workers, "--hidden-size", "32")
+    limit = int(2 ** (rng.uniform(27, 31) if new_interpreter else rng.uniform(20, 32)))
+    return _goes_on(
+        folder, lambda: _run(argv, folder, limit=limit, new_interpreter=new_interpreter)
+    )
 
 
-def _little_shared_memory(folder: Path, draw: random.Random) -> list[str]:
+def _little_shared_memory(folder: Path, rng: random.Random) -> list[str]:
     if not _can_mount():
-        return _little_memory(folder, draw)
-    size, is_new = draw.choice([4, 8, 16, 32, 64, 256]), draw.random() < _WHOLE
-    words = _training(folder, 6, "--num-workers", str(draw.choice([1, 2, 3])))
-    return _goes_on(folder, lambda: _run(words, folder, shared=size, is_new=is_new))
+        return _little_memory(folder, rng)
+    size = rng.choice([4, 8, 16, 32, 64, 256])
+    new_interpreter = rng.random() < _NEW_INTERPRETER_SHARE
+    argv = _training(folder, 6, "--num-workers", str(rng.choice([1, 2, 3])))
+    return _goes_on(
+        folder, lambda: _run(argv, folder, shared_kib=size, new_interpreter=new_interpreter)
+    )
 
 
-def _reader_exits(folder: Path, draw: random.Random) -> list[str]:
-    words, lines = _training(folder, 10_000), draw.randrange(40)
-    is_new = draw.random() < _WHOLE
-    return _goes_on(folder, lambda: _run(words, folder, lines=lines, is_new=is_new))
+def _reader_exits(folder: Path, rng: random.Random) -> list[str]:
+    argv, lines = _training(folder, 10_000), rng.randrange(40)
+    new_interpreter = rng.random() < _NEW_INTERPRETER_SHARE
+    return _goes_on(
+        folder, lambda: _run(argv, folder, lines=lines, new_interpreter=new_interpreter)
+    )

@@ -36,7 +36,7 @@ from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.legacy.test_malicious import CORPUS, EXHAUSTING, MARK, Calls
 from tests.checkpoint.states import save_state
 from tests.reliability.scoreboard import payloads
-from tests.reliability.scoreboard.commands import Command, run_training, run_words
+from tests.reliability.scoreboard.commands import Command, run_tool, run_training
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.repository import ROOT
 from tests.training.toy import TOY
@@ -61,7 +61,7 @@ Attack = Callable[[Path], int]
 
 
 def _train(folder: Path, *flags: str) -> int:
-    return run_training(folder.parent / "out", *flags, before=lambda: os.chdir(folder)).code
+    return run_training(folder.parent / "out", *flags, preexec=lambda: os.chdir(folder)).code
 
 
 def _load(folder: Path) -> int:
@@ -179,7 +179,7 @@ def _tokenizer_code(folder: Path) -> int:
 def _convert(folder: Path) -> int:
     words = ["--model-type", "GPT", "--loader", "hf", "--saver", "native"]
     words += ["--load-dir", str(folder), "--save-dir", str(folder / "converted")]
-    return run_words(folder.parent / "out", util.main, *words).code
+    return run_tool(folder.parent / "out", util.main, *words).code
 
 
 def _hub_hook(**hooks: Any) -> Attack:
@@ -265,35 +265,35 @@ def _attacks() -> Iterator[tuple[str, Attack]]:
         yield f"pickle: {name}", _legacy(b"\x80\x02" + body + b".")
 
 
-def _random_attack(draw: random.Random) -> tuple[str, Attack]:
+def _random_attack(rng: random.Random) -> tuple[str, Attack]:
     """Return a random payload in a random place, and a description of it."""
-    kind = draw.choice((*["pickle"] * 3, "bomb", "YAML", "hooks", "library"))
+    kind = rng.choice((*["pickle"] * 3, "bomb", "YAML", "hooks", "library"))
     match kind:
         case "YAML":
-            attack = _yaml(payloads.random_yaml(draw))
+            attack = _yaml(payloads.random_yaml(rng))
         case "hooks":
-            attack = _hub_hook(**payloads.random_hooks(draw))
+            attack = _hub_hook(**payloads.random_hooks(rng))
         case "library":
-            attack = _library(draw)
+            attack = _library(rng)
         case "bomb":
-            attack = _random_place(payloads.exhausting_pickle(draw), draw)
+            attack = _random_place(payloads.exhausting_pickle(rng), rng)
         case _:
-            data = payloads.random_pickle(draw)
+            data = payloads.random_pickle(rng)
             _expect_execution(data)
-            attack = _random_place(data, draw)
+            attack = _random_place(data, rng)
     return kind, attack
 
 
-def _random_place(data: bytes, draw: random.Random) -> Attack:
+def _random_place(data: bytes, rng: random.Random) -> Attack:
     """Put a pickle into one of our files, or a file in a format that some program unpickles."""
-    file = payloads.torch_file(data, draw)
-    name, flags = draw.choice(_TOKENIZERS)
-    return draw.choice(
+    file = payloads.torch_file(data, rng)
+    name, flags = rng.choice(_TOKENIZERS)
+    return rng.choice(
         (
             partial(_load_weights, file),
             partial(_load_weights, file),
-            _hub_pickle(draw.choice(_WEIGHTS), file),
-            _native(draw.choice(_NATIVE), data),
+            _hub_pickle(rng.choice(_WEIGHTS), file),
+            _native(rng.choice(_NATIVE), data),
             _distributed_checkpoint(data),
             _tokenizer_pickle(name, *flags, data=data),
         )
@@ -328,14 +328,14 @@ def _native(name: str, data: bytes) -> Attack:
     return attack
 
 
-def _library(draw: random.Random) -> Attack:
+def _library(rng: random.Random) -> Attack:
     """Return a cache with a library that another user may have written."""
 
     def attack(folder: Path) -> int:
         data = payloads.library()
         with patch.dict(os.environ, {"MEGATRON_CACHE": str(folder / "cache")}):
             (folder / "cache").mkdir()
-            payloads.spoil_library(payloads.plant_library(data), draw)
+            payloads.spoil_library(payloads.plant_library(data), rng)
             return _load_library(folder)
 
     return attack
@@ -389,7 +389,7 @@ def malicious_files(folder: Path, count: int) -> Trials:
 
     All known attacks are tried, then as many random ones.
     """
-    trials, draw = Trials("seed 29"), random.Random(29)
+    trials, rng = Trials("seed 29"), random.Random(29)
     pickle.loads(_PAYLOAD)  # otherwise the payloads would prove nothing
     expect(Path(MARK).exists(), "the payload does not work")
     Path(MARK).unlink()
@@ -398,7 +398,7 @@ def malicious_files(folder: Path, count: int) -> Trials:
         _try(trials, folder, name, attack)
     trials.note("known attacks", trials.tried)
     for number in range(count):
-        kind, attack = _random_attack(draw)
+        kind, attack = _random_attack(rng)
         _try(trials, folder, f"random {number}: {kind}", attack)
         trials.note(f"random: {kind}")
     return trials

@@ -23,11 +23,11 @@ from tests.reliability.processes import environment, module
 from tests.reliability.scoreboard.score import Attempt, Trials, expect
 
 _LIMIT = 2.0  # seconds that a rank may keep others waiting
-_WHOLE_LIMIT = 10.0  # the same in new interpreters, which import more during their first update
+_NEW_INTERPRETER_LIMIT = 10.0  # the same in new interpreters, whose first update imports more
 _PROMISE = 10.0  # seconds after the limit by which every rank has ended
 _START = 150.0  # seconds within which a rank reaches its first iteration, even on a busy machine
 _WORKERS = 10  # concurrent jobs, which mostly wait
-_WHOLE = 0.02  # the share of jobs whose ranks are new interpreters instead of forks
+_NEW_INTERPRETER_SHARE = 0.02  # the share of jobs whose ranks are new interpreters instead of forks
 _PHASES = ("step", "start", "hang report", "end after an error", "end of the run", "save")
 _LAYOUTS = (
     (),
@@ -45,12 +45,18 @@ class _Job:
         ranks: The ranks' processes.
         launcher: The process that holds the store.
         limit: The seconds that a rank may keep others waiting.
-        struck: The `time.monotonic` time of the last signal.
+        signal_time: The `time.monotonic` time of the last signal.
         was_in_time: Whether a rank was running when the launcher froze.
     """
 
     def __init__(
-        self, count: int, fault: str, folder: Path, *flags: str, is_new: bool, meets: bool
+        self,
+        count: int,
+        fault: str,
+        folder: Path,
+        *flags: str,
+        new_interpreter: bool,
+        waits_for_all: bool,
     ) -> None:
         """Start all of them.
 
@@ -59,8 +65,8 @@ class _Job:
             fault: The fault of `faulty_pretrain`.
             folder: The folder to which they write.
             flags: Flags for all ranks.
-            is_new: Whether the ranks are new interpreters.
-            meets: Whether ranks wait for each other before they connect.
+            new_interpreter: Whether the ranks are new interpreters.
+            waits_for_all: Whether ranks wait for each other before they connect.
         """
         port = free_port()
         ready = start_method().Event()
@@ -69,14 +75,19 @@ class _Job:
         expect(ready.wait(_START), "the launcher did not start")
         self._outputs = [folder / f"rank{rank}" for rank in range(count)]
         variables = {**environment(fault, folder / "fault"), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        if meets:
+        if waits_for_all:
             variables["READY"] = str(folder)
-        self.limit = _WHOLE_LIMIT if is_new else _LIMIT
-        words = module("--distributed-timeout-minutes", f"{self.limit / 60:.4f}", *flags)
+        self.limit = _NEW_INTERPRETER_LIMIT if new_interpreter else _LIMIT
+        args = module("--distributed-timeout-minutes", f"{self.limit / 60:.4f}", *flags)
         self.ranks = start_ranks(
-            words, variables, self._outputs, self._outputs, port=port, is_new=is_new
+            args,
+            variables,
+            self._outputs,
+            self._outputs,
+            port=port,
+            new_interpreter=new_interpreter,
         )
-        self.struck = time.monotonic()
+        self.signal_time = time.monotonic()
         self.was_in_time = False
         self._stopped: set[int] = set()
 
@@ -94,17 +105,17 @@ class _Job:
         """Stop the launcher, like a frozen machine."""
         self.was_in_time = self.is_running
         os.kill(self.launcher.pid or 0, signal.SIGSTOP)
-        self.struck = time.monotonic()
+        self.signal_time = time.monotonic()
 
-    def strike(self, rank: int, number: signal.Signals) -> None:
+    def signal_rank(self, rank: int, signum: signal.Signals) -> None:
         """Kill or stop a rank that has not ended."""
         if self.ranks[rank].exitcode is None:
-            os.kill(self.ranks[rank].pid or 0, number)
-            self.struck = time.monotonic()
-            if number == signal.SIGSTOP:
+            os.kill(self.ranks[rank].pid or 0, signum)
+            self.signal_time = time.monotonic()
+            if signum == signal.SIGSTOP:
                 self._stopped.add(rank)
 
-    def until(self, condition: Callable[[], object]) -> None:
+    def wait_until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition holds or all ranks have ended."""
         deadline = time.monotonic() + _START
         while not condition() and any(rank.exitcode is None for rank in self.ranks):
@@ -119,7 +130,7 @@ class _Job:
         """
         running = [rank for i, rank in enumerate(self.ranks) if i not in self._stopped]
         for rank in running:
-            rank.join(max(0.0, self.struck + seconds - time.monotonic()))
+            rank.join(max(0.0, self.signal_time + seconds - time.monotonic()))
         hanging = [i for i, rank in enumerate(self.ranks) if rank in running and rank.is_alive()]
         expect(not hanging, f"ranks {hanging} hang {seconds:g} s later: {self.output()[-1000:]}")
         return [rank.exitcode or 0 for rank in running]
@@ -140,14 +151,16 @@ def _hold_store(port: int, ready: Any) -> None:
 
 @contextmanager
 def _job(
-    count: int, fault: str, folder: Path, *flags: str, is_new: bool, meets: bool
+    count: int, fault: str, folder: Path, *flags: str, new_interpreter: bool, waits_for_all: bool
 ) -> Iterator[_Job]:
     """Start a job, and kill what is left of it when the block ends."""
-    started = _Job(count, fault, folder, *flags, is_new=is_new, meets=meets)
+    job = _Job(
+        count, fault, folder, *flags, new_interpreter=new_interpreter, waits_for_all=waits_for_all
+    )
     try:
-        yield started
+        yield job
     finally:
-        started.end()
+        job.end()
 
 
 @dataclass(frozen=True)
@@ -158,30 +171,30 @@ class _Attack:
         phase: What the ranks are doing when the launcher freezes.
         count: The number of ranks.
         flags: Their layout.
-        victim: The rank that is struck.
-        number: The signal for the victim, or `None` to freeze only the launcher.
+        victim: The rank that gets a signal.
+        signum: The signal for the victim, or `None` to freeze only the launcher.
         seconds: How long after the phase began the launcher freezes.
-        apart: How long after that the victim is struck; negative if before it.
-        is_whole: Whether the ranks are new interpreters.
+        victim_delay: How long after that the victim gets its signal; negative if before it.
+        new_interpreters: Whether the ranks are new interpreters.
     """
 
     phase: str
     count: int
     flags: tuple[str, ...]
     victim: int
-    number: signal.Signals | None
+    signum: signal.Signals | None
     seconds: float
-    apart: float
-    is_whole: bool
+    victim_delay: float
+    new_interpreters: bool
 
     @classmethod
-    def drawn(cls, phase: str, rng: random.Random) -> _Attack:
+    def draw(cls, phase: str, rng: random.Random) -> _Attack:
         """Draw an attack on this phase."""
-        is_whole = rng.random() < _WHOLE
-        count = 2 if is_whole else rng.choice((2, 2, 2, 4))
+        new_interpreters = rng.random() < _NEW_INTERPRETER_SHARE
+        count = 2 if new_interpreters else rng.choice((2, 2, 2, 4))
         kill, stop = signal.SIGKILL, signal.SIGSTOP
-        numbers, longest = {
-            "start": ((None, kill, stop), 6.0 if is_whole else 0.6),
+        signals, max_seconds = {
+            "start": ((None, kill, stop), 6.0 if new_interpreters else 0.6),
             "step": ((kill, kill, stop), 0.5),
             "hang report": ((stop,), 12.0),
             "end after an error": ((None, None, kill, stop), 6.0),
@@ -193,10 +206,10 @@ class _Attack:
             count,
             rng.choice(_LAYOUTS),
             rng.randrange(count),
-            rng.choice(numbers),
-            rng.uniform(0.0, longest),
+            rng.choice(signals),
+            rng.uniform(0.0, max_seconds),
             rng.uniform(-0.3, 0.5),
-            is_whole,
+            new_interpreters,
         )
 
     def run(self, folder: Path) -> list[str]:
@@ -208,55 +221,65 @@ class _Attack:
         for attempt in range(16):
             inner = folder / str(attempt)
             inner.mkdir(parents=True)
-            share = 2**-attempt if attempt < 8 else 0  # finally, at the very start of the phase
-            sooner = {"seconds": self.seconds * share, "apart": self.apart * share}
-            if replace(self, **sooner).strikes(inner):
-                return [self.phase, *(["whole programs"] if self.is_whole else [])]
+            fraction = 2**-attempt if attempt < 8 else 0  # finally, at the very start of the phase
+            earlier = {
+                "seconds": self.seconds * fraction,
+                "victim_delay": self.victim_delay * fraction,
+            }
+            if replace(self, **earlier).run_once(inner):
+                return [self.phase, *(["whole programs"] if self.new_interpreters else [])]
         raise AssertionError("every time the ranks ended before the launcher froze")
 
-    def strikes(self, folder: Path) -> bool:
+    def run_once(self, folder: Path) -> bool:
         """Make the attack once, and return whether a rank was still running.
 
         Raises:
             AssertionError: A rank did not end in time, or none said why it ended.
         """
         fault = "none:0:0"
-        if self.phase == "end after an error":  # a fault of a rank that is not struck
+        if self.phase == "end after an error":  # a fault of a rank other than the victim
             fault = f"{('mistake', 'bug')[self.count // 4]}:{(self.victim + 1) % self.count}:2"
         endless = self.phase in ("step", "hang report", "save")
-        endless |= self.phase == "start" and self.number is not None
+        endless |= self.phase == "start" and self.signum is not None
         flags = [*self.flags, "--train-iters", "1000000" if endless else "3"]
         if self.phase in ("save", "end of the run"):
             flags += ["--save", str(folder / "checkpoints"), "--save-interval", "1"]
             flags += ["--keep-latest", "2", *(["--async-save"] if self.victim % 2 else [])]
-        is_start, is_new = self.phase == "start", self.is_whole
-        slow = _START if is_new else 5.0
-        with _job(self.count, fault, folder, *flags, is_new=is_new, meets=not is_start) as started:
+        is_start, new_interpreter = self.phase == "start", self.new_interpreters
+        startup_seconds = _START if new_interpreter else 5.0
+        with _job(
+            self.count,
+            fault,
+            folder,
+            *flags,
+            new_interpreter=new_interpreter,
+            waits_for_all=not is_start,
+        ) as job:
             if self.phase == "end after an error":
-                started.until((folder / "fault").exists)
+                job.wait_until((folder / "fault").exists)
             elif not is_start:
-                started.until(lambda: "iteration        1/" in started.output())
-            self._strike(started)
-            codes = started.codes(started.limit + _PROMISE + (slow if is_start else 0.0))
-            text = started.output()
-        codes = [code for code in codes if code != -signal.SIGKILL or self.number is None]
+                job.wait_until(lambda: "iteration        1/" in job.output())
+            self._send_signals(job)
+            codes = job.codes(job.limit + _PROMISE + (startup_seconds if is_start else 0.0))
+            text = job.output()
+        codes = [code for code in codes if code != -signal.SIGKILL or self.signum is None]
         expect(all(code >= 0 for code in codes), f"a rank crashed: {codes}: {text[-1000:]}")
         expect(not endless or all(codes), f"a rank ended well: {codes}: {text[-1000:]}")
         expect(not any(codes) or "error: " in text, f"no report: {codes}: {text[-1000:]}")
-        return started.was_in_time
+        return job.was_in_time
 
-    def _strike(self, started: _Job) -> None:
+    def _send_signals(self, job: _Job) -> None:
         time.sleep(self.seconds if self.phase != "hang report" else 0.0)
-        strikes: list[tuple[float, Callable[[], None]]] = [(0.0, started.freeze_launcher)]
-        if self.number is not None:
-            number = self.number
-            apart = -self.seconds if self.phase == "hang report" else self.apart
-            strikes.append((apart, lambda: started.strike(self.victim, number)))
-        last = min(when for when, _ in strikes)
-        for when, strike in sorted(strikes, key=lambda each: each[0]):
-            time.sleep(when - last)
-            strike()
-            last = when
+        actions: list[tuple[float, Callable[[], None]]] = [(0.0, job.freeze_launcher)]
+        if self.signum is not None:
+            signum = self.signum
+            delay = -self.seconds if self.phase == "hang report" else self.victim_delay
+            actions.append((delay, lambda: job.signal_rank(self.victim, signum)))
+        elapsed = min(delay for delay, _ in actions)
+        for delay, action in sorted(actions, key=lambda timed: timed[0]):
+            time.sleep(delay - elapsed)
+            action()
+            elapsed = delay
 
 
 def mute_store(folder: Path, count: int) -> Trials:
@@ -264,7 +287,7 @@ def mute_store(folder: Path, count: int) -> Trials:
     trials, rng = Trials("seed 37"), random.Random(37)
     attempts: list[Attempt] = []
     for number in range(count):
-        attack = _Attack.drawn(_PHASES[number % len(_PHASES)], rng)
+        attack = _Attack.draw(_PHASES[number % len(_PHASES)], rng)
         attempts.append((f"{number}, {attack}", partial(attack.run, folder / str(number))))
     trials.side_by_side(attempts, _WORKERS)
     return trials

@@ -48,14 +48,14 @@ class _Outcomes(Callback):
 
 def _spikes(iterations: int, *flags: str, spoiled: frozenset[int] = frozenset()) -> dict[int, str]:
     """Return the iterations that a toy run considers spikes."""
-    before, outcomes = RECIPES["gpt"], _Outcomes()
+    original, outcomes = RECIPES["gpt"], _Outcomes()
     RECIPES["gpt"] = SpoiledRecipe(spoiled)
     try:
-        words = ["--train-iters", str(iterations), "--eval-iters", "0", "--log-interval", "1000"]
-        run = build_toy(Layout.single(), [*words, "--on-spike", "skip", *flags])
+        base = ["--train-iters", str(iterations), "--eval-iters", "0", "--log-interval", "1000"]
+        run = build_toy(Layout.single(), [*base, "--on-spike", "skip", *flags])
         train(run, [outcomes, *standard_callbacks(run, [])[0]])
     finally:
-        RECIPES["gpt"] = before
+        RECIPES["gpt"] = original
     return outcomes.spikes
 
 
@@ -63,17 +63,18 @@ def spoiled_batches(folder: Path, count: int) -> Trials:
     """Try row 20: a batch with a sample whose loss is too large, and a run without one."""
     trials = Trials.with_seeds(count)
     for seed in range(count):
-        draw = random.Random(seed)
-        iteration = draw.randrange(_WINDOW + 1, 2 * _WINDOW)
-        sample, form = 4 * (iteration - 1) + draw.randrange(4), draw.choice(("--bf16", "--fp16"))
-        with trials.trial(f"seed {seed}, sample {sample}, {form}"):
-            flags = (form, "--initial-loss-scale", "64", "--seed", str(seed + 1))
+        rng = random.Random(seed)
+        iteration = rng.randrange(_WINDOW + 1, 2 * _WINDOW)
+        sample = 4 * (iteration - 1) + rng.randrange(4)
+        dtype_flag = rng.choice(("--bf16", "--fp16"))
+        with trials.trial(f"seed {seed}, sample {sample}, {dtype_flag}"):
+            flags = (dtype_flag, "--initial-loss-scale", "64", "--seed", str(seed + 1))
             window = ("--spike-window", str(_WINDOW))
-            found = _spikes(2 * _WINDOW, *flags, *window, spoiled=frozenset({sample}))
-            expect(list(found) == [iteration], f"spikes at {found}, not at {iteration}")
+            spikes = _spikes(2 * _WINDOW, *flags, *window, spoiled=frozenset({sample}))
+            expect(list(spikes) == [iteration], f"spikes at {spikes}, not at {iteration}")
     with trials.trial("a clean run"):
-        found = _spikes(_CLEAN * count)
-        expect(not found, f"spikes without a cause: {found}")
+        spikes = _spikes(_CLEAN * count)
+        expect(not spikes, f"spikes without a cause: {spikes}")
     trials.note("iterations of the clean run", _CLEAN * count)
     return trials
 
@@ -82,43 +83,44 @@ class _Flip(Callback):
     """Flips a bit of a weight on one rank before an update."""
 
     def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
-        self.iteration, self.rank = self._draw.randrange(1, 10), self._draw.randrange(_REPLICAS)
+        self._rng = random.Random(seed)
+        self.iteration, self.rank = self._rng.randrange(1, 10), self._rng.randrange(_REPLICAS)
         self.name = ""
 
     def before_step(self, run: Run) -> None:
         if run.progress.iteration + 1 != self.iteration:
             return
-        named, change = sorted(run.named_parameters()), 0.0
+        parameters, change = sorted(run.named_parameters()), 0.0
         while change < _LEAST:  # NaN also ends the loop
-            self.name, weight = self._draw.choice(named)
-            one = weight.data.view(-1)[self._draw.randrange(weight.numel()) :][:1]
-            flipped = (one.view(torch.int32) ^ (1 << self._draw.randrange(31))).view(torch.float32)
-            change = float((flipped - one).abs())
+            self.name, weight = self._rng.choice(parameters)
+            element = weight.data.view(-1)[self._rng.randrange(weight.numel()) :][:1]
+            bits = element.view(torch.int32) ^ (1 << self._rng.randrange(31))
+            flipped = bits.view(torch.float32)
+            change = float((flipped - element).abs())
         if run.layout.world.rank == self.rank:
-            one.copy_(flipped)  # through `data`, so autograd does not notice
+            element.copy_(flipped)  # through `data`, so autograd does not notice
 
 
 def _flipped(layout: Layout, seed: int, interval: int) -> tuple[int, int, str, str]:
     """Return the rank, iteration and weight of a flipped bit, and the error about it."""
-    words = ["--check-weight-hash-across-dp-replicas-interval", str(interval), "--on-nonfinite"]
+    flags = ["--check-weight-hash-across-dp-replicas-interval", str(interval), "--on-nonfinite"]
     size = ["--global-batch-size", str(_REPLICAS), "--eval-iters", "0", "--train-iters", "20"]
     flip, callbacks = _Flip(seed), list[Callback]()
     if seed % 2:  # --fault-inject flips a bit of the first weight
         fault = Fault.parse(f"step:{flip.rank}:{flip.iteration}:flip")
-        mine = FaultyJournal(None, [fault] if flip.rank == layout.world.rank else [])
-        layout = Layout.at(layout.world.rank, _REPLICAS).connect("cpu", mine)
+        journal = FaultyJournal(None, [fault] if flip.rank == layout.world.rank else [])
+        layout = Layout.at(layout.world.rank, _REPLICAS).connect("cpu", journal)
     else:
         callbacks.append(flip)
-    run = build_toy(layout, [*words, "skip", *size])
+    run = build_toy(layout, [*flags, "skip", *size])
     attach_faults(layout.journal, run.parts)
-    told = ""
+    message = ""
     try:
         train(run, [*callbacks, *standard_callbacks(run, [])[0]])
     except NumericsError as error:
-        told = str(error)
+        message = str(error)
     name = flip.name or next(name for name, _ in run.named_parameters())
-    return flip.rank, flip.iteration, name, told
+    return flip.rank, flip.iteration, name, message
 
 
 def flipped_bits(folder: Path, count: int) -> Trials:
@@ -130,23 +132,30 @@ def flipped_bits(folder: Path, count: int) -> Trials:
     for seed in range(count):
         interval = random.Random(seed).randrange(1, 11)
         with trials.trial(f"seed {seed}, every {interval} iterations"):
-            for rank, flipped, name, told in run_distributed(_REPLICAS, _flipped, seed, interval):
-                due = -(-flipped // interval) * interval
-                begins = f"iteration {due}: replicas differ: "
-                expect(told.startswith(begins), f"after {flipped}: {told or 'nothing was found'}")
-                expect(f"{name} of rank {rank}, unlike 2 others" in told, f"{name}, {rank}: {told}")
+            for rank, flipped, name, message in run_distributed(
+                _REPLICAS, _flipped, seed, interval
+            ):
+                check_iteration = -(-flipped // interval) * interval
+                prefix = f"iteration {check_iteration}: replicas differ: "
+                expect(
+                    message.startswith(prefix), f"after {flipped}: {message or 'nothing was found'}"
+                )
+                expect(
+                    f"{name} of rank {rank}, unlike 2 others" in message,
+                    f"{name}, {rank}: {message}",
+                )
     return trials
 
 
-def slowed(
-    layout: Layout, words: list[str], sizes: dict[str, int], fault: str
+def straggler_events(
+    layout: Layout, flags: list[str], sizes: dict[str, int], fault: str
 ) -> list[tuple[int, str]]:
     """Return when a toy run names stragglers, and its messages; an empty fault means none."""
     faults = [Fault.parse(fault)] if fault else []
-    mine = [each for each in faults if each.rank == layout.world.rank]
-    journal = FaultyJournal(None, mine) if mine else None
+    local_faults = [item for item in faults if item.rank == layout.world.rank]
+    journal = FaultyJournal(None, local_faults) if local_faults else None
     layout = Layout.at(layout.world.rank, layout.world.size, **sizes).connect("cpu", journal)
-    flags = ["--log-straggler", "--eval-iters", "0", "--log-interval", "1000", *words]
+    flags = ["--log-straggler", "--eval-iters", "0", "--log-interval", "1000", *flags]
     run, recorder = build_toy(layout, flags), Recorder()
     train(run, standard_callbacks(run, [recorder])[0])
     return [(iteration, text) for iteration, kind, text in recorder.events if kind == "straggler"]
@@ -156,22 +165,22 @@ def slow_ranks(folder: Path, count: int) -> Trials:
     """Try row 18: a rank takes twice as long from some update on, or none does."""
     trials = Trials.with_seeds(count)
     for seed in range(count):
-        draw = random.Random(seed)
-        sizes, words = _LAYOUTS[seed % len(_LAYOUTS)]
-        rank, onset = draw.randrange(4), draw.randrange(31, 50)
-        flags = [*words.split(), "--train-iters", str(onset + _WITHIN)]
-        with trials.trial(f"seed {seed}, rank {rank} from {onset} on, {words}"):
+        rng = random.Random(seed)
+        sizes, layout_flags = _LAYOUTS[seed % len(_LAYOUTS)]
+        rank, onset = rng.randrange(4), rng.randrange(31, 50)
+        flags = [*layout_flags.split(), "--train-iters", str(onset + _WITHIN)]
+        with trials.trial(f"seed {seed}, rank {rank} from {onset} on, {layout_flags}"):
             fault = f"step:{rank}:{onset}:slow=2x"
-            told = run_distributed(4, slowed, flags, sizes, fault)[-1]
-            expect(told, "it was not named")
-            names = [text for _, text in told if text.startswith(f"slow: rank {rank} (on ")]
-            expect(len(names) == len(told), f"others were named: {told}")
-            expect(onset <= told[0][0] <= onset + _WITHIN, f"at another time: {told}")
-    for sizes, words in _LAYOUTS:
-        with trials.trial(f"no rank is slow, {words}"):
+            reports = run_distributed(4, straggler_events, flags, sizes, fault)[-1]
+            expect(reports, "it was not named")
+            names = [text for _, text in reports if text.startswith(f"slow: rank {rank} (on ")]
+            expect(len(names) == len(reports), f"others were named: {reports}")
+            expect(onset <= reports[0][0] <= onset + _WITHIN, f"at another time: {reports}")
+    for sizes, layout_flags in _LAYOUTS:
+        with trials.trial(f"no rank is slow, {layout_flags}"):
             length = _UNDISTURBED * count // 20 // len(_LAYOUTS)
-            flags = [*words.split(), "--train-iters", str(max(length, 50))]
-            told = run_distributed(4, slowed, flags, sizes, "")[-1]
-            expect(not told, f"a false alarm: {told}")
+            flags = [*layout_flags.split(), "--train-iters", str(max(length, 50))]
+            reports = run_distributed(4, straggler_events, flags, sizes, "")[-1]
+            expect(not reports, f"a false alarm: {reports}")
     trials.note("undisturbed updates", _UNDISTURBED * count // 20)
     return trials

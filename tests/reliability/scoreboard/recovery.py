@@ -51,17 +51,17 @@ def _command(
     save = str(folder / "save")
     start = ["-m", launcher, "--standalone", "--nproc-per-node", str(processes)]
     start += ["--max-restarts", str(restarts)]
-    own = ["--save", save, "--load", save, "--metrics-jsonl", str(folder / "metrics")]
-    own += ["--keep-latest", "2", "--distributed-timeout-minutes", "0.5", *_DROPOUT]
-    return [sys.executable, *start, str(ROOT / "pretrain_gpt.py"), *TOY, *own, *flags]
+    save_flags = ["--save", save, "--load", save, "--metrics-jsonl", str(folder / "metrics")]
+    save_flags += ["--keep-latest", "2", "--distributed-timeout-minutes", "0.5", *_DROPOUT]
+    return [sys.executable, *start, str(ROOT / "pretrain_gpt.py"), *TOY, *save_flags, *flags]
 
 
-def _calm(folder: Path, processes: int, *flags: str) -> tuple[Path, float]:
+def _undisturbed(folder: Path, processes: int, *flags: str) -> tuple[Path, float]:
     """Return an undisturbed run's metrics, and the seconds that its steps took."""
     folder.mkdir()
-    words = _command(folder, processes, 0, *flags)
-    first = next(number for number, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
-    done = run_ranks(words[first:], command_environment(), processes, seconds=7200.0)
+    command = _command(folder, processes, 0, *flags)
+    first = next(i for i, arg in enumerate(command) if arg.endswith("pretrain_gpt.py"))
+    done = run_ranks(command[first:], command_environment(), processes, seconds=7200.0)
     expect(done.returncode == 0, f"the undisturbed run failed: {done.stdout[-500:]}")
     steps = chaos.steps_of(chaos.read_metrics(folder / "metrics"))
     return folder / "metrics", sum(seconds for _, _, seconds in steps)
@@ -71,26 +71,26 @@ def killed_ranks(folder: Path, count: int) -> Trials:
     """Try row 1: SIGKILL to a random rank at a random time, under torchrun and our launcher."""
     trials = Trials.with_seeds(count)
     flags = ("--train-iters", "300", "--save-interval", "20", "--log-interval", "100")
-    calm, seconds = _calm(folder / "calm", 2, *flags)
+    reference, seconds = _undisturbed(folder / "calm", 2, *flags)
     slowest = [0.0, 0.0]
     for seed in range(count):
-        inner, draw = folder / str(seed), random.Random(seed)
+        inner, rng = folder / str(seed), random.Random(seed)
         inner.mkdir()
         with trials.trial(f"seed {seed}"):
             save, metrics = inner / "save", inner / "metrics"
             command = _command(inner, 2, 1, *flags, launcher=_LAUNCHERS[seed % 2])
             plan = chaos.Plan(command, ["kill"], 1.0, 0.0, save, inner / "out", starts=1)
-            job, delay = _started(plan), draw.uniform(0.0, 0.7 * seconds)
+            job, delay = _start_job(plan), rng.uniform(0.0, 0.7 * seconds)
             deadline = time.monotonic() + 120.0
             while not any("grad-norm" in line for line in chaos.read_metrics(metrics)):
                 expect(time.monotonic() < deadline, "it did not begin to train")
                 time.sleep(0.02)
             time.sleep(delay)
-            struck = chaos.inject_fault("kill", job, save, draw)
-            code, left = job.end()
-            expect(struck is not None, "the run was over before the fault")
-            outcome = chaos.Outcome([code], [struck] if struck else [], 1.0, left)
-            problems, numbers = chaos.judge(save, metrics, outcome, calm)
+            fault = chaos.inject_fault("kill", job, save, rng)
+            code, survivors = job.end()
+            expect(fault is not None, "the run was over before the fault")
+            outcome = chaos.Outcome([code], [fault] if fault else [], 1.0, survivors)
+            problems, numbers = chaos.judge(save, metrics, outcome, reference)
             expect(not problems, "; ".join(problems))
             expect(numbers["restarts"] == 1, f"{numbers['restarts']} restarts")
             expect(numbers["most steps lost"] <= 20, f"{numbers['most steps lost']} steps lost")
@@ -102,7 +102,7 @@ def killed_ranks(folder: Path, count: int) -> Trials:
     return trials
 
 
-def _started(plan: chaos.Plan) -> chaos.Job:
+def _start_job(plan: chaos.Plan) -> chaos.Job:
     os.environ |= command_environment()
     return chaos.Job(plan)
 
@@ -110,20 +110,25 @@ def _started(plan: chaos.Plan) -> chaos.Job:
 def soaked(folder: Path, count: int) -> Trials:
     """Try row 35: about `count` minutes with a kill about every minute."""
     trials = Trials("seed 35")
-    often = ("--non-persistent-save-interval", "25", "--non-persistent-ckpt-type", "local")
+    fast_save_flags = (
+        "--non-persistent-save-interval",
+        "25",
+        "--non-persistent-ckpt-type",
+        "local",
+    )
     common = ("--save-interval", "500", "--log-interval", "1000")
-    _, seconds = _calm(folder / "probe", 4, *common, "--train-iters", "50")
+    _, seconds = _undisturbed(folder / "probe", 4, *common, "--train-iters", "50")
     length = ("--train-iters", str(int(50 * 60.0 * count * _GOODPUT / seconds)))
-    calm, _ = _calm(folder / "calm", 4, *common, *length)
+    reference, _ = _undisturbed(folder / "calm", 4, *common, *length)
     inner = folder / "soak"
     inner.mkdir()
-    local = (*often, "--non-persistent-local-ckpt-dir", str(inner / "fast"))
+    local = (*fast_save_flags, "--non-persistent-local-ckpt-dir", str(inner / "fast"))
     command = _command(inner, 4, 10_000, *common, *length, *local, launcher=_LAUNCHERS[1])
     plan = chaos.Plan(command, ["kill"], 60.0, 120.0 * count, inner / "save", inner / "out")
     with trials.trial("soak"):
         os.environ |= command_environment()
         outcome = chaos.run_under_faults(plan, seed=35)
-        problems, numbers = chaos.judge(inner / "save", inner / "metrics", outcome, calm)
+        problems, numbers = chaos.judge(inner / "save", inner / "metrics", outcome, reference)
         trials.note("kills", numbers["faults"])
         trials.note("iterations", int(length[1]))
         trials.note("goodput in percent", round(100 * numbers["goodput"]))
@@ -140,14 +145,14 @@ def verification(folder: Path, count: int) -> Trials:
     tensors = {f"model.{i}": Entry.whole(torch.full((16 << 20,), float(i))) for i in range(8)}
     size = sum(entry.tensor.nbytes for entry in tensors.values())
     snapshot = Snapshot.take(1, tensors, meta_of(1), Layout.single())
-    found = checkpoint_at(write_checkpoint(folder, snapshot))
-    assert found is not None
+    checkpoint = checkpoint_at(write_checkpoint(folder, snapshot))
+    assert checkpoint is not None
     trials, speeds = Trials(), []
     for number in range(count):
         with trials.trial(f"load {number}"):
-            began = time.process_time()
-            open_folder(found)
-            speeds.append(size / (time.process_time() - began))
+            start = time.process_time()
+            open_folder(checkpoint)
+            speeds.append(size / (time.process_time() - start))
             expect(speeds[-1] >= _BYTES_PER_SECOND, f"{speeds[-1] / 1e9:.2f} GB/s")
     trials.note(f"MiB verified, at {min(speeds) / 1e9:.2f} GB/s per core or faster", size >> 20)
     return trials
@@ -156,32 +161,32 @@ def verification(folder: Path, count: int) -> Trials:
 def not_finite(folder: Path, count: int) -> Trials:
     """Try row 19: a NaN in the pass of one of two ranks, once and several times in a row."""
     trials = Trials.with_seeds(count)
-    skips = ("--on-nonfinite", "skip", "--max-nonfinite-skips", "2")
+    skip_flags = ("--on-nonfinite", "skip", "--max-nonfinite-skips", "2")
     for seed in range(count):
-        inner, draw = folder / str(seed), random.Random(seed)
+        inner, rng = folder / str(seed), random.Random(seed)
         inner.mkdir()
-        layout, rank, step = draw.choice(_LAYOUTS), draw.randrange(2), draw.choice((2, 3))
-        point = draw.choice(("forward", "backward"))
+        layout, rank, step = rng.choice(_LAYOUTS), rng.randrange(2), rng.choice((2, 3))
+        point = rng.choice(("forward", "backward"))
         with trials.trial(f"seed {seed}, {point} of rank {rank} at {step}, {' '.join(layout)}"):
-            skipped = _trained(inner / "calm", *layout, "--iterations-to-skip", str(step - 1))
+            skipped = _train(inner / "calm", *layout, "--iterations-to-skip", str(step - 1))
             fault = ("--fault-inject", f"{point}:{rank}:{step}:nan")
-            damaged = _trained(inner / "nan", *layout, *skips, *fault)
+            damaged = _train(inner / "nan", *layout, *skip_flags, *fault)
             for name, (code, output) in (("calm", skipped), ("nan", damaged)):
                 expect(code == 0, f"{name}: {code}: {output[-300:]}")
             expect(_state_of(inner / "calm") == _state_of(inner / "nan"), "weights or moments")
-            faults = [f"{point}:{rank}:{step + more}:nan" for more in range(3)]
-            code, output = _trained(inner / "many", *layout, *skips, "--fault-inject", *faults)
+            faults = [f"{point}:{rank}:{step + k}:nan" for k in range(3)]
+            code, output = _train(inner / "many", *layout, *skip_flags, "--fault-inject", *faults)
             expect(code == NumericsError.exit_code, f"ended with {code}: {output[-300:]}")
             expect("3 such iterations in a row exceed" in output, output[-300:])
             expect(f"iteration {step + 2}: " in output, output[-300:])
     return trials
 
 
-def _trained(folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
+def _train(folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
     """Train six iterations and save the last; return the exit code and the output."""
-    words = [str(ROOT / "pretrain_gpt.py"), *TOY, "--train-iters", "6", "--save-interval", "10000"]
-    words += ["--save", str(folder), "--distributed-timeout-minutes", "1", *flags]
-    done = run_ranks(words, command_environment(), ranks)
+    args = [str(ROOT / "pretrain_gpt.py"), *TOY, "--train-iters", "6", "--save-interval", "10000"]
+    args += ["--save", str(folder), "--distributed-timeout-minutes", "1", *flags]
+    done = run_ranks(args, command_environment(), ranks)
     return done.returncode, done.stdout
 
 
@@ -194,18 +199,18 @@ class _Usage(Callback):
     """Records the process's open files and bytes of memory after each step."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, int]] = []
+        self.samples: list[tuple[int, int]] = []
 
     def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.found.append((len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")))
+        self.samples.append((len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")))
 
 
-def _saves(layout: Layout, words: Sequence[str]) -> list[tuple[int, int]]:
-    run, usage = build_toy(layout, words), _Usage()
+def _saves(layout: Layout, flags: Sequence[str]) -> list[tuple[int, int]]:
+    run, usage = build_toy(layout, flags), _Usage()
     callbacks, _ = standard_callbacks(run, [])
     train(run, [*callbacks, usage])
-    return usage.found
+    return usage.samples
 
 
 def leaks(folder: Path, count: int) -> Trials:
@@ -213,25 +218,37 @@ def leaks(folder: Path, count: int) -> Trials:
     trials, saves = Trials(), max(count // 4, 4)
     for number, flags in enumerate(((), ("--async-save",))):
         with trials.trial(f"{saves} saves {' '.join(flags)}"):
-            words = ["--save", str(folder / f"saves{number}"), "--save-interval", "1", *flags]
-            words += ["--keep-latest", "2", "--eval-iters", "0", "--train-iters", str(3 * saves)]
-            (found,) = run_distributed(1, _saves, words)
-            (files, memory), (files_after, memory_after) = found[saves], found[-1]
+            save_flags = ["--save", str(folder / f"saves{number}"), "--save-interval", "1", *flags]
+            save_flags += [
+                "--keep-latest",
+                "2",
+                "--eval-iters",
+                "0",
+                "--train-iters",
+                str(3 * saves),
+            ]
+            (usage,) = run_distributed(1, _saves, save_flags)
+            (files, memory), (files_after, memory_after) = usage[saves], usage[-1]
             expect(files_after <= files, f"{files} open files became {files_after}")
             expect(memory_after <= 1.05 * memory, f"{memory:,} bytes became {memory_after:,}")
     trials.note("saves", 6 * saves)
-    shared, own = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    shared_before, open_files = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     save = ("--save", str(folder / "starts"), "--load", str(folder / "starts"))
     flags = (*save, "--save-interval", "1", "--keep-latest", "2", "--exit-interval", "1")
     for number in range(count):
         with trials.trial(f"start {number}"):
-            more = ("--num-workers", "1", "--train-iters", str(count + 1))
-            ended = run_training(folder / "out", *flags, *more)
-            expect(ended.code == 0, f"ended with {ended.code}: {ended.output[-300:]}")
-            new = set(os.listdir("/dev/shm")) - shared
-            mine = [name for name in new if Path("/dev/shm", name).stat().st_uid == os.getuid()]
-            expect(not [name for name in mine if "torch" in name], f"left in /dev/shm: {mine}")
-            expect(len(os.listdir("/proc/self/fd")) <= own, "files stayed open")
+            data_flags = ("--num-workers", "1", "--train-iters", str(count + 1))
+            result = run_training(folder / "out", *flags, *data_flags)
+            expect(result.code == 0, f"ended with {result.code}: {result.output[-300:]}")
+            new_files = set(os.listdir("/dev/shm")) - shared_before
+            own_files = [
+                name for name in new_files if Path("/dev/shm", name).stat().st_uid == os.getuid()
+            ]
+            expect(
+                not [name for name in own_files if "torch" in name],
+                f"left in /dev/shm: {own_files}",
+            )
+            expect(len(os.listdir("/proc/self/fd")) <= open_files, "files stayed open")
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
             expect(not children, f"processes kept running: {children}")
     trials.note("starts", count)

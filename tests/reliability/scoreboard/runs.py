@@ -36,7 +36,7 @@ _SIZES = {"tensor": "--tensor-model-parallel-size", "pipeline": "--pipeline-mode
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Setup:
     """A layout, with flags for saving or sharding."""
 
     processes: int
@@ -51,30 +51,30 @@ class _Way:
     def train(self, *flags: str) -> list[tuple[list[float], str]]:
         """Return every rank's losses, and the digest of its final state."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline}
-        words = [*_DROPOUT, "--eval-iters", "0", *self.flags.split(), *flags]
+        args = [*_DROPOUT, "--eval-iters", "0", *self.flags.split(), *flags]
         for axis, size in sizes.items():
-            words += [_SIZES[axis], str(size)]
-        return run_distributed(self.processes, _train, words, **sizes)
+            args += [_SIZES[axis], str(size)]
+        return run_distributed(self.processes, _train, args, **sizes)
 
 
-_WAYS = (
-    _Way(1),
-    _Way(1, flags="--async-save"),
-    _Way(1, flags="--bf16"),
-    _Way(1, flags="--fp16 --initial-loss-scale 1024"),
-    _Way(2, flags="--zero-stage 1 --async-save"),
-    _Way(2, flags="--zero-stage 3 --bf16"),
-    _Way(2, tensor=2, flags="--sequence-parallel"),
-    _Way(2, pipeline=2),
-    _Way(4, tensor=2, pipeline=2, flags="--async-save"),
-    _Way(2, tensor=2),
-    _Way(4, pipeline=2, flags="--zero-stage 1"),
-    _Way(2, flags="--zero-stage 2"),
+_SETUPS = (
+    _Setup(1),
+    _Setup(1, flags="--async-save"),
+    _Setup(1, flags="--bf16"),
+    _Setup(1, flags="--fp16 --initial-loss-scale 1024"),
+    _Setup(2, flags="--zero-stage 1 --async-save"),
+    _Setup(2, flags="--zero-stage 3 --bf16"),
+    _Setup(2, tensor=2, flags="--sequence-parallel"),
+    _Setup(2, pipeline=2),
+    _Setup(4, tensor=2, pipeline=2, flags="--async-save"),
+    _Setup(2, tensor=2),
+    _Setup(4, pipeline=2, flags="--zero-stage 1"),
+    _Setup(2, flags="--zero-stage 2"),
 )
 
 
-def _train(layout: Layout, words: list[str]) -> tuple[list[float], str]:
-    recorder, run = train_toy(layout, words)
+def _train(layout: Layout, args: list[str]) -> tuple[list[float], str]:
+    recorder, run = train_toy(layout, args)
     digest = hashlib.sha256(repr(run.progress).encode())
     for name, entry in flatten(state_of(run)):
         digest.update(f"{name} {entry.offset}".encode())
@@ -85,51 +85,51 @@ def _train(layout: Layout, words: list[str]) -> tuple[list[float], str]:
 def resumed_runs(folder: Path, count: int) -> Trials:
     """Try row 5: 40 iterations in one run, and 20 + 20 with a restart in between."""
     trials = Trials()
-    for way in _WAYS[:count]:
-        with trials.trial(way.name):
-            save = ["--save", str(folder / way.name), "--save-interval", "20"]
+    for setup in _SETUPS[:count]:
+        with trials.trial(setup.name):
+            save = ["--save", str(folder / setup.name), "--save-interval", "20"]
             length = ["--train-iters", "40"]
-            straight = way.train(*length)
-            first = way.train(*length, *save, "--exit-interval", "20")
-            second = way.train(*length, "--load", str(folder / way.name))
-            for whole, begun, ended in zip(straight, first, second, strict=True):
-                expect(begun[0] + ended[0] == whole[0], "the losses differ")
-                expect(ended[1] == whole[1], "the states differ")
+            uninterrupted = setup.train(*length)
+            first = setup.train(*length, *save, "--exit-interval", "20")
+            second = setup.train(*length, "--load", str(folder / setup.name))
+            for expected, first_half, second_half in zip(uninterrupted, first, second, strict=True):
+                expect(first_half[0] + second_half[0] == expected[0], "the losses differ")
+                expect(second_half[1] == expected[1], "the states differ")
     return trials
 
 
 def fresh_runs(folder: Path, count: int) -> Trials:
     """Try row 28: the same run twice."""
     trials = Trials()
-    for way in _WAYS[:count]:
-        with trials.trial(way.name):
+    for setup in _SETUPS[:count]:
+        with trials.trial(setup.name):
             flags = ("--train-iters", "50", "--deterministic-mode")
-            expect(way.train(*flags) == way.train(*flags), "losses or states differ")
+            expect(setup.train(*flags) == setup.train(*flags), "losses or states differ")
     return trials
 
 
-def _samples(layout: Layout, words: list[str]) -> None:
-    train_toy(layout, words)
+def _samples(layout: Layout, args: list[str]) -> None:
+    train_toy(layout, args)
 
 
 def sample_order(folder: Path, count: int) -> Trials:
     """Try row 7: what each iteration reads if the run continues with other numbers of processes."""
     common = "--global-batch-size 12 --train-iters 12 --eval-iters 0 --log-sample-ids".split()
-    whole = folder / "whole"
-    _samples(Layout.single(), [*common, "--save", str(whole), "--save-interval", "100"])
-    expected = _read_samples(whole)
+    reference = folder / "whole"
+    _samples(Layout.single(), [*common, "--save", str(reference), "--save-interval", "100"])
+    expected = _read_samples(reference)
     trials = Trials()
     for order in itertools.islice(itertools.permutations((4, 2, 1, 3)), count):
         root = folder / "-".join(map(str, order))
         with trials.trial(root.name):
-            for leg, processes in enumerate(order, 1):
-                words = [*common, "--save", str(root), "--load", str(root), "--save-interval", "3"]
-                run_distributed(processes, _samples, [*words, "--exit-interval", str(3 * leg)])
-            got = _read_samples(root)
-            expect(len(got) == len(expected) == 12, f"{len(got)} iterations")
-            expect(got == expected, "other samples, or another order")
-            every = [sample for samples in got.values() for sample in samples]
-            expect(len(set(every)) == len(every) == 144, "samples repeated or skipped")
+            for attempt, processes in enumerate(order, 1):
+                args = [*common, "--save", str(root), "--load", str(root), "--save-interval", "3"]
+                run_distributed(processes, _samples, [*args, "--exit-interval", str(3 * attempt)])
+            actual = _read_samples(root)
+            expect(len(actual) == len(expected) == 12, f"{len(actual)} iterations")
+            expect(actual == expected, "other samples, or another order")
+            all_samples = [sample for samples in actual.values() for sample in samples]
+            expect(len(set(all_samples)) == len(all_samples) == 144, "samples repeated or skipped")
     changing_machines(folder, trials)
     return trials
 
@@ -148,18 +148,18 @@ def terminated(folder: Path, count: int) -> Trials:
     for number in range(count):
         root, flags = folder / str(number), ("--async-save",) if number % 2 else ()
         with trials.trial(f"time {number}, {' '.join(flags)}"):
-            words = ("--save", str(root), "--save-interval", "2", "--keep-latest", "2")
-            words += ("--train-iters", "100000", "--eval-iters", "2", "--eval-interval", "3")
-            with train_command(folder / "out", *words, *flags) as run:
-                run.until("iteration        1/")
+            save_flags = ("--save", str(root), "--save-interval", "2", "--keep-latest", "2")
+            save_flags += ("--train-iters", "100000", "--eval-iters", "2", "--eval-interval", "3")
+            with train_command(folder / "out", *save_flags, *flags) as run:
+                run.wait_for_output("iteration        1/")
                 time.sleep(rng.uniform(0.0, 0.3))
                 os.kill(run.pid, rng.choice((signal.SIGTERM, signal.SIGINT)))
-                ended = run.end()
-            expect(ended.code == EXIT_SAVED_ON_SIGNAL, f"ended with {ended.code}")
-            last = re.findall(r"iteration +(\d+)/", ended.output)[-1]
+                result = run.end()
+            expect(result.code == EXIT_SAVED_ON_SIGNAL, f"ended with {result.code}")
+            last = re.findall(r"iteration +(\d+)/", result.output)[-1]
             expect((root / TRACKER).read_text() == last, "not all iterations were saved")
-            again = ("--load", str(root), "--exit-interval", "1", *words[2:])
-            after = run_training(folder / "out", *again).output
+            resume_flags = ("--load", str(root), "--exit-interval", "1", *save_flags[2:])
+            after = run_training(folder / "out", *resume_flags).output
             expect(f"iteration {int(last) + 1:8d}/" in after, "did not go on behind the last")
     return trials
 
@@ -167,24 +167,24 @@ def terminated(folder: Path, count: int) -> Trials:
 def jumping_clock(folder: Path, count: int) -> Trials:
     """Try row 27: the machine's clock jumps back and forth by an hour."""
     trials = Trials.with_seeds(count)
-    words = ("--save-interval-in-mins", "5", "--exit-duration-in-mins", "30")
-    expected = _losses(run_training(folder / "out", "--save", str(folder / "a"), *words).output)
+    flags = ("--save-interval-in-mins", "5", "--exit-duration-in-mins", "30")
+    expected = _losses(run_training(folder / "out", "--save", str(folder / "a"), *flags).output)
     expect(len(expected) == 6, "the run without jumps failed")
     for number in range(count):
         with trials.trial(f"jump {number}"):
-            save = ("--save", str(folder / f"b{number}"), *words)
-            ended = run_training(folder / "out", *save, before=_jumps(number))
-            expect(ended.code == 0, f"ended with {ended.code}")
-            expect(_losses(ended.output) == expected, "other losses")
-            expect(ended.output.count("successfully saved") == 1, "the jump was taken for time")
+            save = ("--save", str(folder / f"b{number}"), *flags)
+            result = run_training(folder / "out", *save, preexec=_jumps(number))
+            expect(result.code == 0, f"ended with {result.code}")
+            expect(_losses(result.output) == expected, "other losses")
+            expect(result.output.count("successfully saved") == 1, "the jump was taken for time")
     return trials
 
 
 def _jumps(number: int) -> Callable[[], None]:
-    plain, rng = time.time, random.Random(number)
+    real_time, rng = time.time, random.Random(number)
 
     def patch() -> None:
-        time.time = lambda: plain() + rng.choice((-3600.0, 0.0, 3600.0))  # type: ignore[assignment]
+        time.time = lambda: real_time() + rng.choice((-3600.0, 0.0, 3600.0))  # type: ignore[assignment]
 
     return patch
 
@@ -207,11 +207,11 @@ def waiting_time(folder: Path, count: int) -> Trials:
         keep=RetentionPolicy(1),
         report=lambda *_: None,
     )
-    trials, waited = Trials(), []
+    trials, waits = Trials(), []
     for number in range(count):
         with trials.trial(f"save {number}"):
-            waited.append(saver.start(number, tensors, {}, since=time.perf_counter()))
+            waits.append(saver.start(number, tensors, {}, since=time.perf_counter()))
             saver.wait()
-            expect(waited[-1] <= size / 1e9 + 0.1, f"{waited[-1]:.2f} s")
-    trials.note(f"MiB per save, whose longest wait was {max(waited):.2f} s", size >> 20)
+            expect(waits[-1] <= size / 1e9 + 0.1, f"{waits[-1]:.2f} s")
+    trials.note(f"MiB per save, whose longest wait was {max(waits):.2f} s", size >> 20)
     return trials

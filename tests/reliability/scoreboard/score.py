@@ -68,15 +68,15 @@ class Trials:
             EOFError: A worker died.
         """
         context = start_method()
-        turn = context.Value("i", 0)
-        started = []
+        next_index = context.Value("i", 0)
+        workers_started = []
         for _ in range(min(workers, len(attempts))):
             receiver, sender = context.Pipe(duplex=False)
-            worker = context.Process(target=_work, args=(attempts, turn, sender))
+            worker = context.Process(target=_work, args=(attempts, next_index, sender))
             worker.start()
             sender.close()
-            started.append((worker, receiver))
-        for worker, receiver in started:
+            workers_started.append((worker, receiver))
+        for worker, receiver in workers_started:
             self._add(receiver.recv())
             worker.join()
 
@@ -89,16 +89,16 @@ class Trials:
             self.note(text, count)
 
 
-def _work(attempts: Sequence[Attempt], turn: Any, sender: Connection) -> None:
+def _work(attempts: Sequence[Attempt], next_index: Any, sender: Connection) -> None:
     freeze_inherited()
     trials = Trials()
     while True:
-        with turn.get_lock():
-            number = turn.value
-            turn.value += 1
-        if number >= len(attempts):
+        with next_index.get_lock():
+            index = next_index.value
+            next_index.value += 1
+        if index >= len(attempts):
             break
-        name, attempt = attempts[number]
+        name, attempt = attempts[index]
         notes: list[str] = []
         with trials.trial(name):
             notes += attempt()
@@ -145,12 +145,12 @@ def within(seconds: int) -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise AssertionError(f"more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    previous = signal.signal(signal.SIGALRM, interrupt)
     started = time.monotonic()
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
     expect(time.monotonic() - started < seconds, f"more than {seconds} s")

@@ -22,7 +22,7 @@ from tests.inference.server.processes import TOOL, server_process, write_checkpo
 from tests.inference.server.smuggling import smuggle
 from tests.inference.server.strangers import try_to_enter
 from tests.inference.server.test_texts import HOSTILE_TEMPLATES, write_slow_tokenizer
-from tests.reliability.scoreboard.commands import run_words
+from tests.reliability.scoreboard.commands import run_tool
 from tests.reliability.scoreboard.score import Trials, expect
 
 _FUZZED = 100  # requests per trial
@@ -65,9 +65,9 @@ def fuzzed_requests(folder: Path, count: int) -> Trials:
     """
     write_tokenizer(folder)
     trials = Trials.with_seeds(count)
-    words = ["torchrun", "--standalone", "--nproc-per-node", "2", TOOL]
-    words += ["--load", write_checkpoint(folder, folder), "--tensor-model-parallel-size", "2"]
-    with server_process(words, folder) as (_, url):
+    args = ["torchrun", "--standalone", "--nproc-per-node", "2", TOOL]
+    args += ["--load", write_checkpoint(folder, folder), "--tensor-model-parallel-size", "2"]
+    with server_process(args, folder) as (_, url):
         port = int(url.rpartition(":")[2])
         for seed in range(count):
             with trials.trial(f"seed {seed}"):
@@ -91,17 +91,17 @@ def crowded_server(folder: Path, count: int) -> Trials:
     with running(engine, make_settings(folder, engine, limits=limits, server=server)) as live:
         _times_of_good(live)  # warm-up
         baseline = max(0.05, _p99(_times_of_good(live)))
-        for number in range(count):
-            with trials.trial(f"crowd {number}"):
+        for i in range(count):
+            with trials.trial(f"crowd {i}"):
                 crowd = [_connect(live, _SLOW) for _ in range(_CROWD)]
-                with ThreadPoolExecutor(4) as others:
-                    large = [others.submit(_send_large, live) for _ in range(4)]
+                with ThreadPoolExecutor(4) as pool:
+                    large = [pool.submit(_send_large, live) for _ in range(4)]
                     times = _times_of_good(live)
-                    answers = [each.result() for each in large]
+                    answers = [future.result() for future in large]
                 expect(set(answers) == {413}, f"large bodies: {answers}")
                 expect(_p99(times) <= 2 * baseline, f"{_p99(times):.3f} s, {baseline:.3f} before")
-                ends = [connection.recv(100)[9:12] for connection in crowd]
-                expect(set(ends) == {b"408"}, f"slow clients: {set(ends)}")
+                responses = [connection.recv(100)[9:12] for connection in crowd]
+                expect(set(responses) == {b"408"}, f"slow clients: {set(responses)}")
                 _leave(live)
         with trials.trial("200 at a time"):
             with ThreadPoolExecutor(200) as clients:
@@ -141,13 +141,15 @@ def _send_large(live: Live) -> int:
 def _leave(live: Live) -> None:
     """Check that a client that leaves during a long answer frees its slot within a second."""
     body = json.dumps({"prompt": "x", "max_tokens": 250, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection = _connect(live, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    header = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
+    connection = _connect(live, f"{header}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     connection.recv(100)
     connection.close()
-    end = time.monotonic() + 1.0
+    deadline = time.monotonic() + 1.0
     while live.engine.has_work:
-        expect(time.monotonic() < end, "a place is not free after 1 s")
+        expect(time.monotonic() < deadline, "a place is not free after 1 s")
         time.sleep(0.005)
 
 
@@ -180,42 +182,42 @@ def hostile_texts(folder: Path, count: int) -> Trials:
     trials = Trials.with_seeds(len(seeds))
     limits = ServerLimits(text_seconds=1.0, text_memory=1 << 29)
     for seed in seeds:
-        chance = random.Random(seed)
-        template = "".join(chance.choice(_TEMPLATE_PARTS) for _ in range(chance.randint(1, 3)))
-        hostile = folder / f"tokenizer{seed}"
-        hostile.mkdir()
-        if chance.random() < 0.5:
-            write_slow_tokenizer(hostile, folder, chance.choice(_HOSTILE_PATTERNS))
+        rng = random.Random(seed)
+        template = "".join(rng.choice(_TEMPLATE_PARTS) for _ in range(rng.randint(1, 3)))
+        tokenizer_folder = folder / f"tokenizer{seed}"
+        tokenizer_folder.mkdir()
+        if rng.random() < 0.5:
+            write_slow_tokenizer(tokenizer_folder, folder, rng.choice(_HOSTILE_PATTERNS))
             trials.note("tokenizers with a hostile pattern")
         else:
-            write_tokenizer(hostile)
-        settings = make_settings(hostile, engine, limits=limits, chat_template=template)
+            write_tokenizer(tokenizer_folder)
+        settings = make_settings(tokenizer_folder, engine, limits=limits, chat_template=template)
         with running(engine, settings) as live, ThreadPoolExecutor(4) as clients:
-            bodies = [_hostile_body(chance) for _ in range(_HOSTILE)]
-            sent = clients.map(lambda body: _send_hostile(live, body), bodies)
-            for number, status in enumerate(sent):
-                with trials.trial(f"seed {seed}, number {number}"):
-                    expect(0 < status < 500, f"status {status} to {str(bodies[number])[:200]}")
-                    started = time.monotonic()
+            bodies = [_hostile_body(rng) for _ in range(_HOSTILE)]
+            statuses = clients.map(lambda body: _send_hostile(live, body), bodies)
+            for i, status in enumerate(statuses):
+                with trials.trial(f"seed {seed}, number {i}"):
+                    expect(0 < status < 500, f"status {status} to {str(bodies[i])[:200]}")
+                    start = time.monotonic()
                     expect(live.client.get("/health").status_code == 200, "no health")
-                    expect(time.monotonic() - started < 5.0, "the health took 5 s")
+                    expect(time.monotonic() - start < 5.0, "the health took 5 s")
                     trials.note(f"status {status}")
     return trials
 
 
-def _hostile_body(chance: random.Random) -> dict[str, Any]:
-    text = chance.choice(_HOSTILE_TEXTS) * chance.choice((1, 100, 10_000, 100_000))
+def _hostile_body(rng: random.Random) -> dict[str, Any]:
+    text = rng.choice(_HOSTILE_TEXTS) * rng.choice((1, 100, 10_000, 100_000))
     text = text[:900_000]
-    match chance.randrange(5):
+    match rng.randrange(5):
         case 0:
             return {"prompt": text}
         case 1:
-            return {"prompt": [text[:4000]] * chance.choice((1, 100, 200))}
+            return {"prompt": [text[:4000]] * rng.choice((1, 100, 200))}
         case 2:
-            return {"prompt": chance.choice(([1] * 300_000, [[1]] * 100_000, [None] * 100_000))}
+            return {"prompt": rng.choice(([1] * 300_000, [[1]] * 100_000, [None] * 100_000))}
         case 3:
             return {"messages": [{"role": "user", "content": text}]}
-    return {"messages": [{"role": "user", "content": "x"}] * chance.choice((1, 100, 10_000))}
+    return {"messages": [{"role": "user", "content": "x"}] * rng.choice((1, 100, 10_000))}
 
 
 def _send_hostile(live: Live, body: dict[str, Any]) -> int:
@@ -224,12 +226,12 @@ def _send_hostile(live: Live, body: dict[str, Any]) -> int:
 
 
 def _listens_here_alone(folder: Path) -> None:
-    words = [sys.executable, TOOL, "--load", write_checkpoint(folder, folder)]
-    with server_process(words, folder) as (_, url):
+    args = [sys.executable, TOOL, "--load", write_checkpoint(folder, folder)]
+    with server_process(args, folder) as (_, url):
         port = int(url.rpartition(":")[2])
         expect(url == f"http://127.0.0.1:{port}", f"listens on {url}")
-        own = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
-        for address in own - {"127.0.0.1", "127.0.1.1", "::1"}:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
+        for address in addresses - {"127.0.0.1", "127.0.1.1", "::1"}:
             with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
                 expect(probe.connect_ex((address, port)) != 0, f"is reached at {address}")
 
@@ -237,9 +239,9 @@ def _listens_here_alone(folder: Path) -> None:
 def _refuses_other_addresses(folder: Path) -> None:
     checkpoint = write_checkpoint(folder / "other", folder)
     for host in ("0.0.0.0", "::", "192.0.2.1"):
-        ended = run_words(folder / "output", _tool(), "--load", checkpoint, "--host", host)
-        expect(ended.code == 9, f"{host}: code {ended.code}")
-        expect("give --auth-token-file" in ended.output, ended.output[-300:])
+        result = run_tool(folder / "output", _tool(), "--load", checkpoint, "--host", host)
+        expect(result.code == 9, f"{host}: code {result.code}")
+        expect("give --auth-token-file" in result.output, result.output[-300:])
 
 
 def _tool() -> Callable[..., int]:
@@ -254,9 +256,11 @@ def _asks_for_the_token(folder: Path) -> None:
     paths = ("/api", "/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/x")
     with running(engine, settings) as live:
         for path in paths:
-            for given in ("", f"Bearer {token[:-1]}", f"Bearer {token}0", f"Basic {token}"):
-                answer = live.client.post(path, json=GOOD, headers={"Authorization": given})
-                expect(answer.status_code == 401, f"{path} with {given!r}: {answer.status_code}")
+            for header in ("", f"Bearer {token[:-1]}", f"Bearer {token}0", f"Basic {token}"):
+                response = live.client.post(path, json=GOOD, headers={"Authorization": header})
+                expect(
+                    response.status_code == 401, f"{path} with {header!r}: {response.status_code}"
+                )
         expect(not engine.seen, "the engine was asked without the token")
         headers = {"Authorization": f"Bearer {token}"}
         expect(live.put(GOOD, headers=headers).status_code == 200, "the token does not open")

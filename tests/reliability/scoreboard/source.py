@@ -27,7 +27,7 @@ _NAMES = sorted(BANNED_NAMES) + [f"dist.{name}" for name in sorted(BANNED_ATTRIB
 
 def banned_calls(folder: Path, count: int) -> Trials:
     """Try row 30: the source that we ship, and then calls planted at random places in it."""
-    trials, draw = Trials("seed 30"), random.Random(30)
+    trials, rng = Trials("seed 30"), random.Random(30)
     files = _shipped()
     for file in files[:count]:
         name = repository_name(file)
@@ -36,27 +36,27 @@ def banned_calls(folder: Path, count: int) -> Trials:
             expect(not banned, f"holds {banned}")
     trials.note("files", trials.tried)
     for number in range(count):
-        file, call = draw.choice(files), _random_call(draw)
+        file, call = rng.choice(files), _random_call(rng)
         name = repository_name(file)
         if name in ALLOWED:
             continue
         with trials.trial(f"call {number} in {name}: {call}"):
-            planted = _plant(file.read_text(), call, draw)
+            planted = _plant(file.read_text(), call, rng)
             expect(find_banned(planted, name), "was not found")
         trials.note("planted calls")
     return trials
 
 
-def _random_call(draw: random.Random) -> list[str]:
+def _random_call(rng: random.Random) -> list[str]:
     """Return lines that call something banned, under a random name."""
-    alias = draw.choice(("x", "load", "json", "safe", "_run"))
-    call = draw.choice(_CALLS)
+    alias = rng.choice(("x", "load", "json", "safe", "_run"))
+    call = rng.choice(_CALLS)
     module, _, function = call.rpartition(".")
-    keyword, value = draw.choice(_KEYWORDS)
-    given = draw.choice((str(value), "flag", str(int(value)), "not b"))
-    banned = draw.choice(_MODULES)
-    name = draw.choice(_NAMES)
-    return draw.choice(
+    keyword, value = rng.choice(_KEYWORDS)
+    argument = rng.choice((str(value), "flag", str(int(value)), "not b"))
+    banned = rng.choice(_MODULES)
+    name = rng.choice(_NAMES)
+    return rng.choice(
         (
             [f"import {banned}"],
             [f"import {banned} as {alias}"],
@@ -64,23 +64,23 @@ def _random_call(draw: random.Random) -> list[str]:
             [f"import {module} as {alias}", f"{alias}.{function}(b)"],
             [f"import {module}", f"y = {call}"],
             [f"import {module} as {alias}", f"getattr({alias}, {function!r})(b)"],
-            [f"{alias}(b, {keyword}={given})"],
-            [f"{alias}(b, **{{{keyword!r}: {given}}})"],
+            [f"{alias}(b, {keyword}={argument})"],
+            [f"{alias}(b, **{{{keyword!r}: {argument}}})"],
             [f"{name}(b)"],
             [f"{alias} = {name}"],
         )
     )
 
 
-def _plant(source: str, call: list[str], draw: random.Random) -> str:
+def _plant(source: str, call: list[str], rng: random.Random) -> str:
     """Insert lines before a random statement."""
     lines = source.splitlines()
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    statements = [each for node in functions for each in node.body if each.lineno > node.lineno]
+    statements = [child for node in functions for child in node.body if child.lineno > node.lineno]
     if statements:
-        at = draw.choice(statements)
-        indent = " " * at.col_offset
-        lines[at.lineno - 1 : at.lineno - 1] = [indent + line for line in call]
+        statement = rng.choice(statements)
+        indent = " " * statement.col_offset
+        lines[statement.lineno - 1 : statement.lineno - 1] = [indent + line for line in call]
     else:
         lines += call
     return "\n".join(lines) + "\n"

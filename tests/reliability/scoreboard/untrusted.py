@@ -20,7 +20,7 @@ from tests.checkpoint.states import assert_loads, make_state, save, save_state
 from tests.reliability.scoreboard.score import Trials, expect, within
 
 SECONDS = 10  # to open any checkpoint
-_OTHER = 54_321  # a user id
+_OTHER_UID = 54_321  # a user id
 META = {
     "skipped_train_samples": 0,
     "optimizer": {"step": 2, "loss_scale": {"scale": 65536.0, "growth_tracker": 3}},
@@ -44,23 +44,23 @@ def _wrong(key: Any, value: Any, rng: random.Random) -> Any:
     wrong += [7, 1.5] if isinstance(value, str) else ["x", ""]
     if type(value) is int:
         wrong += [1e300] if key in _LENIENT else [1.5, None, 2.0, 1e300, "1"]
-    return rng.choice([one for one in wrong if type(one) is not type(value)])
+    return rng.choice([candidate for candidate in wrong if type(candidate) is not type(value)])
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _locations(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield every (container, key) below a JSON value."""
     keys = value.keys() if isinstance(value, dict) else range(len(value))
     for key in list(keys):
         if key not in _FREE:
             yield value, key
             if isinstance(value[key], dict | list):
-                yield from _places(value[key])
+                yield from _locations(value[key])
 
 
 def _mistype(newest: Path, rng: random.Random) -> None:
     body = _body(newest)
     part = rng.choice([body, body["meta"], body["meta"]])
-    container, key = rng.choice(list(_places(part)))
+    container, key = rng.choice(list(_locations(part)))
     container[key] = _wrong(key, container[key], rng)
     (newest / MANIFEST).write_bytes(_sign(body))
 
@@ -68,7 +68,7 @@ def _mistype(newest: Path, rng: random.Random) -> None:
 def _number(newest: Path, rng: random.Random) -> None:
     """Replace a number with one that JSON lacks or that nothing can hold; sign the result."""
     body = _body(newest)
-    numbers = [(c, k) for c, k in _places(body) if type(c[k]) in (int, float)]
+    numbers = [(c, k) for c, k in _locations(body) if type(c[k]) in (int, float)]
     container, key = rng.choice(numbers)
     container[key] = "@"
     text = json.dumps(body).replace('"@"', rng.choice(_NUMBERS)) + "\n"
@@ -88,8 +88,8 @@ def _cut(newest: Path, rng: random.Random) -> None:
         offset, shape = [0, 0], list(tensor["shape"])
         offset[axis], shape[axis] = i, 1
         pieces.append({**piece, "offset": offset, "shape": shape})
-    one, other = rng.sample(range(count), 2)
-    pieces[one] = pieces[other]
+    a, b = rng.sample(range(count), 2)
+    pieces[a] = pieces[b]
     tensor["pieces"] = pieces
     (newest / MANIFEST).write_bytes(_sign(body))
 
@@ -145,7 +145,7 @@ def _give_away(newest: Path, rng: random.Random) -> None:
     if os.geteuid():
         _open_to_all(newest, rng)  # only root can give files away
     else:
-        os.chown(path, _OTHER, _OTHER)
+        os.chown(path, _OTHER_UID, _OTHER_UID)
 
 
 ATTACKS = (_mistype, _mistype, _mistype, _number, _number, _cut, _replace, _link, _open_to_all)
@@ -161,16 +161,16 @@ def _body(newest: Path) -> dict[str, Any]:
 def hostile_checkpoints(folder: Path, count: int) -> Trials:
     """Try row 43: the older checkpoint loads, whatever the newest one is."""
     trials, rng = Trials("seed 43"), random.Random(43)
-    for number in range(count):
-        root = folder / str(number) / "root"
+    for i in range(count):
+        root = folder / str(i) / "root"
         save_state(root, 1)
         newest = save(root, 2, make_state(2), META, Layout.single())
         attack = rng.choice(ATTACKS)
         attack(newest, rng)
-        told = io.StringIO()
-        with trials.trial(f"{attack.__name__[1:]}, trial {number}"):
-            with within(SECONDS), contextlib.redirect_stderr(told):
+        output = io.StringIO()
+        with trials.trial(f"{attack.__name__[1:]}, trial {i}"):
+            with within(SECONDS), contextlib.redirect_stderr(output):
                 assert_loads(root, [1])
-            expect(newest.name in told.getvalue(), f"is not named: {told.getvalue()}")
+            expect(newest.name in output.getvalue(), f"is not named: {output.getvalue()}")
         trials.note(attack.__name__[1:].replace("_", " "))
     return trials
