@@ -24,7 +24,7 @@ from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.plan import describe, share_of
 from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.shard import plan_shard
-from megatron.checkpoint.store import Snapshot, agree, write_checkpoint
+from megatron.checkpoint.store import Snapshot, plan_save, write_checkpoint
 from megatron.device import Device
 from megatron.errors import CheckpointError, UserError
 from megatron.parallel.layout import Layout
@@ -121,7 +121,7 @@ class BackgroundSaver:
         """
         self._root = Path(root).absolute()  # before the process changes its working folder
         self._description = describe(entries)
-        self._plan = agree(entries, layout)
+        self._plan = plan_save(entries, layout)
         self._copy = HostBuffer(share_of(self._plan, entries, layout.world.rank), device)
         self.host_bytes = self._copy.size
         self._layout = thread_layout

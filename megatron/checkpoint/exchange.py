@@ -42,7 +42,7 @@ class JsonExchange:
             for text, length in zip(texts, sizes.tolist(), strict=True)
         ]
 
-    def together(self, step: Callable[[], Json]) -> list[Json]:
+    def on_all_ranks(self, step: Callable[[], Json]) -> list[Json]:
         """Run `step` on every rank and return all results, in rank order. Collective.
 
         Raises:
@@ -56,19 +56,19 @@ class JsonExchange:
         except Exception as error:
             failure = error
         failed = [type(failure).__name__, str(failure)] if failure else None
-        answers = self.gather({"value": value, "failed": failed})
+        replies = self.gather({"value": value, "failed": failed})
         if failure is not None:
             raise failure
-        for rank, answer in enumerate(answers):
-            if answer["failed"]:
-                kind, text = answer["failed"]
-                known = {cls.__name__: cls for cls in (StorageError, CheckpointError)}
-                raise known.get(kind, RuntimeError)(f"rank {rank}: {text or kind}")
-        return [answer["value"] for answer in answers]
+        for rank, reply in enumerate(replies):
+            if reply["failed"]:
+                kind, text = reply["failed"]
+                error_classes = {cls.__name__: cls for cls in (StorageError, CheckpointError)}
+                raise error_classes.get(kind, RuntimeError)(f"rank {rank}: {text or kind}")
+        return [reply["value"] for reply in replies]
 
     def on_main(self, step: Callable[[], Json]) -> Json:
         """Run `step` on rank 0, and return its result or raise its error everywhere. Collective."""
-        return self.together(step if self.is_main else lambda: None)[0]
+        return self.on_all_ranks(step if self.is_main else lambda: None)[0]
 
     def _device(self) -> torch.device:
         """Return the device for this group's tensors: the CPU if its backend allows that."""

@@ -209,7 +209,7 @@ def open_root(
         raise CheckpointError(f"--ckpt-step {step}: {root} {why}")
     opened: list[Reader] = []
     exchange = JsonExchange((layout or Layout.single()).world)
-    exchange.together(lambda: opened.append(open_hf(root, allow_foreign=allow_foreign)))
+    exchange.on_all_ranks(lambda: opened.append(open_hf(root, allow_foreign=allow_foreign)))
     return opened[0]
 
 

@@ -32,7 +32,7 @@ from megatron.checkpoint.manifest import MANIFEST, MAX_BYTES, ManifestError, dum
 from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.retention import RetentionPolicy, prune
 from megatron.checkpoint.shard import digest_of
-from megatron.checkpoint.store import Snapshot, manifest_of, reap, write_files
+from megatron.checkpoint.store import Snapshot, manifest_of, remove_leftovers, write_files
 from megatron.checkpoint.trust import open_trusted
 from megatron.errors import CheckpointError, StorageError, warn
 from megatron.parallel.collectives import broadcast
@@ -79,7 +79,7 @@ class NonPersistentStore:
                 status = self.root.stat()
             return None if is_shared else [platform.node(), status.st_dev, status.st_ino]
 
-        self._folder_ids = self._exchange.together(folder_id)
+        self._folder_ids = self._exchange.on_all_ranks(folder_id)
         rank = layout.world.rank
         self._sharing = [
             r for r, other in enumerate(self._folder_ids) if other == self._folder_ids[rank]
@@ -113,12 +113,12 @@ class NonPersistentStore:
                 os.rename(temporary, final)
 
         try:
-            reports = exchange.together(write)
+            reports = exchange.on_all_ranks(write)
             problems = [self._copy(temporary, reports, jump) for jump in self._jumps]
             failure = next(filter(None, problems), None)
-            exchange.together(lambda: _raise(failure))
+            exchange.on_all_ranks(lambda: _raise(failure))
             text = exchange.on_main(lambda: dump(manifest_of(snapshot, reports)).decode())
-            exchange.together(publish)
+            exchange.on_all_ranks(publish)
         finally:
             if self._is_leader:
                 durable.remove_tree(temporary)
@@ -213,7 +213,7 @@ class NonPersistentStore:
         """Delete the checkpoints of later iterations, which the run is about to repeat."""
         if self._is_leader:
             with suppress(OSError):
-                reap(self.root)
+                remove_leftovers(self.root)
             for checkpoint in self._scan().values():
                 if checkpoint.iteration > iteration:
                     durable.remove_tree(self.root / iteration_folder(checkpoint.iteration))

@@ -42,7 +42,7 @@ from megatron.parallel.layout import AXES, Layout
 
 WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # histories of delayed fp8 scaling
 
-_SPARE = 64 << 20  # bytes to leave free in addition to the checkpoint: manifest, tracker, logs
+_RESERVE = 64 << 20  # bytes to leave free in addition to the checkpoint: manifest, tracker, logs
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Snapshot:
         Raises:
             ValueError: The ranks' entries do not add up to whole tensors.
         """
-        plan = agree(entries, layout)
+        plan = plan_save(entries, layout)
         return cls(iteration, plan, share_of(plan, entries, layout.world.rank), meta, layout)
 
 
-def agree(entries: State, layout: Layout) -> SavePlan:
+def plan_save(entries: State, layout: Layout) -> SavePlan:
     """Plan which rank writes which entries. Collective.
 
     Raises:
@@ -110,7 +110,7 @@ def write_checkpoint(
     exchange, reports = JsonExchange(snapshot.layout.world), list[Json]()
 
     def fill(temporary: Path) -> None:
-        reports.extend(exchange.together(lambda: write_files(temporary, snapshot)))
+        reports.extend(exchange.on_all_ranks(lambda: write_files(temporary, snapshot)))
 
     last_file = (MANIFEST, lambda _: dump(manifest_of(snapshot, reports)))
     folder, size = find.iteration_folder(snapshot.iteration), snapshot.plan.total_bytes
@@ -180,14 +180,14 @@ def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
         if not root.is_dir():
             root.mkdir(parents=True)
             durable.sync_folder(root.parent)
-        reap(root)
+        remove_leftovers(root)
         is_replaceable = not owns_manifest or (final / MANIFEST).exists()
         if final.exists() and not is_replaceable and any(final.iterdir()):
             reason = "a checkpoint that this program did not write and will not replace"
             raise CheckpointError(f"{final} holds {reason}: give another folder to --save")
         free = shutil.disk_usage(root).free
-        if free < size + _SPARE:
-            what = f"the checkpoint needs {size:,} bytes, and {_SPARE:,} bytes must stay free"
+        if free < size + _RESERVE:
+            what = f"the checkpoint needs {size:,} bytes, and {_RESERVE:,} bytes must stay free"
             remedy = "make room, or give another folder to --save"
             raise StorageError(f"{root}: {what}, but only {free:,} are free: {remedy}")
         temporary = durable.unique_sibling(final, durable.TEMPORARY)
@@ -195,7 +195,7 @@ def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
     return str(temporary)
 
 
-def reap(root: Path) -> None:
+def remove_leftovers(root: Path) -> None:
     """Remove what killed runs left behind: temporary folders and replaced checkpoints.
 
     A replaced checkpoint gets its name back if its replacement was never published.

@@ -42,10 +42,10 @@ def build_parser() -> ToolParser:
 
 
 def _share(text: str) -> float:
-    share = float(text)
-    if not 0.0 < share < 1.0:
+    fraction = float(text)
+    if not 0.0 < fraction < 1.0:
         raise ValueError
-    return share
+    return fraction
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,13 +58,13 @@ def main(argv: Sequence[str]) -> int:
     from megatron.processes.launch import is_launched
 
     if not is_launched() and options.processes != 1:
-        return run_command(lambda: _become_launcher(options.processes, argv))
+        return run_command(lambda: _exec_launcher(options.processes, argv))
     from megatron.processes.process import run_process
 
     return run_process(argv, lambda launch: _test(launch, options.save, options.factor))
 
 
-def _become_launcher(count: int | None, argv: Sequence[str]) -> None:
+def _exec_launcher(count: int | None, argv: Sequence[str]) -> None:
     """Replace this process with a launcher that starts one process per GPU, or `count` processes.
 
     Raises:

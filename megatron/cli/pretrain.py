@@ -44,7 +44,7 @@ def pretrain(argv: Sequence[str]) -> int:
         return run_command(lambda: _pretrain_small(flags))
     if names & _HELP:
         return run_command(lambda: _help("--help-all" in names))
-    return run_command(lambda: _become(argv))
+    return run_command(lambda: _exec(argv))
 
 
 def finetune(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def finetune(argv: Sequence[str]) -> int:
         return main(with_task(argv), "megatron finetune")
     if names & _HELP:
         return run_command(lambda: _finetune_help("--help-all" in names))
-    return run_command(lambda: _become(argv, finetunes=True))
+    return run_command(lambda: _exec(argv, finetunes=True))
 
 
 def _is_task(argument: str) -> bool:
@@ -119,7 +119,7 @@ def _pretrain_small(flags: Sequence[ParsedFlag]) -> None:
     demo.run(options, small_kind(recipe.architecture, model))
 
 
-def _become(argv: Sequence[str], *, finetunes: bool = False) -> None:
+def _exec(argv: Sequence[str], *, finetunes: bool = False) -> None:
     program, script, flags = training_command(argv, finetunes=finetunes)
     if not is_launched():
         current = Path.cwd()

@@ -178,7 +178,7 @@ def parse_config(
         world_size = requested.training.dry_run_world_size or world_size
     if deepspeed_file is not None:
         requested = deepspeed.with_batch_sizes(requested, deepspeed_file, world_size, line)
-    unread = _unread(requested, start, program.reads(line.given), line)
+    unread = _unused_values(requested, start, program.reads(line.given), line)
     requested = with_values(requested, read_data_files(requested, line.values, unread, line))
     requested = with_values(requested, read_retro_workdir(requested, line))
     checkpoint_values = _from_checkpoint(requested, read_checkpoint, find_start is not None, line)
@@ -337,7 +337,7 @@ def _read_command_line(argv: Sequence[str], program: Program) -> _CommandLine:
                 for word in flag.values[1:]
             ]
     line.problems += stray_values
-    _answer(without_field, line)
+    _report_flags_without_field(without_field, line)
     return line
 
 
@@ -373,7 +373,7 @@ def _find_contradictions(
         last[known[flag.name].name] = flag
 
 
-def _answer(without_field: Mapping[str, Field], line: _CommandLine) -> None:
+def _report_flags_without_field(without_field: Mapping[str, Field], line: _CommandLine) -> None:
     """Report Megatron's flags that have no field, as refused or as having no effect."""
     refused = set(other_flags().refused) if without_field else ()
     for name, entry in without_field.items():
@@ -384,7 +384,7 @@ def _answer(without_field: Mapping[str, Field], line: _CommandLine) -> None:
             lines.append(f"{flag}: {entry.help}")
 
 
-def _unread(
+def _unused_values(
     requested: RunOptions, start: RunOptions, reads: Collection[str] | None, findings: Findings
 ) -> dict[str, Any]:
     """Return the starting values of the fields that have no effect in this program.
@@ -420,7 +420,7 @@ def _from_checkpoint(
     values = dict(line.attempt(lambda: read(checkpoint)))
     requested, default, file = flatten(config), flatten(RunOptions()), line.given.get("config")
     in_file = {path for path in values if file is not None and requested[path] != default[path]}
-    _stretch(values, config, in_file | line.values.keys(), line)
+    _keep_requested_length(values, config, in_file | line.values.keys(), line)
     values = {path: value for path, value in values.items() if value != requested[path]}
     adopted = []
     for path, value in values.items():
@@ -438,7 +438,7 @@ def _from_checkpoint(
     return values
 
 
-def _stretch(
+def _keep_requested_length(
     values: dict[str, Any], config: RunOptions, given: Collection[str], findings: Findings
 ) -> None:
     """Drop the checkpoint's maximum length if a longer one is requested.

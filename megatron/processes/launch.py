@@ -175,24 +175,24 @@ def announce_launcher(signum: signal.Signals) -> None:
 
 
 @contextmanager
-def searching(folders: Sequence[str]) -> Iterator[None]:
+def module_search_path(folders: Sequence[str]) -> Iterator[None]:
     """Make Python processes that are started in this block also search `folders` for modules."""
     previous = os.environ.get(_SEARCHED_ENV)
     os.environ[_SEARCHED_ENV] = os.pathsep.join([*folders, *filter(None, [previous])])
     try:
         yield
     finally:
-        restore_search(previous)
+        restore_module_search_path(previous)
 
 
-def restore_search(folders: str | None) -> None:
+def restore_module_search_path(folders: str | None) -> None:
     """Restore the folders that Python processes search for modules; `None` removes all."""
     os.environ.pop(_SEARCHED_ENV, None)
     if folders is not None:
         os.environ[_SEARCHED_ENV] = folders
 
 
-def searched() -> str | None:
+def searched_folders() -> str | None:
     """Return the folders that the user has added to Python's module search path, if any."""
     return os.environ.get(_SEARCHED_ENV)
 

@@ -24,7 +24,11 @@ from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
 
 from megatron.environment import without_matrix_threads
-from megatron.processes.launch import restore_search, searched, searching
+from megatron.processes.launch import (
+    module_search_path,
+    restore_module_search_path,
+    searched_folders,
+)
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _SERVER = b"multiprocessing.forkserver"  # in the command line of the server and its forks
@@ -46,10 +50,12 @@ def start_warm(arguments: argparse.Namespace) -> None:
     source = _source_of(name, kind)
     if source is None:  # the ranks report this
         return
-    previous = searched() or ""
+    previous = searched_folders() or ""
     without_matrix_threads()  # the server must have no threads
     forkserver.set_forkserver_preload(_imports_of(source))
-    with searching([str(source.parent), _ROOT] if kind == _SCRIPT else [os.getcwd(), _ROOT]):
+    with module_search_path(
+        [str(source.parent), _ROOT] if kind == _SCRIPT else [os.getcwd(), _ROOT]
+    ):
         forkserver.ensure_running()
     arguments.training_script_args = [kind, name, previous, *arguments.training_script_args]
     arguments.training_script, arguments.module = str(Path(__file__).resolve()), False
@@ -115,7 +121,7 @@ def _run(kind: str, name: str, folders: str, argv: Sequence[str]) -> None:
     """
     done = threading.Event()
     threading.Thread(target=_follow_launcher, args=(done,), daemon=True).start()
-    restore_search(folders or None)
+    restore_module_search_path(folders or None)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [name, *argv]
     try:

@@ -94,11 +94,11 @@ class History:
     damaged: int = 0
     incomplete: bool = False
 
-    def renewed(self) -> History:
+    def empty_copy(self) -> History:
         """Return an empty history of the same run, to read its records from the beginning."""
         return History(self.name, sources=self.sources, timelines=self.timelines, notes=self.notes)
 
-    def point(self, tag: str, iteration: int, value: float) -> None:
+    def add_point(self, tag: str, iteration: int, value: float) -> None:
         """Add a point to the curve of `tag`."""
         self.curves.setdefault(tag, Curve()).add(iteration, value)
 
@@ -126,16 +126,18 @@ class History:
             str(layer): [float(value) for value in loads]
             for layer, loads in record.get("expert load", {}).items()
         }
-        self._note(points, iteration, time)
+        self._add_scalar_events(points, iteration, time)
         for tag, value in points.items():
-            self.point(tag, iteration, value)
+            self.add_point(tag, iteration, value)
         if load:
             self.expert_load = load
             shares = [share for shares in load.values() for share in shares]
-            self.point("expert-load/busiest", iteration, max(shares, default=math.nan))
-            self.point("expert-load/idlest", iteration, min(shares, default=math.nan))
+            self.add_point("expert-load/busiest", iteration, max(shares, default=math.nan))
+            self.add_point("expert-load/idlest", iteration, min(shares, default=math.nan))
 
-    def _note(self, points: Mapping[str, float], iteration: int, time: float | None) -> None:
+    def _add_scalar_events(
+        self, points: Mapping[str, float], iteration: int, time: float | None
+    ) -> None:
         """Add the events that scalars reveal: evaluations and changes of the loss scale."""
         losses = {
             tag: value for tag, value in points.items() if tag.endswith((" validation", " test"))

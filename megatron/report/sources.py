@@ -62,7 +62,7 @@ class MetricsFile:
             size = file.seek(0, 2)
             if size < self._offset:  # another run has replaced the file
                 self._offset = 0
-                self.history = self.history.renewed()
+                self.history = self.history.empty_copy()
             file.seek(self._offset)
             start, self.history.incomplete = self._offset, False
             for line in file:
@@ -108,14 +108,14 @@ class EventFiles:
         if counts == self._counts:
             return False
         self._counts = counts
-        self.history = history = self.history.renewed()
+        self.history = history = self.history.empty_copy()
         times: dict[int, float] = {}
         for tag in tags["scalars"]:
             if tag.endswith(" vs samples"):
                 continue
             points = events.Scalars(tag)
             for point in points:
-                history.point(tag, point.step, point.value)
+                history.add_point(tag, point.step, point.value)
                 times[point.step] = max(point.wall_time, times.get(point.step, 0.0))
             if tag.endswith((" validation", " test")):
                 history.events += [
@@ -123,7 +123,7 @@ class EventFiles:
                     for point in points
                 ]
         for step in sorted(times):
-            history.point("time", step, times[step])
+            history.add_point("time", step, times[step])
         for tag in tags["tensors"]:
             if tag.endswith("/text_summary"):
                 self._add_texts(tag.removesuffix("/text_summary"), events.Tensors(tag))

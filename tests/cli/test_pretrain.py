@@ -205,7 +205,7 @@ def test_finetune_begins_from_weights_and_a_task_is_the_task_s_command(monkeypat
 
     started: list[object] = []
     monkeypatch.setattr(
-        pretrain, "_become", lambda words, finetunes: started.append((words, finetunes))
+        pretrain, "_exec", lambda words, finetunes: started.append((words, finetunes))
     )
     monkeypatch.setattr(main, "main", lambda *given: started.append(given) or 0)
     assert pretrain.finetune(["gpt-tiny", "--load", "x"]) == 0

@@ -110,7 +110,7 @@ class CoreSaver:
         exchange = JsonExchange(snapshot.layout.world)
 
         def fill(temporary: Path) -> None:
-            reports = exchange.together(lambda: files.write_tensors(temporary))
+            reports = exchange.on_all_ranks(lambda: files.write_tensors(temporary))
             exchange.on_main(lambda: files.write_metadata(temporary, reports))
 
         chunks = sum(map(len, snapshot.plan.parts.values()))

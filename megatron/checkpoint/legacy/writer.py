@@ -127,7 +127,7 @@ class LegacySaver:
         def fill(temporary: Path) -> None:
             staging = temporary / _STAGING
             store.write_checkpoint(staging, snapshot)
-            exchange.together(lambda: write_share(temporary, NativeReader(staging / folder)))
+            exchange.on_all_ranks(lambda: write_share(temporary, NativeReader(staging / folder)))
             exchange.on_main(lambda: remove_tree(staging))
 
         def write_share(temporary: Path, reader: Reader) -> None:
