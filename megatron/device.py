@@ -130,9 +130,9 @@ class Device:
         if self.is_gpu:
             torch.cuda.set_device(self.torch_device)
 
-    def recorder(self) -> Recorder:
+    def recorder(self) -> GraphRecorder:
         """Return a recorder of CUDA graphs, whose recordings share memory."""
-        return Recorder(self.torch_device)
+        return GraphRecorder(self.torch_device)
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""
@@ -374,7 +374,7 @@ class StagingBuffers(threading.local):
         return self._buffer
 
 
-class Recorder:
+class GraphRecorder:
     """A recorder of the kernels that a function launches on a GPU (a CUDA graph), for replay.
 
     A replay reads and writes the same memory each time and returns the same tensors. The recorded

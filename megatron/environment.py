@@ -112,7 +112,7 @@ def name_problem(name: str) -> str | None:
     return None
 
 
-def with_our_programs() -> dict[str, str]:
+def environment_with_interpreter() -> dict[str, str]:
     """Return the environment variables, with our interpreter's folder first on the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "PATH": path}

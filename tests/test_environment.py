@@ -13,6 +13,7 @@ from megatron.environment import (
     cores_per_process,
     corpora_file,
     cuda_home,
+    environment_with_interpreter,
     local_rank,
     local_world_size,
     module_command,
@@ -20,7 +21,6 @@ from megatron.environment import (
     perspective_api_key,
     private_cache,
     share_cores,
-    with_our_programs,
 )
 from megatron.errors import ConfigError
 from tests.repository import ROOT
@@ -147,7 +147,7 @@ def test_files_and_keys_that_variables_name(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("PERSPECTIVE_API_KEY", value)
         assert (corpora_file(), perspective_api_key()) == (path, key)
     monkeypatch.setenv("PATH", "/bin")
-    assert with_our_programs()["PATH"] == f"{Path(sys.executable).parent}:/bin"
+    assert environment_with_interpreter()["PATH"] == f"{Path(sys.executable).parent}:/bin"
     assert os.environ["PATH"] == "/bin"
 
 

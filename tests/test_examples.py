@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.environment import with_our_programs
+from megatron.environment import environment_with_interpreter
 from megatron.errors import ConfigError
 from tests.launch import fork_steps, run_ranks, run_script
 from tests.ports import free_port
@@ -321,7 +321,12 @@ def test_a_launch_script_exits_with_the_code_of_the_run(tmp_path: Path) -> None:
     files = dict.fromkeys(("DATA_PATH", "VOCAB_FILE", "MERGE_FILE"), "absent")
     done = subprocess.run(
         [str(script), "--lr", "high"],
-        env={**with_our_programs(), **files, "NPROC_PER_NODE": "1", "OUT": str(tmp_path)},
+        env={
+            **environment_with_interpreter(),
+            **files,
+            "NPROC_PER_NODE": "1",
+            "OUT": str(tmp_path),
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -119,8 +119,7 @@ class Reader(ABC):
     def chunks(self, name: str) -> list[Box]:
         """Return boxes that tile a tensor in row-major order, to be read one after another.
 
-        A caller that goes through a tensor in these steps holds only one of them in memory at a
-        time.
+        A caller that reads a tensor chunk by chunk has only one of them in memory at a time.
 
         Args:
             name: The tensor's name.

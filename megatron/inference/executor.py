@@ -3,7 +3,7 @@
 On a GPU, steps in which every sequence adds one token are recorded once and replayed. The GPU then
 gets all kernels of a step in one call. Launching them one by one would take the CPU longer than the
 GPU needs to run them. Training's passes are recorded by `training/recorded_passes.py`, because they
-have a backward pass; both use `megatron.device.Recorder`.
+have a backward pass; both use `megatron.device.GraphRecorder`.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _store_of_attempt(store: dist.Store, launch: Launch) -> dist.Store:
     previous processes. Each machine counts its own restarts, so runs on several machines need a new
     store instead (docs/clusters.md).
     """
-    if launch.is_on_several_machines:
+    if launch.is_multi_node:
         return store
     return dist.PrefixStore(f"attempt/{launch.restart_count}", store)
 

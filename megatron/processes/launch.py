@@ -38,7 +38,7 @@ class Launch:
         local_world_size: The number of processes on this machine.
         restart_count: How many times torchrun has restarted the processes of this machine.
         is_restart: Whether torchrun or SLURM, not a person, has restarted the run.
-        store_stays: Whether the store lasts until all processes have ended, because the run has a
+        store_outlives_ranks: Whether the store lasts until all processes have ended, because the run has a
             single machine, whose launcher hosts it.
     """
 
@@ -48,7 +48,7 @@ class Launch:
     local_world_size: int = 1
     restart_count: int = 0
     is_restart: bool = False
-    store_stays: bool = False
+    store_outlives_ranks: bool = False
 
     @property
     def machine(self) -> range:
@@ -57,7 +57,7 @@ class Launch:
         return range(first, first + max(self.local_world_size, self.local_rank + 1))
 
     @property
-    def is_on_several_machines(self) -> bool:
+    def is_multi_node(self) -> bool:
         """Whether other machines take part."""
         return self.local_world_size < self.world_size
 
@@ -96,8 +96,10 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
             f"at least 0 and less than that: set both, as {launcher} does, or neither"
         )
     is_restart = restarts > 0 or whole_number("SLURM_RESTART_COUNT", 0) > 0
-    store_stays = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and local_size == size
-    return Launch(rank, size, local_rank, local_size, restarts, is_restart, store_stays)
+    store_outlives_ranks = (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and local_size == size
+    )
+    return Launch(rank, size, local_rank, local_size, restarts, is_restart, store_outlives_ranks)
 
 
 def is_launched() -> bool:
@@ -278,7 +280,7 @@ def prepare(launch: Launch, *, deterministic: bool) -> None:
     os.environ[RANK_ENV] = str(launch.rank)
     os.environ[WORLD_SIZE_ENV] = str(launch.world_size)
     os.environ[LOCAL_RANK_ENV] = str(launch.local_rank)
-    if launch.is_on_several_machines:
+    if launch.is_multi_node:
         # By default gloo uses the address that the machine's name resolves to. It is often the
         # loopback address, which no other machine can reach.
         interface = _interface_to(os.environ.get("MASTER_ADDR", ""))

@@ -386,7 +386,7 @@ class Watchdog:
 
     def delay_exit(self) -> None:
         """Delay the exit of rank 0 if the store may end with it or with its launcher."""
-        if self._rank == 0 and not self._store_is_silent and not self._launch.store_stays:
+        if self._rank == 0 and not self._store_is_silent and not self._launch.store_outlives_ranks:
             time.sleep(_LINGER)
 
     def _exchange(self) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.durable import replace_file, writing_to
-from megatron.environment import share_cores, with_our_programs
+from megatron.environment import environment_with_interpreter, share_cores
 from megatron.errors import ConfigError, DataError
 from megatron.tools.demo_kinds import DEFAULT_OUT, KINDS, VOCAB_SIZE, Kind
 
@@ -161,7 +161,7 @@ def run_step(title: str, command: Sequence[str]) -> None:
     start = time.perf_counter()
     # The command `megatron` exists only if the package is installed.
     argv = ["python", "-m", *command] if command[0] == "megatron" else command
-    code = subprocess.run(argv, cwd=ROOT, env=with_our_programs(), check=False)
+    code = subprocess.run(argv, cwd=ROOT, env=environment_with_interpreter(), check=False)
     if code.returncode:
         print(
             f"\n{Path(sys.argv[0]).stem}: the step above failed ({title}); see its message",

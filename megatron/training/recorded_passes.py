@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.sample import LONGEST_SEGMENT
-from megatron.device import Recorder
+from megatron.device import GraphRecorder
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.journal import Journal
 from megatron.training.recipe import Batch
@@ -125,7 +125,7 @@ class RecordedPasses:
         self,
         forward: PartForward,
         gradients: GradientBuffer,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         journal: Journal,
         forget: Callable[[], None],
@@ -169,7 +169,7 @@ class RecordedPasses:
         return dict(zip(recording.losses, losses, strict=True))
 
     def release(self) -> None:
-        """Free the recordings after the last update; see `Recorder.release`."""
+        """Free the recordings after the last update; see `GraphRecorder.release`."""
         self._recordings.clear()
         self._recorder.release()
 
