@@ -117,21 +117,18 @@ def peft_names(
         if linear is None or not isinstance(linear.adapter, Adapter | ExpertAdapter):
             continue
         rule, hf_modules = rules[f"model.{layer}.weight"], tuple(modules)
-        outputs, conversion = rule.shape[:-1], rule.conversion
+        outputs = rule.shape[:-1]
         if isinstance(linear, ExpertLinear):
             if family.stacks_experts and f".{_EXPERTS}." not in hf_modules[0]:
                 raise CheckpointError(
                     f"{hf_modules[0]} of a {family.name} model: PEFT takes its inputs for outputs: "
                     "convert the merged weights with --saver hf"
                 )
-            hf_modules, outputs = (
-                (_experts_module(layer, hf_modules[0], layers),),
-                (1, *outputs[1:]),
-            )
+            hf_modules = (_experts_module(layer, hf_modules[0], layers),)
+            outputs = (1, *outputs[1:])
         is_separate = isinstance(linear, ExpertLinear) and not family.stacks_experts
-        slices = adapter_slices(
-            linear.adapter, outputs, hf_modules, None if is_separate else conversion
-        )
+        conversion = None if is_separate else rule.conversion
+        slices = adapter_slices(linear.adapter, outputs, hf_modules, conversion)
         for projection, adapter_slice in slices.items():
             for kind, parameter in linear.adapter[projection].named_parameters():
                 meta = TensorMeta(tuple(parameter.shape), parameter.dtype)
@@ -329,9 +326,7 @@ class PeftReader(Reader):
         if peft.adapter_slice is not None and kind in _AXIS and len(shape) == 2:
             axis = _AXIS[kind]
             times, rest = divmod(shape[axis], expected[axis])
-            if (
-                not rest and times <= peft.adapter_slice.projections
-            ):  # the adapters of several projections
+            if not rest and times <= peft.adapter_slice.projections:  # of several projections
                 expected[axis] = shape[axis]
         if list(shape) != expected:
             raise CheckpointError(
@@ -351,9 +346,8 @@ class PeftReader(Reader):
             size //= peft.meta.shape[0]
         scale = alpha / (math.sqrt(rank) if model.use_rslora else rank)
         if size != rank or not math.isclose(scale, model.lora_scale, rel_tol=1e-6):
-            patterns = [
-                f"{key} {settings.get(key)!s:.80}" for key in ("rank_pattern", "alpha_pattern")
-            ]
+            keys = ("rank_pattern", "alpha_pattern")
+            patterns = [f"{key} {settings.get(key)!s:.80}" for key in keys]
             raise CheckpointError(
                 f"{self.path / ADAPTER_CONFIG}: {' and '.join(patterns)} give {target} rank {rank} "
                 f"and scale {scale:g}, which is not supported: here adapters have rank "
@@ -383,19 +377,16 @@ class PeftReader(Reader):
         slices = [
             peft.adapter_slice for peft in self._names.values() if peft.adapter_slice is not None
         ]
-        if settings.get("fan_in_fan_out") and not any(
-            adapter_slice.is_transposed for adapter_slice in slices
-        ):
+        if settings.get("fan_in_fan_out") and not any(part.is_transposed for part in slices):
             raise CheckpointError(
                 f"{self.path / ADAPTER_CONFIG}: fan_in_fan_out "
-                f"{settings['fan_in_fan_out']!s:.80} is not supported for this "
-                "network: merge the adapter with merge_and_unload of peft"
+                f"{settings['fan_in_fan_out']!s:.80} is not supported for this network: "
+                "merge the adapter with merge_and_unload of peft"
             )
         if unknown:
             raise CheckpointError(
                 f"{self.path / ADAPTER}: {min(unknown)} does not belong to this network's "
-                "adapters: "
-                f"{self._remedy}"
+                f"adapters: {self._remedy}"
             )
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
@@ -438,11 +429,9 @@ class PeftReader(Reader):
 
     def _check_unadapted_rows(self, peft: PeftTensor) -> None:
         """Refuse a module's B that changes rows of projections without an adapter in this run."""
-        assert peft.adapter_slice is not None
-        if (
-            peft.adapter_slice.index > 0
-            or peft.adapter_slice.adapted == peft.adapter_slice.projections
-        ):
+        part = peft.adapter_slice
+        assert part is not None
+        if part.index > 0 or part.adapted == part.projections:
             return
         whole = self._file.tensor(self._header[peft.name])
         unadapted = torch.ones(len(whole), dtype=torch.bool)
@@ -632,10 +621,10 @@ class AdapterExport:
     def _read(self, members: Sequence[str]) -> torch.Tensor:
         kind, parts = _kind_of(members[0]), {}
         for name in members:
-            tensor, adapter_slice = self.reader.read(name), self.names[name].adapter_slice
+            tensor = _flat(self.reader.read(name), kind)
+            adapter_slice = self.names[name].adapter_slice
             if adapter_slice is None or not adapter_slice.is_rearranged:
-                return _flat(tensor, kind)
-            tensor = _flat(tensor, kind)
+                return tensor
             parts[adapter_slice] = tensor
         lengths, count = None, sum(len(adapter_slice.rows) for adapter_slice in parts)
         if kind == "magnitude" and count < len(next(iter(parts)).weight_rows):
@@ -653,9 +642,7 @@ class AdapterExport:
         assert rank is not None
         alpha = rank if model.lora_alpha is None else model.lora_alpha
         counts = self._counts()
-        slices = [
-            peft.adapter_slice for peft in self.names.values() if peft.adapter_slice is not None
-        ]
+        slices = [peft.adapter_slice for peft in self.names.values()]
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if model.reward_head else "CAUSAL_LM",
@@ -674,7 +661,7 @@ class AdapterExport:
             "target_modules": self._targets(names_parameters=False),
             "target_parameters": self._targets(names_parameters=True),
             "bias": "none",
-            "fan_in_fan_out": all(adapter_slice.is_transposed for adapter_slice in slices),
+            "fan_in_fan_out": all(part.is_transposed for part in slices if part is not None),
             "inference_mode": True,
             "modules_to_save": [_HEAD] if model.reward_head else None,
         }
