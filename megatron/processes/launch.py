@@ -38,8 +38,8 @@ class Launch:
         local_world_size: The number of processes on this machine.
         restart_count: How many times torchrun has restarted the processes of this machine.
         is_restart: Whether torchrun or SLURM, not a person, has restarted the run.
-        store_outlives_ranks: Whether the store lasts until all processes have ended, because the run has a
-            single machine, whose launcher hosts it.
+        store_outlives_ranks: Whether the store lasts until all processes have ended, because the
+            run has a single machine, whose launcher hosts it.
     """
 
     rank: int = 0
