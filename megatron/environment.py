@@ -59,6 +59,11 @@ def cores_per_process() -> int:
     return max(1, usable_cores() // max(1, local_world_size()))
 
 
+def gpus_are_chosen() -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES says which GPUs this process may use."""
+    return "CUDA_VISIBLE_DEVICES" in os.environ
+
+
 def cuda_home() -> Path | None:
     """Return the CUDA toolkit named by CUDA_HOME or CUDA_PATH, if any."""
     path = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from megatron.command import begin_command, prepare_streams, print_line
 from megatron.config import RunConfig, rules_parallel
 from megatron.config.parser import asks_for_mpi
 from megatron.device import Device, gpu_count
+from megatron.environment import gpus_are_chosen
 from megatron.errors import ConfigError, UserError, shortage_of
 from megatron.kernels.library import LibraryChoice, find_library
 from megatron.parallel.collectives import all_reduce
@@ -133,7 +133,7 @@ def _shared_gpus(processes: int) -> Iterator[str]:
     A launcher may show each process only its own GPU, with CUDA_VISIBLE_DEVICES.
     """
     gpus = gpu_count()
-    if 0 < gpus < processes and (gpus > 1 or "CUDA_VISIBLE_DEVICES" not in os.environ):
+    if 0 < gpus < processes and (gpus > 1 or not gpus_are_chosen()):
         yield (
             f"{processes} processes on this machine would share {gpus} GPU(s): start one per GPU "
             f"(--nproc-per-node {gpus}), or use the CPU (CUDA_VISIBLE_DEVICES=)"
