@@ -165,7 +165,7 @@ class Field:
             f"{item:g}" if isinstance(item, float) and float(f"{item:g}") == item else str(item)
             for item in values
         ]
-        texts = ["true"] if value is True else texts
+        texts = [str(value).lower()] if isinstance(value, bool) else texts
         return [self.names[0] if self.names else self.name, *texts]
 
     def out_of_bounds(self, value: Any) -> str:

@@ -21,7 +21,7 @@ from megatron.config.generation import (
 )
 from megatron.config.model import ModelOptions
 from megatron.config.resolve import resolve
-from megatron.config.run import ModelRun, RunOptions, narrow, with_values
+from megatron.config.run import ModelRun, RunOptions, field_at, narrow, with_values
 from megatron.errors import ConfigError
 from tests.config.command import parse
 
@@ -78,7 +78,13 @@ def test_a_flag_of_samples_without_effect_is_told() -> None:
         ({}, []),
         ({"top_k": 5}, []),
         ({"top_p": 0.5}, []),
-        ({"port": 0, "cache_tokens": 1, "temperature": 100.0}, []),
+        ({"port": 0, "cache_tokens": 1, "temperature": 100.0, "top_p": 1.0}, []),
+        ({"out_seq_length": 1, "max_tokens_to_oom": 1, "request_timeout": 0.5}, []),
+        ({"max_batch_size": 1, "max_queued_requests": 1, "max_body_bytes": 1}, []),
+        ({"top_p": 1.5}, ["--top_p 1.5: must be at most 1"]),
+        ({"temperature": 100.5}, ["--temperature 100.5: must be at most 100"]),
+        ({"request_timeout": 0.0}, ["--request-timeout 0: must be above 0"]),
+        ({"speculative_config": "[]"}, ["--speculative-config []: give a JSON object"]),
         ({"top_k": 1, "top_p": 0.5}, ["--top_k 1 and --top_p 0.5 cannot be combined: use one"]),
         ({"temperature": 0.0}, ["--temperature 0: must be above 0"]),
         ({"port": 65536}, ["--port 65536: must be at most 65535"]),
@@ -175,6 +181,8 @@ def test_divisors_that_a_message_names() -> None:
         ("--train-epochs", ["--train-iters", "--train-samples"], None),
         ("--lr_warmup_iters", ["--lr-warmup-iters"], "--lr-warmup-iters"),
         ("--xyz", ["--lr", "--seed"], None),
+        ("--num-attnetion-epochs", ["--num-attention-heads"], None),
+        ("--parallel-sequence", ["--sequence-parallel"], "--sequence-parallel"),
     ],
 )  # fmt: skip
 def test_the_flag_that_a_misspelled_one_means(
@@ -206,6 +214,25 @@ def test_whole_numbers_have_64_bits(text: str, value: int | None) -> None:
     else:
         assert from_text(field, text) == value
     assert from_text(field, "none") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        ("checkpoint.save", None, '--save ""'),
+        ("checkpoint.save", "a b", "--save a b"),
+        ("model.num_layers", None, "--num-layers none"),
+        ("optimizer.adam_eps", 1e-8, "--adam-eps 1e-08"),
+        ("model.rotary_base", 10000.0, "--rotary-base 10000"),
+        ("model.swiglu", True, "--swiglu"),
+        ("model.swiglu", False, "--no-swiglu"),
+        ("model.onnx_safe", True, "--onnx-safe true"),
+        ("model.onnx_safe", False, "--onnx-safe false"),
+        ("training.rampup_batch_size", (8, 8, 100), "--rampup-batch-size 8 8 100"),
+    ],
+)
+def test_a_value_as_it_is_typed(path: str, value: object, text: str) -> None:
+    assert field_at(path).spell(value) == text
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,13 @@ def test_a_start_at_the_last_iteration_repeats_nothing() -> None:
     assert list(history.curves["lm loss"].iterations) == [1, 2, 3, 4]
 
 
+def test_an_iteration_that_is_recorded_again_replaces_the_first_record() -> None:
+    """Files of other programs do not say where a run was resumed."""
+    history = history_of(record(1), record(2), record(2, **{"lm loss": 1.0}))
+    assert list(history.curves["lm loss"].iterations) == [1, 2]
+    assert history.curves["lm loss"].values[-1] == 1.0
+
+
 def test_a_file_that_begins_with_a_later_start_is_of_a_resumed_run() -> None:
     assert history_of({**START, "iteration": 7}).events[0].kind == "resumed"
 
@@ -90,6 +97,11 @@ def test_a_file_that_another_run_has_replaced_is_read_from_its_beginning(tmp_pat
     assert source.read()
     assert source.history.damaged == 0
     assert list(source.history.curves["lm loss"].iterations) == [1]
+    for text, is_new, is_incomplete in (('{"iteration": 2', False, True), ("}\n", True, False)):
+        with path.open("a") as file:
+            file.write(text)
+        assert source.read() == is_new
+        assert source.history.incomplete == is_incomplete
     assert "other loss" in source.history.curves
 
 
@@ -99,13 +111,17 @@ def test_event_files_are_read_as_they_grow(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path), filename_suffix=".later") as writer:
-        writer.add_scalar("lm loss", 1.0, 4)
+        writer.add_scalar("lm loss", 1.0, 4, walltime=3e9)
+        writer.add_scalar("other loss", 1.0, 4, walltime=2e9)
         settings = "| flag | value |\n| --- | --- |\n| **--lr** | 2 |\n| --seed | 1 |"
         facts = "| fact | value |\n| --- | --- |\n| layout | TP 2 |"
         writer.add_text("settings", f"{settings}\n\n{facts}", 3)
     assert source.read()
     history = source.history
     assert list(history.curves["lm loss"].iterations) == [1, 2, 3, 4]
+    assert list(history.curves["other loss"].iterations) == [4]
+    assert history.curves["time"].values[-1] == 3e9
+    assert page_data([history])["runs"][0]["damaged"] == 0
     assert [each.kind for each in history.events] == ["start", "checkpoint", "resumed"]
     assert history.settings == {"--lr": "2", "--seed": "1"}
     assert history.changed == {"--lr"}
@@ -182,6 +198,7 @@ def test_a_page_converts_iterations_to_samples_and_hours() -> None:
     assert run["clock"]["hours"] == {"x": [1, 2, 3], "y": [0.0, 0.5, 1.0]}
     assert run["clock"]["samples"] == {"x": [1, 2, 3], "y": [4.0, 8.0, 12.0]}
     assert run["lastTime"] == times[-1]
+    assert run["tokensPerSample"] == 0  # unknown
 
 
 def test_a_summary_omits_what_is_unknown() -> None:
