@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.parser import parse_config
+from megatron.device import gpu_count
 from megatron.errors import ConfigError, DataError
 from megatron.optimizer.schedule import Schedules
 from megatron.training.find_lr import (
@@ -204,6 +205,8 @@ def test_a_command_is_tested(
     capfd: pytest.CaptureFixture[str],
     processes: int,
 ) -> None:
+    if 0 < gpu_count() < processes:
+        pytest.skip("each process needs its own GPU")
     monkeypatch.chdir(ROOT)
     launch = []
     if processes > 1:  # in forks
