@@ -113,10 +113,11 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
                 f"{measured.peak_allocated / 2**30:.1f} GiB allocated",
                 flush=True,
             )
-    whole, apart = (statistics.median(rates[variant]) for variant in _VARIANTS)
+    whole_rate, apart_rate = (statistics.median(rates[variant]) for variant in _VARIANTS)
     print(
-        f"{options.workload}: documents apart train at {apart / whole:.3f} times the tokens/s of "
-        f"whole sequences (medians of {options.repeat}: {apart:,.0f} and {whole:,.0f})"
+        f"{options.workload}: documents apart train at {apart_rate / whole_rate:.3f} times the "
+        f"tokens/s of whole sequences (medians of {options.repeat}: "
+        f"{apart_rate:,.0f} and {whole_rate:,.0f})"
     )
     return rates
 

@@ -123,12 +123,12 @@ def _measure_embedding(options: argparse.Namespace, device: Any, vocabulary: Pat
             vectors = embedder.embed(texts)
             seconds = time.perf_counter() - start
             assert np.isfinite(vectors).all(), "a vector is not finite"
-            share = work / seconds / (device.peak_flops or float("nan"))
+            utilization = work / seconds / (device.peak_flops or float("nan"))
             print(
                 f"embedding: {count_parameters(plan) / 1e6:.0f} million parameters, {dtype}, batch "
                 f"{batch_size} x {options.max_length}, {lengths.mean():.1f} tokens per chunk: "
                 f"{len(texts) / seconds:,.0f} chunks/s, {work / seconds / 1e12:.1f} TFLOP/s"
-                + (f", {share:.1%} of the peak" if device.peak_flops else "")
+                + (f", {utilization:.1%} of the peak" if device.peak_flops else "")
                 + f", {device.memory().peak_allocated / 1e9:.1f} GB",
                 flush=True,
             )

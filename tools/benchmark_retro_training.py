@@ -164,9 +164,9 @@ def run(options: argparse.Namespace) -> None:
     names = list(gpt)
     print_line(f"{'':6}" + "".join(f"{name:>21}" for name in names) + f"{'of expected':>13}")
     for kind, values in results.items():
-        share = values["TFLOP/s"] / gpt["TFLOP/s"]
+        relative_speed = values["TFLOP/s"] / gpt["TFLOP/s"]
         cells = "".join(f"{values[name]:>21,.1f}" for name in names)
-        print_line(f"{kind:6}{cells}{share:>13.1%}")
+        print_line(f"{kind:6}{cells}{relative_speed:>13.1%}")
     if options.output is not None:
         options.output.write_text(json.dumps({"gpt": gpt, "retro": retro}, indent=2) + "\n")
 

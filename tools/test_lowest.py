@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder)
-    (own,) = folder.glob("lib/python*/site-packages")
+    (site_packages,) = folder.glob("lib/python*/site-packages")
     # Packages that are not installed here are found in the outer environment.
-    (own / "others.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    (site_packages / "others.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     torchrun = python.with_name("torchrun")
     torchrun.write_text(_TORCHRUN.format(python=python))
     torchrun.chmod(0o755)

@@ -118,8 +118,8 @@ def group_duplicates(signatures: NDArray[np.uint16], settings: MinHash) -> NDArr
     """
     roots = np.arange(signatures.shape[1])
     for first, second in _pairs_by_band(signatures, settings):
-        apart = roots[first] != roots[second]
-        first, second = first[apart], second[apart]  # noqa: PLW2901 - the pairs still to compare
+        differs = roots[first] != roots[second]
+        first, second = first[differs], second[differs]  # noqa: PLW2901 - the pairs still to compare
         is_similar = similarity(signatures, first, second) >= settings.similarity
         roots = join(roots, first[is_similar], second[is_similar])
     return roots
@@ -194,6 +194,6 @@ def join(
             if (higher == roots).all():
                 break
             roots = higher
-        apart = roots[first] != roots[second]
-        first, second = first[apart], second[apart]
+        differs = roots[first] != roots[second]
+        first, second = first[differs], second[differs]
     return roots

@@ -156,15 +156,15 @@ def _training_documents(split: str, documents: int, *, compatible: bool) -> int:
     if not compatible:
         return split_bounds(split, documents)[1]
     try:
-        share = text_to(float, split.split(",", maxsplit=1)[0]) / 100
+        fraction = text_to(float, split.split(",", maxsplit=1)[0]) / 100
     except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
         raise ConfigError(
             f"--split {split}: with --retro-compatible, the first number must be the percentage of "
             "training documents, as in Megatron-LM: write for example 98,2,0, or drop the flag"
         )
-    return int(share * documents)
+    return int(fraction * documents)
 
 
 def max_chunks(data: IndexedDataset, chunk_length: int) -> int:

@@ -171,8 +171,8 @@ class IndexPaths(NamedTuple):
     @property
     def added(self) -> Path:
         """The filled index."""
-        shares = f"{self.options.train_fraction:.3f}_{self.options.add_fraction:.3f}"
-        return self.folder / f"added_{shares}.faissindex"
+        fractions = f"{self.options.train_fraction:.3f}_{self.options.add_fraction:.3f}"
+        return self.folder / f"added_{fractions}.faissindex"
 
     @property
     def codes(self) -> Path:

@@ -186,9 +186,9 @@ def _with_neighbors(
     )
     retriever = open_retriever(config, loaded.tokenizer, device, embedder)
     neighbors = np.zeros((len(chunks), config.model.retro_num_neighbors), np.int64)
-    share = slice(*(len(chunks) * rank // world.size for rank in (world.rank, world.rank + 1)))
-    if share.start < share.stop:
-        neighbors[share] = retriever.find(chunks[share])
+    local_rows = slice(*(len(chunks) * rank // world.size for rank in (world.rank, world.rank + 1)))
+    if local_rows.start < local_rows.stop:
+        neighbors[local_rows] = retriever.find(chunks[local_rows])
     all_neighbors = all_reduce(torch.from_numpy(neighbors).to(device.torch_device), world)
     return _Scored(
         prepared.samples,

@@ -241,10 +241,10 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
     sequences = [dataset.get(i) for i in range(start, len(dataset))]
     tokens = np.concatenate(sequences)
     counts = np.bincount(tokens)
-    shares = counts[counts > 0] / len(tokens)
+    probabilities = counts[counts > 0] / len(tokens)
     long_sequences = [sequence for sequence in sequences if len(sequence) >= 8]
     return Validation(
-        entropy=float(-(shares * np.log(shares)).sum()),
+        entropy=float(-(probabilities * np.log(probabilities)).sum()),
         bytes_per_token=len(decode(tokens.tolist()).encode()) / len(tokens),
         texts=[decode(sequence.tolist()) for sequence in (long_sequences or sequences)[:TEXTS]],
     )

@@ -29,7 +29,7 @@ def _errors(outcomes: list[Outcome | None]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "flags", "said"),
+    ("kind", "flags", "message"),
     [
         ("stop", _TENSOR, "rank 3: no sign of life"),
         ("stop", ("--zero-stage", "3"), "for all-gather with ranks"),
@@ -40,7 +40,7 @@ def _errors(outcomes: list[Outcome | None]) -> str:
     ],
 )
 def test_a_hang_is_explained_and_ends(
-    kind: str, flags: tuple[str, ...], said: str, tmp_path: Path
+    kind: str, flags: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     dumps = tmp_path / "dumps"
     path = ("--flight-recorder-dump-path", str(dumps))
@@ -53,7 +53,7 @@ def test_a_hang_is_explained_and_ends(
     errors = _errors(outcomes)
     assert errors.count("error: hang in iteration 2") == 1, errors
     assert "rank 3 did not join the" in errors
-    assert said in errors
+    assert message in errors
     assert "Traceback" not in errors
     view = hang_view(dumps, stacks=True)
     assert view.splitlines()[0].partition(": ")[2] in errors
@@ -68,7 +68,7 @@ def test_a_hang_is_explained_and_ends(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "code", "said"),
+    ("kind", "code", "message"),
     [
         ("lose", 10, "[rank 1] error: a data loading process (pid "),
         ("mistake", 6, "[rank 1] error: --data-path corpus: sample 17 is damaged"),
@@ -76,7 +76,7 @@ def test_a_hang_is_explained_and_ends(
         ("kill", 1, "rank 1 ended without reporting an error, in iteration 2"),
     ],
 )
-def test_an_error_is_told_once(kind: str, code: int, said: str, tmp_path: Path) -> None:
+def test_an_error_is_told_once(kind: str, code: int, message: str, tmp_path: Path) -> None:
     flags = ("--num-workers", "1") if kind == "lose" else _TENSOR
     outcomes = run_ranks(4, f"{kind}:1:2", tmp_path, *flags)
     codes = [outcome and outcome.code for outcome in outcomes]
@@ -84,7 +84,7 @@ def test_an_error_is_told_once(kind: str, code: int, said: str, tmp_path: Path) 
     errors = _errors(outcomes)
     assert errors.count("error: ") == 1, errors
     assert errors.count("Traceback") == (kind == "bug")
-    assert said in errors
+    assert message in errors
 
 
 @pytest.mark.slow

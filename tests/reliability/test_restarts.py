@@ -21,8 +21,8 @@ _LOOP = "iteration 5 failed twice in the same way: "
 def _flags(folder: Path, *flags: str) -> list[str]:
     save = folder / "checkpoints"
     metrics = ("--metrics-jsonl", str(folder / "metrics.jsonl"))
-    own = ("--save", str(save), "--load", str(save), *metrics, *_LENGTH, *flags)
-    return module(*own, "--distributed-timeout-minutes", "1")
+    save_flags = ("--save", str(save), "--load", str(save), *metrics, *_LENGTH, *flags)
+    return module(*save_flags, "--distributed-timeout-minutes", "1")
 
 
 def _losses(folder: Path) -> dict[int, tuple[float, float]]:

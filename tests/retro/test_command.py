@@ -220,9 +220,9 @@ def test_the_disk_space_of_each_stage(tmp_path: Path) -> None:
     chunks, documents = 2 + 1 + 1, 3
     assert database == (chunks, 36 * chunks + 40 * documents + 20 * 3, 0)
     vectors = 2 * 3 * 4 * 4  # two copies of 3 vectors with 4 fp32 numbers
-    assert (training.chunks, training.size + training.passing) == (3, vectors)
+    assert (training.chunks, training.size + training.temporary) == (3, vectors)
     codes = chunks * 4 * 4
-    assert (adding.chunks, adding.size + adding.passing) == (chunks, 2 * codes + 8 * chunks)
+    assert (adding.chunks, adding.size + adding.temporary) == (chunks, 2 * codes + 8 * chunks)
     assert query == (5, 5 * 8 * index.retro_query_num_neighbors_save, 0)
 
 

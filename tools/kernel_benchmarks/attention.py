@@ -194,7 +194,7 @@ def _attention(
     size = 2 * s * b * (2 * n + 2 * g) * d  # bytes of queries, keys, values and the result
     products = int(4 * pairs * n * d)
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         leading = (b, s) if in_order else (s, b)
         tensors = [
             torch.randn(*leading, count, d, device=device, dtype=BF16) for count in (n, g, g)
@@ -207,7 +207,7 @@ def _attention(
         shape=f"{shape}{'' if g == n else f', {g} groups'} bf16",
         forward_bytes=size,
         backward_bytes=2 * size,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=ours,
         eager=None,  # it would store every score
         libraries=libraries or {},

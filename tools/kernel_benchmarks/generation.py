@@ -43,7 +43,7 @@ def paged_attention(
     lengths = torch.full((sequences,), length, device=device, dtype=torch.int32)
     singles = Singles(tables.view(sequences, blocks), lengths, length, BLOCK)
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         shape = (sequences * length, GROUPS, HEAD)
         return [
             torch.randn(sequences, GROUPS * PER_GROUP, HEAD, device=device, dtype=BF16),
@@ -57,7 +57,7 @@ def paged_attention(
         "groups, bf16",
         forward_bytes=2 * (cache + 2 * sequences * GROUPS * PER_GROUP * HEAD),
         backward_bytes=0,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=partial(FusedPaged(library).singles, singles=singles, options=AttentionOptions()),
         eager=partial(PagedAttention().singles, singles=singles, options=AttentionOptions()),
     )

@@ -48,7 +48,7 @@ def add_norm(
 ) -> Operation:
     """Define residual + delta with its LayerNorm (if it has a bias) or RMSNorm."""
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         return [
             torch.randn(rows, hidden, device=device, dtype=stream),
             torch.randn(rows, hidden, device=device, dtype=BF16),
@@ -69,7 +69,7 @@ def add_norm(
         shape=f"[{rows}, {hidden}] {'bf16' if stream == BF16 else 'fp32 stream, bf16'}",
         forward_bytes=size * (2 * wide + 4),
         backward_bytes=size * (3 * wide + 2 + extra),
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=partial(_with_epsilon, partial(norm.fused_add_norm, library)),
         eager=by_formula,
         libraries={"F.layer_norm" if bias else "F.rms_norm": partial(_with_epsilon, norm.add_norm)},
@@ -88,7 +88,7 @@ def activate(
     plain = getattr(activation, name)
     parts = 2 if name == "swiglu" else 1
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         width = parts * columns
         x = torch.randn(rows, width, device=device, dtype=BF16)
         return [x, torch.randn(width, device=device, dtype=BF16) if bias else None]
@@ -98,7 +98,7 @@ def activate(
         shape=f"[{rows}, {columns}] bf16",
         forward_bytes=2 * rows * columns * (parts + 1),
         backward_bytes=2 * rows * columns * (2 * parts + 1),
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=partial(activation.fused_activation, library, plain),
         eager=plain,
     )
@@ -135,7 +135,7 @@ def bias_dropout_add(
 ) -> Operation:
     """Define residual + dropout(x + bias)."""
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         def tensor(*size: int) -> Tensor:
             return torch.randn(*size, device=device, dtype=BF16)
 
@@ -152,7 +152,7 @@ def bias_dropout_add(
         shape=f"[{rows}, {hidden}] bf16",
         forward_bytes=6 * rows * hidden,
         backward_bytes=4 * rows * hidden,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=ours,
         eager=eager,
     )

@@ -36,7 +36,7 @@ def mamba_scan(device: torch.device, kernels: RecurrenceKernels | None, reason: 
     """Define Mamba-2's scan for a hidden size of 2048."""
     s, b, g, r, p, n = 4096, 1, 8, 8, 64, 128
 
-    def draw() -> list[Tensor]:
+    def make_inputs() -> list[Tensor]:
         x, steps, rates, *vectors = (
             torch.randn(shape, device=device)
             for shape in ((s, b, g, r, p), (s, b, g, r), (g, r), (s, b, g, n), (s, b, g, n))
@@ -60,7 +60,7 @@ def mamba_scan(device: torch.device, kernels: RecurrenceKernels | None, reason: 
         shape=f"[{s}, {b}, {g}, {r}, {p}], state {n}, bf16",
         forward_bytes=moved,
         backward_bytes=2 * moved,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=ours,
         eager=eager,
         forward_products=products,
@@ -75,7 +75,7 @@ def gated_delta_rule(
     """Define the gated delta rule for a hidden size of 2048."""
     s, b, m, n, e, d = 4096, 1, 16, 32, 128, 128
 
-    def draw() -> list[Tensor]:
+    def make_inputs() -> list[Tensor]:
         query, key, value, decay, rate = (
             torch.randn(s, b, *shape, device=device)
             for shape in ((m, e), (m, e), (n, d), (n,), (n,))
@@ -98,7 +98,7 @@ def gated_delta_rule(
         shape=f"[{s}, {b}, {m} and {n}, {e}], bf16",
         forward_bytes=moved,
         backward_bytes=2 * moved,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=ours,
         eager=eager,
         forward_products=products,

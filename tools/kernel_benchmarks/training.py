@@ -50,24 +50,24 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size: int) -> Operation:
     """Define the loss of 16-bit logits. New memory for gradients costs as much as reuse would."""
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         logits = 2 * torch.randn(rows, size, device=device, dtype=BF16)
         return [logits, torch.randint(size, (rows,), device=device)]
 
     def eager(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
-    form = choose_cross_entropy(library, in_16_bits=False)
+    kernel = choose_cross_entropy(library, in_16_bits=False)
 
     def ours(logits: Tensor, labels: Tensor) -> Tensor:
-        return vocabulary_cross_entropy(logits, labels, Axis(), form=form)
+        return vocabulary_cross_entropy(logits, labels, Axis(), form=kernel)
 
     return Operation(
         name="cross entropy",
         shape=f"[{rows}, {size}] bf16",
         forward_bytes=rows * size * 2,
         backward_bytes=rows * size * 4,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=ours,
         eager=eager,
         libraries={"F.cross_entropy in 16 bits": partial(F.cross_entropy, reduction="none")},
@@ -79,7 +79,7 @@ def chunked_cross_entropy(
 ) -> Operation:
     """Define the output head with a chunked loss. Its forward pass also computes gradients."""
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         return [
             torch.randn(tokens, hidden, device=device, dtype=BF16),
             torch.randn(size, hidden, device=device, dtype=BF16) / hidden**0.5,
@@ -90,24 +90,26 @@ def chunked_cross_entropy(
         return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
 
     def ours(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(LinearCall(x, weight), labels, Communication(), form=form).total
+        return linear_cross_entropy(
+            LinearCall(x, weight), labels, Communication(), form=kernel
+        ).total
 
-    def whole(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def unchunked(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(x, weight)
-        losses = vocabulary_cross_entropy(logits, labels, Axis(), form=form, reuse_logits=True)
+        losses = vocabulary_cross_entropy(logits, labels, Axis(), form=kernel, reuse_logits=True)
         return losses.sum()
 
-    form = choose_cross_entropy(library, in_16_bits=False)
+    kernel = choose_cross_entropy(library, in_16_bits=False)
     parts, product = 2 * (tokens * hidden + size * hidden), 2 * tokens * hidden * size
     return Operation(
         name="output product + cross entropy, by chunks",
         shape=f"[{tokens}, {hidden}] x [{size}, {hidden}]^T bf16",
         forward_bytes=parts,
         backward_bytes=2 * parts,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=ours,
         eager=eager,
-        libraries={"product, then our kernel": whole},
+        libraries={"product, then our kernel": unchunked},
         forward_products=product,
         backward_products=2 * product,
         combines_passes=True,
@@ -117,7 +119,7 @@ def chunked_cross_entropy(
 def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
     """Define AdamW with fp32 states and bf16 weights in 64 tensors: 30 bytes per parameter."""
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         return [
             torch.randn(size, device=device),
             torch.randn(size, device=device, dtype=BF16),
@@ -152,7 +154,7 @@ def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
         shape=f"{size // 2**20} Mi parameters",
         forward_bytes=size * 30,
         backward_bytes=0,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=bind(lambda tensors: choose_adam(tensors, library)),
         eager=eager,
         libraries={
@@ -202,7 +204,7 @@ def embedding_gradient(
 ) -> Operation:
     """Define the addition of embedding gradients to an fp32 buffer, including sorting of tokens."""
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         return [
             # Some tokens are frequent, as in text.
             (rows * torch.rand(count, device=device) ** 4).long(),
@@ -218,18 +220,18 @@ def embedding_gradient(
         return into.add_(torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False))
 
     def ours(tokens: Tensor, grad: Tensor, into: Tensor) -> Tensor:
-        form(tokens, grad, into)
+        add_rows(tokens, grad, into)
         return into
 
-    form = choose_embedding_gradient(library, hidden)
-    touched = draw()[0]
+    add_rows = choose_embedding_gradient(library, hidden)
+    touched = make_inputs()[0]
     assert touched is not None
     return Operation(
         name="embedding gradient into fp32",
         shape=f"{count} of {rows} x {hidden} bf16",
         forward_bytes=count * hidden * 2 + len(touched.unique()) * hidden * 8,
         backward_bytes=0,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=ours,
         eager=eager,
         libraries={"embedding_dense_backward + add": dense},
@@ -239,7 +241,7 @@ def embedding_gradient(
 def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int) -> Operation:
     """Define the weight gradient's matrix product, `into += grad^T x`, with an fp32 `into`."""
 
-    def draw() -> Inputs:
+    def make_inputs() -> Inputs:
         return [
             torch.randn(tokens, outer, device=device, dtype=BF16),
             torch.randn(tokens, inner, device=device, dtype=BF16),
@@ -255,7 +257,7 @@ def product_into_fp32(device: torch.device, tokens: int, inner: int, outer: int)
         shape=f"[{outer}, {tokens}] x [{tokens}, {inner}] bf16",
         forward_bytes=tokens * (inner + outer) * 2 + inner * outer * 8,
         backward_bytes=0,
-        make_inputs=draw,
+        make_inputs=make_inputs,
         ours=ours,
         eager=lambda grad, x, into: into.add_(grad.t() @ x),
         forward_products=2 * tokens * inner * outer,
@@ -266,7 +268,7 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
     """Define the transpose of an FP8 matrix."""
     inverse = torch.ones([], device=device)
 
-    def form(casts: Fp8Casts, x: Tensor) -> Tensor:
+    def transpose(casts: Fp8Casts, x: Tensor) -> Tensor:
         return casts.transpose(Fp8(x, inverse)).values
 
     return Operation(
@@ -275,8 +277,8 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
         forward_bytes=2 * rows * columns,
         backward_bytes=0,
         make_inputs=lambda: [torch.randn(rows, columns, device=device).to(E4M3)],
-        ours=partial(form, casts),
-        eager=partial(form, Fp8Casts()),
+        ours=partial(transpose, casts),
+        eager=partial(transpose, Fp8Casts()),
     )
 
 
@@ -287,38 +289,38 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
     """
     previous_amax, new_amax = torch.ones(2, device=device).unbind()
 
-    def whole(casts: Fp8Casts, x: Tensor) -> Tensor:
+    def amax_cast(casts: Fp8Casts, x: Tensor) -> Tensor:
         return casts.cast(x, casts.amax(x), E4M3).values
 
-    def both(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = casts.cast_transpose(x, casts.amax(x), E4M3)
-        return first.values, second.values
+    def amax_cast_transpose(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
+        cast, transposed = casts.cast_transpose(x, casts.amax(x), E4M3)
+        return cast.values, transposed.values
 
-    def measuring(casts: Fp8Casts, x: Tensor) -> Tensor:
+    def cast_with_amax(casts: Fp8Casts, x: Tensor) -> Tensor:
         return casts.cast(x, previous_amax, E4M3, found=new_amax).values
 
-    def both_measuring(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = casts.cast_transpose(x, previous_amax, E4M3, found=new_amax)
-        return first.values, second.values
+    def cast_transpose_with_amax(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
+        cast, transposed = casts.cast_transpose(x, previous_amax, E4M3, found=new_amax)
+        return cast.values, transposed.values
 
-    def by_row(casts: Fp8Casts, x: Tensor) -> Tensor:
+    def cast_by_row(casts: Fp8Casts, x: Tensor) -> Tensor:
         return casts.cast_rows(x, E4M3).values
 
-    def both_by_row(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = casts.cast_transpose_rows(x, E4M3)
-        return first.values, second.values
+    def cast_transpose_by_row(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
+        cast, transposed = casts.cast_transpose_rows(x, E4M3)
+        return cast.values, transposed.values
 
     size = rows * columns
     # With one scale for all of x, x has to be read twice. With one per row, the row fits into the
     # cache.
     kinds: list[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], int]] = [
         ("fp8: amax", lambda casts, x: casts.amax(x), 2),
-        ("fp8: amax, cast", whole, 5),
-        ("fp8: amax, cast + transpose", both, 6),
-        ("fp8: cast, with amax", measuring, 3),
-        ("fp8: cast + transpose, with amax", both_measuring, 4),
-        ("fp8: cast by rows", by_row, 3),
-        ("fp8: cast by rows + transpose by rows", both_by_row, 6),
+        ("fp8: amax, cast", amax_cast, 5),
+        ("fp8: amax, cast + transpose", amax_cast_transpose, 6),
+        ("fp8: cast, with amax", cast_with_amax, 3),
+        ("fp8: cast + transpose, with amax", cast_transpose_with_amax, 4),
+        ("fp8: cast by rows", cast_by_row, 3),
+        ("fp8: cast by rows + transpose by rows", cast_transpose_by_row, 6),
     ]
     return [
         Operation(
@@ -327,8 +329,8 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
             forward_bytes=size * per_element,
             backward_bytes=0,
             make_inputs=lambda: [torch.randn(rows, columns, device=device, dtype=BF16)],
-            ours=partial(form, casts),
-            eager=partial(form, Fp8Casts()),
+            ours=partial(cast, casts),
+            eager=partial(cast, Fp8Casts()),
         )
-        for name, form, per_element in kinds
+        for name, cast, per_element in kinds
     ]

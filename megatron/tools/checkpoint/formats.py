@@ -363,9 +363,9 @@ def _copy_companions(source: SourceModel, options: argparse.Namespace) -> Tokeni
     """Copy the companion files into the checkpoint folder and return the tokenizer's settings."""
     folder = Path(options.save_dir).absolute() / files.COMPANION_FOLDER
     contents = dict(source.companion_files())
-    given, own = _given_tokenizer(source, options), source.config.tokenizer
+    given, stored = _given_tokenizer(source, options), source.config.tokenizer
     if given == TokenizerConfig() and not source.companions:
-        return own
+        return stored
     paths: dict[str, Any] = dict.fromkeys(_FILES)
     for field in _FILES:
         path = getattr(given, field)
@@ -376,8 +376,8 @@ def _copy_companions(source: SourceModel, options: argparse.Namespace) -> Tokeni
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in contents.items():
             replace_file(folder / name, data)
-    if given == TokenizerConfig() and own.tokenizer_type is not None:
-        return _with_copied_paths(own, source.companions or folder, folder)
+    if given == TokenizerConfig() and stored.tokenizer_type is not None:
+        return _with_copied_paths(stored, source.companions or folder, folder)
     if any(paths.values()):
         return replace(given, **paths)
     copied = files.tokenizer_in(folder, source.config.model.architecture)

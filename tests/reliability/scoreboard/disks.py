@@ -92,11 +92,11 @@ def full_disk(folder: Path, count: int) -> Trials:
     return trials
 
 
-def _fill_one(folder: Path, share: float, is_real: bool, flags: tuple[str, ...]) -> None:
+def _fill_one(folder: Path, fraction: float, is_real: bool, flags: tuple[str, ...]) -> None:
     root = folder / "disk" / "checkpoints"
     root.mkdir()
     all_flags = ("--save", str(root), *_SAVE, "--hidden-size", "64", *flags)
-    preexec = _fill_disk_at(share, root, is_real)
+    preexec = _fill_disk_at(fraction, root, is_real)
     result = run_training(folder / "out", *all_flags, preexec=preexec)
     expect(
         result.code == StorageError.exit_code, f"ended with {result.code}: {result.output[-300:]}"
@@ -105,9 +105,9 @@ def _fill_one(folder: Path, share: float, is_real: bool, flags: tuple[str, ...])
     expect(str(root / "iter_0000004") in result.output, "does not say where")
     expect((root / TRACKER).read_text() == "2", "the tracker has moved")
     (root / "ballast").unlink(missing_ok=True)
-    again = run_training(folder / "again", *all_flags, "--load", str(root))
-    expect(again.code == 0, f"cannot go on: {again.output[-300:]}")
-    expect("iteration        3/       6" in again.output, "did not go on at iteration 3")
+    rerun = run_training(folder / "again", *all_flags, "--load", str(root))
+    expect(rerun.code == 0, f"cannot go on: {rerun.output[-300:]}")
+    expect("iteration        3/       6" in rerun.output, "did not go on at iteration 3")
     expect((root / TRACKER).read_text() == "6", "did not save again")
     expect(not list(root.glob("*tmp*")), "temporary files are left")
 
@@ -261,8 +261,8 @@ def _after_a_killed_job(folder: Path, flags: tuple[str, ...]) -> None:
     load_flags = ("--save", str(folder / "other"), *_SAVE, "--load", str(folder / "save"))
     result = run_training(folder / "second", *load_flags, "--override-opt_param-scheduler")
     expect(result.code == 0, result.output[-300:])
-    again = run_training(folder / "third", "--save", str(folder / "save"), *_SAVE, *flags)
-    expect(again.code == 0, f"the folder stays locked: {again.output[-300:]}")
+    rerun = run_training(folder / "third", "--save", str(folder / "save"), *_SAVE, *flags)
+    expect(rerun.code == 0, f"the folder stays locked: {rerun.output[-300:]}")
 
 
 def _read_only(folder: Path, flags: tuple[str, ...]) -> None:
@@ -290,8 +290,8 @@ def _removed(folder: Path, flags: tuple[str, ...]) -> None:
         return
     expect(result.code == EXIT_SAVED_ON_SIGNAL, f"ended with {result.code}: {result.output[-300:]}")
     load_flags = ("--load", str(folder / "save"), "--train-iters", "100000", "--exit-interval", "1")
-    again = run_training(folder / "again", *load_flags)
-    expect("successfully loaded" in again.output, again.output[-300:])
+    rerun = run_training(folder / "again", *load_flags)
+    expect("successfully loaded" in rerun.output, rerun.output[-300:])
 
 
 def _gone(folder: Path, flags: tuple[str, ...]) -> None:
