@@ -14,7 +14,7 @@ import pytest
 from megatron.config.arguments import ToolParser, add_flags, from_values, split, title_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import TokenizerConfig
-from megatron.config.fields import fields_of
+from megatron.config.fields import fields_of, flag
 from megatron.config.parser import Program, asks_for_mpi, parse_config
 from megatron.config.run import RunOptions, sections
 from megatron.errors import CheckpointError, ConfigError
@@ -328,6 +328,7 @@ def _tool(**options: Any) -> ToolParser:
         (["--job", "x"], "error: unknown flag --job: did you mean --jobs?\n"),
         (["--xyzzy"], "error: unknown flag --xyzzy: --help lists all flags\n"),
         (["--workers", "2"], "error: --workers: it uses all cores\n"),
+        (["--input", "x", "--xyzzy"], "error: unknown flag --xyzzy: --help lists all flags\n"),
         (
             ["--workers", "2", "--xyzzy"],
             "error: --workers: it uses all cores\n"
@@ -369,3 +370,44 @@ def test_help_of_a_tool_wins_over_unknown_flags(
 )
 def test_words_follow_their_flags(words: str, flags: list[tuple[str, tuple[str, ...]]]) -> None:
     assert [(flag.name, flag.values) for flag in split(words.split())] == flags
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _HelpConfig:
+    """Options of a tool.
+
+    Attributes:
+        count: Number of things.
+        rate: Rate, 50% for example.
+        names: Names.
+        sizes: Sizes.
+        fast: Be fast.
+        slow: Be slow.
+        path: A file.
+    """
+
+    count: int = flag(3, unit="things")
+    rate: float = 0.5
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (1, 2)
+    fast: bool = True
+    slow: bool = False
+    path: str | None = None
+
+
+def test_the_help_of_a_tool_s_fields() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, _HelpConfig)
+    text = " ".join(parser.format_help().split())
+    assert "Options of a tool:" in text
+    for field in (
+        "--count N Number of things. (things; default: 3)",
+        "--rate X Rate, 50% for example. (default: 0.5)",
+        "--names [TEXT ...] Names. --sizes",
+        "--sizes [N ...] Sizes. (default: 1 2)",
+        "--fast, --no-fast Be fast. (default: on)",
+        "--slow Be slow. (default: off)",
+        "--path TEXT A file.",
+    ):
+        assert field in text
+    assert text.endswith("A file.")

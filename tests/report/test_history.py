@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.report import page
+from megatron.report import charts, page
 from megatron.report.charts import chart_of, make_charts, reduce_curve
 from megatron.report.history import Event, History
 from megatron.report.page import page_data, summarize
@@ -214,3 +214,40 @@ def test_a_metrics_file_that_cannot_be_read_is_no_run(tmp_path: Path) -> None:
         (tmp_path / "gone.jsonl").touch(mode=0)
     (tmp_path / "list.jsonl").write_text("[1, 2]\n")
     assert open_runs([tmp_path], may_be_empty=True) == []
+
+
+def test_the_mean_of_an_interval_is_over_its_finite_values() -> None:
+    few = [math.nan, 5.0, math.nan, math.nan]
+    reduced = reduce_curve(curve_of([*[2.0, math.nan, 3.0, math.inf] * 5, *few * 5]), 10)
+    assert reduced["y"] == [2.5] * 5 + [5.0] * 5
+    assert reduced["low"] == [2.0] * 5 + [5.0] * 5
+    assert reduced["high"] == [3.0] * 5 + [5.0] * 5
+    assert reduced["bad"] == reduced["x"] == list(range(1, 41, 4))
+
+
+@pytest.mark.parametrize(("curves", "length"), [(1, 50), (8, 25), (100, 10)])
+def test_many_curves_are_reduced_further(
+    curves: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "_POINTS", 600)
+    monkeypatch.setattr(charts, "_BINS", (10, 50))
+    history = History("run")
+    history.curves |= {f"tag {number}": curve_of([1.0] * 1000) for number in range(curves)}
+    found, _ = make_charts([history])
+    assert {len(chart["curves"][0]["x"]) for chart in found} == {length}
+
+
+def test_losses_come_first_and_unknown_tags_last() -> None:
+    values = {"other": 1.0, "throughput": 1.0, "learning-rate": 1.0, "lm loss": 1.0}
+    found, constants = make_charts([history_of({"iteration": 1, "loss-scale": 8.0, **values})])
+    titles = [chart["title"] for chart in found]
+    assert titles == ["LM loss", "Learning rate", "Throughput", "Other"]
+    assert constants == {"loss-scale": 8.0}
+
+
+def test_events_without_a_usable_time_are_shown() -> None:
+    history = history_of(record(1), {"iteration": 1, "event": "checkpoint"})
+    history.events.append(Event("end", 1, math.inf))
+    (run,) = page_data([history])["runs"]
+    assert [each["time"] for each in run["events"]] == [None, None]
+    page.as_json(run)

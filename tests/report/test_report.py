@@ -15,7 +15,7 @@ from megatron.command import run_command
 from megatron.report.__main__ import build_parser, run
 from megatron.report.charts import make_charts, reduce_curve
 from megatron.report.history import Curve, History
-from megatron.report.page import summarize
+from megatron.report.page import page_data, summarize
 from megatron.report.sources import open_runs
 from megatron.report.timeline import find_timelines
 
@@ -65,6 +65,9 @@ def test_a_page_with_loss_learning_rate_norm_and_speed(tmp_path, capsys):
     assert titles == ["LM loss", "Learning rate", "Gradient norm", "Speed"]
     assert data["charts"][0]["curves"][0]["x"] == list(range(1, 21))
     assert data["runs"][0]["name"] == "my run"
+    page = (folder / "report.html").read_text()
+    assert "connect-src &#39;none&#39;" in page  # only a live page asks for data
+    assert "<body data-live>" not in page
 
 
 def test_a_spike_and_a_nan_survive_any_reduction():
@@ -98,6 +101,7 @@ def test_damaged_and_half_written_lines_are_counted(tmp_path):
     folder = write_run(tmp_path / "run", [record(1)], 'x\n[1]\n{"iteration": 2, "lm l')
     history = read_run(folder)
     assert (history.damaged, history.incomplete) == (2, True)
+    assert page_data([history])["runs"][0]["damaged"] == 3
     assert list(history.curves["lm loss"].iterations) == [1]
 
 
@@ -375,19 +379,24 @@ def test_spans_of_a_timeline_are_those_that_begin_in_the_iteration(tmp_path):
     events = [
         (host, "iteration 4", 100, 50), (host, "early", 99, 5), (host, "first", 100, 10),
         (host, "next", 110, 10), (host, "inner", 110, 2), (host, "late", 150, 1),
+        ("kernel", "w", 100, 1),
         ("kernel", "x", 120, 2), ("kernel", "y", 122, 2), ("kernel", "z", 125, 1),
         ("kernel", "late", 150, 1),
     ]  # fmt: skip
     write_trace(folder, 0, 4, events)
     write_trace(folder, 11, 4, events)  # ranks have any number of digits
     write_trace(folder / "c", 0, 3, events)  # of an earlier window
+    write_trace(folder, 5, 3, events)  # a rank without a later one
     (folder / "rank1.5.pt.trace.json.gz").touch()
     first, second = find_timelines(tmp_path)[0]
     assert [first["rank"], second["rank"]] == [0, 11]
     assert first["rows"] == [
         {"name": "host", "spans": [(0.0, 10.0, "first"), (10.0, 10.0, "next")]},
         {"name": "", "spans": [(10.0, 2.0, "inner")]},
-        {"name": "GPU", "spans": [(20.0, 4.0, "kernels"), (25.0, 1.0, "kernels")]},
+        {
+            "name": "GPU",
+            "spans": [(start, length, "kernels") for start, length in ((0, 1), (20, 4), (25, 1))],
+        },
     ]
 
 
@@ -417,7 +426,7 @@ def test_a_trace_with_impossible_times_is_not_read(tmp_path, number):
 
 def test_a_page_has_room_for_the_longest_spans_of_a_few_traces(tmp_path, monkeypatch):
     host = "user_annotation"
-    for rank in range(4):
+    for rank in range(5):
         spans = [(host, f"of {length}", 10 + 10 * length, length) for length in range(1, 6)]
         write_trace(tmp_path, rank, 1, [(host, "iteration 1", 0, 100), *spans])
     size = (tmp_path / "rank0.1.pt.trace.json").stat().st_size
@@ -426,19 +435,25 @@ def test_a_page_has_room_for_the_longest_spans_of_a_few_traces(tmp_path, monkeyp
     monkeypatch.setattr("megatron.report.timeline._MAX_SPANS", 6)
     timelines, notes = find_timelines(tmp_path)
     assert [timeline["rank"] for timeline in timelines] == [0, 1]
-    assert len(notes) == 1
-    assert notes[0].startswith(f"{tmp_path / 'rank3.1.pt.trace.json'}: not read: the limit")
+    assert [note.partition(": not read: the limit")[0] for note in notes] == [
+        str(tmp_path / f"rank{rank}.1.pt.trace.json") for rank in (3, 4)
+    ]
     for timeline in timelines:
         names = [name for _, _, name in timeline["rows"][0]["spans"]]
         assert names == ["of 3", "of 4", "of 5"]
 
 
-def test_the_page_of_a_metrics_file_is_next_to_it(tmp_path, capsys):
+def test_the_page_of_a_metrics_file_is_next_to_it(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "run", [record(1)])
     assert report(folder / "metrics.jsonl") == 0
     assert (folder / "report.html").exists()
-    assert report(folder, "--output", tmp_path / "new" / "x.html") == 0
-    assert (tmp_path / "new" / "x.html").exists()
+    assert report(folder, "--output", tmp_path / "very" / "new" / "x.html") == 0
+    assert (tmp_path / "very" / "new" / "x.html").exists()
+    served = []
+    monkeypatch.setattr("megatron.report.live.serve", lambda runs, port: served.append(port))
+    for words in ([], ["--port", 0], ["--port", 65535]):
+        assert report(folder, "--live", *words) == 0
+    assert served == [6010, 0, 65535]
     assert report(folder, "--live", "--port", 65536) == 9
     assert "--port 65536: use 0 to 65535" in capsys.readouterr().err
 
