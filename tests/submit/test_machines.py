@@ -58,12 +58,12 @@ def _reachable(machines: list[Machine], folder: Path) -> Iterator[list[str]]:
     (folder / "hosts").write_text("".join(f"{one.address} slots=1\n" for one in machines))
     with ExitStack() as daemons:
         for one in machines:
-            start = [*one.inside, sshd, "-D", "-f", str(folder / "sshd_config")]
+            start = [*one.command_prefix, sshd, "-D", "-f", str(folder / "sshd_config")]
             daemon = daemons.enter_context(subprocess.Popen(start))
             daemons.callback(daemon.kill)
         ask = ("ssh", "-F", str(folder / "ssh_config"))
         for one in machines:
-            words = [*machines[0].inside, *ask, f"{getpass.getuser()}@{one.address}", "true"]
+            words = [*machines[0].command_prefix, *ask, f"{getpass.getuser()}@{one.address}", "true"]
             wait_until(lambda words=words: not subprocess.run(words, check=False).returncode, 20.0)
         yield ["--hostfile", str(folder / "hosts"), "--ssh-config", str(folder / "ssh_config")]
 
@@ -123,7 +123,7 @@ def test_machines_of_a_hostfile_train_save_on_a_signal_and_continue(
             *("--logs", str(tmp_path / "logs"), "--", *_TRAINING, *save),
         )
         (tmp_path / "job.sh").write_text(text)
-        job, log = [*machines[0].inside, "bash", str(tmp_path / "job.sh")], tmp_path / "log"
+        job, log = [*machines[0].command_prefix, "bash", str(tmp_path / "job.sh")], tmp_path / "log"
         with _running(job, log) as process:
             wait_until(lambda: len(_losses(log.read_text())) > 10, 90.0)
             process.send_signal(signal.SIGTERM)
