@@ -257,17 +257,6 @@ _LINES = [
         "--recompute-num-layers 5 is above --num-layers 4: use 1 to 4",
     ),
     (
-        "--recompute-activations --recompute-modules shared_experts --num-experts 4 "
-        "--micro-batch-size 1",
-        "--recompute-modules shared_experts requires --moe-shared-expert-intermediate-size: drop "
-        "shared_experts",
-    ),
-    (
-        "--recompute-activations --recompute-modules layernorm --bf16 --fp8-format hybrid",
-        "--recompute-modules layernorm with --fp8-format hybrid: its output is kept in 8 bits "
-        "only: drop layernorm",
-    ),
-    (
         "--fine-grained-activation-offloading",
         "--fine-grained-activation-offloading requires --offload-modules: name at least one module",
     ),

@@ -87,6 +87,25 @@ def test_missing_and_damaged_blocks_are_found_and_good_ones_are_kept(
     assert blocks[1].path.stat().st_mtime_ns == good
 
 
+def test_progress_counts_the_rows_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = []
+    monkeypatch.setattr("megatron.retro.blocks.sync_folder", flushed.append)
+    blocks = plan_blocks(tmp_path, 10, 4)
+    write_block(blocks[1], {"data": rows_of(blocks[1])})
+    for block in blocks_to_do(blocks, contents, ALONE, "chunks of x"):
+        write_block(block, {"data": rows_of(block)})
+    assert flushed == [tmp_path] * 3
+    shown = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line]
+    assert shown[0].startswith("chunks of x:  40%")
+    assert "4/10" in shown[0]
+    assert shown[-1].startswith("chunks of x: 100%")
+    assert "10/10" in shown[-1]
+    assert list(blocks_to_do(blocks, contents, ALONE, "chunks of x")) == []
+    assert capsys.readouterr().err == ""
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     block = write_all(tmp_path, count=4)[0]
     before = block.path.read_bytes()

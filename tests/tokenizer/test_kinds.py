@@ -533,6 +533,15 @@ def test_the_largest_number_is_that_of_the_dataset(size, largest):
         tokenizer.tokenize(str(largest + 1))
 
 
+def test_special_tokens_that_a_tokenizer_has_or_lacks():
+    tokenizer = build("NullTokenizer", vocab_size=9)
+    assert tokenizer.special_ids("eod", "eos", "mask") == {9}
+    assert tokenizer.special_ids() == frozenset()
+    assert (tokenizer.has_t5_sentinels, tokenizer.encoder_end) == (False, [])
+    with pytest.raises(ConfigError, match=r"has no pad token \(it has: eod, eos\)"):
+        _ = tokenizer.pad
+
+
 def test_a_null_tokenizer_of_no_or_one_number():
     assert build("NullTokenizer", vocab_size=1).vocab == {"0": 0, "1": 1}
     with pytest.raises(ConfigError, match="--vocab-size"):
@@ -551,6 +560,8 @@ def test_the_multiple_that_keeps_an_embedding_s_rows(rows, multiple):
 
 def test_a_digest_depends_on_where_each_part_ends():
     assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("abc", "")}) == 4
+    # It is saved in checkpoints, so it must not change.
+    assert digest("ab", "c") == digest(b"ab", b"c") == "4826ed043ab3cdec576d8541fa5d5a80"
 
 
 def test_unknown_and_missing_kind():
