@@ -228,6 +228,29 @@ def test_chunks_of_samples_and_their_documents(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("compatible", "number"), [(True, 0), (False, 1)])
+def test_a_corpus_has_its_number_in_the_database(
+    tmp_path: Path, compatible: bool, number: int
+) -> None:
+    """The first corpus has no validation documents. Megatron-LM does not count it then."""
+    prefixes = [
+        write_dataset(tmp_path / "a", [[1] * 30 + [VOCAB]]),
+        write_dataset(tmp_path / "b", [[2] * 30 + [VOCAB]] * 30),
+    ]
+    words = ("0.5", prefixes[0], "0.5", prefixes[1])
+    config = DataConfig(data_path=words, split="90,10,0", seq_length=12)
+    tokenizer = NullTokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB))
+    splits = query_chunks(
+        DataRequest(config, 1234, (4, 4, 0)),
+        seq_length=12,
+        chunk_length=4,
+        tokenizer=tokenizer,
+        compatible=compatible,
+    )
+    assert set(splits) == {"train", "valid"}
+    assert splits["valid"].documents(0)[0] == number
+
+
 class _Counting(Embedder):
     """A text's number of tokens is its own number; its vector is that and the sum of its tokens."""
 

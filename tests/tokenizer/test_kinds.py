@@ -434,6 +434,8 @@ def test_tekken_vocabulary(tmp_path):
         build("TikTokenizer", vocab_size=300, **flags)
     with pytest.raises(ConfigError, match="leaves no room"):
         build("TikTokenizer", vocab_size=10, **flags)
+    with pytest.raises(ConfigError, match="do not add up to --vocab-size 131072"):  # Mistral's
+        build("TikTokenizer", **flags)
 
 
 @pytest.mark.parametrize(
@@ -471,11 +473,12 @@ def test_special_tokens_of_a_tekken_vocabulary(tmp_path, names, reserved, is_goo
         {"rank": "256"},
         {"rank": 256, "token_bytes": True},
         {"rank": 256, "token_bytes": 1.5},
+        {"rank": 256, "token_bytes": "aG!U="},
         [[[[]]]],
         True,
         "[" * 100_000,
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_damaged_tekken_vocabulary(tmp_path, entry):
     model = Path(write_tekken(tmp_path / "x.json", byte_ranks(b"he")))
