@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_results_replace_no_other_file(tmp_path: Path) -> None:
 
     def check(name: Path, *, overwrite: bool = False, resumed: Path | None = None) -> None:
         options = TaskConfig(results=str(name), overwrite=overwrite)
-        check_results(options, [str(data)], resumed)
+        check_results(options, [str(data), str(tmp_path)], resumed)
 
     check_results(TaskConfig(), [str(data)])
     with pytest.raises(ConfigError, match="this file is also read as data"):
@@ -99,6 +100,20 @@ def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> 
         "> batch 800 of 1,001",
         "> batch 1,001 of 1,001",
     ]
+
+
+def test_progress_on_a_terminal_is_a_bar_for_each_task(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = TaskProgress(enabled=True, log_interval=1)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for total in (3, 2):
+        for batch in range(1, total + 1):
+            progress(batch, total)
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert re.search(rf"evaluating: 100%.* {total}/{total} ", shown.err)
+        assert shown.err.endswith("\n")  # the bar is closed
 
 
 @pytest.mark.parametrize(
@@ -214,6 +229,8 @@ def test_passages_have_any_number_of_64_bits(tmp_path: Path) -> None:
     path = tmp_path / "p.tsv"
     path.write_text(f"id\ttext\ttitle\n{2**63 - 1}\ta\tb\n{1 - 2**63}\tc\td\n")
     assert [one.id for one in read_passages(str(path))] == [2**63 - 1, 1 - 2**63]
+    path.write_text("id\ttext\ttitle\n7\ta\tb\n")
+    assert [one.id for one in read_passages(str(path))] == [7]
     for text in ("", "id\ttext\ttitle\n"):
         path.write_text(text)
         with pytest.raises(DataError, match="there are no passages after the header line"):
