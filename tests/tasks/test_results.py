@@ -120,6 +120,7 @@ def test_progress_on_a_terminal_is_a_bar_for_each_task(
     ("text", "original"),
     [
         (" = = = Cast = = = \n", " === Cast ===\n"),
+        (" = = = = Deep = = = = \n = = A = = \n", " ==== Deep ====\n== A ==\n"),
         ("at 5 ° C ; it 's : no ! ", "at 5°C; it's: no! "),
         ("[ a ] { b } ' c ' ( d", "[a] {b} 'c' ( d"),
         ("the cats ' food", "the cats' food"),
