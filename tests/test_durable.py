@@ -182,14 +182,29 @@ def test_a_file_is_replaced_completely_or_not_at_all(tmp_path: Path) -> None:
 def test_a_new_file_and_the_folder_of_a_replaced_one_are_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flushed = []
-    monkeypatch.setattr(
-        os, "fsync", lambda number: flushed.append(os.readlink(f"/proc/self/fd/{number}"))
-    )
+    flushed, sizes = [], []
+
+    def flush(number: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{number}"))
+        sizes.append(os.fstat(number).st_size)
+
+    monkeypatch.setattr(os, "fsync", flush)
     durable.replace_file(tmp_path / "file", b"new")
+    assert sizes[0] == 3  # nothing is left in a buffer
     assert len(flushed) == 2
     assert flushed[0].startswith(f"{tmp_path / 'file'}{durable.TEMPORARY}")
     assert flushed[1] == str(tmp_path)
+
+
+def test_no_descriptor_stays_open(tmp_path: Path, victim: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    durable.replace_file(tmp_path / "file", b"new")
+    victim.chmod(0o666)
+    with pytest.raises(PermissionError):
+        durable.open_trusted(victim)
+    victim.chmod(0o755)  # others may read and execute it
+    durable.open_trusted(victim).close()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_only_a_flag_replaces_what_exists(tmp_path: Path) -> None:

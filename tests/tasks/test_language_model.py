@@ -69,6 +69,9 @@ def test_documents_of_a_corpus_do_not_see_each_other(toy):
     assert numbers["loss"] == pytest.approx(expected / numbers["tokens"], rel=1e-5)
     size = sum(len(text) for text in PASSAGES)
     assert numbers["bits per byte"] == pytest.approx(expected / math.log(2) / size, rel=1e-5)
+    words = sum(len(text.split()) for text in PASSAGES)
+    assert (numbers["documents"], numbers["words"]) == (len(PASSAGES), words)
+    assert numbers["word perplexity"] == pytest.approx(math.exp(expected / words), rel=1e-4)
 
 
 LAYOUTS = [

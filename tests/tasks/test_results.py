@@ -210,6 +210,13 @@ def test_the_last_word_is_predicted_from_what_the_window_holds(
     assert plain.summarize([Score(-1.0, False)])["passages cut to the window"] == cut
 
 
+def test_a_passage_of_one_word_has_no_context(tmp_path: Path) -> None:
+    for options in ({}, {"strict_lambada": True}):
+        text = '{"text": "1 2"}\n{"text": "%s"}\n' % ("cat" if options else "c")
+        with pytest.raises(DataError, match="passage 2 has no context: 'c"):
+            _prepare(prepare_lambada, tmp_path, text, 8, **options)
+
+
 @pytest.mark.parametrize(
     ("context", "target", "tokens", "scored"),
     [

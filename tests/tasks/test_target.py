@@ -19,6 +19,11 @@ def test_two_classes():
     assert numbers["largest class"] == 0.6
 
 
+def test_a_class_that_is_predicted_as_often_as_it_occurs():
+    rows = class_rows([[3, 1], [1, 5]], ("a", "b"))
+    assert [row[-1] for row in rows] == [0.75, pytest.approx(5 / 6)]
+
+
 def test_guessing_one_class_only():
     numbers = class_metrics([[0, 7], [0, 3]])
     assert (numbers["accuracy"], numbers["matthews"]) == (0.3, 0.0)
