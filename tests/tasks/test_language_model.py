@@ -251,6 +251,13 @@ def test_mistakes_are_found_at_the_door(flags, message):
         assert "--task LAMBADA needs --valid-data" in str(caught.value)
 
 
+@pytest.mark.parametrize("task", ["LAMBADA", "PERPLEXITY"])
+@pytest.mark.parametrize("flag", ["--retro-eval-samples", "--bert-embedder-load"])
+def test_flags_of_a_retro_are_refused_for_a_gpt(toy, task, flag):
+    with pytest.raises(ConfigError, match=f"{flag}.* is for --task PERPLEXITY with --retro-workd"):
+        language_model.parse(task, _words(toy, "corpus.jsonl", flag, "3"), 1)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

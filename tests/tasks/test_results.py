@@ -210,6 +210,14 @@ def test_the_last_word_is_predicted_from_what_the_window_holds(
     assert plain.summarize([Score(-1.0, False)])["passages cut to the window"] == cut
 
 
+def test_the_accuracy_is_over_all_passages(tmp_path: Path) -> None:
+    prepared = _prepare(prepare_lambada, tmp_path, '{"text": "1 2"}\n' * 4, 8)
+    metrics = prepared.summarize([Score(-1.0, True), *[Score(-3.0, False)] * 3])
+    assert (metrics["number correct"], metrics["total examples"]) == (1, 4)
+    assert metrics["accuracy"] == 0.25
+    assert metrics["perplexity of the target"] == pytest.approx(math.exp(2.5))
+
+
 def test_a_passage_of_one_word_has_no_context(tmp_path: Path) -> None:
     for options in ({}, {"strict_lambada": True}):
         text = '{"text": "1 2"}\n{"text": "%s"}\n' % ("cat" if options else "c")
