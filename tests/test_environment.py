@@ -141,8 +141,8 @@ def test_processes_of_a_machine_share_its_cores(
 
 
 def test_files_and_keys_that_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    for value, path, key in (("", None, None), ("~/c.yaml", Path("/home/me/c.yaml"), "~/c.yaml")):
+    monkeypatch.setenv("HOME", "/folder/me")
+    for value, path, key in (("", None, None), ("~/c.yaml", Path("/folder/me/c.yaml"), "~/c.yaml")):
         monkeypatch.setenv("MEGATRON_CORPORA", value)
         monkeypatch.setenv("PERSPECTIVE_API_KEY", value)
         assert (corpora_file(), perspective_api_key()) == (path, key)
