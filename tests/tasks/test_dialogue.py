@@ -84,6 +84,7 @@ def test_responses_need_punkt(files, monkeypatch):
         ("input.txt", "9\t8\n", 'no examples for "9 8": add them'),
         ("knowledge.json", "{}\n", "knowledge.json, line 1: not of the form"),
         ("knowledge.json", '{"a": "b"}\n', "line 1: not of the form"),
+        ("knowledge.json", '{"7 8": ["d", 3]}\n', "line 1: not of the form"),
         ("knowledge.json", '{"7 8": ["d"]}\n{"a', "line 2: not JSON"),
     ],
 )

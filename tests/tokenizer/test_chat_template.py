@@ -10,10 +10,12 @@ import pytest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import chat_template
 from megatron.tokenizer.chat_template import (
+    Chat,
     ChatTemplate,
     added_tokens,
     find_template,
     special_tokens,
+    trained_text,
 )
 from tests.inference.server.live import write_tokenizer
 
@@ -193,3 +195,53 @@ def test_templates_are_found_where_tokenizers_have_them(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="not JSON"):
         find_template(None, model)
+
+
+_TURNS = [
+    {"role": role, "content": f"{role[0]}{i}"} for i in range(3) for role in ("user", "assistant")
+]
+_PLAIN = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+_MARKED = (
+    "{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }};{% endgeneration %}{% else %}{{ m.content }};{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [_PLAIN, _MARKED], ids=["plain", "marked"])
+@pytest.mark.parametrize(
+    ("options", "last_only", "trained"),
+    [
+        ({}, False, ["a0;", "a1;", "a2;"]),
+        ({}, True, ["a2;"]),
+        ({"untrained": frozenset({1})}, False, ["a0;", "a2;"]),
+        ({"untrained": frozenset({2})}, True, []),
+        ({"untrained": frozenset({0, 1, 2})}, False, []),
+    ],
+)
+def test_the_turns_that_are_trained_on(
+    source: str, options: dict, last_only: bool, trained: list[str]
+) -> None:
+    chat = Chat(_TURNS, **options)
+    text, spans = trained_text(ChatTemplate(source, {}), chat, last_only=last_only)
+    assert text == "<u>u0;<a>a0;<u>u1;<a>a1;<u>u2;<a>a2;"
+    assert [text[start:end] for start, end in spans] == trained
+
+
+def test_everything_after_a_prompt_is_trained_on() -> None:
+    text, spans = trained_text(ChatTemplate(_PLAIN, {}), Chat(_TURNS, prompt=3))
+    assert [text[start:end] for start, end in spans] == ["a1;<u>u2;<a>a2;"]
+
+
+def test_a_template_that_writes_messages_differently_later_is_refused() -> None:
+    counting = "{{ messages | length }}" + _PLAIN
+    with pytest.raises(DataError, match=r"writes the messages before message 2 differently"):
+        trained_text(ChatTemplate(counting, {}), Chat(_TURNS))
+    with pytest.raises(DataError, match=r"writes the prompt differently .*--last-turn-only"):
+        trained_text(ChatTemplate(counting, {}), Chat(_TURNS, prompt=1))
+    merged = _MARKED.replace("{% for m in messages %}", "{% for m in messages[:2] %}")
+    with pytest.raises(DataError, match=r"marks 1 spans .* assistant has 3 turns"):
+        trained_text(ChatTemplate(merged, {}), Chat(_TURNS), last_only=True)
