@@ -63,7 +63,12 @@ def _reachable(machines: list[Machine], folder: Path) -> Iterator[list[str]]:
             daemons.callback(daemon.kill)
         ask = ("ssh", "-F", str(folder / "ssh_config"))
         for one in machines:
-            words = [*machines[0].command_prefix, *ask, f"{getpass.getuser()}@{one.address}", "true"]
+            words = [
+                *machines[0].command_prefix,
+                *ask,
+                f"{getpass.getuser()}@{one.address}",
+                "true",
+            ]
             wait_until(lambda words=words: not subprocess.run(words, check=False).returncode, 20.0)
         yield ["--hostfile", str(folder / "hosts"), "--ssh-config", str(folder / "ssh_config")]
 
