@@ -10,6 +10,7 @@ import pytest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import chat_template
 from megatron.tokenizer.chat_template import (
+    TRAINING_DATE,
     Chat,
     ChatTemplate,
     added_tokens,
@@ -229,6 +230,11 @@ def test_the_turns_that_are_trained_on(
     text, spans = trained_text(ChatTemplate(source, {}), chat, last_only=last_only)
     assert text == "<u>u0;<a>a0;<u>u1;<a>a1;<u>u2;<a>a2;"
     assert [text[start:end] for start, end in spans] == trained
+
+
+def test_the_day_of_training_is_llama_3_s() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, TRAINING_DATE)
+    assert template.render([]) == "26 Jul 2024"
 
 
 def test_everything_after_a_prompt_is_trained_on() -> None:

@@ -333,7 +333,7 @@ def test_sample_ids_are_the_same_for_any_number_of_processes(tmp_path):
     assert json.loads(one.splitlines()[1]) == {"iteration": 2, "ids": [4, 5, 6, 7]}
 
 
-@pytest.mark.parametrize(("interval", "collected"), [("2", 1 + 3), ("0", 1)])
+@pytest.mark.parametrize(("interval", "collected"), [("2", 1 + 3), ("4", 1 + 1), ("0", 1)])
 def test_garbage_collection_is_given_back(monkeypatch, interval, collected):
     calls = []
     names = ("collect", "freeze", "disable", "unfreeze", "enable")

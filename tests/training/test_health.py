@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.cli import health as command
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.training import health
+from megatron.training.callbacks.small import HealthCheck
 from megatron.training.health import Health, check_health, health_table, neighbors, problems_of
 from megatron.training.loop import standard_callbacks, train
 from tests.distributed import run_distributed
@@ -168,6 +170,23 @@ def test_a_run_tests_before_it_and_at_an_interval(
         run = build_toy(Layout.single(), [*flags, *words])
         train(run, standard_callbacks(run, [])[0])
         assert capsys.readouterr().out.count("versions of rank 0: ") == tables
+
+
+@pytest.mark.parametrize(
+    ("interval", "iterations"), [(None, []), (1, [0, 1, 2, 3, 4, 5]), (3, [2, 5])]
+)
+def test_a_repeated_test_follows_the_update_at_its_interval(
+    interval: int | None, iterations: list[int]
+) -> None:
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(reliability=SimpleNamespace(gpu_sniff_test_interval=interval)),
+        progress=SimpleNamespace(iteration=0),
+    )
+    found = []
+    for run.progress.iteration in range(6):
+        if HealthCheck().interrupts(run):
+            found.append(run.progress.iteration)
+    assert found == iterations
 
 
 def test_the_command_refuses_what_is_out_of_range(

@@ -130,6 +130,7 @@ def test_a_rank_is_named_the_third_time_and_once() -> None:
         ([5.0, 5.0, 5.0, 7.2], True),
         ([5.0, 5.0, 5.0, 7.1], False),  # 5 is more than 0.7 times that
         ([0.2, 0.2, 0.2, 0.69], False),  # less than 5% of the update is lost
+        ([0.2, 0.2, 0.2, 0.71], True),
         ([5.0, 5.0, 9.0, 9.0], False),  # no majority
     ],
 )
