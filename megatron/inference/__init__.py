@@ -5,7 +5,7 @@ request           requests and events, which `messages` carries between processe
 engine            turns requests into events: `scheduler` plans a step, `executor` runs it,
                   `sampling` picks tokens, `cache` holds keys and values, `answers` keeps track
                   of each request's sequences and choices
-speculation       guesses of the next tokens, all checked in one step
+speculation       drafts of the next tokens, all verified in one step
 worker            the loop that every serving rank runs
 samples, score    generate many texts into a file; compute the likelihood of given texts
 sharing           divides prompts among copies of the model, and collects their texts in order

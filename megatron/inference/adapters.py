@@ -55,7 +55,7 @@ from megatron.parallel.adapter_stack import (
 )
 from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 
-_SHOWN_ROWS = 8  # embedding rows to compare between two base models
+_COMPARED_ROWS = 8  # embedding rows to compare between two base models
 # The two base models may have been rounded to different 16-bit formats.
 _ROUNDING = 2**-7
 _REMEDY = "serve the model that it was trained on with --load, or drop the adapter"
@@ -89,11 +89,11 @@ class OpenedAdapter(NamedTuple):
     files: AdapterFiles
 
 
-def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[OpenedAdapter]:
+def open_adapters(values: Sequence[str] | None, config: RunConfig) -> list[OpenedAdapter]:
     """Open adapters, and check that they belong to the model that `config` loads.
 
     Args:
-        words: Values of --serve-adapter, each NAME=FOLDER.
+        values: Values of --serve-adapter, each NAME=FOLDER.
         config: The run, with the base model's network and its folder.
 
     Raises:
@@ -101,8 +101,8 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
             trained on a different model.
         ConfigError: There are more tensor ranks than query groups in the base model.
     """
-    named = named_adapters(words)
-    if not named:
+    folders = named_adapters(values)
+    if not folders:
         return []
     options = config.checkpoint
     assert options.load is not None
@@ -120,7 +120,7 @@ def open_adapters(words: Sequence[str] | None, config: RunConfig) -> list[Opened
         )
     base = open_existing(options.load, step=options.ckpt_step, verify=False, allow_foreign=trust)
     opened = []
-    for name, folder in named.items():
+    for name, folder in folders.items():
         flag = f"--serve-adapter {name}={folder}"
         try:
             files = _open_folder(Path(folder), config, base, allow_foreign=trust)
@@ -144,44 +144,44 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
     if not opened:
         return loaded
     context = serving_context(loaded.config, loaded.layout, device)
-    rows = AdapterRows(tuple(one.name for one in opened))
-    parts: dict[str, list[StackedFactors]] = defaultdict(list)
+    rows = AdapterRows(tuple(adapter.name for adapter in opened))
+    factors: dict[str, list[StackedFactors]] = defaultdict(list)
     layers = dict(linear_layers(loaded.model))
-    for index, one in enumerate(opened, 1):
-        own = {name: layers[name] for name in one.files.targets if name in layers}
-        plan = replace(plan_of(one.files.model), dropout=0.0)
-        for name, linear in own.items():
+    for index, adapter in enumerate(opened, 1):
+        adapted = {name: layers[name] for name in adapter.files.targets if name in layers}
+        plan = replace(plan_of(adapter.files.model), dropout=0.0)
+        for name, linear in adapted.items():
             if isinstance(linear, ExpertLinear):
                 linear.adapter = ExpertAdapter(linear, plan, context)
             else:
-                linear.adapter = Adapter(linear, one.files.targets[name], plan, context, name)
+                linear.adapter = Adapter(linear, adapter.files.targets[name], plan, context, name)
         state = model_state([loaded.model])
         entries = {name: entry for name, entry in state.items() if is_adapter_parameter(name)}
         # Adapters of the output layer may have been padded differently.
         count, size = loaded.model.plan.embedding.vocabulary, loaded.tokenizer.vocab_size
-        restore(PaddedReader(one.files.reader, rows=count, entries=size), entries, cast=True)
-        for name, linear in own.items():
+        restore(PaddedReader(adapter.files.reader, rows=count, entries=size), entries, cast=True)
+        for name, linear in adapted.items():
             assert isinstance(linear.adapter, Adapter | ExpertAdapter)
-            part = StackedFactors.of(index, linear.adapter, linear.weight)
-            parts[name].append(part)
+            stacked = StackedFactors.of(index, linear.adapter, linear.weight)
+            factors[name].append(stacked)
             linear.adapter = None
             # In a batch, zero times infinity would affect other requests.
-            if not (part.a.isfinite().all() and part.b.isfinite().all()):
+            if not (stacked.a.isfinite().all() and stacked.b.isfinite().all()):
                 raise CheckpointError(
-                    f"{one.flag}: the adapter of {name} has values that are not finite: export it "
-                    "again, or train it with a lower --lr"
+                    f"{adapter.flag}: the adapter of {name} has values that are not finite: export "
+                    "it again, or train it with a lower --lr"
                 )
-    for name, found in parts.items():
+    for name, layer_factors in factors.items():
         linear = layers[name]
         if isinstance(linear, ExpertLinear):
             product = choose_grouped_product(
                 context.device, context.compute_dtype, context.kernels.library
             )
-            linear.adapter = ExpertAdapterStack(found, rows, product)
+            linear.adapter = ExpertAdapterStack(layer_factors, rows, product)
         else:
             products, is_output = context.kernels.new_products(), isinstance(linear, Output)
             linear.adapter = AdapterStack(
-                linear, found, rows, products, loaded.layout, of_outputs=is_output
+                linear, layer_factors, rows, products, loaded.layout, of_outputs=is_output
             )
     return replace(loaded, adapters=rows)
 
@@ -216,7 +216,7 @@ def _open_folder(
         for layer, linear in layers.items()
         if isinstance(linear.adapter, Adapter | ExpertAdapter)
     }
-    _check_places(reader, targets)
+    _check_targets(reader, targets)
     _compare(reader, base)
     return AdapterFiles(model, reader, targets)
 
@@ -234,20 +234,22 @@ def _open_peft(
         or any(is_target(AdapterTarget(name, WHOLE), one) for one in stacked)
     ]
     layers = adapted_layers(replace(model, lora_target_modules=tuple(names)), rows)
-    of_base = (base.meta.get("huggingface") or {}).get("family")
-    theirs = tensor_names(folder, allow_foreign=allow_foreign)
+    base_family = (base.meta.get("huggingface") or {}).get("family")
+    peft_tensors = tensor_names(folder, allow_foreign=allow_foreign)
     try:
-        family = family_in(theirs, model, layers, rows, base=of_base)
+        family = family_in(peft_tensors, model, layers, rows, base=base_family)
         known = peft_names(model, layers, family, rows)
     except CheckpointError as error:
         raise CheckpointError(
             "PEFT's files name modules that this network does not have "
             f"({str(error).splitlines()[0]}): give the checkpoints of a run with --lora-rank"
         ) from None
-    held = names_in(folder, known, allow_foreign=allow_foreign)
-    reader = PeftReader(folder, model, held, remedy=_REMEDY, allow_foreign=allow_foreign)
+    available = names_in(folder, known, allow_foreign=allow_foreign)
+    reader = PeftReader(folder, model, available, remedy=_REMEDY, allow_foreign=allow_foreign)
     targets = {
-        layer: [one for one in projections_of(linear) if f"model.{layer}.adapter.{one}.a" in held]
+        layer: [
+            one for one in projections_of(linear) if f"model.{layer}.adapter.{one}.a" in available
+        ]
         for layer, linear in layers.items()
     }
     targets = {layer: found for layer, found in targets.items() if found}
@@ -256,7 +258,7 @@ def _open_peft(
     return AdapterFiles(model, reader, targets)
 
 
-def _check_places(reader: Reader, targets: Mapping[str, Sequence[str]]) -> None:
+def _check_targets(reader: Reader, targets: Mapping[str, Sequence[str]]) -> None:
     """Refuse a checkpoint with adapters on anything but linear layers."""
     known = tuple(f"model.{layer}.adapter." for layer in targets)
     for name in reader.names():
@@ -277,12 +279,12 @@ def _compare(reader: Reader, base: Reader) -> None:
             continue
         shape = tuple(map(min, reader.global_shape(name), base.global_shape(name)))
         if len(shape) == 2 and "embedding" in name:
-            shape = (min(_SHOWN_ROWS, shape[0]), shape[1])
+            shape = (min(_COMPARED_ROWS, shape[0]), shape[1])
         elif len(shape) != 1:
             continue
         box = Box.whole(shape)
-        theirs, ours = reader.read(name, box).float(), base.read(name, box).float()
-        if not torch.allclose(theirs, ours, rtol=_ROUNDING, atol=1e-6):
+        run_weight, base_weight = reader.read(name, box).float(), base.read(name, box).float()
+        if not torch.allclose(run_weight, base_weight, rtol=_ROUNDING, atol=1e-6):
             raise CheckpointError(
                 f"the adapter was trained on a different model ({name.removeprefix('model.')} "
                 f"differs from {base.path}): {_REMEDY}"

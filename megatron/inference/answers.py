@@ -24,7 +24,7 @@ from megatron.inference.request import (
 from megatron.inference.sampling import Choice, Chosen, uniform
 from megatron.inference.scheduler import UNKNOWN, Row, Scheduler, Sequence
 
-PlacedChoice = tuple[int, Choice]  # index of a token in its row, and how to use its logits
+IndexedChoice = tuple[int, Choice]  # index of a token in its row, and how to use its logits
 
 _SMALLEST_TOP_P = 1e-9  # floor for a top_p that decays without a bound; it keeps one token
 
@@ -49,16 +49,17 @@ class Answer(ABC):
         self._first = Sequence(request.id, list(request.prompt), reuses, adapter=request.adapter)
         self.sequences = [self._first]
         self._prompt_scores: dict[int, Chosen] = {}  # by the position of the scored token
-        self._owes_prompt = request.sampling.prompt_logprobs  # until the scores are reported
+        # Until the scores are reported.
+        self._awaits_prompt_scores = request.sampling.prompt_logprobs
 
-    def choices(self, row: Row) -> list[PlacedChoice]:
+    def choices(self, row: Row) -> list[IndexedChoice]:
         """Return the tokens to choose or score for a row of the plan."""
         choices = self._prompt_choices(row)
         if row.is_last:
             choices += self._next_choices(row)
         return choices
 
-    def take(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
+    def process(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
         """Process the results of a row once it is computed.
 
         Args:
@@ -70,24 +71,24 @@ class Answer(ABC):
             The events to report.
         """
         events: list[Event] = []
-        if self._owes_prompt:
+        if self._awaits_prompt_scores:
             count = len(self._prompt_choices(row))
-            events = self._take_prompt(row, results[:count])
+            events = self._process_prompt(row, results[:count])
             results = results[count:]
         if row.is_last:
-            events += self._take_next(row, results, scheduler)
+            events += self._process_next(row, results, scheduler)
         return events
 
     @property
-    def can_expect(self) -> bool:
+    def can_look_ahead(self) -> bool:
         """Whether the next step can be prepared before the current one has chosen a token."""
         return False
 
-    def expect(self) -> None:
+    def append_placeholder(self) -> None:
         """Append a placeholder for the token that the current step is choosing.
 
         The sequence ends with `UNKNOWN` until the token is known, unless that token completes the
-        answer. Call this only if `can_expect` is true.
+        answer. Call this only if `can_look_ahead` is true.
         """
         raise AssertionError("a beam search waits for each round")
 
@@ -96,31 +97,34 @@ class Answer(ABC):
         """Return the answer's final event, with the counts so far."""
 
     @abstractmethod
-    def _next_choices(self, row: Row) -> list[PlacedChoice]:
+    def _next_choices(self, row: Row) -> list[IndexedChoice]:
         """Return the choices to make after the last known token."""
 
     @abstractmethod
-    def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
+    def _process_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
         """Process the results of `_next_choices`, and return the events to report."""
 
-    def _prompt_choices(self, row: Row) -> list[PlacedChoice]:
+    def _prompt_choices(self, row: Row) -> list[IndexedChoice]:
         """Return this row's prompt tokens to score. They are scored again after a preemption."""
-        if not self._owes_prompt:
+        if not self._awaits_prompt_scores:
             return []
         prompt, tops = self.request.prompt, self.request.sampling.top_logprobs
         last = min(row.start + row.size, len(prompt) - 1)
         return [
-            (place - row.start, Choice(target=prompt[place + 1], logprob=True, tops=tops))
-            for place in range(row.start, last)
+            (
+                position - row.start,
+                Choice(target=prompt[position + 1], logprob=True, top_logprobs=tops),
+            )
+            for position in range(row.start, last)
         ]
 
-    def _take_prompt(self, row: Row, results: Many[Chosen]) -> list[Event]:
+    def _process_prompt(self, row: Row, results: Many[Chosen]) -> list[Event]:
         self._prompt_scores |= {row.start + i + 1: result for i, result in enumerate(results)}
         prompt = self.request.prompt
         if row.start + row.size < len(prompt):
             return []
-        self._owes_prompt = False
-        scores = [self._prompt_scores[place] for place in range(1, len(prompt))]
+        self._awaits_prompt_scores = False
+        scores = [self._prompt_scores[position] for position in range(1, len(prompt))]
         tops = tuple(score.top for score in scores) if self.request.sampling.top_logprobs else ()
         return [Prompt(self.request.id, tuple(score.logprob for score in scores), tops)]
 
@@ -144,10 +148,10 @@ class PlainAnswer(Answer):
             repetition_penalty=sampling.repetition_penalty,
             history=self._first.tokens,
             logprob=sampling.logprobs,
-            tops=sampling.top_logprobs,
+            top_logprobs=sampling.top_logprobs,
         )
         if not self._choice.is_penalized:  # a draft would change the history of later drafts
-            self._first.limit = len(request.prompt) + sampling.max_new_tokens
+            self._first.draft_limit = len(request.prompt) + sampling.max_new_tokens
 
     def finished(self) -> Finished:
         """Return the answer's final event, with the counts so far."""
@@ -155,12 +159,12 @@ class PlainAnswer(Answer):
         return Finished(self.request.id, "stop", new_tokens=self._new_tokens, cached_tokens=cached)
 
     @property
-    def can_expect(self) -> bool:
+    def can_look_ahead(self) -> bool:
         """Whether the next token can be chosen without knowing the one being computed."""
         depends = self._choice.is_penalized or self.request.sampling.banned_pairs
-        return not self._owes_prompt and not depends
+        return not self._awaits_prompt_scores and not depends
 
-    def expect(self) -> None:
+    def append_placeholder(self) -> None:
         """Append `UNKNOWN` for the token being computed, unless it is the last one."""
         if self._new_tokens + 1 < self.request.sampling.max_new_tokens:
             self._first.tokens.append(UNKNOWN)
@@ -171,36 +175,36 @@ class PlainAnswer(Answer):
         tokens = self._first.tokens
         return len(tokens) - len(self.request.prompt) - (tokens[-1] == UNKNOWN)
 
-    def _next_choices(self, row: Row) -> list[PlacedChoice]:
+    def _next_choices(self, row: Row) -> list[IndexedChoice]:
         sampling, choice = self.request.sampling, self._choice
         if not sampling.max_new_tokens:
             return []
         first = row.size - 1 - row.drafts
-        if not choice.is_drawn and not sampling.banned_pairs:
-            return [(place, choice) for place in range(first, row.size)]
+        if not choice.is_sampled and not sampling.banned_pairs:
+            return [(offset, choice) for offset in range(first, row.size)]
         choices = []
         tokens = self._first.tokens
-        number = len(tokens) - len(self.request.prompt)  # the new token's index, from 0
-        for place, last in enumerate((tokens[-1], *row.tokens[first + 1 :]), first):
+        index = len(tokens) - len(self.request.prompt)  # the new token's index, from 0
+        for offset, last in enumerate((tokens[-1], *row.tokens[first + 1 :]), first):
             top_p = sampling.top_p
             if top_p and sampling.top_p_decay:
-                decayed = top_p * sampling.top_p_decay**number
+                decayed = top_p * sampling.top_p_decay**index
                 top_p = max(decayed, min(sampling.top_p_bound, top_p), _SMALLEST_TOP_P)
-            placed = choice._replace(
+            token_choice = choice._replace(
                 top_p=top_p,
-                uniform=uniform(self._seed, number),
+                uniform=uniform(self._seed, index),
                 banned=_banned(sampling, last),
             )
-            choices.append((place, placed))
-            number += 1
+            choices.append((offset, token_choice))
+            index += 1
         return choices
 
-    def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
+    def _process_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
         events: list[Event] = []
         sampling, tokens = self.request.sampling, self._first.tokens
         # If a draft differs from the chosen token, later choices are meaningless.
-        guesses = (*row.tokens[row.size - row.drafts :], None)
-        for chosen, guess in zip(results, guesses, strict=False):
+        drafts = (*row.tokens[row.size - row.drafts :], None)
+        for chosen, draft in zip(results, drafts, strict=False):
             assert chosen.token is not None
             if tokens[-1] == UNKNOWN:
                 tokens.pop()
@@ -209,16 +213,16 @@ class PlainAnswer(Answer):
             events.append(Token(self.request.id, chosen.token, logprob, chosen.top))
             if ends(sampling, tokens):
                 return [*events, self.finished()]
-            if chosen.token != guess:
+            if chosen.token != draft:
                 break
         if row.drafts:
-            scheduler.keep(row.sequence)
+            scheduler.drop_drafts(row.sequence)
         if self._new_tokens >= sampling.max_new_tokens:
             events.append(replace(self.finished(), reason="length"))
         return events
 
 
-class _Beginning(NamedTuple):
+class _Hypothesis(NamedTuple):
     """A partial answer in a beam search: a beam, or a continuation of one.
 
     Attributes:
@@ -255,9 +259,9 @@ class BeamAnswer(Answer):
         # At least `beam_width` of this many continuations go on, even if every one that can end
         # does.
         self._candidates = max(2, 1 + len(sampling.stop_tokens)) * sampling.beam_width
-        self._tops = min(self._candidates, vocab_size)
-        self._beams = [_Beginning(self._first)]
-        self._nexts: dict[Sequence, TopLogprobs] = {}  # the results of this round so far
+        self._top_logprobs = min(self._candidates, vocab_size)
+        self._beams = [_Hypothesis(self._first)]
+        self._continuations: dict[Sequence, TopLogprobs] = {}  # the results of this round so far
         self._answers: list[Beam] = []  # best first
 
     def finished(self) -> Finished:
@@ -270,63 +274,66 @@ class BeamAnswer(Answer):
             beams=tuple(self._answers),
         )
 
-    def _next_choices(self, row: Row) -> list[PlacedChoice]:
+    def _next_choices(self, row: Row) -> list[IndexedChoice]:
         banned = _banned(self.request.sampling, row.tokens[-1])
-        return [(row.size - 1, Choice(tops=self._tops, banned=banned))]
+        return [(row.size - 1, Choice(top_logprobs=self._top_logprobs, banned=banned))]
 
-    def _take_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
-        self._nexts[row.sequence] = results[0].top
-        if len(self._nexts) < len(self.sequences):
+    def _process_next(self, row: Row, results: Many[Chosen], scheduler: Scheduler) -> list[Event]:
+        self._continuations[row.sequence] = results[0].top
+        if len(self._continuations) < len(self.sequences):
             return []
         prompt = self.request.prompt
-        ways = self._continue()
-        self._nexts = {}
-        if not ways:
+        beams = self._continue()
+        self._continuations = {}
+        if not beams:
             event = self.finished()
             is_complete = ends(self.request.sampling, prompt + event.beams[0].tokens)
             return [event if is_complete else replace(event, reason="length")]
-        before = self.sequences
+        previous = self.sequences
         self.sequences, self._beams = [], []
-        for way in ways:
-            sequence = way.sequence
+        for beam in beams:
+            sequence = beam.sequence
             # A beam's first continuation keeps its sequence; each additional one gets a fork.
             if sequence in self.sequences:
-                sequence = scheduler.fork(sequence, [*prompt, *way.tokens])
+                sequence = scheduler.fork(sequence, [*prompt, *beam.tokens])
             else:
-                sequence.tokens.append(way.tokens[-1])
+                sequence.tokens.append(beam.tokens[-1])
             self.sequences.append(sequence)
-            self._beams.append(way._replace(sequence=sequence))
-        for sequence in before:
+            self._beams.append(beam._replace(sequence=sequence))
+        for sequence in previous:
             if sequence not in self.sequences:
                 scheduler.remove(sequence)
         return []
 
-    def _continue(self) -> list[_Beginning]:
+    def _continue(self) -> list[_Hypothesis]:
         """Finish a round, and return the next round's beams, best first.
 
         Each returned beam still has the sequence of the beam that it continues. If the result is
         empty, the search is over.
         """
         sampling, answers = self.request.sampling, self._answers
-        ways = [
-            _Beginning(
+        hypotheses = [
+            _Hypothesis(
                 beam.sequence,
                 (*beam.tokens, token),
                 (*beam.logprobs, logprob),
                 beam.total + logprob,
             )
             for beam in self._beams
-            for token, logprob in self._nexts[beam.sequence]
+            for token, logprob in self._continuations[beam.sequence]
             if logprob > -math.inf  # not banned
         ]
-        ways.sort(key=lambda way: -way.total)  # stable: earlier beams come first among equals
+        # The sort is stable: among equals, earlier beams come first.
+        hypotheses.sort(key=lambda hypothesis: -hypothesis.total)
         beams = []
-        for rank, way in enumerate(ways[: self._candidates]):
-            is_over = len(way.tokens) >= sampling.max_new_tokens
-            if not is_over and not ends(sampling, self.request.prompt + way.tokens):
-                beams.append(way)
+        for rank, hypothesis in enumerate(hypotheses[: self._candidates]):
+            is_over = len(hypothesis.tokens) >= sampling.max_new_tokens
+            if not is_over and not ends(sampling, self.request.prompt + hypothesis.tokens):
+                beams.append(hypothesis)
             elif rank < sampling.beam_width:
-                answers.append(Beam(way.tokens, self._score(way), way.logprobs))
+                answers.append(
+                    Beam(hypothesis.tokens, self._score(hypothesis), hypothesis.logprobs)
+                )
                 answers.sort(key=lambda beam: -beam.score)
                 del answers[sampling.beam_width :]
         is_full = len(answers) == sampling.beam_width
@@ -334,8 +341,8 @@ class BeamAnswer(Answer):
             return []
         return beams[: sampling.beam_width]
 
-    def _score(self, way: _Beginning) -> float:
-        return way.total / len(way.tokens) ** self.request.sampling.length_penalty
+    def _score(self, hypothesis: _Hypothesis) -> float:
+        return hypothesis.total / len(hypothesis.tokens) ** self.request.sampling.length_penalty
 
 
 def ends(sampling: Sampling, tokens: Many[int]) -> bool:

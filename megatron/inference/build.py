@@ -92,7 +92,7 @@ def build_engine(
     device: Device,
     options: EngineOptions,
     *,
-    copy: Axis | None = None,
+    replica: Axis | None = None,
     channel: PipelineChannel | None = None,
 ) -> BatchEngine:
     """Return an engine for a model in memory. Collective over its layout.
@@ -101,7 +101,7 @@ def build_engine(
         loaded: The model, built in a `serving_context`.
         device: Device that the model is on.
         options: Options of the engine.
-        copy: Ranks of this copy of the model, stage by stage, if there are several data-parallel
+        replica: Ranks of this copy of the model, stage by stage, if there are several data-parallel
             copies, each with its own engine. `None` means that all ranks hold a single copy.
         channel: The connection to the neighboring stages; `None` creates one.
 
@@ -110,14 +110,14 @@ def build_engine(
     """
     layout, precision = loaded.layout, loaded.config.precision
     model = loaded.model.eval()
-    if copy is None:
+    if replica is None:
         ranks = layout.tensor.size * layout.pipeline.size
-        assert ranks == layout.world.size, "load._one_copy: a single copy of the model"
+        assert ranks == layout.world.size, "load._single_replica: a single copy of the model"
         assert not layout.sequence_parallel, "a step's tokens cannot be divided among tensor ranks"
-    copy = copy or layout.world
-    where, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
+    replica = replica or layout.world
+    torch_device, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
     head_size = plan.head_size or _UNUSED_HEAD
-    library = find_library(where)
+    library = find_library(torch_device)
     has_slopes = loaded.config.model.position_embedding_type == "alibi"
     paged = choose_paged_attention(
         *(library.library, head_size, dtype),
@@ -130,33 +130,35 @@ def build_engine(
     reads_states = speculation is not None and speculation.method == "mtp"
     check_speculation(loaded.config.model, speculation)
     memory = make_cache(loaded, options, paged, device)
-    without = _why_no_graphs(options, device, paged, copy)
+    no_graphs_reason = _why_no_graphs(options, device, paged, replica)
     channel = channel or stage_channel(loaded, device)
-    most, size = options.max_sequences, options.block_size
+    max_sequences, block_size = options.max_sequences, options.block_size
     vocab_size = loaded.tokenizer.vocab_size
     graphs = None
-    if not without:
-        singles = most * (1 + (speculation.num_speculative_tokens if speculation else 0))
+    if not no_graphs_reason:
+        max_rows = max_sequences * (1 + (speculation.num_speculative_tokens if speculation else 0))
         graphs = DecodeGraphs(
-            model, memory, device, singles, loaded.adapters, keeps_states=reads_states
+            model, memory, device, max_rows, loaded.adapters, keeps_states=reads_states
         )
-    cache_tokens = memory.blocks * size
-    cache_size = f"{memory.size_bytes / 1e9:.3g} GB{' on rank 0' * (copy.size > 1)}"
-    by_rows = choose_row_product(where) is not None
+    cache_tokens = memory.blocks * block_size
+    cache_size = f"{memory.size_bytes / 1e9:.3g} GB{' on rank 0' * (replica.size > 1)}"
+    has_row_product = choose_row_product(torch_device) is not None
     is_bounded = loaded.config.model.attn_logit_softcapping is not None
-    chunks = describe_chunks(head_size, dtype, where, is_bounded=is_bounded, has_slopes=has_slopes)
+    chunks = describe_chunks(
+        head_size, dtype, torch_device, is_bounded=is_bounded, has_slopes=has_slopes
+    )
     executor = Executor(
-        *(model, layout, memory, device, channel, copy, graphs, vocab_size),
-        *(loaded.adapters, loaded.earlier),
+        *(model, layout, memory, device, channel, replica, graphs, vocab_size),
+        *(loaded.adapters, loaded.earlier_parts),
         keeps_states=reads_states,
     )
     return BatchEngine(
         executor,
         SchedulerSettings(
             blocks=memory.blocks,
-            block_size=size,
-            max_sequences=most,
-            max_tokens=max(most, options.max_step_tokens),
+            block_size=block_size,
+            max_sequences=max_sequences,
+            max_tokens=max(max_sequences, options.max_step_tokens),
             has_states=bool(loaded.config.model.has_states),
             snapshots=_snapshots(options) if loaded.config.model.has_states else 0,
             trained_context=plan.trained_context,
@@ -166,22 +168,25 @@ def build_engine(
             vocab_size=vocab_size,
             max_length=plan.positions,
             cache_tokens=cache_tokens,
-            max_beams=most,
+            max_beams=max_sequences,
             adapters=0 if loaded.adapters is None else len(loaded.adapters.names),
         ),
         seed=options.seed,
         looks_ahead=is_asynchronous(device),
-        choices=[
+        panel_rows=[
             ("attention", f"new tokens: {paged.name}; prompts: {chunks}"),
-            ("products", "cuBLASLt, independent of the batch" if by_rows else "PyTorch"),
+            ("products", "cuBLASLt, independent of the batch" if has_row_product else "PyTorch"),
             ("other kernels", str(library)),
-            ("CUDA graphs", f"off ({without})" if without else "recorded when first needed"),
+            (
+                "CUDA graphs",
+                f"off ({no_graphs_reason})" if no_graphs_reason else "recorded when first needed",
+            ),
             (
                 "cache",
-                f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {size}"
+                f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {block_size}"
                 f"{' and states' * bool(memory.states)}: {cache_size}",
             ),
-            ("batch", f"up to {most:,} sequences"),
+            ("batch", f"up to {max_sequences:,} sequences"),
             *([("drafts", describe_speculation(speculation))] if speculation else []),
         ],
         drafter=None if speculation is None else new_drafter(executor, speculation),
@@ -199,12 +204,12 @@ def stage_channel(loaded: Loaded, device: Device) -> PipelineChannel:
         loaded.layout,
         device=device.torch_device,
         dtype=loaded.config.precision.stream_dtype,
-        ring=bool(loaded.earlier),
+        ring=bool(loaded.earlier_parts),
     )
 
 
 def _why_no_graphs(
-    options: EngineOptions, device: Device, paged: PagedAttention, copy: Axis
+    options: EngineOptions, device: Device, paged: PagedAttention, replica: Axis
 ) -> str:
     """Return why steps are not recorded as CUDA graphs, or "" if they are."""
     if not options.graphs:
@@ -213,7 +218,7 @@ def _why_no_graphs(
         return f"not available on {device.type}"
     if not paged.can_capture:
         return "the attention kernels cannot be recorded"
-    return f"the model is split over {copy.size} processes" if copy.size > 1 else ""
+    return f"the model is split over {replica.size} processes" if replica.size > 1 else ""
 
 
 def check_speculation(model: ModelConfig, speculation: Speculation | None) -> None:
@@ -238,16 +243,16 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
     if speculation.method != "mtp":
         return
     depths = model.mtp_num_layers or 0
-    asked = speculation.num_speculative_tokens
-    shown = f"--speculative-config: num_speculative_tokens {asked} with the method mtp"
+    num_tokens = speculation.num_speculative_tokens
+    prefix = f"--speculative-config: num_speculative_tokens {num_tokens} with the method mtp"
     if not depths:
         raise ConfigError(
-            f"{shown}: the model predicts one token at a time: use the method ngram, or a model "
+            f"{prefix}: the model predicts one token at a time: use the method ngram, or a model "
             "trained with --mtp-num-layers"
         )
-    if asked > depths:
+    if num_tokens > depths:
         raise ConfigError(
-            f"{shown}: the model was trained with --mtp-num-layers {depths}: give at most {depths}"
+            f"{prefix}: the model was trained with --mtp-num-layers {depths}: give at most {depths}"
         )
 
 
@@ -279,8 +284,8 @@ def is_asynchronous(device: Device) -> bool:
 def _latent_sizes(plan: ModelPlan) -> LatentSizes | None:
     """Return the sizes of the latent vectors that the layers cache; `None` if there are none."""
     mixers = (layer.mixer for layer in plan.layers)
-    found = (x for x in mixers if isinstance(x, LatentAttentionPlan))
-    return next((LatentSizes(x.rank + x.rope_size, x.rank) for x in found), None)
+    latent = (x for x in mixers if isinstance(x, LatentAttentionPlan))
+    return next((LatentSizes(x.rank + x.rope_size, x.rank) for x in latent), None)
 
 
 def make_cache(
@@ -289,7 +294,7 @@ def make_cache(
     paged: PagedAttention,
     device: Device,
     *,
-    further_bytes: int = 0,
+    extra_bytes: int = 0,
 ) -> CacheMemory:
     """Return a cache with the number of blocks that fit in memory on every rank. Collective.
 
@@ -298,7 +303,7 @@ def make_cache(
         options: Options of the engine.
         paged: Attention over the cache.
         device: Device of the model and the cache.
-        further_bytes: Bytes that the caller allocates for each block in addition to keys and
+        extra_bytes: Bytes that the caller allocates for each block in addition to keys and
             values.
 
     Raises:
@@ -306,12 +311,12 @@ def make_cache(
     """
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes, states = {}, {}
-    layers = (index for part in (*loaded.earlier, model) for index in part.part.layers)
+    layers = (index for part in (*loaded.earlier_parts, model) for index in part.part.layers)
     mixers = {index: model.plan.layers[index].mixer for index in layers}
     ahead = multi_token_plan(model.plan)
     if ahead is not None and model.part.head and options.speculation is not None:
-        used = options.speculation.num_speculative_tokens
-        depths = ahead.layers[: used if options.speculation.method == "mtp" else 0]
+        num_drafts = options.speculation.num_speculative_tokens
+        depths = ahead.layers[: num_drafts if options.speculation.method == "mtp" else 0]
         mixers |= {ahead.numbered_after + i: layer.mixer for i, layer in enumerate(depths)}
     for index, mixer in mixers.items():
         if isinstance(mixer, AttentionPlan):
@@ -323,33 +328,33 @@ def make_cache(
         else:
             assert mixer is None, f"layer {index} has neither keys and values nor states"
     token_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
-    block_bytes = options.block_size * token_bytes + further_bytes
+    block_bytes = options.block_size * token_bytes + extra_bytes
     tokens = options.cache_tokens
     if tokens is None:
         size = _CPU_CACHE_BYTES
         if device.is_gpu:
             size = max(0, int((device.free_memory() - _GPU_STEP_BYTES) * _GPU_CACHE_SHARE))
         tokens = options.max_sequences * model.plan.positions
-        places = options.max_sequences + _snapshots(options)
-        left = size - places * _state_bytes(states, dtype)
-        if left <= 0:
+        state_slots = options.max_sequences + _snapshots(options)
+        available = size - state_slots * _state_bytes(states, dtype)
+        if available <= 0:
             raise ConfigError(
                 f"the states of {options.max_sequences} sequences need more than the "
                 f"{size / 1e9:.3g} GB of memory that is left: allow fewer sequences at once"
             )
         if block_bytes:
-            tokens = min(tokens, left * options.block_size // block_bytes)
+            tokens = min(tokens, available * options.block_size // block_bytes)
     blocks = torch.tensor(tokens // options.block_size, device=device.torch_device)
-    count = int(all_reduce(blocks, layout.world, dist.ReduceOp.MIN))
-    if count < 1:
+    num_blocks = int(all_reduce(blocks, layout.world, dist.ReduceOp.MIN))
+    if num_blocks < 1:
         raise ConfigError(
             f"the KV cache has room for {tokens} tokens, less than one block of "
             f"{options.block_size}: give it more memory, or split the model over more GPUs"
         )
     return CacheMemory(
-        *(shapes, paged, count, options.block_size, device.torch_device, dtype),
+        *(shapes, paged, num_blocks, options.block_size, device.torch_device, dtype),
         recurrent=states,
-        places=options.max_sequences + _snapshots(options),
+        state_slots=options.max_sequences + _snapshots(options),
     )
 
 
@@ -365,11 +370,11 @@ def _state_bytes(states: Mapping[int, tuple[StateSpec, ...]], dtype: torch.dtype
         states: The states of each recurrent layer.
         dtype: Number format of states that do not have their own.
     """
-    every = (spec for specs in states.values() for spec in specs)
-    return sum(math.prod(spec.shape) * (spec.dtype or dtype).itemsize for spec in every)
+    all_specs = (spec for specs in states.values() for spec in specs)
+    return sum(math.prod(spec.shape) * (spec.dtype or dtype).itemsize for spec in all_specs)
 
 
-def ranks_of_copy(layout: Layout) -> Axis:
+def replica_ranks(layout: Layout) -> Axis:
     """Return the ranks of this process's copy of the model, stage by stage. Collective."""
     if layout.data.size == 1:
         return layout.world
@@ -394,7 +399,7 @@ def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:
     step = layout.tensor.size  # the distance between neighboring data-parallel ranks
     first = [rank - layout.data.rank * step for rank in ranks]
     groups = [
-        dist.new_group([rank + copy * step for rank in first]) for copy in range(layout.data.size)
+        dist.new_group([rank + index * step for rank in first]) for index in range(layout.data.size)
     ]
-    mine: ProcessGroup = groups[layout.data.rank]
-    return mine
+    group: ProcessGroup = groups[layout.data.rank]
+    return group

@@ -73,21 +73,21 @@ class BlockPool:
         self._users = [0] * count
         self._keys: list[BlockKey | None] = [None] * count
         self._blocks: dict[BlockKey, int] = {}
-        self._empty = deque(range(count))
+        self._free = deque(range(count))
         # Unused blocks with content, and their keys, oldest first.
-        self._kept: OrderedDict[int, BlockKey] = OrderedDict()
+        self._reusable: OrderedDict[int, BlockKey] = OrderedDict()
 
     @property
     def available(self) -> int:
         """Number of unused blocks."""
-        return len(self._empty) + len(self._kept)
+        return len(self._free) + len(self._reusable)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Take a block to write to. The caller must ensure that one is available."""
-        if self._empty:
-            block = self._empty.popleft()
+        if self._free:
+            block = self._free.popleft()
         else:
-            block, key = self._kept.popitem(last=False)
+            block, key = self._reusable.popitem(last=False)
             del self._blocks[key]
             self._keys[block] = None
         self._users[block] = 1
@@ -105,7 +105,7 @@ class BlockPool:
         """Add a user to blocks that are in use or have a key."""
         for block in blocks:
             if self._users[block] == 0:
-                del self._kept[block]
+                del self._reusable[block]
             self._users[block] += 1
 
     def publish(self, block: int, key: BlockKey) -> None:
@@ -122,9 +122,9 @@ class BlockPool:
             return
         key = self._keys[block]
         if key is None:
-            self._empty.append(block)
+            self._free.append(block)
         else:
-            self._kept[block] = key
+            self._reusable[block] = key
 
 
 class Snapshots:
@@ -133,31 +133,31 @@ class Snapshots:
     A new snapshot replaces the least recently used one.
     """
 
-    def __init__(self, places: Iterable[int]) -> None:
+    def __init__(self, slots: Iterable[int]) -> None:
         """Start without snapshots.
 
         Args:
-            places: The state slots for snapshots.
+            slots: The state slots for snapshots.
         """
-        self._empty = list(places)
-        self._places: OrderedDict[BlockKey, int] = OrderedDict()  # the one unused longest is first
+        self._free = list(slots)
+        self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # the one unused longest is first
 
     def __contains__(self, key: BlockKey) -> bool:
         """Return whether there is a snapshot at the end of the block with this key."""
-        return key in self._places
+        return key in self._slots
 
     def use(self, key: BlockKey) -> int:
         """Return the slot of an existing snapshot, and mark it as the most recently used."""
-        self._places.move_to_end(key)
-        return self._places[key]
+        self._slots.move_to_end(key)
+        return self._slots[key]
 
-    def take(self, key: BlockKey) -> int | None:
+    def allocate(self, key: BlockKey) -> int | None:
         """Return a slot for a new snapshot, or `None` if it already exists or none can be kept."""
-        if key in self._places or not (self._empty or self._places):
+        if key in self._slots or not (self._free or self._slots):
             return None
-        place = self._empty.pop() if self._empty else self._places.popitem(last=False)[1]
-        self._places[key] = place
-        return place
+        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+        self._slots[key] = slot
+        return slot
 
 
 @dataclass(eq=False)
@@ -173,11 +173,11 @@ class CacheMemory:
         device: Device of the memory.
         dtype: Number format of keys and values.
         recurrent: Specs of a sequence's states in each recurrent layer, by 0-based layer index.
-        places: Number of state slots, each for one sequence or snapshot. One more is
+        state_slots: Number of state slots, each for one sequence or snapshot. One more is
             allocated for padding.
         layers: Keys and values [2, slots, g, d], or latent vectors [1, slots, 1, w], by 1-based
             layer number.
-        states: States [places + 1, ...] by 1-based layer number.
+        states: States [state_slots + 1, ...] by 1-based layer number.
         spare_slot: Slot for the padding of batches.
         size_bytes: Size of all layers in bytes.
     """
@@ -189,7 +189,7 @@ class CacheMemory:
     device: torch.device
     dtype: torch.dtype
     recurrent: Mapping[int, tuple[StateSpec, ...]] = field(default_factory=dict)
-    places: int = 0
+    state_slots: int = 0
 
     def __post_init__(self) -> None:
         """Allocate the memory."""
@@ -202,14 +202,20 @@ class CacheMemory:
         self.states = {
             index + 1: tuple(
                 torch.zeros(
-                    self.places + 1, *spec.shape, device=self.device, dtype=spec.dtype or self.dtype
+                    self.state_slots + 1,
+                    *spec.shape,
+                    device=self.device,
+                    dtype=spec.dtype or self.dtype,
                 )
                 for spec in specs
             )
             for index, specs in self.recurrent.items()
         }
-        held = [*self.layers.values(), *(one for each in self.states.values() for one in each)]
-        self.size_bytes = sum(memory.nbytes for memory in held)
+        allocated = [
+            *self.layers.values(),
+            *(one for each in self.states.values() for one in each),
+        ]
+        self.size_bytes = sum(memory.nbytes for memory in allocated)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states in all layers from one slot to another, for each pair of slots."""
@@ -226,14 +232,14 @@ class StateRows:
     """The sequences of a step, for layers with states.
 
     Attributes:
-        places: State slot of each sequence, int64 [sequences]. Sequences that add one token
+        slots: State slot of each sequence, int64 [sequences]. Sequences that add one token
             come first.
         singles: Number of sequences that add one token.
         chunks: For each other sequence, the number of tokens that it adds, and whether these are
             its first.
     """
 
-    places: Tensor
+    slots: Tensor
     singles: int
     chunks: tuple[tuple[int, bool], ...] = ()
 
@@ -343,12 +349,12 @@ class StepCache:
         counts += [(1, size, is_new) for size, is_new in rows.chunks]
         results, token, sequence = [], 0, 0
         for count, size, is_new in counts:
-            places = rows.places[sequence : sequence + count]
-            before = None if is_new else tuple(each.index_select(0, places) for each in memory)
+            slots = rows.slots[sequence : sequence + count]
+            before = None if is_new else tuple(each.index_select(0, slots) for each in memory)
             tokens = x[token : token + count * size].view(count, size, *x.shape[2:])
             out, after = recurrence(tokens.transpose(0, 1), before)
             for each, value in zip(memory, after, strict=True):
-                each.index_copy_(0, places, value.to(each.dtype))
+                each.index_copy_(0, slots, value.to(each.dtype))
             results.append(out.transpose(0, 1).flatten(0, 1).unsqueeze(1))
             token, sequence = token + count * size, sequence + count
         return results[0] if len(results) == 1 else torch.cat(results)

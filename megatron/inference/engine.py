@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron.command import PanelRow
 from megatron.inference.answers import Answer, BeamAnswer, PlainAnswer
-from megatron.inference.executor import StepExecutor, WantedLogits
+from megatron.inference.executor import LogitsRequest, StepExecutor
 from megatron.inference.request import (
     EngineLimits,
     Event,
@@ -33,13 +33,13 @@ from megatron.inference.sampling import Chosen
 from megatron.inference.scheduler import Scheduler, SchedulerSettings, StepPlan
 from megatron.inference.speculation import Drafter
 
-_COUNTED = (
+_TOTALS = (
     *("prompt_tokens", "cached_tokens", "new_tokens"),
     *("drafted_tokens", "accepted_tokens", "choosing_rows"),
 )
 
 
-class _Flight(NamedTuple):
+class _StepInFlight(NamedTuple):
     """A step that has been queued, and whose results have not been read yet.
 
     Attributes:
@@ -65,8 +65,8 @@ class BatchEngine:
         limits: Limits on the requests that `add` accepts.
         seed: Seed for requests that do not set one.
         looks_ahead: Whether to queue a step before the previous step's results are read.
-        choices: Names and descriptions of the implementations in use, for the start-up panel.
-        drafter: The drafter that guesses tokens for the next step; `None` for no drafts.
+        panel_rows: Names and descriptions of the implementations in use, for the start-up panel.
+        drafter: The drafter of tokens for the next step; `None` for no drafts.
     """
 
     executor: StepExecutor
@@ -74,17 +74,17 @@ class BatchEngine:
     limits: EngineLimits
     seed: int
     looks_ahead: bool
-    choices: Sequence[PanelRow]
+    panel_rows: Sequence[PanelRow]
     drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         """Start without requests."""
-        self._flight: _Flight | None = None
+        self._flight: _StepInFlight | None = None
         self._scheduler = Scheduler(self.settings)
         self._answers: dict[str, Answer] = {}
         # Beam searches run one at a time: the beams of two could wait for each other's blocks.
         self._searches: deque[Answer] = deque()
-        self._totals = dict.fromkeys(_COUNTED, 0)
+        self._totals = dict.fromkeys(_TOTALS, 0)
 
     @property
     def has_work(self) -> bool:
@@ -150,29 +150,29 @@ class BatchEngine:
             assert not self._answers, "requests are waiting, but none can proceed"
             return []
         # Drafts depend on the tokens that a step has chosen.
-        if self.looks_ahead and self.drafter is None and self._expects(flight):
+        if self.looks_ahead and self.drafter is None and self._can_plan_ahead(flight):
             self._flight = self._begin_step()
-        events = self._land(flight)
+        events = self._finish_step(flight)
         if not self._answers:
             self._flight = None
         return events
 
-    def _begin_step(self) -> _Flight | None:
+    def _begin_step(self) -> _StepInFlight | None:
         """Plan a step and start it, or return `None` if there is nothing to do."""
         plan = self._scheduler.plan()
         if not plan:
             return None
         choices = [self._answers[row.sequence.request].choices(row) for row in plan]
-        wanted = [
-            WantedLogits(index, place, choice)
+        requests = [
+            LogitsRequest(index, offset, choice)
             for index, row_choices in enumerate(choices)
-            for place, choice in row_choices
+            for offset, choice in row_choices
         ]
-        wait = self.executor.begin(plan, wanted)
-        self._scheduler.begun(plan)
-        return _Flight(plan, [len(row_choices) for row_choices in choices], wait)
+        wait = self.executor.begin(plan, requests)
+        self._scheduler.mark_started(plan)
+        return _StepInFlight(plan, [len(row_choices) for row_choices in choices], wait)
 
-    def _expects(self, flight: _Flight) -> bool:
+    def _can_plan_ahead(self, flight: _StepInFlight) -> bool:
         """Return whether the next step can be planned before this one's results are known.
 
         If so, append a placeholder to each sequence for the token that is being chosen.
@@ -180,37 +180,37 @@ class BatchEngine:
         answers = [
             self._answers[row.sequence.request]
             for row in flight.plan
-            if row.is_last and not row.sequence.is_over
+            if row.is_last and not row.sequence.is_removed
         ]
-        if not all(answer.can_expect for answer in answers):
+        if not all(answer.can_look_ahead for answer in answers):
             return False
         for answer in answers:
-            answer.expect()
+            answer.append_placeholder()
         return True
 
-    def _land(self, flight: _Flight) -> list[Event]:
+    def _finish_step(self, flight: _StepInFlight) -> list[Event]:
         """Wait for a step, pass its results to the answers, and return the events to report."""
         chosen = iter(flight.wait())
-        self._scheduler.done(flight.plan)
+        self._scheduler.mark_complete(flight.plan)
         events: list[Event] = [*self.executor.retrieved(flight.plan)]
         for row, count in zip(flight.plan, flight.counts, strict=True):
             results = [next(chosen) for _ in range(count)]
-            if row.sequence.is_over:
+            if row.sequence.is_removed:
                 continue
             answer = self._answers[row.sequence.request]
             if any(result.token is None for result in results):
                 message = "the model's scores are not finite: check its weights and number format"
                 events.append(self._end_early(answer, "error", message))
                 continue
-            news = answer.take(row, results, self._scheduler)
-            new = sum(isinstance(event, Token) for event in news)
+            answer_events = answer.process(row, results, self._scheduler)
+            new = sum(isinstance(event, Token) for event in answer_events)
             self._totals["new_tokens"] += new
             self._totals["drafted_tokens"] += row.drafts
             self._totals["accepted_tokens"] += max(0, new - 1)
             self._totals["choosing_rows"] += bool(new)
-            if news and isinstance(news[-1], Finished):
-                self._end(answer, news[-1])
-            events += news
+            if answer_events and isinstance(answer_events[-1], Finished):
+                self._end(answer, answer_events[-1])
+            events += answer_events
         if self.drafter is not None:
             self.drafter.draft(flight.plan)
         return events
@@ -226,13 +226,13 @@ class BatchEngine:
         self._totals["cached_tokens"] += event.cached_tokens
         if event.beams:
             self._totals["new_tokens"] += event.new_tokens
-        is_begun = answer not in self._searches or answer is self._searches[0]
-        if is_begun:
+        is_started = answer not in self._searches or answer is self._searches[0]
+        if is_started:
             for sequence in answer.sequences:
                 self._scheduler.remove(sequence)
         if answer in self._searches:
             self._searches.remove(answer)
-            if is_begun and self._searches:
+            if is_started and self._searches:
                 self._scheduler.add(*self._searches[0].sequences)
 
 
@@ -250,10 +250,10 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
     sampling, vocab = request.sampling, limits.vocab_size
     length = len(request.prompt) + sampling.max_new_tokens
     blocks = settings.blocks_for(length) * sampling.beam_width
-    named = {*request.prompt, *(token for pair in sampling.banned_pairs for token in pair)}
-    wrong = sorted(token for token in named if not 0 <= token < vocab)
-    if wrong:
-        raise RequestError(f"token id {wrong[0]} is outside the vocabulary (0 to {vocab - 1})")
+    tokens = {*request.prompt, *(token for pair in sampling.banned_pairs for token in pair)}
+    invalid = sorted(token for token in tokens if not 0 <= token < vocab)
+    if invalid:
+        raise RequestError(f"token id {invalid[0]} is outside the vocabulary (0 to {vocab - 1})")
     if length > limits.max_length:
         raise RequestError(
             f"prompt of {len(request.prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "

@@ -39,17 +39,17 @@ logger = logging.getLogger(__name__)
 _Outputs = tuple[Tensor, Tensor | None]  # logits, and hidden states if they are kept
 
 
-class WantedLogits(NamedTuple):
+class LogitsRequest(NamedTuple):
     """A token whose logits are needed, and how to choose or score a token from them.
 
     Attributes:
         row: Index of the row in the plan.
-        place: Index of the token in the row.
+        offset: Index of the token in the row.
         choice: How to choose a token from the logits, or score one.
     """
 
     row: int
-    place: int
+    offset: int
     choice: Choice
 
 
@@ -58,13 +58,13 @@ class StepExecutor(Protocol):
 
     Attributes:
         device: Device of the model.
-        copy: Ranks of the copy of the model to which this process belongs, stage by stage.
+        replica: Ranks of the copy of the model to which this process belongs, stage by stage.
     """
 
     device: Device
-    copy: Axis
+    replica: Axis
 
-    def begin(self, plan: StepPlan, wanted: Many[WantedLogits]) -> Callable[[], list[Chosen]]:
+    def begin(self, plan: StepPlan, requests: Many[LogitsRequest]) -> Callable[[], list[Chosen]]:
         """Queue the work of a plan, and return a function that waits for its results."""
         ...
 
@@ -84,12 +84,12 @@ class Executor:
         memory: The KV cache of the layers in this part.
         device: Device of the model and the cache.
         channel: Connection to the neighboring stages.
-        copy: Ranks of the copy of the model to which this process belongs, stage by stage.
+        replica: Ranks of the copy of the model to which this process belongs, stage by stage.
         graphs: Recordings of steps in which every sequence adds one token. `None` runs them like
             any other step.
         vocab_size: Number of vocabulary entries that can be chosen. Any other entries are padding.
         adapters: The model's adapters, or `None` if it has none.
-        earlier: The model parts on this process that run before `model`.
+        earlier_parts: The model parts on this process that run before `model`.
         keeps_states: Whether to keep the hidden states of each step, from which the model's
             multi-token prediction layers make drafts.
 
@@ -102,21 +102,23 @@ class Executor:
     memory: CacheMemory
     device: Device
     channel: PipelineChannel
-    copy: Axis
+    replica: Axis
     graphs: DecodeGraphs | None
     vocab_size: int
     adapters: AdapterRows | None = None
-    earlier: Many[GPTModel] = ()
+    earlier_parts: Many[GPTModel] = ()
     keeps_states: bool = False
 
     def __post_init__(self) -> None:
         """Set the state before the first step, without chosen tokens."""
         self.states: Tensor | None = None
         self._chosen = torch.zeros(0, dtype=torch.int64)  # the last step's tokens, on the device
-        self._places: dict[Sequence, int] = {}  # the index in `_chosen` of a sequence's next token
+        self._chosen_index: dict[
+            Sequence, int
+        ] = {}  # the index in `_chosen` of a sequence's next token
 
     @torch.no_grad()
-    def begin(self, plan: StepPlan, wanted: Many[WantedLogits]) -> Callable[[], list[Chosen]]:
+    def begin(self, plan: StepPlan, requests: Many[LogitsRequest]) -> Callable[[], list[Chosen]]:
         """Queue the work of a plan. Collective.
 
         A token may be `UNKNOWN` if the previous step is still choosing it. Such tokens pass from
@@ -124,27 +126,33 @@ class Executor:
 
         Args:
             plan: The step to compute.
-            wanted: The tokens whose logits are needed.
+            requests: The tokens whose logits are needed.
 
         Returns:
-            A function that waits for the device, and returns the result for each of `wanted`.
+            A function that waits for the device, and returns the result for each of `requests`.
         """
         logits = None
         self.memory.copy_states(
-            [(row.restored, row.sequence.place) for row in plan if row.restored >= 0]
+            [(row.restore_slot, row.sequence.state_slot) for row in plan if row.restore_slot >= 0]
         )
         # Graphs are for steps that compute no prompt and choose a token after each of their tokens.
-        if self.graphs is not None and plan[-1].goes_on and len(wanted) == sum(map(_size, plan)):
-            singles = tuple(single for row in plan for single in row.one_by_one())
-            found = self.graphs.run(singles, self._sources(singles), self._chosen)
-            if found is not None:
-                logits, self.states = found
+        if (
+            self.graphs is not None
+            and plan[-1].is_decode
+            and len(requests) == sum(map(_size, plan))
+        ):
+            singles = tuple(single for row in plan for single in row.split_tokens())
+            outputs = self.graphs.run(singles, self._sources(singles), self._chosen)
+            if outputs is not None:
+                logits, self.states = outputs
         if logits is None:
-            logits = self._through_stages(*self.inputs(plan, [each[:2] for each in wanted]))
-        self.memory.copy_states([(row.sequence.place, row.kept) for row in plan if row.kept >= 0])
-        if not wanted:
+            logits = self._run_stages(*self.inputs(plan, [each[:2] for each in requests]))
+        self.memory.copy_states(
+            [(row.sequence.state_slot, row.snapshot_slot) for row in plan if row.snapshot_slot >= 0]
+        )
+        if not requests:
             return list
-        choices = [each.choice for each in wanted]
+        choices = [each.choice for each in requests]
         if self.layout.pipeline.is_last:
             logits = gather_to(logits[0], self.layout.tensor)[:, : self.vocab_size]
             result = choose(logits, choices)
@@ -152,15 +160,17 @@ class Executor:
             shape, device = (len(choices), result_width(choices)), self.device.torch_device
             result = torch.empty(shape, dtype=torch.float64, device=device)
         # All ranks use the result of the last stage's first rank, so that they cannot differ.
-        broadcast(result, self.copy, self.copy.size - self.layout.tensor.size)
+        broadcast(result, self.replica, self.replica.size - self.layout.tensor.size)
         # The next step reads the tokens chosen now from `_chosen`, at most one per sequence. Scored
         # prompt tokens are left out, because a step can have more of them than sequences.
         tokens = result[:, 0]
-        nexts = [i for i, choice in enumerate(choices) if choice.target is None]
-        if len(nexts) < len(wanted):
-            tokens = tokens[self.device.send(np.array(nexts, dtype=np.int64))]
+        chosen = [i for i, choice in enumerate(choices) if choice.target is None]
+        if len(chosen) < len(requests):
+            tokens = tokens[self.device.send(np.array(chosen, dtype=np.int64))]
         self._chosen = tokens.long().clamp(min=0)  # a negative "token" ends its request
-        self._places = {plan[wanted[i].row].sequence: place for place, i in enumerate(nexts)}
+        self._chosen_index = {
+            plan[requests[i].row].sequence: index for index, i in enumerate(chosen)
+        }
         reading = AsyncRead(result.flatten())
         return lambda: unpack(reading.wait(), choices)
 
@@ -168,9 +178,9 @@ class Executor:
         """Return the passages that a plan reads. A GPT reads none."""
         return []
 
-    def _through_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
+    def _run_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
         """Return this stage's hidden states [s, 1, h], or logits [1, k, v/t] on the last stage."""
-        pipeline, parts = self.layout.pipeline, (*self.earlier, self.model)
+        pipeline, parts = self.layout.pipeline, (*self.earlier_parts, self.model)
         channel = self.channel.with_shapes(lambda _: (tokens.shape[1], 1, self.model.plan.hidden))
         before, after = ((pipeline.rank + step) % pipeline.size for step in (-1, 1))
         result: Tensor
@@ -192,7 +202,9 @@ class Executor:
 
     def _sources(self, plan: StepPlan) -> list[int]:
         """Return the index in `_chosen` of each row's last token, or -1 if the token is known."""
-        return [self._places[row.sequence] if row.tokens[-1] == UNKNOWN else -1 for row in plan]
+        return [
+            self._chosen_index[row.sequence] if row.tokens[-1] == UNKNOWN else -1 for row in plan
+        ]
 
     def inputs(self, plan: StepPlan, outputs: Many[tuple[int, int]]) -> tuple[Tensor, StepCache]:
         """Return the token ids [1, s], and the step's view of the cache.
@@ -206,46 +218,46 @@ class Executor:
                 in the row.
         """
         send = self.device.send
-        firsts = np.cumsum([0] + [row.size for row in plan])
-        places = [np.arange(row.start, row.start + row.size) for row in plan]
-        count = sum(row.goes_on for row in plan)  # these come first
-        outputs_at = [firsts[row] + place for row, place in outputs]
+        row_starts = np.cumsum([0] + [row.size for row in plan])
+        positions = [np.arange(row.start, row.start + row.size) for row in plan]
+        num_decode_rows = sum(row.is_decode for row in plan)  # these come first
+        output_indices = [row_starts[row] + offset for row, offset in outputs]
         singles = None
-        if count:
-            lengths = np.concatenate(places[:count]).astype(np.int32) + 1
-            sizes = [row.size for row in plan[:count]]
-            tables = send(np.repeat(_tables(plan[:count]), sizes, axis=0))
+        if num_decode_rows:
+            lengths = np.concatenate(positions[:num_decode_rows]).astype(np.int32) + 1
+            sizes = [row.size for row in plan[:num_decode_rows]]
+            tables = send(np.repeat(_tables(plan[:num_decode_rows]), sizes, axis=0))
             longest = int(lengths.max())
             singles = Singles(tables, send(lengths), longest, self.memory.block_size)
         cache = StepCache(
             memory=self.memory,
-            positions=send(np.concatenate(places)),
-            lengths=send(np.concatenate([*map(self._lengths, plan, places)])),
-            slots=self._slots(plan, places),
-            outputs=send(np.array(outputs_at, dtype=np.int64)),
+            positions=send(np.concatenate(positions)),
+            lengths=send(np.concatenate([*map(self._lengths, plan, positions)])),
+            slots=self._slots(plan, positions),
+            outputs=send(np.array(output_indices, dtype=np.int64)),
             singles=singles,
-            chunks=self._chunks(plan[count:]) if count < len(plan) else None,
-            rows=self._state_rows(plan, count) if self.memory.states else None,
+            chunks=self._chunks(plan[num_decode_rows:]) if num_decode_rows < len(plan) else None,
+            rows=self._state_rows(plan, num_decode_rows) if self.memory.states else None,
         )
         known = np.array([token for row in plan for token in row.tokens], dtype=np.int64)
         tokens = send(known)
         if self.adapters is not None:
-            used = np.repeat(_adapters(plan), [row.size for row in plan])
-            self.adapters.of_tokens = send(used) if used.any() else None
-            of_outputs = used[np.array(outputs_at, dtype=np.int64)]
-            self.adapters.of_outputs = send(of_outputs) if used.any() else None
+            adapters = np.repeat(_adapters(plan), [row.size for row in plan])
+            self.adapters.of_tokens = send(adapters) if adapters.any() else None
+            of_outputs = adapters[np.array(output_indices, dtype=np.int64)]
+            self.adapters.of_outputs = send(of_outputs) if adapters.any() else None
         unknown = np.flatnonzero(known == UNKNOWN)
         if len(unknown):
             sources = [source for source in self._sources(plan) if source >= 0]
             tokens[send(unknown)] = self._chosen[send(np.array(sources))]
         return tokens.unsqueeze(0), cache
 
-    def _lengths(self, row: Row, places: Integers) -> Integers:
+    def _lengths(self, row: Row, positions: Integers) -> Integers:
         """Return the sequence length that determines each token's rotary frequencies."""
         if self.model.plan.dynamic_context is None:
-            return np.full(len(places), len(row.sequence.tokens))
+            return np.full(len(positions), len(row.sequence.tokens))
         # A token keeps the rotation that it had when it was new, even if it is computed again.
-        return np.maximum(places + 1, row.sequence.prompt)
+        return np.maximum(positions + 1, row.sequence.prompt_length)
 
     def _chunks(self, rows: StepPlan) -> Chunks:
         starts = tuple(row.start for row in rows)
@@ -260,14 +272,14 @@ class Executor:
         chunks = tuple((row.size, row.start == 0) for row in plan[singles:])
         return StateRows(self.device.send(_places(plan)), singles, chunks)
 
-    def _slots(self, rows: StepPlan, places: Many[Integers]) -> Tensor:
+    def _slots(self, rows: StepPlan, positions: Many[Integers]) -> Tensor:
         """Return the slots of tokens, given their positions in the sequence of each row."""
         size = self.memory.block_size
-        parts = [
-            row.blocks[place // size] * size + place % size
-            for row, place in zip(rows, places, strict=True)
+        slots = [
+            row.blocks[row_positions // size] * size + row_positions % size
+            for row, row_positions in zip(rows, positions, strict=True)
         ]
-        return self.device.send(np.concatenate(parts))
+        return self.device.send(np.concatenate(slots))
 
 
 def _size(row: Row) -> int:
@@ -281,7 +293,7 @@ def _adapters(rows: Many[Row]) -> Integers:
 
 def _places(rows: Many[Row]) -> Integers:
     """Return the index of each row's states among those of all running sequences."""
-    return np.fromiter((row.sequence.place for row in rows), np.int64, len(rows))
+    return np.fromiter((row.sequence.state_slot for row in rows), np.int64, len(rows))
 
 
 def _tables(rows: Many[Row]) -> NDArray[np.int32]:
@@ -292,22 +304,22 @@ def _tables(rows: Many[Row]) -> NDArray[np.int32]:
     return tables
 
 
-def row_counts(most: int) -> list[int]:
+def batch_sizes_to_record(largest: int) -> list[int]:
     """Return the batch sizes to record: only a few, and each not much larger than the last."""
-    counts = {1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, most + 1, 64)}
-    return sorted({*(count for count in counts if count < most), most})
+    counts = {1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, largest + 1, 64)}
+    return sorted({*(count for count in counts if count < largest), largest})
 
 
-def lengths_to_record(most: int) -> list[int]:
+def lengths_to_record(longest: int) -> list[int]:
     """Return the maximum sequence lengths for which to record, each four times the previous one.
 
     A recording for longer sequences is only slightly slower for shorter ones. Up to the first
     length, a single block of threads processes all keys, so no partial results have to be merged.
     """
     lengths = [PART]
-    while lengths[-1] < most:
+    while lengths[-1] < longest:
         lengths.append(4 * lengths[-1])
-    return [*lengths[:-1], -(-most // PART) * PART]
+    return [*lengths[:-1], -(-longest // PART) * PART]
 
 
 class DecodeGraphs:
@@ -343,17 +355,17 @@ class DecodeGraphs:
         self._adapters, self._keeps_states = adapters, keeps_states
         self._model, self._memory, self._device = model, memory, device
         self._record = device.recorder()
-        self._counts = row_counts(max_sequences)
+        self._batch_sizes = batch_sizes_to_record(max_sequences)
         self._lengths = lengths_to_record(model.plan.positions)
         self._recordings: dict[tuple[int, int, bool], Callable[[], _Outputs]] = {}
-        self._works = True
+        self._is_enabled = True
         # Rows: token, its index in `_chosen` or -1, position, slot, length with the new token,
         # adapter, place of states.
         self._inputs = torch.zeros(7, max_sequences, dtype=torch.int64, device=device.torch_device)
         self._chosen = torch.zeros_like(self._inputs[0])
         width = -(-model.plan.positions // memory.block_size)
         self._tables = self._inputs.new_zeros(max_sequences, width, dtype=torch.int32)
-        self._in_tables: list[Integers | None] = [None] * max_sequences
+        self._table_blocks: list[Integers | None] = [None] * max_sequences
 
     def run(self, plan: StepPlan, sources: Many[int], chosen: Tensor) -> _Outputs | None:
         """Return the logits [1, u, v] of the plan's sequences, and their hidden states [u, 1, h].
@@ -366,35 +378,35 @@ class DecodeGraphs:
             chosen: Tokens that the previous step chose or will choose, int64, at most
                 `max_sequences`.
         """
-        if not self._works:
+        if not self._is_enabled:
             return None
-        count = next(count for count in self._counts if count >= len(plan))
-        most = max(row.start for row in plan) + 1
-        longest = next(length for length in self._lengths if length >= most)
-        self._fill_in(plan, sources, count)
+        count = next(count for count in self._batch_sizes if count >= len(plan))
+        required = max(row.start for row in plan) + 1
+        longest = next(length for length in self._lengths if length >= required)
+        self._write_inputs(plan, sources, count)
         if max(sources) >= 0:
             self._chosen[: len(chosen)] = chosen
         is_adapted = any(row.sequence.adapter for row in plan)
-        kind = count, longest, is_adapted
-        replay = self._recordings.get(kind)
+        key = count, longest, is_adapted
+        replay = self._recordings.get(key)
         if replay is None:
             # Recording runs the step, which must not happen twice to any sequence's states.
-            places = self._inputs[-1, :count].clone()
-            self._inputs[-1, :count] = self._memory.places
+            state_slots = self._inputs[-1, :count].clone()
+            self._inputs[-1, :count] = self._memory.state_slots
             try:
-                replay = self._record(lambda: self._step(*kind))
+                replay = self._record(lambda: self._step(*key))
             except RuntimeError:  # any CUDA error: everything also runs without graphs, only slower
                 logger.exception("recording a step failed: CUDA graphs are off")
-                self._works = False
+                self._is_enabled = False
                 return None
-            self._inputs[-1, :count] = places
-            self._recordings[kind] = replay
+            self._inputs[-1, :count] = state_slots
+            self._recordings[key] = replay
         logits, states = replay()
         return logits[:, : len(plan)], None if states is None else states[: len(plan)]
 
     def _step(self, count: int, longest: int, is_adapted: bool) -> _Outputs:
         """Compute a step from the input memory."""
-        known, sources, positions, slots, lengths, adapters, places = self._inputs[:, :count]
+        known, sources, positions, slots, lengths, adapters, state_slots = self._inputs[:, :count]
         if self._adapters is not None:
             self._adapters.of_tokens = adapters if is_adapted else None
             self._adapters.of_outputs = self._adapters.of_tokens
@@ -407,32 +419,32 @@ class DecodeGraphs:
             outputs=torch.arange(count, device=tokens.device),
             singles=Singles(self._tables[:count], lengths.int(), longest, self._memory.block_size),
             chunks=None,
-            rows=StateRows(places, count) if self._memory.states else None,
+            rows=StateRows(state_slots, count) if self._memory.states else None,
         )
         if not self._keeps_states:
             return self._model(tokens.unsqueeze(0), cache=cache), None
         states = self._model.states(tokens.unsqueeze(0), None, cache)
         return self._model.logits(states), states
 
-    def _fill_in(self, plan: StepPlan, sources: Many[int], count: int) -> None:
+    def _write_inputs(self, plan: StepPlan, sources: Many[int], count: int) -> None:
         """Copy the step's tokens and tables into the input memory."""
         size, used = self._memory.block_size, len(plan)
         tokens = [row.tokens[0] for row in plan]
         starts = np.fromiter((row.start for row in plan), np.int64, used)
-        last = np.fromiter((row.blocks[row.start // size] for row in plan), np.int64, used)
-        spare = self._memory.spare_slot, self._memory.places
+        last_blocks = np.fromiter((row.blocks[row.start // size] for row in plan), np.int64, used)
+        spare = self._memory.spare_slot, self._memory.state_slots
         empty_row = np.array([[0], [-1], [0], [spare[0]], [0], [0], [spare[1]]])
         inputs = np.repeat(empty_row, count, axis=1)
-        slots = last * size + starts % size
+        slots = last_blocks * size + starts % size
         numbers = _adapters(plan), _places(plan)
         inputs[:, :used] = tokens, sources, starts, slots, starts + 1, *numbers
         self._inputs[:, :count] = self._device.send(inputs)
         # Copy only the tables that have changed.
-        changed = [i for i, row in enumerate(plan) if self._in_tables[i] is not row.blocks]
+        changed = [i for i, row in enumerate(plan) if self._table_blocks[i] is not row.blocks]
         if not changed:
             return
         for i in changed:
-            self._in_tables[i] = plan[i].blocks
+            self._table_blocks[i] = plan[i].blocks
         tables = self._device.send(_tables([plan[i] for i in changed]))
         rows = self._device.send(np.array(changed))
         self._tables[:, : tables.shape[1]].index_copy_(0, rows, tables)

@@ -26,15 +26,15 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 MARK = "[MASK]"
-_LONGEST_RUN = 20  # maximum number of tokens that a T5 fills in for one `[MASK]`
+_MAX_SPAN_TOKENS = 20  # maximum number of tokens that a T5 fills in for one `[MASK]`
 # Hugging Face's T5s were trained with these lengths, although their positions have no limit.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
-class Guess(NamedTuple):
-    """Words for one `[MASK]`, and the probability that the model gives them."""
+class Prediction(NamedTuple):
+    """Text for one `[MASK]`, and the probability that the model gives them."""
 
-    words: str
+    text: str
     probability: float
 
 
@@ -46,37 +46,37 @@ class Filler:
     tokenizer: Tokenizer
     config: ModelRun
 
-    def fill(self, text: str, *, top: int = 1) -> list[list[Guess]]:
-        """Return the best guesses for each `[MASK]` of a text, the most likely first.
+    def fill(self, text: str, *, top: int = 1) -> list[list[Prediction]]:
+        """Return the best predictions for each `[MASK]` of a text, the most likely first.
 
         Args:
             text: Text that contains `[MASK]`.
-            top: Number of guesses for each `[MASK]`. A T5 gives only one, by always taking the most
-                likely token.
+            top: Number of predictions for each `[MASK]`. A T5 gives only one, by always taking the
+                most likely token.
 
         Raises:
             UserError: The text has no `[MASK]`, or is longer than the model's context
                 window.
         """
         model, tokenizer = self.model, self.tokenizer
-        first, *others = [tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
-        if not others:
+        first, *following = [tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
+        if not following:
             raise UserError(
                 f"--text {text!r} has nothing to fill in: write {MARK} in place of words"
             )
         limit = self.config.data.decoder_seq_length or _DECODER_LENGTH
         if isinstance(model, BertModel):
-            marks, begin, end = [tokenizer.mask] * len(others), [tokenizer.cls], [tokenizer.sep]
+            marks, begin, end = [tokenizer.mask] * len(following), [tokenizer.cls], [tokenizer.sep]
         else:
             marks, begin, end = tokenizer.additional_special_tokens_ids, [], tokenizer.encoder_end
             # Each `[MASK]` takes a sentinel and at least one token, after the first token.
-            most = min(len(marks), (limit - 1) // 2)
-            if len(others) > most:
+            max_marks = min(len(marks), (limit - 1) // 2)
+            if len(following) > max_marks:
                 raise UserError(
-                    f"--text {text!r} has {len(others)} {MARK}, but this T5 fills in at most "
-                    f"{most}: mark fewer places"
+                    f"--text {text!r} has {len(following)} {MARK}, but this T5 fills in at most "
+                    f"{max_marks}: mark fewer places"
                 )
-        marked = [[mark, *part] for mark, part in zip(marks, others, strict=False)]
+        marked = [[mark, *part] for mark, part in zip(marks, following, strict=False)]
         ids = [*begin, *first, *chain.from_iterable(marked), *end]
         window = self.config.data.seq_length or _ENCODER_LENGTH
         if len(ids) > window:
@@ -84,28 +84,33 @@ class Filler:
                 f"--text has {len(ids)} tokens, but the model reads at most {window}: shorten it"
             )
         if isinstance(model, BertModel):
-            return self._guess_tokens(model, ids, top)
-        return self._guess_runs(model, ids, marks[: len(others)], limit)
+            return self._predict_tokens(model, ids, top)
+        return self._predict_spans(model, ids, marks[: len(following)], limit)
 
     @torch.no_grad()
-    def _guess_tokens(self, model: BertModel, ids: Sequence[int], top: int) -> list[list[Guess]]:
+    def _predict_tokens(
+        self, model: BertModel, ids: Sequence[int], top: int
+    ) -> list[list[Prediction]]:
         """Return the `top` most likely tokens in place of each mask token of a text."""
         tokenizer, text_of = self.tokenizer, self.tokenizer.detokenize
-        tokens = _row(ids, model)
+        tokens = _to_batch(ids, model)
         result = model(tokens, torch.ones_like(tokens, dtype=torch.bool))
         assert isinstance(result, BertResult)
-        places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
-        scores = result.tokens[0, places, : tokenizer.vocab_size].float()  # without padding entries
-        best = scores.softmax(dim=-1).topk(top)
+        mask_positions = [position for position, token in enumerate(ids) if token == tokenizer.mask]
+        logits = result.tokens[0, mask_positions, : tokenizer.vocab_size]  # without padding entries
+        best = logits.float().softmax(dim=-1).topk(top)
         return [
-            [Guess(text_of([token]), share) for token, share in zip(*pair, strict=True)]
+            [
+                Prediction(text_of([token]), probability)
+                for token, probability in zip(*pair, strict=True)
+            ]
             for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
 
     @torch.no_grad()
-    def _guess_runs(
+    def _predict_spans(
         self, model: T5Model, ids: Sequence[int], sentinels: Sequence[int], limit: int
-    ) -> list[list[Guess]]:
+    ) -> list[list[Prediction]]:
         """Return the words for each sentinel of a text, always taking the most likely token.
 
         The decoder may only write in the format on which it was trained: the sentinels in order,
@@ -118,29 +123,29 @@ class Filler:
             limit: Number of tokens that the decoder can read: at least two for each sentinel, and
                 one more.
         """
-        tokenizer, encoder = self.tokenizer, _row(ids, model)
+        tokenizer, encoder = self.tokenizer, _to_batch(ids, model)
         padding = torch.ones_like(encoder, dtype=torch.bool)
         decoder = [tokenizer.decoder_start]
-        longest = min(_LONGEST_RUN, (limit - 1) // len(sentinels) - 1)
+        longest = min(_MAX_SPAN_TOKENS, (limit - 1) // len(sentinels) - 1)
         special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
         ends = {*tokenizer.additional_special_tokens_ids, tokenizer.eos}
-        runs: list[list[Guess]] = []
-        for sentinel, following in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
+        spans: list[list[Prediction]] = []
+        for sentinel, next_sentinel in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
             decoder.append(sentinel)
             start, probability = len(decoder), 1.0
             while len(decoder) - start < longest:
-                logits = model(encoder, _row(decoder, model), padding)
+                logits = model(encoder, _to_batch(decoder, model), padding)
                 scores = logits[0, -1, : tokenizer.vocab_size].float()
                 # A run is never empty, and only the next sentinel, or the end of the text, ends it.
-                allowed = {following} if len(decoder) > start else set()
+                allowed = {next_sentinel} if len(decoder) > start else set()
                 scores[[*special, *(ends - allowed)]] = -torch.inf
-                share, token = scores.softmax(dim=-1).max(dim=-1)
-                probability *= float(share)
-                if int(token) == following:
+                token_probability, token = scores.softmax(dim=-1).max(dim=-1)
+                probability *= float(token_probability)
+                if int(token) == next_sentinel:
                     break
                 decoder.append(int(token))
-            runs.append([Guess(tokenizer.detokenize(decoder[start:]), probability)])
-        return runs
+            spans.append([Prediction(tokenizer.detokenize(decoder[start:]), probability)])
+        return spans
 
 
 def load_filler(folder: str, device: Device, *, allow_foreign: bool = False) -> Filler:
@@ -158,13 +163,13 @@ def load_filler(folder: str, device: Device, *, allow_foreign: bool = False) -> 
     reader = open_existing(folder, allow_foreign=allow_foreign)
     config = saved_config(reader, folder, "bert", "t5")
     classes: dict[str, Callable[..., BertModel | T5Model]] = {"bert": BertModel, "t5": T5Model}
-    network = classes[config.model.architecture]
+    model_class = classes[config.model.architecture]
     rows = reader.meta["padded_vocab_size"]
-    model = build_model(network, config, run_context(config, Layout.single(), device), rows)
+    model = build_model(model_class, config, run_context(config, Layout.single(), device), rows)
     restore(reader, model_state([model]), prefixes=("model.",), cast=True)
     return Filler(model.eval(), build_tokenizer(config.tokenizer), config)
 
 
-def _row(ids: Sequence[int], model: torch.nn.Module) -> Tensor:
+def _to_batch(ids: Sequence[int], model: torch.nn.Module) -> Tensor:
     """Return the token ids as a tensor `[1, s]` on the model's device."""
     return torch.tensor([list(ids)], device=next(model.parameters()).device)

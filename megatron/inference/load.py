@@ -63,8 +63,8 @@ class Loaded:
         layout: This process's position in the parallel layout.
         adapters: The model's adapters, of which each request chooses one or none
             (`adapters.add_to`); `None` if it has none.
-        earlier: The model parts on this process that run before `model`, if a training run has
-            virtual pipeline stages.
+        earlier_parts: The model parts on this process that run before `model`, if a training run
+            has virtual pipeline stages.
     """
 
     model: GPTModel
@@ -73,7 +73,7 @@ class Loaded:
     iteration: int
     layout: Layout
     adapters: AdapterRows | None = None
-    earlier: Sequence[GPTModel] = ()
+    earlier_parts: Sequence[GPTModel] = ()
 
 
 def serving_context(config: ModelRun, layout: Layout, device: Device) -> BuildContext:
@@ -141,8 +141,8 @@ def load_gpt(
     tokenizer = build_tokenizer(config.tokenizer)
     # Each rank's share is a multiple of the granule of matrix products. With an odd size, such as
     # GPT-2's 50257 entries, products would not always be summed in the same order.
-    unit = layout.tensor.size * GRANULE
-    rows = -(-int(reader.meta["padded_vocab_size"]) // unit) * unit
+    multiple = layout.tensor.size * GRANULE
+    rows = -(-int(reader.meta["padded_vocab_size"]) // multiple) * multiple
     reader = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
     plan = plan_parts(config.model.num_layers, config.parallel)
     (part,) = parts_of_stage(plan, layout.pipeline.rank, layout.pipeline.size)
@@ -151,8 +151,8 @@ def load_gpt(
     network = RetroModel if is_retro else GPTModel
     model = build_model(network, config, context, rows, part)
     # In a pipeline no rank holds every parameter.
-    whole = () if layout.pipeline.size > 1 else ("model.",)
-    restore(reader, model_state([model]), prefixes=whole, cast=True)
+    required = () if layout.pipeline.size > 1 else ("model.",)
+    restore(reader, model_state([model]), prefixes=required, cast=True)
     return Loaded(model.eval(), tokenizer, config, reader.iteration, layout)
 
 
@@ -186,8 +186,8 @@ def open_existing(
         Path(folder), step=step, verify=verify, layout=layout, allow_foreign=allow_foreign
     )
     if reader is None:
-        where = " in this folder" if Path(folder).is_dir() else ": no such folder"
-        raise CheckpointError(f"{flag} {folder}: there is no checkpoint{where}")
+        location = " in this folder" if Path(folder).is_dir() else ": no such folder"
+        raise CheckpointError(f"{flag} {folder}: there is no checkpoint{location}")
     return without_adapters(AveragedReader(reader) if averaged else reader, adapted_layers)
 
 
@@ -216,9 +216,9 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     run = narrow(resolve(from_dict(sections, str(reader.path)), 1), ModelRun)
     kind = REWARD_MODEL if run.model.reward_head else run.model.architecture
     if kinds and kind not in kinds:
-        needed = with_article(" or ".join(kinds))
+        accepted = with_article(" or ".join(kinds))
         raise CheckpointError(
-            f"{flag} {folder}: holds {with_article(kind)}, but {needed} is needed"
+            f"{flag} {folder}: holds {with_article(kind)}, but {accepted} is needed"
         )
     if reader.format == "hf" and run.tokenizer.tokenizer_type is None:
         tokenizer = tokenizer_in(
@@ -236,7 +236,7 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     return ModelRun(
         model=model,
         precision=run.precision.without_fp8(),
-        tokenizer=_with_found_files(run.tokenizer, Path(folder) / COMPANION_FOLDER),
+        tokenizer=_with_companion_files(run.tokenizer, Path(folder) / COMPANION_FOLDER),
         data=DataOptions(
             seq_length=run.data.seq_length or run.model.max_position_embeddings,
             decoder_seq_length=run.data.decoder_seq_length,
@@ -257,8 +257,8 @@ def _with_layout(config: ModelRun, layout: Layout) -> RunConfig:
         sequence_parallel=layout.sequence_parallel,
     )
     batch = {"training.micro_batch_size": 1, "training.global_batch_size": 1}
-    asked = with_values(replace(config, parallel=parallel), batch)
-    run = narrow(resolve(asked, 1), RunConfig)
+    options = with_values(replace(config, parallel=parallel), batch)
+    run = narrow(resolve(options, 1), RunConfig)
     rules = (rules_parallel.layout, rules_parallel.pipeline, rules_parallel.tensor_parallel)
     problems = find_problems(run, layout.world.size, rules=rules)
     if problems:
@@ -266,18 +266,18 @@ def _with_layout(config: ModelRun, layout: Layout) -> RunConfig:
     return run
 
 
-def _with_found_files(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+def _with_companion_files(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     """Return the tokenizer's settings with missing files replaced by those in `folder`.
 
     An imported model keeps its tokenizer there, so the checkpoint folder can be moved.
     """
-    found: dict[str, Any] = {}
+    companions: dict[str, Any] = {}
     for name in ("tokenizer_model", "vocab_file", "merge_file", "chat_template"):
         path = getattr(config, name)
-        moved = folder / Path(path or "").name
-        if path is not None and not Path(path).exists() and moved.is_file():
-            found[name] = str(moved)
-    return replace(config, **found)
+        companion = folder / Path(path or "").name
+        if path is not None and not Path(path).exists() and companion.is_file():
+            companions[name] = str(companion)
+    return replace(config, **companions)
 
 
 def parse_generation(
@@ -285,7 +285,7 @@ def parse_generation(
     world_size: int,
     program: Program,
     *,
-    has_copies: bool = False,
+    has_replicas: bool = False,
     kinds: Sequence[str] = ("gpt",),
 ) -> ParsedRun:
     """Parse and check the command line of a program that generates text.
@@ -298,7 +298,7 @@ def parse_generation(
         arguments: The command line.
         world_size: Number of processes.
         program: Name, own flags and own checks of the program.
-        has_copies: Whether additional processes may hold more copies of the model.
+        has_replicas: Whether additional processes may hold more copies of the model.
         kinds: Architectures that the program accepts. Without --load, the first one is used.
 
     Raises:
@@ -306,33 +306,37 @@ def parse_generation(
         CheckpointError: --load does not name a checkpoint of such a network.
     """
     reads = SAVED_MODEL_READS | {"training.seed"}
-    rules = (*SAVED_MODEL_RULES, _no_sequence_parallel, *(() if has_copies else (_one_copy,)))
+    rules = (
+        *SAVED_MODEL_RULES,
+        _no_sequence_parallel,
+        *(() if has_replicas else (_single_replica,)),
+    )
     start = partial(saved_run, kinds=kinds)
     program = replace(program, find_start=start, rules=rules, reads=lambda given: reads)
     return parse_config(arguments, world_size=world_size, program=program)
 
 
 def saved_run(
-    given: Mapping[str, Any], *, micro_batch: int = 1, kinds: Sequence[str] = ("gpt",)
+    flags: Mapping[str, Any], *, micro_batch: int = 1, kinds: Sequence[str] = ("gpt",)
 ) -> RunOptions:
     """Return the settings of the model under --load, for `parse_config`'s `find_start`.
 
     Args:
-        given: Flags on the command line. Without --load, the defaults are returned.
+        flags: Flags on the command line. Without --load, the defaults are returned.
         micro_batch: Micro-batch size of the run.
         kinds: Architectures that the program accepts. Without --load, the first one is used.
 
     Raises:
         CheckpointError: There is no checkpoint, or it contains a different network.
     """
-    folder = given.get("load")
+    folder = flags.get("load")
     if folder is None:
         return RunOptions(model=ModelOptions(architecture=kinds[0]))
     reader = open_existing(
         folder,
-        step=given.get("ckpt_step"),
+        step=flags.get("ckpt_step"),
         verify=False,
-        allow_foreign=given.get("allow_foreign_checkpoints", False),
+        allow_foreign=flags.get("allow_foreign_checkpoints", False),
     )
     config = saved_config(reader, folder, *kinds)
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch))
@@ -368,7 +372,7 @@ def _no_training(config: RunOptions, world_size: int) -> Iterator[str]:
     yield from (f"{line}: drop it" for line, is_given in refused.items() if is_given)
 
 
-def _one_copy(config: RunOptions, world_size: int) -> Iterator[str]:
+def _single_replica(config: RunOptions, world_size: int) -> Iterator[str]:
     """Check that the launched ranks hold a single copy of the model."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -386,12 +390,12 @@ def _no_sequence_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 # Model fields that matter only for training or for a new network.
-_OF_TRAINING = (
+_TRAINING_FIELDS = (
     *("attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform"),
     *("perform_initialization", "make_vocab_size_divisible_by"),
 )
-_READ: dict[str, tuple[str, ...]] = {
-    "model": tuple(f.name for f in fields_of(ModelOptions) if f.name not in _OF_TRAINING),
+_READ_FIELDS: dict[str, tuple[str, ...]] = {
+    "model": tuple(f.name for f in fields_of(ModelOptions) if f.name not in _TRAINING_FIELDS),
     "tokenizer": tuple(f.name for f in fields_of(TokenizerConfig)),
     "precision": (
         *("fp16", "bf16", "fp8_format", "fp32_residual_connection", "embedding_weights_in_fp32"),
@@ -414,7 +418,9 @@ _READ: dict[str, tuple[str, ...]] = {
     ),
 }
 # Fields that every program running a saved model either uses or refuses by name.
-SAVED_MODEL_READS = frozenset(f"{section}.{name}" for section in _READ for name in _READ[section])
+SAVED_MODEL_READS = frozenset(
+    f"{section}.{name}" for section in _READ_FIELDS for name in _READ_FIELDS[section]
+)
 
 # Rules that every program running a saved model checks.
 SAVED_MODEL_RULES: tuple[Rule, ...] = (
@@ -454,4 +460,4 @@ def engine_rows(loaded: Loaded, engine: BatchEngine, device: Device) -> list[Pan
     window = f"{engine.limits.max_length:,} tokens, for a prompt and its answer together"
     names = () if loaded.adapters is None else loaded.adapters.names
     adapters = [("adapters", ", ".join(names))] if names else []
-    return [*model_rows(loaded, device), *adapters, ("window", window), *engine.choices]
+    return [*model_rows(loaded, device), *adapters, ("window", window), *engine.panel_rows]

@@ -119,8 +119,8 @@ def read(kind: Any, data: bytes) -> list[Any]:
         return _adapter(kind).validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise MessageError(f"{place}: {first['msg']}") from None
+        location = ".".join(str(part) for part in first["loc"])
+        raise MessageError(f"{location}: {first['msg']}") from None
 
 
 @cache

@@ -14,10 +14,10 @@ from megatron.errors import UserError
 Reason = Literal["stop", "length", "cancelled", "refused", "error"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (token, log probability), most likely first
 
-LARGEST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 # With a larger exponent, the power of a long text's length would overflow or underflow a float.
-MOST_LENGTH_PENALTY = 20
-_MOST_TOP_LOGPROBS = 100
+MAX_LENGTH_PENALTY = 20
+_MAX_TOP_LOGPROBS = 100
 # Field: (smallest value, largest value, allowed values in words if the two numbers do not suffice).
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "max_new_tokens": (0, math.inf, "0 or more"),
@@ -27,10 +27,10 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "top_p_decay": (0, 1, "0 (none) to 1"),
     "top_p_bound": (0, 1, "0 (none) to 1"),
     "repetition_penalty": (math.nextafter(0, 1), math.inf, "more than 0"),
-    "seed": (0, LARGEST_SEED, ""),
+    "seed": (0, MAX_SEED, ""),
     "beam_width": (1, math.inf, "1 (no beam search) or more"),
-    "length_penalty": (-MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY, ""),
-    "top_logprobs": (0, _MOST_TOP_LOGPROBS, ""),
+    "length_penalty": (-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, ""),
+    "top_logprobs": (0, _MAX_TOP_LOGPROBS, ""),
 }
 
 
@@ -69,7 +69,7 @@ class Sampling:
             best answers that it has found, as many as there are beams.
         length_penalty: Exponent of the length: a beam search divides an answer's summed log
             probabilities by its length raised to this power. Its magnitude is at most
-            `MOST_LENGTH_PENALTY`.
+            `MAX_LENGTH_PENALTY`.
         logprobs: Whether to report each new token's log probability, before the temperature and
             other settings change it.
         top_logprobs: Number of most likely tokens to report with each token.
@@ -100,10 +100,10 @@ class Sampling:
             raise RequestError(
                 "one of the numbers is not finite: give a finite temperature, top_p and penalties"
             )
-        for name, (least, most, wanted) in _BOUNDS.items():
+        for name, (low, high, allowed) in _BOUNDS.items():
             value = values[name]
-            if value is not None and not least <= value <= most:
-                raise RequestError(f"{name} {value}: give {wanted or f'{least} to {most}'}")
+            if value is not None and not low <= value <= high:
+                raise RequestError(f"{name} {value}: give {allowed or f'{low} to {high}'}")
         if not all(self.stop_sequences):
             raise RequestError("stop_sequences contains an empty sequence: remove it")
         if self.beam_width > 1 and self.max_new_tokens == 0:

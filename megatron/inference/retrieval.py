@@ -41,8 +41,8 @@ from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.retro.dataset import Ids
 from megatron.retro.retriever import Retriever, open_retriever
 
-KINDS = ("gpt", "retro")  # architectures that `build_any_engine` accepts
-_KEPT = 4096  # number of chunks whose neighbors are remembered
+ARCHITECTURES = ("gpt", "retro")  # architectures that `build_any_engine` accepts
+_MAX_REMEMBERED = 4096  # number of chunks whose neighbors are remembered
 
 
 class ChunkMemory:
@@ -66,7 +66,7 @@ class ChunkMemory:
         self, plan: ModelPlan, blocks: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         """Allocate the memory."""
-        crossing = _crossing(plan)
+        attention = _neighbor_attention(plan)
         self.sizes = _sizes(plan)
         self.inputs = torch.zeros(
             blocks + 1, self.sizes.chunk, plan.hidden, device=device, dtype=dtype
@@ -74,7 +74,7 @@ class ChunkMemory:
         rows = (blocks + 1) * self.sizes.keys
         self.layers = {
             number: torch.zeros(2, rows, each.heads, each.head_size, device=device, dtype=dtype)
-            for number, each in crossing.items()
+            for number, each in attention.items()
         }
         self.size_bytes = sum(x.nbytes for x in (self.inputs, *self.layers.values()))
 
@@ -82,18 +82,18 @@ class ChunkMemory:
     def block_bytes(plan: ModelPlan, dtype: torch.dtype) -> int:
         """Return the number of bytes that each block takes."""
         sizes = _sizes(plan)
-        keys = sum(2 * sizes.keys * each.query for each in _crossing(plan).values())
+        keys = sum(2 * sizes.keys * each.query for each in _neighbor_attention(plan).values())
         return dtype.itemsize * (sizes.chunk * plan.hidden + keys)
 
 
-def _crossing(plan: ModelPlan) -> dict[int, RetrievalAttentionPlan]:
+def _neighbor_attention(plan: ModelPlan) -> dict[int, RetrievalAttentionPlan]:
     """Return each Retro layer's attention to neighbors, by 1-based layer number."""
-    found = {number: each.cross_attention for number, each in enumerate(plan.layers, 1)}
-    return {n: each for n, each in found.items() if isinstance(each, RetrievalAttentionPlan)}
+    attention = {number: each.cross_attention for number, each in enumerate(plan.layers, 1)}
+    return {n: each for n, each in attention.items() if isinstance(each, RetrievalAttentionPlan)}
 
 
 def _sizes(plan: ModelPlan) -> RetrievalPlan:
-    return next(iter(_crossing(plan).values())).retrieval
+    return next(iter(_neighbor_attention(plan).values())).retrieval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +103,26 @@ class RetroStepCache(StepCache):
     Attributes:
         chunk_memory: The part of the cache that belongs to chunks.
         neighbors: Tokens of the neighbors of the chunks that end in this step, [1, C, k, r].
-        ending: Blocks of these chunks, int64 [C].
+        ending_blocks: Blocks of these chunks, int64 [C].
         neighbor_singles: For each sequence that adds one token, the chunk that it reads, as a
             sequence of keys; `None` if there are no such sequences.
         groups: Blocks of the chunks that the other sequences' tokens read, int64 [G].
-        places: For each of these tokens, its index among the G m queries of all groups, int64
-            [tokens].
+        query_indices: For each of these tokens, its index among the G m queries of all groups,
+            int64 [tokens].
     """
 
     chunk_memory: ChunkMemory
     neighbors: Tensor
-    ending: Tensor
+    ending_blocks: Tensor
     neighbor_singles: Singles | None
     groups: Tensor
-    places: Tensor
+    query_indices: Tensor
 
     def whole_chunks(self, x: Tensor) -> Tensor:
         """Store inputs [s, 1, h] of new tokens; return the inputs of whole chunks [C m, 1, h]."""
         inputs = self.chunk_memory.inputs
         inputs.flatten(0, 1).index_copy_(0, self.slots, x[:, 0].to(inputs.dtype))
-        return inputs[self.ending].flatten(0, 1).unsqueeze(1).to(x.dtype)
+        return inputs[self.ending_blocks].flatten(0, 1).unsqueeze(1).to(x.dtype)
 
     def attend_to_neighbors(
         self, query: Tensor, key_value: Tensor | None, core: AttentionCore
@@ -141,7 +141,7 @@ class RetroStepCache(StepCache):
         memory, sizes = self.chunk_memory.layers[core.layer_number], self.chunk_memory.sizes
         by_block = memory.unflatten(1, (-1, sizes.keys))  # [2, blocks, r k, n, d]
         if key_value is not None:
-            by_block.index_copy_(1, self.ending, key_value.permute(3, 1, 0, 2, 4))
+            by_block.index_copy_(1, self.ending_blocks, key_value.permute(3, 1, 0, 2, 4))
         rows, parts, count = query.squeeze(1), [], 0
         if self.neighbor_singles is not None:
             count = self.neighbor_singles.lengths.numel()
@@ -151,11 +151,11 @@ class RetroStepCache(StepCache):
             parts.append(out.flatten(1))
         if len(self.groups):
             groups = query.new_zeros(len(self.groups) * sizes.chunk, *query.shape[2:])
-            groups.index_copy_(0, self.places, rows[count:])
+            groups.index_copy_(0, self.query_indices, rows[count:])
             queries = groups.unflatten(0, (-1, sizes.chunk)).transpose(0, 1)  # [m, G, n, d]
             keys, values = by_block[:, self.groups].transpose(1, 2)  # [r k, G, n, d]
             out = core(queries, keys, values, None).transpose(0, 1).flatten(0, 1)  # [G m, n d]
-            parts.append(out[self.places])
+            parts.append(out[self.query_indices])
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1)
 
 
@@ -177,16 +177,16 @@ class RetroExecutor(Executor):
         super().__post_init__()
 
         # Chunks are looked up one by one, so a chunk's neighbors depend on nothing else in a step.
-        @lru_cache(_KEPT)
-        def read(chunk: tuple[int, ...]) -> tuple[Ids, list[NeighborPassage]]:
+        @lru_cache(_MAX_REMEMBERED)
+        def retrieve(chunk: tuple[int, ...]) -> tuple[Ids, list[NeighborPassage]]:
             neighbors = self.retriever.find(np.array([chunk]))
             return self.retriever.tokens(neighbors), self.retriever.passages(neighbors)
 
-        self._read = read
+        self._retrieve = retrieve
 
     def retrieved(self, plan: StepPlan) -> list[Retrieved]:
         """Return the passages of the chunks that a plan completes, or finds in the cache."""
-        m, found = self.chunk_memory.sizes.chunk, []
+        m, events = self.chunk_memory.sizes.chunk, []
         for row in plan:
             # A preempted sequence recomputes chunks that have already been reported.
             first = self._reported.get(row.sequence, 0)
@@ -195,11 +195,11 @@ class RetroExecutor(Executor):
             passages = tuple(
                 replace(passage, chunk=index)
                 for index in range(first, end)
-                for passage in self._read(self._chunk(row, index))[1]
+                for passage in self._retrieve(self._chunk(row, index))[1]
             )
             if passages:
-                found.append(Retrieved(row.sequence.request, passages))
-        return found
+                events.append(Retrieved(row.sequence.request, passages))
+        return events
 
     def inputs(
         self, plan: StepPlan, outputs: Sequence[tuple[int, int]]
@@ -219,30 +219,30 @@ class RetroExecutor(Executor):
             for index in range(row.start // m, (row.start + row.size) // m)
         ]
         neighbors = np.zeros((len(ending), sizes.neighbors, sizes.retrieved), np.int64)
-        for place, (row, index) in enumerate(ending):
-            neighbors[place] = self._read(self._chunk(row, index))[0][0]
-        count = sum(row.goes_on for row in plan)
+        for i, (row, index) in enumerate(ending):
+            neighbors[i] = self._retrieve(self._chunk(row, index))[0][0]
+        num_decode_rows = sum(row.is_decode for row in plan)
         # The chunk that each token reads ended at or before it. The first m - 1 tokens of a text
         # read none, so their results from the first block are discarded.
-        reads = [
+        chunks_read = [
             np.maximum(np.arange(row.start + 1, row.start + row.size + 1) // m - 1, 0)
             for row in plan
         ]
-        blocks = [row.blocks[read] for row, read in zip(plan, reads, strict=True)]
+        blocks = [row.blocks[chunks] for row, chunks in zip(plan, chunks_read, strict=True)]
         singles = None
-        if count:
-            tables = send(np.stack(blocks[:count]).astype(np.int32))
-            lengths = send(np.full(count, keys, np.int32))
+        if num_decode_rows:
+            tables = send(np.stack(blocks[:num_decode_rows]).astype(np.int32))
+            lengths = send(np.full(num_decode_rows, keys, np.int32))
             singles = Singles(tables, lengths, keys, keys)
-        groups, places = _grouped(plan[count:], blocks[count:], m)
+        groups, query_indices = _grouped(plan[num_decode_rows:], blocks[num_decode_rows:], m)
         return tokens, RetroStepCache(
             **vars(cache),
             chunk_memory=self.chunk_memory,
             neighbors=send(neighbors[None]),
-            ending=send(np.array([row.blocks[index] for row, index in ending], np.int64)),
+            ending_blocks=send(np.array([row.blocks[index] for row, index in ending], np.int64)),
             neighbor_singles=singles,
             groups=send(groups),
-            places=send(places),
+            query_indices=send(query_indices),
         )
 
     def _chunk(self, row: Row, index: int) -> tuple[int, ...]:
@@ -281,7 +281,7 @@ def build_any_engine(
     options: EngineOptions,
     *,
     embedder: str | None = None,
-    copy: Axis | None = None,
+    replica: Axis | None = None,
 ) -> BatchEngine:
     """Return an engine for a GPT or a Retro in memory. Collective over its layout.
 
@@ -290,7 +290,7 @@ def build_any_engine(
         device: Device that the model is on.
         options: Options of the engine. A block of a Retro's cache is a chunk, and it has no graphs.
         embedder: For a Retro, the network that embeds chunks (`open_retriever`).
-        copy: Ranks of this copy of the model, as for `build_engine`.
+        replica: Ranks of this copy of the model, as for `build_engine`.
 
     Raises:
         CheckpointError: There is no embedding network.
@@ -300,22 +300,22 @@ def build_any_engine(
     """
     model, config = loaded.model, loaded.config
     if not isinstance(model, RetroModel):
-        return build_engine(loaded, device, options, copy=copy)
+        return build_engine(loaded, device, options, replica=replica)
     retriever = open_retriever(config, loaded.tokenizer, device, embedder)
-    dtype, plan, most = config.precision.weight_dtype, model.plan, options.max_sequences
+    dtype, plan, max_sequences = config.precision.weight_dtype, model.plan, options.max_sequences
     options = replace(options, block_size=config.model.chunk_length)
-    library, where = find_library(device.torch_device), device.torch_device
+    library, torch_device = find_library(device.torch_device), device.torch_device
     head_size = plan.head_size
     assert head_size is not None, "a Retro has attention"
     invariant = config.model.batch_invariant_mode
     paged = choose_paged_attention(library.library, head_size, dtype, batch_invariant=invariant)
     memory = make_cache(
-        *(loaded, options, paged, device), further_bytes=ChunkMemory.block_bytes(plan, dtype)
+        *(loaded, options, paged, device), extra_bytes=ChunkMemory.block_bytes(plan, dtype)
     )
-    chunk_memory = ChunkMemory(plan, memory.blocks, where, dtype)
+    chunk_memory = ChunkMemory(plan, memory.blocks, torch_device, dtype)
     vocab_size, cache_tokens = loaded.tokenizer.vocab_size, memory.blocks * memory.block_size
     size = f"{(memory.size_bytes + chunk_memory.size_bytes) / 1e9:.3g} GB"
-    chunks = describe_chunks(head_size, dtype, where)
+    chunks = describe_chunks(head_size, dtype, torch_device)
     return BatchEngine(
         RetroExecutor(
             model=model.eval(),
@@ -323,9 +323,9 @@ def build_any_engine(
             memory=memory,
             device=device,
             channel=PipelineChannel(
-                loaded.layout, device=where, dtype=config.precision.stream_dtype
+                loaded.layout, device=torch_device, dtype=config.precision.stream_dtype
             ),
-            copy=copy or loaded.layout.world,
+            replica=replica or loaded.layout.world,
             graphs=None,
             vocab_size=vocab_size,
             chunk_memory=chunk_memory,
@@ -334,25 +334,25 @@ def build_any_engine(
         SchedulerSettings(
             blocks=memory.blocks,
             block_size=memory.block_size,
-            max_sequences=most,
-            max_tokens=max(most, options.max_step_tokens),
+            max_sequences=max_sequences,
+            max_tokens=max(max_sequences, options.max_step_tokens),
         ),
         EngineLimits(
             vocab_size=vocab_size,
             max_length=config.data.seq_length,
             cache_tokens=cache_tokens,
-            max_beams=most,
+            max_beams=max_sequences,
         ),
         seed=options.seed,
         looks_ahead=False,  # the last chunk's neighbors depend on the token that is being chosen
-        choices=[
+        panel_rows=[
             ("passages", f"{config.data.retro_workdir}, for each complete chunk of a text"),
             ("attention", f"new tokens: {paged.name}; prompts: {chunks}"),
             (
                 "cache",
                 f"{cache_tokens:,} tokens and the passages of {memory.blocks:,} chunks: {size}",
             ),
-            ("batch", f"up to {most:,} sequences"),
+            ("batch", f"up to {max_sequences:,} sequences"),
         ],
     )
 
@@ -369,12 +369,12 @@ def _grouped(rows: StepPlan, blocks: Sequence[Integers], m: int) -> tuple[Intege
         The block of each group, [G], and the index of each token among the G m positions of all
         groups, [tokens].
     """
-    groups, places, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for row, each in zip(rows, blocks, strict=True):
+    groups, indices, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for row, chunk_blocks in zip(rows, blocks, strict=True):
         ends = np.arange(row.start + 1, row.start + row.size + 1)
         group = ends // m - ends[0] // m
         _, firsts = np.unique(group, return_index=True)
-        groups.append(each[firsts])
-        places.append((count + group) * m + ends % m)
+        groups.append(chunk_blocks[firsts])
+        indices.append((count + group) * m + ends % m)
         count += len(firsts)
-    return np.concatenate(groups), np.concatenate(places)
+    return np.concatenate(groups), np.concatenate(indices)

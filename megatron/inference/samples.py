@@ -37,7 +37,7 @@ from megatron.errors import (
     print_to_stderr,
 )
 from megatron.inference.adapters import OpenedAdapter, add_to, open_adapters
-from megatron.inference.build import EngineOptions, check_speculation, ranks_of_copy
+from megatron.inference.build import EngineOptions, check_speculation, replica_ranks
 from megatron.inference.engine import BatchEngine
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Add, Command, Shutdown
@@ -52,7 +52,7 @@ from megatron.inference.request import (
     Sampling,
     Token,
 )
-from megatron.inference.retrieval import KINDS, build_any_engine, check_retrieval
+from megatron.inference.retrieval import ARCHITECTURES, build_any_engine, check_retrieval
 from megatron.inference.sharing import GeneratedText, SharedPrompts
 from megatron.inference.speculation import describe_drafts
 from megatron.inference.text import Detokenizer
@@ -62,8 +62,8 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import print_notices, processes, run_process
 from megatron.tokenizer import Tokenizer
 
-_SHOWN = 300  # characters of a passage that are printed
-_BEGINNING = b'{"prompt": '  # the start of every line, with the first field of GeneratedText
+_MAX_PRINTED = 300  # characters of a passage that are printed
+_LINE_START = b'{"prompt": '  # the start of every line, with the first field of GeneratedText
 
 DrawSettings = dict[str, Setting]
 NumberedPrompts = Iterator[tuple[int, str | None]]  # `None` stands for no prompt
@@ -80,8 +80,10 @@ def main(program: str, arguments: Sequence[str]) -> int:
 
 
 def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
-    own = Program(name=program, extra=(SamplesConfig,), check_extra=sample_problems)
-    parsed = parse_generation(arguments, launch.world_size, own, has_copies=True, kinds=KINDS)
+    definition = Program(name=program, extra=(SamplesConfig,), check_extra=sample_problems)
+    parsed = parse_generation(
+        arguments, launch.world_size, definition, has_replicas=True, kinds=ARCHITECTURES
+    )
     return _generate(program, parsed, launch)
 
 
@@ -111,11 +113,11 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     seed, workdir = config.training.seed, config.data.retro_workdir
     with processes(config, launch) as (device, layout), ExitStack() as stack:
         loaded = add_to(
-            load_gpt(folder, device, layout, config=config, kinds=KINDS), adapters, device
+            load_gpt(folder, device, layout, config=config, kinds=ARCHITECTURES), adapters, device
         )
-        copy = ranks_of_copy(layout)
-        engine = build_any_engine(loaded, device, options, embedder=embedder, copy=copy)
-        if copy.rank:
+        replica = replica_ranks(layout)
+        engine = build_any_engine(loaded, device, options, embedder=embedder, replica=replica)
+        if replica.rank:
             serve(engine, None)
             return EXIT_OK
         sampling = Sampling(
@@ -137,9 +139,9 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             write = printer(len(prompts))
             if target is not None:
                 file = stack.enter_context(closing(SampleFile(Path(target))))
-                left = len(file.rest(prompts))
+                remaining = len(file.remaining(prompts))
                 done, failed = file.done, file.failed
-                print(f"{target}: {done} samples exist, {left} to generate", flush=True)
+                print(f"{target}: {done} samples exist, {remaining} to generate", flush=True)
                 model = str(Path(folder).resolve())
                 file.keep_settings({"--load": model, "iteration": loaded.iteration, **settings})
                 write = file.write
@@ -151,10 +153,10 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             engine.limits,
             shared.put,
             # More requests than are computed at once, so that others are ready when some finish.
-            at_a_time=2 * samples.max_batch_size,
+            max_in_progress=2 * samples.max_batch_size,
             adapter=len(adapters),
         )
-        _serve_and_tell(engine, inbox, has_drafts=options.speculation is not None)
+        _serve_and_report(engine, inbox, has_drafts=options.speculation is not None)
         shared.finish()
     if layout.world.rank:
         return EXIT_OK
@@ -167,11 +169,11 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     return EXIT_OK
 
 
-def _serve_and_tell(engine: BatchEngine, inbox: SampleInbox, *, has_drafts: bool) -> None:
+def _serve_and_report(engine: BatchEngine, inbox: SampleInbox, *, has_drafts: bool) -> None:
     """Generate all texts of this copy of the model, and print the throughput."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     serve(engine, inbox)
-    seconds, new = time.perf_counter() - begun, engine.stats.new_tokens
+    seconds, new = time.perf_counter() - start, engine.stats.new_tokens
     if new:
         print_to_stderr(f"{new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s")
     if has_drafts:
@@ -187,8 +189,8 @@ def _prompts_of(samples: SamplesConfig) -> list[str | None]:
     """
     if samples.sample_input_file is None:
         return [samples.prompt] * max(1, samples.num_samples)
-    found = read_prompts(Path(samples.sample_input_file))
-    prompts = [prompt for prompt in found for _ in range(samples.samples_per_prompt)]
+    lines = read_prompts(Path(samples.sample_input_file))
+    prompts = [prompt for prompt in lines for _ in range(samples.samples_per_prompt)]
     if samples.num_samples > len(prompts):
         raise ConfigError(
             f"--num-samples {samples.num_samples}: --sample-input-file "
@@ -203,24 +205,24 @@ def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
 
     Greedy decoding draws no random numbers, so the seed is left out.
     """
-    found: DrawSettings = {
+    settings: DrawSettings = {
         "--out-seq-length": sampling.max_new_tokens,
         "--temperature": sampling.temperature,
     }
     if sampling.temperature:
-        found |= {"--top_k": sampling.top_k, "--top_p": sampling.top_p, "--seed": seed}
-    return found
+        settings |= {"--top_k": sampling.top_k, "--top_p": sampling.top_p, "--seed": seed}
+    return settings
 
 
 def _sources_of(workdir: str | None, adapters: Sequence[OpenedAdapter]) -> DrawSettings:
     """Return the flags that name a text's inputs other than the model."""
-    found: DrawSettings = {}
+    settings: DrawSettings = {}
     if workdir:
-        found["--retro-workdir"] = str(Path(workdir).resolve())
-    for one in adapters:
-        reader = one.files.reader
-        found["--serve-adapter"] = f"{reader.path.resolve()}, iteration {reader.iteration}"
-    return found
+        settings["--retro-workdir"] = str(Path(workdir).resolve())
+    for adapter in adapters:
+        reader = adapter.files.reader
+        settings["--serve-adapter"] = f"{reader.path.resolve()}, iteration {reader.iteration}"
+    return settings
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class SampleInbox:
         sampling: Settings for continuing a prompt.
         limits: Limits of the engine. Longer prompts are errors, and longer answers are cut off.
         write: Function that is called with each text, in the order of the prompts.
-        at_a_time: Maximum number of requests in progress.
+        max_in_progress: Maximum number of requests in progress.
         adapter: Index of the adapter to use, counted from 1; 0 is the base model.
     """
 
@@ -253,25 +255,26 @@ class SampleInbox:
     sampling: Sampling
     limits: EngineLimits
     write: Callable[[GeneratedText], None]
-    at_a_time: int
+    max_in_progress: int
     adapter: int = 0
 
     def __post_init__(self) -> None:
         """Start with no requests in progress."""
-        self._under_way: dict[str, _UnfinishedText] = {}
-        self._due: deque[int] = deque()  # indices of prompts whose texts have not been written yet
+        self._in_progress: dict[str, _UnfinishedText] = {}
+        # Indices of prompts whose texts have not been written yet.
+        self._unwritten: deque[int] = deque()
         self._complete: dict[int, GeneratedText] = {}  # texts that wait for earlier ones
 
     def poll(self, wait: float) -> list[Command]:
         """Return the next requests, or the command to shut down once all are answered."""
         commands: list[Command] = []
-        while len(self._under_way) < self.at_a_time:
+        while len(self._in_progress) < self.max_in_progress:
             index, prompt = next(self.prompts, (None, None))
             if index is None:
-                return commands if self._under_way else [Shutdown()]
-            self._due.append(index)
+                return commands if self._in_progress else [Shutdown()]
+            self._unwritten.append(index)
             try:
-                commands.append(Add(self._ask(index, prompt)))
+                commands.append(Add(self._new_request(index, prompt)))
             except RequestError as error:
                 self._fail(index, prompt, str(error))
         return commands
@@ -279,16 +282,16 @@ class SampleInbox:
     def send(self, events: Sequence[Event]) -> None:
         """Collect tokens and passages, and write the texts that are complete."""
         for event in events:
-            unfinished = self._under_way[event.request]
+            unfinished = self._in_progress[event.request]
             if isinstance(event, Token):
                 unfinished.tokens.append(event.token)
             elif isinstance(event, Retrieved):
                 unfinished.passages.extend(event.passages)
             elif isinstance(event, Finished):
-                del self._under_way[event.request]
+                del self._in_progress[event.request]
                 self._end(unfinished, event)
 
-    def _ask(self, index: int, prompt: str | None) -> Request:
+    def _new_request(self, index: int, prompt: str | None) -> Request:
         """Return the request for a prompt.
 
         Raises:
@@ -299,15 +302,15 @@ class SampleInbox:
         longest = min(self.limits.max_length, self.limits.cache_tokens)
         room = longest - len(tokens)
         if room < 1:
-            what = "model's" if longest == self.limits.max_length else "cache's"
+            owner = "model's" if longest == self.limits.max_length else "cache's"
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, and the {what} {longest} positions leave no "
-                "room for an answer: shorten the prompt"
+                f"the prompt has {len(tokens)} tokens, and the {owner} {longest} positions leave "
+                "no room for an answer: shorten the prompt"
             )
-        new = min(self.sampling.max_new_tokens, room)
-        sampling = replace(self.sampling, max_new_tokens=new)
+        max_new_tokens = min(self.sampling.max_new_tokens, room)
+        sampling = replace(self.sampling, max_new_tokens=max_new_tokens)
         request = Request(str(index), tokens, sampling, self.adapter)
-        self._under_way[request.id] = _UnfinishedText(index, prompt, tokens)
+        self._in_progress[request.id] = _UnfinishedText(index, prompt, tokens)
         return request
 
     def _end(self, unfinished: _UnfinishedText, event: Finished) -> None:
@@ -315,13 +318,13 @@ class SampleInbox:
         if event.reason not in ("stop", "length"):
             self._fail(index, prompt, event.message)
             return
-        ended = event.reason == "stop"
-        if ended:
+        is_finished = event.reason == "stop"
+        if is_finished:
             tokens.pop()
         detokenizer = Detokenizer(self.tokenizer, unfinished.prompt_tokens)
-        text = "".join([*map(detokenizer.add, tokens), detokenizer.rest()])
+        text = "".join([*map(detokenizer.add, tokens), detokenizer.flush()])
         passages = [*map(asdict, unfinished.passages)] or None
-        sample = GeneratedText(prompt, text, len(tokens), ended, passages=passages)
+        sample = GeneratedText(prompt, text, len(tokens), is_finished, passages=passages)
         self._put(index, sample)
 
     def _fail(self, index: int, prompt: str | None, why: str) -> None:
@@ -330,8 +333,8 @@ class SampleInbox:
     def _put(self, index: int, text: GeneratedText) -> None:
         """Write the text of a prompt once all earlier ones are written."""
         self._complete[index] = text
-        while self._due and self._due[0] in self._complete:
-            self.write(self._complete.pop(self._due.popleft()))
+        while self._unwritten and self._unwritten[0] in self._complete:
+            self.write(self._complete.pop(self._unwritten.popleft()))
 
 
 def printer(total: int) -> Callable[[GeneratedText], None]:
@@ -339,18 +342,18 @@ def printer(total: int) -> Callable[[GeneratedText], None]:
 
     After the text of a Retro, it prints the passages that the model has read.
     """
-    numbers = count(1)
+    sample_numbers = count(1)
 
     def write(sample: GeneratedText) -> None:
         if total > 1:
-            print(f"----- sample {next(numbers)}")
+            print(f"----- sample {next(sample_numbers)}")
         text = f'"error": {sample.error}' if sample.error else sample.text
         print((sample.prompt or "") + text, flush=True)
         for passage in sample.passages or ():
-            shown = passage["text"][:_SHOWN].replace("\n", " ")
+            excerpt = passage["text"][:_MAX_PRINTED].replace("\n", " ")
             print(
                 f"----- chunk {passage['chunk'] + 1} read document {passage['document']} of corpus "
-                f"{passage['corpus']}: {shown}"
+                f"{passage['corpus']}: {excerpt}"
             )
 
     return write
@@ -379,29 +382,29 @@ class SampleFile:
             self._file = path.open("a+b")
             # Reading a device such as /dev/zero would never end.
             lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-            torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+            partial = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
             samples = list(map(json_object, lines))
-            foreign = [number for number, sample in enumerate(samples, 1) if "prompt" not in sample]
-            if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
-                foreign.append(len(lines) + 1)
-            if foreign:
+            invalid = [number for number, sample in enumerate(samples, 1) if "prompt" not in sample]
+            if partial[: len(_LINE_START)] != _LINE_START[: len(partial)]:
+                invalid.append(len(lines) + 1)
+            if invalid:
                 raise StorageError(
-                    f"{path}: line {foreign[0]} is not a sample: name another file for the samples"
+                    f"{path}: line {invalid[0]} is not a sample: name another file for the samples"
                 )
-            if torn:  # removed only now, so that a file with other content stays unchanged
+            if partial:  # removed only now, so that a file with other content stays unchanged
                 self._file.truncate(sum(map(len, lines)))
         self._prompts = [sample["prompt"] for sample in samples]
         self.failed = sum("error" in sample for sample in samples)
         self.done = len(lines)
 
-    def rest(self, prompts: Sequence[str | None]) -> Sequence[str | None]:
+    def remaining(self, prompts: Sequence[str | None]) -> Sequence[str | None]:
         """Return the prompts for which the file has no texts yet.
 
         Raises:
             StorageError: The file's texts belong to other prompts.
         """
-        for number, (mine, prompt) in enumerate(zip(self._prompts, prompts, strict=False), 1):
-            if mine != prompt:
+        for number, (written, prompt) in enumerate(zip(self._prompts, prompts, strict=False), 1):
+            if written != prompt:
                 raise StorageError(
                     f"{self.path}: line {number} is for a different prompt: name another file, or "
                     "remove this one"

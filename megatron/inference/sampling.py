@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megatron.device import Device
 
-_NEVER = float("-inf")
-_COLDEST = 1e-30  # a lower temperature counts as 0, because scores divided by it overflow fp32
-_MOST_SCORED_ROWS = 256  # rows scored at a time; limits the size of the fp32 copies of logits
+_NEG_INF = float("-inf")
+# A lower temperature counts as 0, because scores divided by it overflow fp32.
+_MIN_TEMPERATURE = 1e-30
+_MAX_SCORED_ROWS = 256  # rows scored at a time; limits the size of the fp32 copies of logits
 _NOT_FINITE = -1
 _MASK = 2**64 - 1
 
@@ -33,7 +34,7 @@ class Choice(NamedTuple):
         history: Tokens to which the repetition penalty applies.
         banned: Tokens that are never chosen. Their log probability is minus infinity.
         logprob: Whether to report the token's log probability.
-        tops: Number of most likely tokens to report.
+        top_logprobs: Number of most likely tokens to report.
     """
 
     target: int | None = None
@@ -45,12 +46,12 @@ class Choice(NamedTuple):
     history: Sequence[int] = ()
     banned: tuple[int, ...] = ()
     logprob: bool = False
-    tops: int = 0
+    top_logprobs: int = 0
 
     @property
-    def is_drawn(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether the token is sampled."""
-        return self.target is None and self.temperature >= _COLDEST and self.top_k != 1
+        return self.target is None and self.temperature >= _MIN_TEMPERATURE and self.top_k != 1
 
     @property
     def is_penalized(self) -> bool:
@@ -72,9 +73,9 @@ class Chosen(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-def uniform(seed: int, number: int) -> float:
-    """Return a pseudorandom number in [0, 1) derived from a seed and a number (SplitMix64)."""
-    state = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xD1B54A32D192ED03 & _MASK
+def uniform(seed: int, index: int) -> float:
+    """Return a pseudorandom number in [0, 1) derived from a seed and an index (SplitMix64)."""
+    state = (seed * 0x9E3779B97F4A7C15 + index + 1) * 0xD1B54A32D192ED03 & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = ((state ^ state >> shift) * factor) & _MASK
     return ((state ^ state >> 31) >> 32) / 2**32
@@ -82,7 +83,7 @@ def uniform(seed: int, number: int) -> float:
 
 def result_width(choices: Sequence[Choice]) -> int:
     """Return the number of columns of `choose`'s result."""
-    return 2 + 2 * max(choice.tops for choice in choices)
+    return 2 + 2 * max(choice.top_logprobs for choice in choices)
 
 
 def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
@@ -94,26 +95,27 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
 
     Returns:
         fp64 [k, 2 + 2m]: the token, its log probability, the m most likely tokens, and their log
-        probabilities. m is the largest `tops` of all choices. `unpack` takes the flattened result.
+        probabilities. m is the largest `top_logprobs` of all choices. `unpack` takes the flattened
+        result.
     """
     result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
     pairs = [(row, token) for row, choice in enumerate(choices) for token in choice.banned]
     if pairs:
         rows, banned = _send(np.array(pairs).T, logits)
-        logits = logits.index_put((rows, banned), logits.new_full((), _NEVER))
-    largest, likeliest = logits.max(dim=-1)
+        logits = logits.index_put((rows, banned), logits.new_full((), _NEG_INF))
+    maxima, likeliest = logits.max(dim=-1)
     tokens = _tokens(logits, likeliest, choices)
     _fill_in_logprobs(logits, tokens, choices, result)
     # If a row has a NaN anywhere, its maximum is NaN.
-    result[:, 0] = torch.where(largest.isfinite(), tokens, _NOT_FINITE)
+    result[:, 0] = torch.where(maxima.isfinite(), tokens, _NOT_FINITE)
     return result
 
 
 def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
     """Return the flattened result of `choose` as one `Chosen` per row."""
     width = result_width(choices)
-    most = (width - 2) // 2
-    if not most:
+    max_top = (width - 2) // 2
+    if not max_top:
         return [
             Chosen(None if token == _NOT_FINITE else int(token), logprob, ())
             for token, logprob in zip(result[::2], result[1::2], strict=True)
@@ -121,7 +123,8 @@ def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
     chosen = []
     rows = (result[start : start + width] for start in range(0, len(result), width))
     for row, choice in zip(rows, choices, strict=True):
-        tokens, logprobs = row[2 : 2 + choice.tops], row[2 + most : 2 + most + choice.tops]
+        tokens = row[2 : 2 + choice.top_logprobs]
+        logprobs = row[2 + max_top : 2 + max_top + choice.top_logprobs]
         top = tuple((int(token), logprob) for token, logprob in zip(tokens, logprobs, strict=True))
         chosen.append(Chosen(None if row[0] == _NOT_FINITE else int(row[0]), row[1], top))
     return chosen
@@ -132,15 +135,17 @@ def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor
 
     `tokens` has the most likely token of each row.
     """
-    known = {i: choice.target for i, choice in enumerate(choices) if choice.target is not None}
-    if known:
-        rows, targets = _send(np.array([*known.items()]).T, logits)
+    targets_by_row = {
+        i: choice.target for i, choice in enumerate(choices) if choice.target is not None
+    }
+    if targets_by_row:
+        rows, targets = _send(np.array([*targets_by_row.items()]).T, logits)
         tokens[rows] = targets
-    changed = [i for i, choice in enumerate(choices) if choice.is_drawn or choice.is_penalized]
+    changed = [i for i, choice in enumerate(choices) if choice.is_sampled or choice.is_penalized]
     if changed:
-        mine, rows = [choices[i] for i in changed], _send(np.array(changed), logits)
-        scores = _penalized(logits[rows].float(), mine)
-        tokens[rows] = _drawn(scores, mine)
+        row_choices, rows = [choices[i] for i in changed], _send(np.array(changed), logits)
+        scores = _penalized(logits[rows].float(), row_choices)
+        tokens[rows] = _drawn(scores, row_choices)
     return tokens
 
 
@@ -149,46 +154,52 @@ def _penalized(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     for row, choice in zip(scores, choices, strict=True):
         if choice.is_penalized:
             seen = _send(np.array(sorted(set(choice.history))), scores)
-            before = row[seen]
+            original = row[seen]
             penalty = choice.repetition_penalty
-            row[seen] = torch.where(before > 0, before / penalty, before * penalty)
+            row[seen] = torch.where(original > 0, original / penalty, original * penalty)
     return scores
 
 
 def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     tokens = scores.argmax(dim=-1)
-    for cuts in (False, True):
-        drawn = [
-            i for i, c in enumerate(choices) if c.is_drawn and (c.top_k > 0 or c.top_p > 0) == cuts
+    for truncates in (False, True):
+        indices = [
+            i
+            for i, c in enumerate(choices)
+            if c.is_sampled and (c.top_k > 0 or c.top_p > 0) == truncates
         ]
-        if not drawn:
+        if not indices:
             continue
-        mine, rows = [choices[i] for i in drawn], _send(np.array(drawn), scores)
-        heat = _send(np.array([choice.temperature for choice in mine], np.float32), scores)
-        hot = scores[rows] / heat.unsqueeze(1)
-        tokens[rows] = _draw_among_best(hot, mine) if cuts else _draw(hot, mine)
+        row_choices, rows = [choices[i] for i in indices], _send(np.array(indices), scores)
+        temperatures = _send(
+            np.array([choice.temperature for choice in row_choices], np.float32), scores
+        )
+        scaled = scores[rows] / temperatures.unsqueeze(1)
+        tokens[rows] = (
+            _draw_among_best(scaled, row_choices) if truncates else _draw(scaled, row_choices)
+        )
     return tokens
 
 
 def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     """Sample an index in each row of scores [k, v] with the probabilities of their softmax."""
-    upto = scores.double().softmax(dim=-1).cumsum(dim=-1)
-    at = _send(np.array([choice.uniform for choice in choices]), scores).unsqueeze(1)
-    at = at * upto[:, -1:]
-    place = torch.searchsorted(upto, at, right=True)
-    return place.squeeze(1).clamp(max=scores.shape[1] - 1)
+    cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    thresholds = _send(np.array([choice.uniform for choice in choices]), scores).unsqueeze(1)
+    thresholds = thresholds * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, thresholds, right=True)
+    return index.squeeze(1).clamp(max=scores.shape[1] - 1)
 
 
 def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     vocab = scores.shape[1]
-    kept = [min(choice.top_k or vocab, vocab) for choice in choices]
-    best, tokens = scores.topk(max(kept), dim=-1)  # in descending order
-    place = torch.arange(best.shape[1], device=scores.device)
-    best = best.masked_fill(place >= _send(np.array(kept), scores).unsqueeze(1), _NEVER)
-    share = best.softmax(dim=-1)
-    before = share.cumsum(dim=-1) - share
+    top_k = [min(choice.top_k or vocab, vocab) for choice in choices]
+    best, tokens = scores.topk(max(top_k), dim=-1)  # in descending order
+    rank = torch.arange(best.shape[1], device=scores.device)
+    best = best.masked_fill(rank >= _send(np.array(top_k), scores).unsqueeze(1), _NEG_INF)
+    probability = best.softmax(dim=-1)
+    preceding = probability.cumsum(dim=-1) - probability
     top_p = _send(np.array([choice.top_p or 2.0 for choice in choices], np.float32), scores)
-    best = best.masked_fill((before > top_p.unsqueeze(1)) & (place > 0), _NEVER)
+    best = best.masked_fill((preceding > top_p.unsqueeze(1)) & (rank > 0), _NEG_INF)
     return tokens.gather(1, _draw(best, choices).unsqueeze(1)).squeeze(1)
 
 
@@ -205,18 +216,18 @@ def _fill_in_logprobs(
     logits: Tensor, tokens: Tensor, choices: Sequence[Choice], result: Tensor
 ) -> None:
     """Fill in all columns of the result except the first, which has the tokens."""
-    most = (result.shape[1] - 2) // 2
-    scored = [i for i, choice in enumerate(choices) if choice.logprob or choice.tops]
-    for start in range(0, len(scored), _MOST_SCORED_ROWS):
-        rows = _send(np.array(scored[start : start + _MOST_SCORED_ROWS]), logits)
+    max_top = (result.shape[1] - 2) // 2
+    scored = [i for i, choice in enumerate(choices) if choice.logprob or choice.top_logprobs]
+    for start in range(0, len(scored), _MAX_SCORED_ROWS):
+        rows = _send(np.array(scored[start : start + _MAX_SCORED_ROWS]), logits)
         logprobs = _log_softmax(logits[rows].float())
-        own = logprobs.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
-        result[rows, 1] = own.double()
-        if most:
-            best = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+        token_logprobs = logprobs.gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
+        result[rows, 1] = token_logprobs.double()
+        if max_top:
+            best = logprobs.topk(min(max_top, logprobs.shape[1]), dim=-1)
             count = best.indices.shape[1]
             result[rows, 2 : 2 + count] = best.indices.double()
-            result[rows, 2 + most : 2 + most + count] = best.values.double()
+            result[rows, 2 + max_top : 2 + max_top + count] = best.values.double()
 
 
 def _send(array: np.ndarray, like: Tensor) -> Tensor:

@@ -68,56 +68,57 @@ class Sequence:
     Attributes:
         request: Id of the request to which the sequence belongs.
         tokens: Tokens so far. The sequence's owner appends to them. The last may be `UNKNOWN`.
-        reuses: Whether the sequence may begin with blocks that other sequences have computed.
+        reuses_cache: Whether the sequence may begin with blocks that other sequences have computed.
         computed: Number of tokens that are in the cache or will be after the steps under way.
         cached: Number of tokens that were found in the cache when the sequence first began.
         blocks: Blocks of the computed tokens, including those of the step under way. The array is
             never written to. A change of blocks replaces it.
         keys: Keys of the published full blocks.
-        place: Index of the sequence's states among those of all running sequences.
+        state_slot: Index of the sequence's states among those of all running sequences.
         is_new: Whether the sequence has not begun yet.
-        is_over: Whether it has been removed, so that results of a step under way are dropped.
-        prompt: Number of tokens that the sequence began with. They are always computed as a prompt,
-            even if only one is left. A negative number means all of `tokens`.
+        is_removed: Whether it has been removed, so that results of a step under way are dropped.
+        prompt_length: Number of tokens that the sequence began with. They are always computed as a
+            prompt, even if only one is left. A negative number means all of `tokens`.
         adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
-        limit: Number of tokens beyond which no drafts are made (`speculation`); 0 for no drafts at
-            all.
-        drafts: Guesses of the tokens that follow `tokens`, for the next step.
+        draft_limit: Number of tokens beyond which no drafts are made (`speculation`); 0 for no
+            drafts at all.
+        drafts: Drafts of the tokens that follow `tokens`, for the next step.
         is_long: Whether tokens are computed as in a sequence longer than the training context
             (`SchedulerSettings`).
-        own_length: The prompt's length if its keys depend on it (`SchedulerSettings`), otherwise 0.
+        rotary_length: The prompt's length if its keys depend on it (`SchedulerSettings`), otherwise
+            0.
     """
 
     request: str
     tokens: list[int]
-    reuses: bool = True
+    reuses_cache: bool = True
     computed: int = 0
     cached: int = 0
     blocks: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
     keys: list[BlockKey] = field(default_factory=list)
-    place: int = -1
+    state_slot: int = -1
     is_new: bool = True
-    is_over: bool = False
-    prompt: int = -1
+    is_removed: bool = False
+    prompt_length: int = -1
     adapter: int = 0
-    limit: int = 0
+    draft_limit: int = 0
     drafts: tuple[int, ...] = ()
     is_long: bool = False
-    own_length: int = 0
+    rotary_length: int = 0
 
     def __post_init__(self) -> None:
         """Count all tokens as the prompt unless `prompt` is given."""
-        if self.prompt < 0:
-            self.prompt = len(self.tokens)
+        if self.prompt_length < 0:
+            self.prompt_length = len(self.tokens)
 
     @property
-    def missing(self) -> int:
+    def uncomputed(self) -> int:
         """Number of tokens that have not been computed yet."""
         return len(self.tokens) - self.computed
 
     def next_key(self, keys: list[BlockKey], block_size: int) -> BlockKey:
         """Return the key of the full block that follows the blocks with these keys."""
-        variant = self.own_length or int(self.is_long)
+        variant = self.rotary_length or int(self.is_long)
         return next_key(keys, self.tokens, block_size, self.adapter, variant=variant)
 
 
@@ -131,9 +132,9 @@ class Row(NamedTuple):
         blocks: The sequence's blocks, up to and including those of these tokens. The array stays
             the same object until the blocks change.
         is_last: Whether this row has the last known token, so that the next can be chosen.
-        drafts: Number of tokens at the end that are guesses, after the last known token.
-        restored: State slot of the snapshot from which the sequence starts; -1 for none.
-        kept: State slot for a snapshot after the row; -1 for none.
+        drafts: Number of tokens at the end that are drafts, after the last known token.
+        restore_slot: State slot of the snapshot from which the sequence starts; -1 for none.
+        snapshot_slot: State slot for a snapshot after the row; -1 for none.
     """
 
     sequence: Sequence
@@ -142,8 +143,8 @@ class Row(NamedTuple):
     blocks: Integers
     is_last: bool
     drafts: int = 0
-    restored: int = -1
-    kept: int = -1
+    restore_slot: int = -1
+    snapshot_slot: int = -1
 
     @property
     def size(self) -> int:
@@ -151,15 +152,15 @@ class Row(NamedTuple):
         return len(self.tokens)
 
     @property
-    def goes_on(self) -> bool:
+    def is_decode(self) -> bool:
         """Whether this row computes a single token after the prompt, and perhaps drafts."""
-        return len(self.tokens) == 1 + self.drafts and self.start >= self.sequence.prompt
+        return len(self.tokens) == 1 + self.drafts and self.start >= self.sequence.prompt_length
 
-    def one_by_one(self) -> list[Row]:
+    def split_tokens(self) -> list[Row]:
         """Return a row for each token of this row."""
         return [
-            self._replace(start=self.start + place, tokens=(token,), drafts=0)
-            for place, token in enumerate(self.tokens)
+            self._replace(start=self.start + offset, tokens=(token,), drafts=0)
+            for offset, token in enumerate(self.tokens)
         ]
 
 
@@ -169,8 +170,8 @@ StepPlan = tuple[Row, ...]  # rows that go on come first
 class Scheduler:
     """A planner of steps.
 
-    Call `begun` with a plan once its step is under way, before the next `plan`, and `done` once the
-    step is complete. Steps run in the order of their plans.
+    Call `mark_started` with a plan once its step is under way, before the next `plan`, and
+    `mark_complete` once the step is complete. Steps run in the order of their plans.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -184,7 +185,7 @@ class Scheduler:
         self.preempted = 0
         self.running: list[Sequence] = []  # sequences in the batch, in the order they began
         # Free state slots of running sequences. The slots of snapshots follow them.
-        self._places = list(range(settings.max_sequences))
+        self._free_state_slots = list(range(settings.max_sequences))
         self._snapshots = Snapshots(
             range(settings.max_sequences, settings.max_sequences + settings.snapshots)
         )
@@ -204,23 +205,23 @@ class Scheduler:
         child = Sequence(
             parent.request,
             tokens,
-            parent.reuses,
+            parent.reuses_cache,
             is_new=False,
-            prompt=parent.prompt,
+            prompt_length=parent.prompt_length,
             adapter=parent.adapter,
             is_long=parent.is_long,
-            own_length=parent.own_length,
+            rotary_length=parent.rotary_length,
         )
-        is_full = len(self.running) >= self.settings.max_sequences
-        if is_full or self.settings.has_states or parent not in self.running:
+        batch_is_full = len(self.running) >= self.settings.max_sequences
+        if batch_is_full or self.settings.has_states or parent not in self.running:
             self.add(child)
             return child
-        full = parent.computed // size
-        child.blocks = parent.blocks[:full]
+        num_full_blocks = parent.computed // size
+        child.blocks = parent.blocks[:num_full_blocks]
         self.pool.share(child.blocks.tolist())
-        child.keys = parent.keys[:full]
-        child.computed = full * size
-        self._run(child)
+        child.keys = parent.keys[:num_full_blocks]
+        child.computed = num_full_blocks * size
+        self._activate(child)
         return child
 
     def remove(self, sequence: Sequence) -> None:
@@ -230,26 +231,26 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         self._release(sequence)
-        sequence.is_over = True
+        sequence.is_removed = True
 
     def plan(self) -> StepPlan:
         """Return the next step, which is empty if there is nothing to do."""
         step = _OpenPlan(self.settings.max_tokens)
-        self._restart_grown()
+        self._restart_outgrown()
         # Drafts use the budget that is left after one token for every sequence.
         room = step.budget - len(self.running)
         # Sequences that need only their next token come first.
-        for sequence in sorted(self.running, key=lambda sequence: sequence.missing > 1):
-            count = self._count(sequence, step.budget)
+        for sequence in sorted(self.running, key=lambda sequence: sequence.uncomputed > 1):
+            count = self._row_size(sequence, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
-                drafts = sequence.drafts[: max(0, room)] if sequence.missing == 1 else ()
+                drafts = sequence.drafts[: max(0, room)] if sequence.uncomputed == 1 else ()
                 if self.settings.trained_context is not None and not sequence.is_long:
                     drafts = drafts[: self.settings.trained_context - len(sequence.tokens)]
-                if drafts and not self._grow(sequence, count + len(drafts)):
-                    drafts = ()  # no sequence is preempted for guesses
-                step.put(sequence, count, drafts)
+                if drafts and not self._allocate(sequence, count + len(drafts)):
+                    drafts = ()  # no sequence is preempted for drafts
+                step.add(sequence, count, drafts)
                 room -= len(drafts)
-        self._begin_waiting(step)
+        self._admit_waiting(step)
         # If no running sequence has anything to compute, and there is still no room for the first
         # in the queue, the running ones are beams that wait for one another. They give up their
         # blocks and go to the end of the queue.
@@ -257,20 +258,20 @@ class Scheduler:
             last = self.running[-1]
             self._preempt(last)
             self._waiting.append(last)
-            self._begin_waiting(step)
+            self._admit_waiting(step)
         rows = map(self._with_snapshot, step.rows.values())
-        return tuple(sorted(rows, key=lambda row: not row.goes_on))
+        return tuple(sorted(rows, key=lambda row: not row.is_decode))
 
-    def begun(self, plan: StepPlan) -> None:
+    def mark_started(self, plan: StepPlan) -> None:
         """Record that later steps will find the plan's tokens in the cache."""
         for row in plan:
             row.sequence.computed = row.start + row.size
 
-    def keep(self, sequence: Sequence) -> None:
+    def drop_drafts(self, sequence: Sequence) -> None:
         """Record that the cache has all tokens of a sequence except the last, and no drafts."""
         sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
 
-    def done(self, plan: StepPlan) -> None:
+    def mark_complete(self, plan: StepPlan) -> None:
         """Record that the plan's tokens are known and in the cache.
 
         Other sequences can reuse only the prompt's blocks. Later tokens were computed one by one,
@@ -280,23 +281,23 @@ class Scheduler:
         for row in plan:
             sequence = row.sequence
             # The sequence may have lost its place in the batch and begun again in the meantime.
-            computed = min(row.start + row.size, sequence.computed, sequence.prompt)
+            computed = min(row.start + row.size, sequence.computed, sequence.prompt_length)
             for index in range(len(sequence.keys), computed // size):
                 key = sequence.next_key(sequence.keys, size)
                 self.pool.publish(int(sequence.blocks[index]), key)
                 sequence.keys.append(key)
 
-    def _restart_grown(self) -> None:
+    def _restart_outgrown(self) -> None:
         """Move sequences that have grown beyond the training context to the head of the queue.
 
         They release their blocks and are recomputed. Tokens that a step in progress computes for
         them remain valid, because they were chosen while the sequence was still short.
         """
-        most = self.settings.trained_context
-        if most is None:
+        limit = self.settings.trained_context
+        if limit is None:
             return
-        grown = [one for one in self.running if not one.is_long and len(one.tokens) > most]
-        for sequence in reversed(grown):
+        outgrown = [one for one in self.running if not one.is_long and len(one.tokens) > limit]
+        for sequence in reversed(outgrown):
             self._preempt(sequence)
             self._waiting.appendleft(sequence)
 
@@ -306,53 +307,53 @@ class Scheduler:
         Returns:
             Whether the sequence got the blocks. If not, it has also lost its own blocks.
         """
-        while not self._grow(sequence, count):
+        while not self._allocate(sequence, count):
             last = self.running[-1]
             self._preempt(last)
             self._waiting.appendleft(last)
-            step.drop(last)
+            step.remove(last)
             if last is sequence:
                 return False
         return True
 
-    def _begin_waiting(self, step: _OpenPlan) -> None:
+    def _admit_waiting(self, step: _OpenPlan) -> None:
         """Begin the first sequences in the queue, as long as they fit."""
         size = self.settings.block_size
         while self._waiting and step.budget and len(self.running) < self.settings.max_sequences:
             sequence = self._waiting[0]
-            most = self.settings.trained_context
-            sequence.is_long = most is not None and len(sequence.tokens) > most
+            limit = self.settings.trained_context
+            sequence.is_long = limit is not None and len(sequence.tokens) > limit
             dynamic = self.settings.dynamic_context
-            if dynamic is not None and sequence.prompt > dynamic:
-                sequence.own_length = sequence.prompt
-            first = None  # key of the first block, if other sequences can reuse it
-            reuses = sequence.reuses and not self.settings.has_states
+            if dynamic is not None and sequence.prompt_length > dynamic:
+                sequence.rotary_length = sequence.prompt_length
+            first_key = None  # key of the first block, if other sequences can reuse it
+            reuses = sequence.reuses_cache and not self.settings.has_states
             if reuses and len(sequence.tokens) > size:
-                first = sequence.next_key([], size)
-            if first in step.coming:
+                first_key = sequence.next_key([], size)
+            if first_key in step.first_keys:
                 return
-            restored = self._begin(sequence)
-            if restored is None:
+            restore_slot = self._admit(sequence)
+            if restore_slot is None:
                 return
-            if first is not None and not sequence.computed:
-                step.coming.add(first)
+            if first_key is not None and not sequence.computed:
+                step.first_keys.add(first_key)
             self._waiting.popleft()
-            self._run(sequence)
-            count = self._count(sequence, step.budget)
-            self._grow(sequence, count)
-            step.put(sequence, count, restored=restored)
+            self._activate(sequence)
+            count = self._row_size(sequence, step.budget)
+            self._allocate(sequence, count)
+            step.add(sequence, count, restore_slot=restore_slot)
 
-    def _grow(self, sequence: Sequence, count: int) -> bool:
+    def _allocate(self, sequence: Sequence, count: int) -> bool:
         """Give a sequence free blocks for more tokens, and return whether there were enough."""
         needed = self.settings.blocks_for(sequence.computed + count) - len(sequence.blocks)
         if needed > self.pool.available:
             return False
         if needed > 0:
-            taken = [self.pool.take() for _ in range(needed)]
-            sequence.blocks = np.append(sequence.blocks, taken)
+            blocks = [self.pool.allocate() for _ in range(needed)]
+            sequence.blocks = np.append(sequence.blocks, blocks)
         return True
 
-    def _begin(self, sequence: Sequence) -> int | None:
+    def _admit(self, sequence: Sequence) -> int | None:
         """Give a sequence its cached blocks if there is also room for the rest of its tokens.
 
         Returns:
@@ -363,7 +364,7 @@ class Scheduler:
         blocks: list[int] = []
         keys: list[BlockKey] = []
         # The last token is always computed, because the next token is chosen from its logits.
-        while sequence.reuses and (len(keys) + 1) * size < len(tokens):
+        while sequence.reuses_cache and (len(keys) + 1) * size < len(tokens):
             key = sequence.next_key(keys, size)
             block = self.pool.find(key)
             if block is None:
@@ -383,37 +384,37 @@ class Scheduler:
             sequence.cached, sequence.is_new = sequence.computed, False
         return self._snapshots.use(keys[-1]) if self.settings.has_states and keys else -1
 
-    def _last_block(self, sequence: Sequence) -> int:
+    def _shared_end(self, sequence: Sequence) -> int:
         """Return the position after the last block of a prompt that other prompts may share."""
         size = self.settings.block_size
-        return (sequence.prompt - 1) // size * size
+        return (sequence.prompt_length - 1) // size * size
 
-    def _count(self, sequence: Sequence, budget: int) -> int:
+    def _row_size(self, sequence: Sequence, budget: int) -> int:
         """Return how many tokens to compute. A row must end where a snapshot will be taken.
 
         Args:
             sequence: The sequence.
             budget: The largest number of tokens that may be computed.
         """
-        count = min(sequence.missing, budget)
-        left = self._last_block(sequence) - sequence.computed
+        count = min(sequence.uncomputed, budget)
+        left = self._shared_end(sequence) - sequence.computed
         return min(count, left) if self.settings.snapshots and left > 0 else count
 
     def _with_snapshot(self, row: Row) -> Row:
         """Return the row, with a slot for a snapshot if it ends where one is worth keeping."""
         sequence, size = row.sequence, self.settings.block_size
         end = row.start + row.size
-        if not self.settings.snapshots or not 0 < end == self._last_block(sequence):
+        if not self.settings.snapshots or not 0 < end == self._shared_end(sequence):
             return row
         keys = list(sequence.keys)
         while len(keys) < end // size:
             keys.append(sequence.next_key(keys, size))
-        place = self._snapshots.take(keys[end // size - 1])
-        return row if place is None else row._replace(kept=place)
+        slot = self._snapshots.allocate(keys[end // size - 1])
+        return row if slot is None else row._replace(snapshot_slot=slot)
 
-    def _run(self, sequence: Sequence) -> None:
+    def _activate(self, sequence: Sequence) -> None:
         """Put a sequence in the batch."""
-        sequence.place = self._places.pop()
+        sequence.state_slot = self._free_state_slots.pop()
         self.running.append(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -426,9 +427,9 @@ class Scheduler:
         for block in sequence.blocks[::-1].tolist():
             self.pool.release(block)
         sequence.blocks, sequence.keys, sequence.computed = sequence.blocks[:0], [], 0
-        if sequence.place >= 0:
-            self._places.append(sequence.place)
-            sequence.place = -1
+        if sequence.state_slot >= 0:
+            self._free_state_slots.append(sequence.state_slot)
+            sequence.state_slot = -1
 
 
 @dataclass
@@ -439,28 +440,33 @@ class _OpenPlan:
         budget: Number of tokens that can still be added.
         rows: The plan's rows so far.
         preempted: Sequences that have lost their place in the batch.
-        coming: Keys of first blocks that this step computes. Further sequences that begin with one
-            of these blocks wait for the next step.
+        first_keys: Keys of first blocks that this step computes. Further sequences that begin with
+            one of these blocks wait for the next step.
     """
 
     budget: int
     rows: dict[Sequence, Row] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
-    coming: set[BlockKey | None] = field(default_factory=set)
+    first_keys: set[BlockKey | None] = field(default_factory=set)
 
-    def put(
-        self, sequence: Sequence, count: int, drafts: tuple[int, ...] = (), *, restored: int = -1
+    def add(
+        self,
+        sequence: Sequence,
+        count: int,
+        drafts: tuple[int, ...] = (),
+        *,
+        restore_slot: int = -1,
     ) -> None:
         """Add a row that computes this many more tokens of a sequence, and then its drafts."""
         start = sequence.computed
         tokens = (*sequence.tokens[start : start + count], *drafts)
         is_last = start + count == len(sequence.tokens)
         self.rows[sequence] = Row(
-            sequence, start, tokens, sequence.blocks, is_last, len(drafts), restored
+            sequence, start, tokens, sequence.blocks, is_last, len(drafts), restore_slot
         )
         self.budget -= len(tokens)
 
-    def drop(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Remove the row of a sequence that has lost its place in the batch."""
         self.preempted.add(sequence)
         row = self.rows.pop(sequence, None)

@@ -83,38 +83,38 @@ class Scorer:
         model = loaded.config.model
         is_retro = model.architecture == "retro"
         # A Retro's sequences consist of whole chunks.
-        self._unit = model.chunk_length if is_retro else _MULTIPLE
+        self._length_multiple = model.chunk_length if is_retro else _MULTIPLE
         length = loaded.config.data.seq_length
         self.window = length if is_retro else model.longest_context
         dtype = loaded.config.precision.stream_dtype
         self._channel = PipelineChannel(loaded.layout, device=self.device, dtype=dtype)
 
-    def score(self, samples: Sequence[Sample], done: Callable[[int, int], None]) -> list[Score]:
+    def score(self, samples: Sequence[Sample], on_batch: Callable[[int, int], None]) -> list[Score]:
         """Return a score for each sample, in order, on every process. Collective.
 
         Args:
             samples: The samples, which are the same on every process.
-            done: A function called after each batch of this process with the number of finished
+            on_batch: A function called after each batch of this process with the number of finished
                 batches and the total number of its batches.
         """
         layout = self.loaded.layout
         lengths = [len(sample.tokens) - 1 for sample in samples]
         assert max(lengths, default=0) <= self.window, "a sample is longer than the window"
-        mine = self._plan(lengths)[layout.data.rank :: layout.data.size]
+        local_batches = self._plan(lengths)[layout.data.rank :: layout.data.size]
         results = torch.zeros(len(samples), 3, dtype=torch.float64)
         count = itertools.count(1)
-        for some in _groups(mine, _IN_FLIGHT):
-            self._run(some, samples, results, lambda: done(next(count), len(mine)))
-        whole = all_reduce(results.to(self.device), layout.world).tolist()
-        assert all(count == 1 for _, _, count in whole), "a sample was not scored once"
-        return [Score(log_probability, greedy == 1) for log_probability, greedy, _ in whole]
+        for group in _groups(local_batches, _IN_FLIGHT):
+            self._run(group, samples, results, lambda: on_batch(next(count), len(local_batches)))
+        totals = all_reduce(results.to(self.device), layout.world).tolist()
+        assert all(count == 1 for _, _, count in totals), "a sample was not scored once"
+        return [Score(log_probability, greedy == 1) for log_probability, greedy, _ in totals]
 
     def _plan(self, lengths: Sequence[int]) -> list[_Batch]:
         """Group samples of about the same length, given the length of each sample's input.
 
         The longest come first, so that the run fails immediately if memory is too small.
         """
-        multiple = self._unit * self.loaded.layout.sequence.size
+        multiple = self._length_multiple * self.loaded.layout.sequence.size
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         return [
             _Batch(rows, min(-(-max(1, lengths[rows[0]]) // multiple) * multiple, self.window))
@@ -126,28 +126,28 @@ class Scorer:
         batches: Sequence[_Batch],
         samples: Sequence[Sample],
         results: Tensor,
-        done: Callable[[], None],
+        on_batch: Callable[[], None],
     ) -> None:
         """Fill in these batches' rows of `results` if this process has the model's last stage."""
         layout, stages = self.loaded.layout, self.loaded.layout.pipeline.size
 
         def step(index: int, hidden: Tensor | None) -> Tensor:
-            chosen = [samples[i] for i in batches[index].samples]
+            batch_samples = [samples[i] for i in batches[index].samples]
             # Leave out each sample's last token, and pad with zeros, to which no real token
             # attends.
-            tokens = np.zeros((len(chosen), batches[index].length), np.int64)
-            for row, sample in zip(tokens, chosen, strict=True):
+            tokens = np.zeros((len(batch_samples), batches[index].length), np.int64)
+            for row, sample in zip(tokens, batch_samples, strict=True):
                 row[: len(sample.tokens) - 1] = sample.tokens[:-1]
             inputs = [tokens]
-            if chosen[0].neighbors is not None:
-                inputs.append(self._neighbors(chosen, batches[index].length))
-            sent = [torch.from_numpy(one).to(self.device) for one in inputs]
-            output = self.loaded.model(*sent, hidden=hidden)
+            if batch_samples[0].neighbors is not None:
+                inputs.append(self._neighbors(batch_samples, batches[index].length))
+            device_inputs = [torch.from_numpy(array).to(self.device) for array in inputs]
+            output = self.loaded.model(*device_inputs, hidden=hidden)
             if layout.pipeline.is_last:
-                scores = self._scores(output, chosen)
+                scores = self._scores(output, batch_samples)
                 if layout.tensor.is_first:
                     results[list(batches[index].samples)] = scores
-            done()
+            on_batch()
             return output
 
         def shape_of(index: int) -> tuple[int, int, int]:
@@ -163,12 +163,12 @@ class Scorer:
     def _neighbors(self, samples: Sequence[Sample], length: int) -> NDArray[np.int64]:
         """Return the tokens [b, l, k, r] of neighbors, zeros for chunks of padding."""
         model = self.loaded.config.model
-        chunks, width = length // model.chunk_length, model.retro_num_neighbors
-        tokens = np.zeros((len(samples), chunks, width, model.neighbor_length), np.int64)
+        chunks, num_neighbors = length // model.chunk_length, model.retro_num_neighbors
+        tokens = np.zeros((len(samples), chunks, num_neighbors, model.neighbor_length), np.int64)
         for row, sample in zip(tokens, samples, strict=True):
             assert sample.neighbors is not None, "all samples have neighbors, or none"
-            found = sample.neighbors()
-            row[: len(found)] = found
+            neighbors = sample.neighbors()
+            row[: len(neighbors)] = neighbors
         return tokens
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -178,24 +178,26 @@ class Scorer:
             logits: Logits [b, s, v/t].
             samples: The samples of the batch.
         """
-        places = [
+        scored = [
             (row, len(sample.tokens) - 1 - sample.scored + k, int(token))
             for row, sample in enumerate(samples)
             for k, token in enumerate(sample.tokens[len(sample.tokens) - sample.scored :])
         ]
         result = torch.tensor([[0.0, 1.0, 1.0]], dtype=torch.float64).repeat(len(samples), 1)
-        if not places:
+        if not scored:
             return result
         axis, entries = self.loaded.layout.tensor, self.loaded.tokenizer.vocab_size
-        rows, columns, targets = torch.tensor(places, device=logits.device).t()
+        rows, columns, targets = torch.tensor(scored, device=logits.device).t()
         size = max(1, _LOGITS // logits.shape[-1])
-        found = [
+        parts = [
             score_targets(logits[row, column].float(), target, axis, entries=entries)
             for row, column, target in zip(
                 rows.split(size), columns.split(size), targets.split(size), strict=True
             )
         ]
-        log_probabilities, is_greedy = (torch.cat(part).cpu() for part in zip(*found, strict=True))
+        log_probabilities, is_greedy = (
+            torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)
+        )
         result[:, 0].index_add_(0, rows.cpu(), log_probabilities.double())
         result[rows.cpu()[~is_greedy], 1] = 0.0
         return result
@@ -224,14 +226,18 @@ def score_targets(
     logits[:, max(0, entries - first) :] = torch.finfo(logits.dtype).min
     values, best = logits.max(dim=1)
     maxima = all_reduce(values.clone(), axis, dist.ReduceOp.MAX)
-    nowhere = axis.size * size
-    best = all_reduce(torch.where(values == maxima, best + first, nowhere), axis, dist.ReduceOp.MIN)
+    out_of_range = axis.size * size
+    best = all_reduce(
+        torch.where(values == maxima, best + first, out_of_range), axis, dist.ReduceOp.MIN
+    )
     sums = (logits - maxima[:, None]).exp().sum(dim=1)
     local = targets - first
-    mine = (local >= 0) & (local < size)
-    picked = logits.gather(1, local.clamp(0, size - 1)[:, None]).squeeze(1) - maxima
-    sums, picked = all_reduce(torch.stack((sums, torch.where(mine, picked, 0.0))), axis)
-    return picked - sums.log(), best == targets
+    is_local = (local >= 0) & (local < size)
+    target_logits = logits.gather(1, local.clamp(0, size - 1)[:, None]).squeeze(1) - maxima
+    sums, target_logits = all_reduce(
+        torch.stack((sums, torch.where(is_local, target_logits, 0.0))), axis
+    )
+    return target_logits - sums.log(), best == targets
 
 
 def windows(tokens: NDArray[np.integer], window: int, step: int) -> Iterator[Sample]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.errors import DataError
 
 _CLAIMED, _START = "claimed", "start"
-_WAIT = 0.05  # seconds between checks for the texts of other copies
+_POLL_SECONDS = 0.05  # seconds between checks for the texts of other copies
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ class SharedPrompts:
         """Wait on rank 0 until the texts of all copies are written."""
         while self._write is not None and self._next < len(self._prompts):
             self._write_complete()
-            time.sleep(_WAIT)
+            time.sleep(_POLL_SECONDS)
 
     def _write_complete(self) -> None:
         assert self._write is not None, "only rank 0 writes"
-        while (text := self._take(self._next)) is not None:
+        while (text := self._pop_text(self._next)) is not None:
             self.failed += bool(text.error)
             self._write(text)
             self._next += 1
 
-    def _take(self, index: int) -> GeneratedText | None:
+    def _pop_text(self, index: int) -> GeneratedText | None:
         """Remove and return the text of a prompt, or return `None` if it is not complete."""
         key = f"text/{index}"
         if index in self._texts or not self._store.check([key]):

@@ -34,13 +34,13 @@ class Detokenizer:
         """Return the text that a token completes, or "" while a character is incomplete."""
         self._ids.append(token)
         text = self._pending()
-        held = len(self._ids) - self._returned
-        if text.endswith(_INCOMPLETE) and held < _MAX_HELD:
+        num_pending = len(self._ids) - self._returned
+        if text.endswith(_INCOMPLETE) and num_pending < _MAX_HELD:
             return ""
         self._context, self._returned = self._returned, len(self._ids)
         return text
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Return the text still held back at the end. An incomplete character becomes U+FFFD."""
         text = self._pending()
         self._returned = len(self._ids)
@@ -51,7 +51,7 @@ class Detokenizer:
         return self._tokenizer.detokenize(self._ids[self._context :])[len(returned) :]
 
 
-class Shown(NamedTuple):
+class ReleasedText(NamedTuple):
     """Text that may be shown now.
 
     Attributes:
@@ -76,23 +76,23 @@ class StopStrings:
             stops: The stop strings. None of them is empty.
         """
         self._stops = tuple(stops)
-        self._held = ""
+        self._buffer = ""
 
-    def add(self, text: str) -> Shown:
+    def add(self, text: str) -> ReleasedText:
         """Add text, and return the part of the held-back and new text that may be shown."""
-        self._held += text
-        met = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
-        if met:
-            start, stop = min(met)
-            return Shown(self._held[:start], stop)
+        self._buffer += text
+        matches = [(self._buffer.find(stop), stop) for stop in self._stops if stop in self._buffer]
+        if matches:
+            start, stop = min(matches)
+            return ReleasedText(self._buffer[:start], stop)
         # Hold back the longest end of the text that may be the beginning of a stop string.
         sizes = range(max(map(len, self._stops), default=1) - 1, 0, -1)
-        ends = (n for n in sizes if any(self._held[-n:] == stop[:n] for stop in self._stops))
-        free = len(self._held) - next(ends, 0)
-        shown, self._held = self._held[:free], self._held[free:]
-        return Shown(shown)
+        ends = (n for n in sizes if any(self._buffer[-n:] == stop[:n] for stop in self._stops))
+        released_size = len(self._buffer) - next(ends, 0)
+        released, self._buffer = self._buffer[:released_size], self._buffer[released_size:]
+        return ReleasedText(released)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Return the text that is still held back. Call this when there is no more text."""
-        held, self._held = self._held, ""
-        return held
+        text, self._buffer = self._buffer, ""
+        return text

@@ -48,20 +48,22 @@ def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
         engine: This rank's engine, which has the same settings as the other ranks' engines.
         inbox: The first rank's inbox, or `None` on the other ranks.
     """
-    copy, device = engine.executor.copy, engine.executor.device.torch_device
-    assert (inbox is not None) == (copy.rank == 0), (
+    replica, device = engine.executor.replica, engine.executor.device.torch_device
+    assert (inbox is not None) == (replica.rank == 0), (
         "the first rank has an inbox, and no other rank has one"
     )
-    copy.journal.enter("text generation")
+    replica.journal.enter("text generation")
     running = True
     while running:
-        mine = [] if inbox is None else inbox.poll(0.0 if engine.has_work else _IDLE_SECONDS)
+        local_commands = (
+            [] if inbox is None else inbox.poll(0.0 if engine.has_work else _IDLE_SECONDS)
+        )
         events: list[Event] = []
-        for command in _share(mine, copy, device):
+        for command in _share(local_commands, replica, device):
             running = running and not isinstance(command, Shutdown)
             events += obey(engine, command)
         if engine.has_work:
-            events += _step(engine, alone=copy.size == 1)
+            events += _step(engine, is_alone=replica.size == 1)
         if inbox is not None and events:
             inbox.send(events)
 
@@ -80,7 +82,7 @@ def obey(engine: BatchEngine, command: Command) -> list[Event]:
     return engine.abort("the server is shutting down")
 
 
-def _step(engine: BatchEngine, *, alone: bool) -> list[Event]:
+def _step(engine: BatchEngine, *, is_alone: bool) -> list[Event]:
     """Run a single step. With one process, an error ends the requests but not the process.
 
     With several ranks, an unexpected error ends this rank. Its launcher then ends the others, which
@@ -89,21 +91,21 @@ def _step(engine: BatchEngine, *, alone: bool) -> list[Event]:
     try:
         return engine.step()
     except Exception as error:
-        if not alone:
+        if not is_alone:
             raise
         logger.exception("a step failed; its requests end with an error")
         return engine.abort(f"{type(error).__name__}: {error}")
 
 
-def _share(commands: list[Command], copy: Axis, device: torch.device) -> list[Command]:
+def _share(commands: list[Command], replica: Axis, device: torch.device) -> list[Command]:
     """Broadcast the first rank's commands, as a size and then bytes, and return them."""
-    if copy.size == 1:
+    if replica.size == 1:
         return commands
     data = write(Command, commands) if commands else b""
-    size = int(broadcast(torch.tensor([len(data)], device=device), copy))
+    size = int(broadcast(torch.tensor([len(data)], device=device), replica))
     if not size:
         return []
     body = torch.empty(size, dtype=torch.uint8, device=device)
-    if copy.rank == 0:
+    if replica.rank == 0:
         body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return read(Command, broadcast(body, copy).cpu().numpy().tobytes())
+    return read(Command, broadcast(body, replica).cpu().numpy().tobytes())

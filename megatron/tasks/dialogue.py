@@ -92,7 +92,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         _begin_output(options, task_options)
         prompts, url = read_prompts(task_options), task_options.megatron_api_url or ""
         with closing(_open_partial_output(task_options)) as output:
-            output.rest(prompts)  # find mistakes
+            output.remaining(prompts)  # find mistakes
             output.keep_settings({"--out-seq-length": task_options.out_seq_length})
             for text in prompts[output.done :]:
                 _write(output, text, ask_server(url, task_options.out_seq_length, text))
@@ -181,7 +181,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, output: SampleFil
     _, task_options = parsed.extra
     prompts = read_prompts(task_options)
     if output is not None:
-        output.rest(prompts)  # find mistakes before loading the model
+        output.remaining(prompts)  # find mistakes before loading the model
     config = parsed.config
     folder = config.checkpoint.load
     assert folder is not None

@@ -21,7 +21,7 @@ from megatron.config.run import RunOptions
 from megatron.config.tasks import HarnessConfig, TaskConfig
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError, UserError
-from megatron.inference.build import EngineOptions, build_engine, ranks_of_copy
+from megatron.inference.build import EngineOptions, build_engine, replica_ranks
 from megatron.inference.load import Loaded, load_gpt
 from megatron.inference.request import Event, Finished, Request, Sampling, Token
 from megatron.inference.score import Sample, Scorer
@@ -240,7 +240,7 @@ class Generator:
         self._tokenizer = loaded.tokenizer
         self._window = loaded.config.data.seq_length
         self._engine = build_engine(
-            loaded, device, EngineOptions(max_sequences=64), copy=ranks_of_copy(loaded.layout)
+            loaded, device, EngineOptions(max_sequences=64), replica=replica_ranks(loaded.layout)
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[str]:

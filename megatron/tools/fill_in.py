@@ -2,7 +2,7 @@
 
 python tools/fill_in.py --load runs/demo-bert/checkpoints --text "for [MASK] in range(10):"
 
-BERT replaces [MASK] with one token, and T5 with any number of words.
+BERT repredictions [MASK] with one token, and T5 with any number of words.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def run(options: argparse.Namespace) -> None:
         predictions = filler.fill(text, top=options.top)
         highest = max(highest, *(candidates[0].probability for candidates in predictions))
         parts = text.split(MARK)
-        top_words = [f"<{candidates[0].words}>" for candidates in predictions]
+        top_words = [f"<{candidates[0].text}>" for candidates in predictions]
         filled = "".join(map("".join, zip(parts, [*top_words, ""], strict=True)))
         print(f"{text}\n  {filled}")
         for candidates in predictions:
-            print("    " + ", ".join(f"{fill.words} {fill.probability:.0%}" for fill in candidates))
+            print("    " + ", ".join(f"{fill.text} {fill.probability:.0%}" for fill in candidates))
     if highest <= _SHOWS_AS_ZERO:
         warn(
             f"--load {options.load}: the model gives even its best guess a probability of only "
@@ -64,6 +64,6 @@ def build_parser() -> ToolParser:
     parser.add_trust()
     parser.add_argument("--text", required=True, nargs="+", help="Texts that contain [MASK]")
     parser.add_argument(
-        "--top", type=int, default=3, help="Number of guesses to show (T5 gives one)"
+        "--top", type=int, default=3, help="Number of candidates to show (T5 gives one)"
     )
     return parser

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from megatron.inference.build import (
     EngineOptions,
     build_engine,
-    ranks_of_copy,
+    replica_ranks,
     stage_channel,
 )
 from megatron.inference.load import Loaded
@@ -66,9 +66,9 @@ class AnswerGenerator:
         Raises:
             ConfigError: The chat template cannot be used.
         """
-        self._run, self._copy, self._at_once = run, copy or ranks_of_copy(run.layout), at_once
+        self._run, self._copy, self._at_once = run, copy or replica_ranks(run.layout), at_once
         *earlier, part = cast(Sequence[GPTModel], run.parts)  # a rule refuses other networks
-        self._model = Loaded(part, run.tokenizer, run.config, 0, run.layout, earlier=earlier)
+        self._model = Loaded(part, run.tokenizer, run.config, 0, run.layout, earlier_parts=earlier)
         self._channel = stage_channel(self._model, run.device)
         self._template: ChatTemplate | None = None
         ends, config = set(run.tokenizer.special_ids("eod", "eos")), run.config.tokenizer
@@ -119,7 +119,7 @@ class AnswerGenerator:
             graphs=False,
         )
         engine = build_engine(
-            self._model, run.device, options, copy=self._copy, channel=self._channel
+            self._model, run.device, options, replica=self._copy, channel=self._channel
         )
         answers = {name: GeneratedAnswer([], []) for name, _, _ in requests}
         for name, prompt, how in requests:

@@ -122,7 +122,7 @@ def _own_t5(tmp_path_factory: pytest.TempPathFactory) -> Filler:
 
 def test_a_t5_with_its_own_sentinels(own_t5: Filler) -> None:
     ((first,), (second,)) = own_t5.fill("w1 [MASK] w4 w5 [MASK] w7")
-    assert (first.words, second.words) == ("w2 w3", "w6")
+    assert (first.text, second.text) == ("w2 w3", "w6")
     # The end token of the encoder's text counts.
     with pytest.raises(UserError, match="17 tokens, but the model reads at most 16"):
         own_t5.fill("[MASK] " + "w1 " * 15)
@@ -130,21 +130,21 @@ def test_a_t5_with_its_own_sentinels(own_t5: Filler) -> None:
 
 def test_a_bert_finds_hidden_tokens(bert: Filler) -> None:
     (guesses,) = bert.fill("w1 w2p3 [MASK] w5 w6 w7", top=3)
-    assert guesses[0].words == "w4"
+    assert guesses[0].text == "w4"
     assert len(guesses) == 3
     shares = [guess.probability for guess in guesses]
     assert 1 >= shares[0] > 0.5
     assert shares == sorted(shares, reverse=True)
     first, last = bert.fill("[MASK] w2p3 w4 w5 w6 [MASK]")
-    assert (first[0].words, last[0].words) == ("w1", "w7")
+    assert (first[0].text, last[0].text) == ("w1", "w7")
 
 
 def test_a_t5_finds_hidden_runs(t5: Filler) -> None:
     ((first,), (second,)) = t5.fill("w1 [MASK] w4 w5 [MASK] w7")
-    assert (first.words, second.words) == ("w2p3", "w6")
+    assert (first.text, second.text) == ("w2p3", "w6")
     assert 0.5 < first.probability <= 1
     ((run,),) = t5.fill("w1 [MASK] w5 w6 w7")
-    assert run.words == "w2p3 w4"
+    assert run.text == "w2p3 w4"
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_an_untrained_t5_keeps_to_the_form(tokenizer: Tokenizer) -> None:
         T5Model, tokenizer, architecture="t5", decoder_num_layers=1, bert_binary_head=False
     )
     for (run,) in filler(model, tokenizer).fill("w1 [MASK] w4 [MASK] w7 [MASK]"):
-        assert "[" not in run.words
-        assert "<" not in run.words
+        assert "[" not in run.text
+        assert "<" not in run.text
 
 
 def test_a_gpt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.inference import build
 from megatron.inference.build import EngineOptions
 from megatron.inference.engine import BatchEngine
-from megatron.inference.executor import lengths_to_record, row_counts
+from megatron.inference.executor import batch_sizes_to_record, lengths_to_record
 from megatron.inference.request import Request
 from megatron.kernels.paged_attention import PART, PagedAttention
 from tests.checkpoint.huggingface.models import VOCAB
@@ -57,7 +57,7 @@ def test_steps_run_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert {key: tokens_of(events) for key, events in found.items()} == {
         key: tokens_of(events) for key, events in expected.items()
     }
-    assert 1 < len(made) <= len(row_counts(OPTIONS.max_sequences))
+    assert 1 < len(made) <= len(batch_sizes_to_record(OPTIONS.max_sequences))
     assert calls > 2 * len(made), "a recording is used again"
 
 
@@ -95,7 +95,7 @@ def test_where_recording_fails_everything_runs_as_before(
 
 def test_sizes_to_record_reach_the_largest_and_grow_slowly() -> None:
     for most in (1, 3, 8, 100, 256, 300):
-        counts = row_counts(most)
+        counts = batch_sizes_to_record(most)
         assert counts[0] == 1
         assert counts[-1] == most
         assert all(b <= 2 * a for a, b in zip(counts, counts[1:], strict=False))

@@ -83,7 +83,7 @@ def test_each_token_attends_to_the_neighbors_of_the_chunk_that_it_reads():
         chunk_memory=of_chunks,
         neighbor_singles=None,
         groups=torch.from_numpy(groups),
-        places=torch.from_numpy(places),
+        query_indices=torch.from_numpy(places),
     )
     found = step.attend_to_neighbors(query, None, Core())
     for token, block in enumerate(np.concatenate(blocks)):
@@ -177,7 +177,7 @@ class WholeTexts:
     filler: int
 
     def __post_init__(self):
-        self.device, self.copy = self.cached.device, self.cached.copy
+        self.device, self.replica = self.cached.device, self.cached.replica
         self.retrieved = self.cached.retrieved
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class WholeTexts:
         if not wanted:
             return list
         rows = groupby(wanted, key=lambda each: each.row)
-        logits = [self._logits(plan[i], [each.place for each in group]) for i, group in rows]
+        logits = [self._logits(plan[i], [each.offset for each in group]) for i, group in rows]
         choices = [each.choice for each in wanted]
         result = choose(torch.cat(logits), choices)
         return lambda: unpack(result.flatten().tolist(), choices)

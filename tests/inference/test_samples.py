@@ -204,7 +204,7 @@ def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     tokenizer: Any = SimpleNamespace(eod=0, tokenize_open=lambda text: [1] * len(text))
     limits = EngineLimits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
     prompts = iter([(0, "x" * 4), (1, "x" * 10)])
-    inbox = SampleInbox(prompts, tokenizer, greedy(99), limits, written.append, at_a_time=4)
+    inbox = SampleInbox(prompts, tokenizer, greedy(99), limits, written.append, max_in_progress=4)
     (add,) = inbox.poll(0.0)
     assert isinstance(add, Add)
     assert add.request.sampling.max_new_tokens == 6

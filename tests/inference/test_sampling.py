@@ -67,8 +67,8 @@ def test_rows_of_every_kind_do_not_disturb_each_other() -> None:
         Choice(temperature=0.7, top_k=5),
         Choice(temperature=1.3, top_p=0.8),
         Choice(temperature=1.0, top_k=9, top_p=0.5, logprob=True),
-        Choice(repetition_penalty=1.5, history=[1, 2, 3], tops=3),
-        Choice(target=7, logprob=True, tops=1),
+        Choice(repetition_penalty=1.5, history=[1, 2, 3], top_logprobs=3),
+        Choice(target=7, logprob=True, top_logprobs=1),
         Choice(banned=(4,), temperature=0.9),
     ]
     rows = [kinds[i % 8]._replace(uniform=uniform(1, i)) for i in range(64)]
@@ -90,7 +90,7 @@ def test_the_repetition_penalty_weakens_what_occurred() -> None:
 
 
 def test_log_probabilities_are_told_before_temperature_and_cuts() -> None:
-    row = Choice(temperature=0.1, top_k=1, logprob=True, tops=3)
+    row = Choice(temperature=0.1, top_k=1, logprob=True, top_logprobs=3)
     (found,) = unpack(choose(LOGITS[None], [row]).flatten().tolist(), [row])
     assert found.logprob == pytest.approx(math.log(0.5), abs=1e-6)
     assert [token for token, _ in found.top] == [0, 1, 2]

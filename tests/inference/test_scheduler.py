@@ -16,8 +16,8 @@ SETTINGS = SchedulerSettings(blocks=12, block_size=4, max_sequences=3, max_token
 def carry_out(scheduler: Scheduler) -> list[tuple[int, int]]:
     """Plan and execute a step; return (start, count) of each row."""
     plan = scheduler.plan()
-    scheduler.begun(plan)
-    scheduler.done(plan)
+    scheduler.mark_started(plan)
+    scheduler.mark_complete(plan)
     return [(row.start, row.size) for row in plan]
 
 
@@ -46,13 +46,13 @@ def test_what_is_written_is_not_shared_as_if_it_had_been_read() -> None:
     longer = Sequence("r", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     scheduler.add(longer)
     rows = scheduler.plan()
-    assert [(row.start, row.size, row.goes_on) for row in rows] == [(8, 1, True), (4, 5, False)]
+    assert [(row.start, row.size, row.is_decode) for row in rows] == [(8, 1, True), (4, 5, False)]
     assert longer.cached == 4
     scheduler.remove(written)
     one_left = Sequence("r", [1, 2, 3, 4, 5])
     scheduler.add(one_left)
     (row,) = (row for row in scheduler.plan() if row.sequence is one_left)
-    assert (row.start, row.size, row.goes_on) == (4, 1, False)
+    assert (row.start, row.size, row.is_decode) == (4, 1, False)
 
 
 def test_a_sequence_that_outgrows_the_trained_context_begins_again() -> None:
@@ -209,14 +209,14 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
         if to_come and chance.random() < 0.4:
             length = chance.randint(1, longest)
             prompt = [chance.randint(0, 1) for _ in range(chance.randint(1, length))]
-            sequence = Sequence("r", prompt, reuses=chance.random() < 0.8)
+            sequence = Sequence("r", prompt, reuses_cache=chance.random() < 0.8)
             alive[sequence] = length
             scheduler.add(sequence)
             to_come -= 1
         plan = scheduler.plan()
         check(plan, settings)
-        scheduler.begun(plan)
-        scheduler.done(plan)
+        scheduler.mark_started(plan)
+        scheduler.mark_complete(plan)
         for row in plan:
             if row.is_last:
                 row.sequence.tokens.append(chance.randint(0, 1))
@@ -233,7 +233,7 @@ def test_every_sequence_is_computed_once_and_in_order_and_no_block_leaks(seed: i
 
 
 def check(plan: StepPlan, settings: SchedulerSettings) -> None:
-    kinds = [row.goes_on for row in plan]
+    kinds = [row.is_decode for row in plan]
     assert kinds == sorted(kinds, reverse=True)
     assert sum(row.size for row in plan) <= settings.max_tokens
     assert len(plan) <= settings.max_sequences
@@ -257,10 +257,10 @@ def check_blocks(scheduler: Scheduler, alive: list[Sequence]) -> None:
 
 def test_a_block_is_not_released_twice() -> None:
     pool = BlockPool(1)
-    block = pool.take()
+    block = pool.allocate()
     assert block == 0
     with pytest.raises(KeyError):
-        pool.take()
+        pool.allocate()
     pool.publish(block, next_key([], [1], 1))
     pool.release(block)
     with pytest.raises(AssertionError, match="twice"):

@@ -129,15 +129,15 @@ class Oracle:
     def draft(self, plan: StepPlan) -> None:
         for row in plan:
             sequence = row.sequence
-            if sequence.is_over or not row.is_last:
+            if sequence.is_removed or not row.is_last:
                 continue
             self.calls += 1
             answer = self.known[int(sequence.request)]
             at = len(sequence.tokens) - len(PROMPTS[int(sequence.request)])
-            drafts = answer[at : min(at + 3, sequence.limit - 1)]
+            drafts = answer[at : min(at + 3, sequence.draft_limit - 1)]
             if self.lies and self.calls % self.lies == 0 and len(drafts) > 1:
                 drafts[1] = (drafts[1] + 1) % 40
-            sequence.drafts = tuple(drafts[: sequence.limit - 1 - len(sequence.tokens)])
+            sequence.drafts = tuple(drafts[: sequence.draft_limit - 1 - len(sequence.tokens)])
 
 
 @pytest.mark.parametrize("lies", [0, 2])
@@ -184,8 +184,8 @@ def test_drafts_are_those_of_the_depths_over_the_whole_text(budget: int) -> None
         MultiTokenDrafter.draft(drafter, plan)
         for row in plan:
             sequence = row.sequence
-            if row.is_last and not sequence.is_over:
-                room = min(DEPTHS, sequence.limit - 1 - len(sequence.tokens))
+            if row.is_last and not sequence.is_removed:
+                room = min(DEPTHS, sequence.draft_limit - 1 - len(sequence.tokens))
                 expected = _depth_by_depth(engine.executor.model, sequence.tokens, DEPTHS)  # type: ignore[attr-defined]
                 assert sequence.drafts == tuple(expected[: max(0, room)])
                 seen += bool(sequence.drafts)
@@ -208,7 +208,7 @@ def test_processes_that_share_a_model_agree(axis: str) -> None:
 
 
 def _row(tokens: list[int], limit: int = 100) -> Row:
-    sequence = Sequence("r", tokens, limit=limit)
+    sequence = Sequence("r", tokens, draft_limit=limit)
     return Row(sequence, 0, tuple(tokens), sequence.blocks, is_last=True)
 
 

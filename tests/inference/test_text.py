@@ -44,7 +44,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def _pieces(tokenizer: Tokenizer, ids: list[int], prompt: list[int] = []) -> list[str]:  # noqa: B006
     text = Detokenizer(tokenizer, prompt)
-    return [*(text.add(token) for token in ids), text.rest()]
+    return [*(text.add(token) for token in ids), text.flush()]
 
 
 @pytest.mark.parametrize("text", [*TEXTS, EMOJI])
@@ -112,5 +112,5 @@ def test_stop_strings_do_not_depend_on_how_text_comes(
             told, found = told + step.text, step.stop
             if found:
                 break
-        told += "" if found else scanner.rest()
+        told += "" if found else scanner.flush()
         assert (told, found) == (shown, met)

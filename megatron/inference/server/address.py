@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 _BACKLOG = 2048  # number of connections that may wait to be accepted
 
 
-def take_address(server: ServerConfig) -> socket.socket:
+def open_listener(server: ServerConfig) -> socket.socket:
     """Return the socket that clients will connect to, bound and listening.
 
     Args:

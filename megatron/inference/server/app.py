@@ -20,12 +20,12 @@ from megatron.inference.server.endpoint import (
     Endpoint,
     ErrorBody,
     Handler,
-    Pace,
+    RateLimiter,
     error_response,
     json_response,
 )
 from megatron.inference.server.megatron_api import MegatronAnswer, MegatronApi, MegatronRequest
-from megatron.inference.server.middleware import Guard, Measured, Metrics
+from megatron.inference.server.middleware import Guard, Metrics, MetricsMiddleware
 from megatron.inference.server.openai_api import OpenAiApi
 from megatron.inference.server.schema import ChatRequest, CompletionRequest
 from megatron.inference.server.service import Service
@@ -70,7 +70,7 @@ def build_app(service: Service, metrics: Metrics) -> ASGIApp:
         metrics: Metrics that count and time the requests.
     """
     settings = service.settings
-    legacy, pace = settings.server.legacy_status_codes, Pace(settings.limits)
+    legacy, rate_limiter = settings.server.legacy_status_codes, RateLimiter(settings.limits)
     openai = OpenAiApi(service, metrics.first_token_seconds.observe)
 
     async def models(_: Request) -> Response:
@@ -87,22 +87,22 @@ def build_app(service: Service, metrics: Metrics) -> ASGIApp:
         return Response(metrics.text(), media_type=_PROMETHEUS)
 
     async def openapi(_: Request) -> Response:
-        return json_response(document(settings.token is not None, legacy))
+        return json_response(openapi_document(settings.token is not None, legacy))
 
     async def page_file(request: Request) -> Response:
         name, kind = _PAGE[request.scope["path"]]
         data = files("megatron.inference.server").joinpath("page", name).read_bytes()
         return Response(data, headers=_PAGE_HEADERS, media_type=kind)
 
-    async def refusal(request: Request, error: Exception) -> Response:
+    async def handle_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         if request.scope["path"] != "/api":
             return error_response(error)
-        status = 200 if legacy and not error.always else error.status
+        status = 200 if legacy and not error.keeps_status else error.status
         return json_response(error.message, status, error.headers)
 
     def endpoint(path: str, handle: Handler, *methods: str) -> Route:
-        return Route(path, Endpoint(handle, settings, pace), methods=methods)
+        return Route(path, Endpoint(handle, settings, rate_limiter), methods=methods)
 
     # Routes that need no token: the health check, and the page, which has no secrets and asks for
     # the token.
@@ -117,15 +117,18 @@ def build_app(service: Service, metrics: Metrics) -> ASGIApp:
         Route("/openapi.json", openapi),
         *open_routes,
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown, ApiError: refusal})
+    app = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _unknown_route, ApiError: handle_api_error},
+    )
     open_app = Starlette(routes=open_routes, exception_handlers={HTTPException: _needs_token})
-    for each in (app, open_app):
-        each.router.redirect_slashes = False
+    for application in (app, open_app):
+        application.router.redirect_slashes = False
     paths = frozenset(route.path for route in routes)
-    return Measured(Guard(app, open_app, settings.token), metrics, paths)
+    return MetricsMiddleware(Guard(app, open_app, settings.token), metrics, paths)
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
+async def _unknown_route(request: Request, error: Exception) -> Response:
     """Answer a request with an unknown path or method."""
     assert isinstance(error, HTTPException)
     headers = error.headers or {}
@@ -148,7 +151,7 @@ async def _needs_token(_: Request, __: Exception) -> Response:
 
 
 @cache  # built on the first request, because building it takes longer than all other routes
-def document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
+def openapi_document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
     """Return this server's OpenAPI 3.1 document, generated from the request models.
 
     Args:
@@ -174,8 +177,8 @@ def document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
         body = {"required": True, **content(schema_of(request))}
         responses = {"200": {"description": "The answer.", **answer}}
         for status, text in _STATUSES.items():
-            shown = openai_error if status in (401, 403) else error
-            responses[str(status)] = {"description": text, **shown}
+            error_content = openai_error if status in (401, 403) else error
+            responses[str(status)] = {"description": text, **error_content}
         return {"summary": summary, "requestBody": body, "responses": responses}
 
     def plain(summary: str, kind: str = "application/json", **more: Any) -> dict[str, Any]:
@@ -192,9 +195,9 @@ def document(needs_token: bool, legacy_status_codes: bool) -> dict[str, Any]:
     if legacy_status_codes:
         api["description"] = "Most mistakes are answered with status 200 and a string."
     whole, stream = content({"type": "object"}), content({"type": "string"}, "text/event-stream")
-    either = {"content": whole["content"] | stream["content"]}
-    completion = operation("Continue a text", CompletionRequest, either, openai_error)
-    chat = operation("Answer a conversation", ChatRequest, either, openai_error)
+    whole_or_stream = {"content": whole["content"] | stream["content"]}
+    completion = operation("Continue a text", CompletionRequest, whole_or_stream, openai_error)
+    chat = operation("Answer a conversation", ChatRequest, whole_or_stream, openai_error)
     bearer = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",

@@ -20,7 +20,7 @@ from megatron.inference.server.settings import FrontSettings, ServerLimits
 
 # A body of up to this many times the limit is still read to the end, because a client that reads
 # only after it has sent everything would miss an answer sent before that.
-_DRAINED = 16
+_DRAIN_FACTOR = 16
 # Bodies up to this size are read immediately. Reading, parsing and refusing a larger one would
 # delay the answers to all other clients.
 _SMALL_BODY = 1 << 16  # bytes
@@ -55,14 +55,14 @@ class ApiError(Exception):
         status: HTTP status code.
         message: Description of the problem and its remedy.
         field: Name of the invalid field, or `None` if the error is not about a single field.
-        always: Whether the status is kept under `--legacy-status-codes`. If not, that flag changes
-            it to 200.
+        keeps_status: Whether the status is kept under `--legacy-status-codes`. If not, that flag
+            changes it to 200.
     """
 
     status: int
     message: str
     field: str | None = None
-    always: bool = True
+    keeps_status: bool = True
 
     @property
     def headers(self) -> dict[str, str]:
@@ -103,7 +103,7 @@ def error_response(error: ApiError) -> Response:
 
 
 @dataclass(frozen=True)
-class Events:
+class EventStream:
     """A streamed answer.
 
     Attributes:
@@ -116,10 +116,10 @@ class Events:
     close: Callable[[], None]
 
 
-Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | Events]]
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | EventStream]]
 
 
-class Pace:
+class RateLimiter:
     """A limit on the speed at which large bodies are read, separate for each client's address.
 
     Bytes that have to wait stay in the client's socket, where they cost the server nothing.
@@ -145,8 +145,8 @@ class Pace:
         """
         now = asyncio.get_running_loop().time()
         if address not in self._used_until and len(self._used_until) >= self._limits.connections:
-            ahead = {each: until for each, until in self._used_until.items() if until > now}
-            self._used_until = ahead
+            active = {client: until for client, until in self._used_until.items() if until > now}
+            self._used_until = active
         start = max(self._used_until.get(address, 0.0), now - _BURST)
         # Requests that time out while they wait must not keep later ones waiting for long.
         until = min(start + size / self._limits.large_body_speed, now + self._limits.read_seconds)
@@ -162,12 +162,12 @@ class Endpoint:
     Attributes:
         handle: Function that turns a body into an answer, or raises `ApiError`.
         settings: Settings of the server.
-        pace: Speed at which large bodies are read, which all endpoints share.
+        rate_limiter: Speed at which large bodies are read, which all endpoints share.
     """
 
     handle: Handler
     settings: FrontSettings
-    pace: Pace
+    rate_limiter: RateLimiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request.
@@ -179,10 +179,10 @@ class Endpoint:
         client_address.set(request.client.host if request.client else "")
         deadline = asyncio.get_running_loop().time() + self.settings.server.request_timeout
         with contextlib.suppress(ClientDisconnect):
-            with _logged_faults(request):
-                body = await read_object(request, self.settings, self.pace)
-                answer = await _until(deadline, receive, self.handle(body))
-            if not isinstance(answer, Events):
+            with _log_errors(request):
+                body = await read_object(request, self.settings, self.rate_limiter)
+                answer = await _before_deadline(deadline, receive, self.handle(body))
+            if not isinstance(answer, EventStream):
                 await json_response(answer)(scope, receive, send)
                 return
             try:
@@ -190,7 +190,9 @@ class Endpoint:
             finally:
                 answer.close()
 
-    async def _stream(self, answer: Events, request: Request, send: Send, deadline: float) -> None:
+    async def _stream(
+        self, answer: EventStream, request: Request, send: Send, deadline: float
+    ) -> None:
         """Send server-sent events. Errors are also events, because the status is already sent."""
 
         async def put(data: bytes, *, more: bool = True) -> None:
@@ -212,8 +214,8 @@ class Endpoint:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            with _logged_faults(request):
-                await _until(deadline, request.receive, put_all())
+            with _log_errors(request):
+                await _before_deadline(deadline, request.receive, put_all())
         except ApiError as error:
             await put(b"data: " + orjson.dumps(error_body(error)) + b"\n\n")
         await put(b"data: [DONE]\n\n")
@@ -221,7 +223,7 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def _logged_faults(request: Request) -> Iterator[None]:
+def _log_errors(request: Request) -> Iterator[None]:
     """Log an unexpected error in the block, and raise an `ApiError` with status 500 instead."""
     try:
         yield
@@ -232,13 +234,15 @@ def _logged_faults(request: Request) -> Iterator[None]:
         raise ApiError(500, "internal server error; the server's log has the details") from error
 
 
-async def read_object(request: Request, settings: FrontSettings, pace: Pace) -> dict[str, Any]:
+async def read_object(
+    request: Request, settings: FrontSettings, rate_limiter: RateLimiter
+) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Args:
         request: The request.
         settings: Settings of the server.
-        pace: Speed at which a large body is read.
+        rate_limiter: Speed at which a large body is read.
 
     Raises:
         ApiError: The status is 400 if there is no JSON object, 408 if it arrived too slowly, 413 if
@@ -254,7 +258,7 @@ async def read_object(request: Request, settings: FrontSettings, pace: Pace) -> 
     seconds = settings.limits.read_seconds
     try:
         async with asyncio.timeout(seconds):
-            data = await _read_body(request, settings.server.max_body_bytes, pace)
+            data = await _read_body(request, settings.server.max_body_bytes, rate_limiter)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
     try:
@@ -266,18 +270,18 @@ async def read_object(request: Request, settings: FrontSettings, pace: Pace) -> 
     return value
 
 
-async def _read_body(request: Request, limit: int, pace: Pace) -> bytearray:
-    announced = request.headers.get("content-length", "0")
+async def _read_body(request: Request, limit: int, rate_limiter: RateLimiter) -> bytearray:
+    content_length = request.headers.get("content-length", "0")
     too_large = ApiError(413, f"the body is larger than {limit:,} bytes")
-    if int(announced) > _DRAINED * limit:
+    if int(content_length) > _DRAIN_FACTOR * limit:
         raise too_large
     data, size = bytearray(), 0
     async for part in request.stream():
         size += len(part)
-        if size > _DRAINED * limit:
+        if size > _DRAIN_FACTOR * limit:
             raise too_large
         if size > _SMALL_BODY:
-            await pace.wait(client_address.get(), len(part))
+            await rate_limiter.wait(client_address.get(), len(part))
         if size <= limit:
             data += part
     if size > limit:
@@ -285,7 +289,7 @@ async def _read_body(request: Request, limit: int, pace: Pace) -> bytearray:
     return data
 
 
-async def _until(deadline: float, receive: Receive, work: Awaitable[T]) -> T:
+async def _before_deadline(deadline: float, receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`, or cancel it if the client disconnects or the deadline passes.
 
     Raises:

@@ -26,13 +26,13 @@ from megatron.inference.server.settings import CHUNK, FrontSettings, ServerLimit
 from megatron.tokenizer import build_tokenizer
 
 _SPARE_FILES = 64  # file descriptors for purposes other than clients
-_LAST_ANSWERS = 5  # seconds that running requests have left when the server ends
+_SHUTDOWN_SECONDS = 5  # seconds that running requests have left when the server ends
 
 
 def main() -> int:
     """Serve until rank 0 ends, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    channel, listener = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
+    channel, listener = (socket.socket(fileno=int(argument)) for argument in sys.argv[1:])
     return run_command(lambda: asyncio.run(serve(channel, listener)))
 
 
@@ -54,12 +54,12 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
     # Every connection needs a file descriptor: raise the limit, or accept fewer connections.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = settings.limits
-    files = limits.connections + _SPARE_FILES
+    max_files = limits.connections + _SPARE_FILES
     if hard != resource.RLIM_INFINITY:
-        files = min(files, hard)
-    if soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    limits = replace(limits, connections=files - _SPARE_FILES)
+        max_files = min(max_files, hard)
+    if soft < max_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, hard))
+    limits = replace(limits, connections=max_files - _SPARE_FILES)
     settings = replace(settings, limits=limits)
     engine = EngineClient(reader, writer, settings.server.max_queued_requests)
     service = Service(settings, build_tokenizer(settings.tokenizer), engine)
@@ -79,7 +79,7 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
 def _configure(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(service, Metrics(service.engine)),
-        http=protocol_with(service.settings.limits),
+        http=timed_protocol(service.settings.limits),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -87,12 +87,12 @@ def _configure(service: Service) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=_LAST_ANSWERS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         h11_max_incomplete_event_size=1 << 16,
     )
 
 
-def protocol_with(limits: ServerLimits) -> type[H11Protocol]:
+def timed_protocol(limits: ServerLimits) -> type[H11Protocol]:
     """Return a uvicorn protocol that closes connections whose request does not arrive in time.
 
     uvicorn itself waits for headers forever, and any byte stops its keep-alive timer, so clients

@@ -16,17 +16,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
-from megatron.inference.request import MOST_LENGTH_PENALTY, Beam, Sampling
+from megatron.inference.request import MAX_LENGTH_PENALTY, Beam, Sampling
 from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.schema import describe
 from megatron.inference.server.service import (
-    Answers,
+    AnswerGroup,
     Service,
     TextAnswer,
     TextPiece,
     TextRequest,
-    passages_of,
-    spell_prompt,
+    decode_prompt,
+    passages_to_json,
 )
 from megatron.inference.server.settings import MAX_PROMPTS
 from megatron.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class MegatronRequest(BaseModel):
     no_log: bool = False
     beam_width: int | None = Field(None, ge=1)
     stop_token: int = 50256
-    length_penalty: float = Field(1.0, ge=-MOST_LENGTH_PENALTY, le=MOST_LENGTH_PENALTY)
+    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
     model: str | None = None
 
 
@@ -98,17 +98,17 @@ class MegatronAnswer(TypedDict, total=False):
 
 
 # A function that returns whether a rule holds for a field's value, given the whole request.
-Holds = Callable[[Any, MegatronRequest], bool]
+Check = Callable[[Any, MegatronRequest], bool]
 
 
-def _is(kind: type) -> Holds:
+def _has_type(kind: type) -> Check:
     # bool is a subclass of int, but JSON's true and false are not integers.
     return lambda value, _: type(value) is kind
 
 
 _TOP_K_RANGE = "equal to or greater than 0 and less than or equal to 1000"
 # (field, rule, Megatron's message), in Megatron's order. {} in a message stands for the field.
-_RULES: tuple[tuple[str, Holds, str], ...] = (
+_RULES: tuple[tuple[str, Check, str], ...] = (
     (
         "prompts",
         lambda v, _: isinstance(v, list) and all(isinstance(text, str) for text in v),
@@ -116,9 +116,9 @@ _RULES: tuple[tuple[str, Holds, str], ...] = (
     ),
     ("prompts", lambda v, _: len(v) > 0, "{} is empty"),
     ("prompts", lambda v, _: len(v) <= MAX_PROMPTS, f"Maximum number of prompts is {MAX_PROMPTS}"),
-    ("tokens_to_generate", _is(int), "{} must be an integer greater than 0"),
+    ("tokens_to_generate", _has_type(int), "{} must be an integer greater than 0"),
     ("tokens_to_generate", lambda v, _: v >= 0, "{} must be an integer greater than or equal to 0"),
-    ("logprobs", _is(bool), "{} must be a boolean value"),
+    ("logprobs", _has_type(bool), "{} must be a boolean value"),
     (
         "logprobs",
         lambda v, r: v or r.tokens_to_generate > 0,
@@ -129,38 +129,38 @@ _RULES: tuple[tuple[str, Holds, str], ...] = (
         lambda v, _: type(v) in (int, float) and 0 < v <= _MAX_TEMPERATURE,
         "{} must be a positive number less than or equal to 100.0",
     ),
-    ("top_k", _is(int), "{} must be an integer " + _TOP_K_RANGE),
+    ("top_k", _has_type(int), "{} must be an integer " + _TOP_K_RANGE),
     ("top_k", lambda v, _: 0 <= v <= _MAX_TOP_K, "{} must be " + _TOP_K_RANGE),
-    ("top_p", _is(float), "{} must be a positive float less than or equal to 1.0"),
+    ("top_p", _has_type(float), "{} must be a positive float less than or equal to 1.0"),
     ("top_p", lambda v, r: v <= 0 or r.top_k <= 0, "cannot set both top-k and top-p samplings."),
     ("top_p", lambda v, _: 0 <= v <= 1, "{} must be less than or equal to 1.0"),
-    ("top_p_decay", _is(float), "{} must be a positive float less than or equal to 1.0"),
+    ("top_p_decay", _has_type(float), "{} must be a positive float less than or equal to 1.0"),
     ("top_p_decay", lambda _, r: r.top_p != 0, "{} cannot be set without top_p"),
     ("top_p_decay", lambda v, _: 0 <= v <= 1, "{} must be less than or equal to 1.0"),
-    ("top_p_bound", _is(float), "{} must be a positive float less than or equal to top_p"),
+    ("top_p_bound", _has_type(float), "{} must be a positive float less than or equal to top_p"),
     ("top_p_bound", lambda _, r: r.top_p != 0, "{} cannot be set without top_p"),
     ("top_p_bound", lambda v, r: 0 < v <= r.top_p, "{} must be greater than 0 and less than top_p"),
-    ("add_BOS", _is(bool), "{} must be a boolean value"),
+    ("add_BOS", _has_type(bool), "{} must be a boolean value"),
     ("add_BOS", lambda v, r: v or all(r.prompts), "Empty prompts require add_BOS=true"),
-    ("stop_on_double_eol", _is(bool), "{} must be a boolean value"),
-    ("stop_on_eol", _is(bool), "{} must be a boolean value"),
-    ("prevent_newline_after_colon", _is(bool), "{} must be a boolean value"),
-    ("random_seed", _is(int), "{} must be integer"),
+    ("stop_on_double_eol", _has_type(bool), "{} must be a boolean value"),
+    ("stop_on_eol", _has_type(bool), "{} must be a boolean value"),
+    ("prevent_newline_after_colon", _has_type(bool), "{} must be a boolean value"),
+    ("random_seed", _has_type(int), "{} must be integer"),
     ("random_seed", lambda v, _: v >= 0, "{} must be a positive integer"),
-    ("no_log", _is(bool), "{} must be a boolean value"),
-    ("beam_width", _is(int), "{} must be integer"),
+    ("no_log", _has_type(bool), "{} must be a boolean value"),
+    ("beam_width", _has_type(int), "{} must be integer"),
     ("beam_width", lambda v, _: v >= 1, "{} must be an integer > 1"),
     (
         "beam_width",
         lambda _, r: len(r.prompts) == 1,
         "When doing beam_search, batch size must be 1",
     ),
-    ("stop_token", _is(int), "{} must be an integer"),
-    ("length_penalty", _is(float), "{} must be a float"),
+    ("stop_token", _has_type(int), "{} must be an integer"),
+    ("length_penalty", _has_type(float), "{} must be a float"),
     (
         "length_penalty",
-        lambda v, _: abs(v) <= MOST_LENGTH_PENALTY,
-        f"{{}} must be a float from {-MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}",
+        lambda v, _: abs(v) <= MAX_LENGTH_PENALTY,
+        f"{{}} must be a float from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
     ),
     ("model", lambda v, _: v is None or isinstance(v, str), "{} must be a string"),
 )
@@ -168,14 +168,14 @@ _RULES: tuple[tuple[str, Holds, str], ...] = (
 _CHECKED_DEFAULTS = ("logprobs", "add_BOS")
 
 # (name, whether it must be present, message), checked before anything else.
-_NAMES = (
+_FIELD_PRESENCE = (
     ("prompts", True, "prompts argument required"),
     ("max_len", False, "max_len is no longer used.  Replace with tokens_to_generate"),
     ("sentences", False, "sentences is no longer used.  Replace with prompts"),
 )
 
 
-def read_contract(body: Mapping[str, Any]) -> MegatronRequest:
+def parse_request(body: Mapping[str, Any]) -> MegatronRequest:
     """Return the request in a body. Unknown fields are ignored, as Megatron ignores them.
 
     Args:
@@ -184,16 +184,16 @@ def read_contract(body: Mapping[str, Any]) -> MegatronRequest:
     Raises:
         ApiError: The request breaks a rule. The message is that of the first rule it breaks.
     """
-    for name, is_required, message in _NAMES:
+    for name, is_required, message in _FIELD_PRESENCE:
         if (name in body) != is_required:
             raise ApiError(400, message, name)
-    given = {name: body[name] for name in MegatronRequest.model_fields if name in body}
-    request = MegatronRequest.model_construct(**given)
-    for name, holds, message in _RULES:
-        is_checked = name in given or name in _CHECKED_DEFAULTS
-        if is_checked and not holds(getattr(request, name), request):
+    fields = {name: body[name] for name in MegatronRequest.model_fields if name in body}
+    request = MegatronRequest.model_construct(**fields)
+    for name, is_valid, message in _RULES:
+        is_checked = name in fields or name in _CHECKED_DEFAULTS
+        if is_checked and not is_valid(getattr(request, name), request):
             # Megatron always answers a mistake in the prompts with status 400.
-            raise ApiError(400, message.format(name), name, always=name == "prompts")
+            raise ApiError(400, message.format(name), name, keeps_status=name == "prompts")
     return request
 
 
@@ -222,73 +222,73 @@ class MegatronApi:
         Raises:
             ApiError: The request is invalid. The message is Megatron's.
         """
-        service, request = self._service, read_contract(body)
+        service, request = self._service, parse_request(body)
         if service.settings.server.log_requests and not request.no_log:
             logger.info("/api %.2000s", dict(body))
         adapter = service.adapter_of(request.model)
-        start = service.begun(()) if request.add_BOS else ()
+        start = service.nonempty_prompt(()) if request.add_BOS else ()
         # A tokenizer may return no tokens for a text, which then counts as empty.
         message = _TOO_LONG if request.beam_width is None else _TOO_LONG_BEAM
-        found = await service.texts.tokenize(request.prompts, too_long=message)
-        prompts = [service.begun(start + ids) for ids in found]
+        token_ids = await service.texts.tokenize(request.prompts, too_long=message)
+        prompts = [service.nonempty_prompt(start + ids) for ids in token_ids]
         self._check_length(prompts, request)
         if request.beam_width is None:
-            samplings = [self._sampling(request, body, number) for number in range(len(prompts))]
+            samplings = [self._sampling(request, body, index) for index in range(len(prompts))]
         else:
             samplings = [self._beam_search(request, body)]
         requests = [
             TextRequest(prompt, sampling, adapter=adapter)
             for prompt, sampling in zip(prompts, samplings, strict=True)
         ]
-        with contextlib.closing(Answers(service, requests)) as answers:
-            pieces = await answers.whole()
+        with contextlib.closing(AnswerGroup(service, requests)) as group:
+            pieces = await group.whole()
         if request.beam_width is None:
-            found = [tuple(token.id for token in piece.tokens) for piece in pieces]
-            rows = zip(answers.each, pieces, strict=True)
+            token_ids = [tuple(token.id for token in piece.tokens) for piece in pieces]
+            rows = zip(group.answers, pieces, strict=True)
             logprobs = [_logprobs(*row) for row in rows] if request.logprobs else None
             scores: dict[str, Any] = {"logprobs": logprobs}
         else:
-            beams = _beams(answers.each[0], pieces[0])
-            found = [beam.tokens for beam in beams]
+            beams = _beams(group.answers[0], pieces[0])
+            token_ids = [beam.tokens for beam in beams]
             prompts *= len(beams)
             scores = {"scores": [beam.score for beam in beams]}
         texts, segments = [], []
-        for prompt, tokens in zip(prompts, found, strict=True):
+        for prompt, tokens in zip(prompts, token_ids, strict=True):
             ids = (*prompt, *tokens)
-            spelled = await asyncio.to_thread(spell_prompt, service.tokenizer, ids)
+            decoded = await asyncio.to_thread(decode_prompt, service.tokenizer, ids)
             texts.append(service.tokenizer.detokenize(ids))
-            segments.append([token.text for token in spelled])
+            segments.append([token.text for token in decoded])
         if service.settings.retrieves:
-            scores["passages"] = [passages_of(answer.passages) for answer in answers.each]
+            scores["passages"] = [passages_to_json(answer.passages) for answer in group.answers]
         return {"text": texts, "segments": segments, **scores}
 
     def _check_length(self, prompts: Sequence[Sequence[int]], request: MegatronRequest) -> None:
         new_tokens, width = request.tokens_to_generate, request.beam_width
         if max(len(prompt) for prompt in prompts) + new_tokens > self._service.max_length:
             message = _TOO_LONG if width is None else _TOO_LONG_BEAM
-            raise ApiError(422, message, always=False)
-        widest = self._service.settings.engine.max_beams
-        if width is not None and (new_tokens == 0 or width > widest):
+            raise ApiError(422, message, keeps_status=False)
+        max_width = self._service.settings.engine.max_beams
+        if width is not None and (new_tokens == 0 or width > max_width):
             raise ApiError(
                 422,
                 f"beam_width {width} with tokens_to_generate {new_tokens}: give a beam_width of at "
-                f"most {widest} and at least one token",
-                always=False,
+                f"most {max_width} and at least one token",
+                keeps_status=False,
             )
-        self._service.check_total(prompts, new_tokens, copies=width or 1)
+        self._service.check_total(prompts, new_tokens, answers_per_prompt=width or 1)
 
     def _banned(self, request: MegatronRequest) -> tuple[tuple[int, int], ...]:
         is_banned = request.prevent_newline_after_colon
         return tuple(itertools.product(self._colon, self._newline)) if is_banned else ()
 
-    def _sampling(self, request: MegatronRequest, body: Mapping[str, Any], number: int) -> Sampling:
+    def _sampling(self, request: MegatronRequest, body: Mapping[str, Any], index: int) -> Sampling:
         """Return the settings for continuing the prompt with this index."""
         settings = self._service.settings  # the command line has its own defaults
-        top_k, top_p = settings.choose(body.get("top_k"), body.get("top_p"))
+        top_k, top_p = settings.resolve_top_k_top_p(body.get("top_k"), body.get("top_p"))
         eol, double_eol = request.stop_on_eol, request.stop_on_double_eol
-        ends = set(self._service.ends)
-        ends |= self._double_newline if eol or double_eol else set()
-        ends |= self._newline if eol else set()
+        stop_tokens = set(self._service.stop_tokens)
+        stop_tokens |= self._double_newline if eol or double_eol else set()
+        stop_tokens |= self._newline if eol else set()
         pair = tuple(self._newline) * 2
         return Sampling(
             max_new_tokens=request.tokens_to_generate,
@@ -297,8 +297,8 @@ class MegatronApi:
             top_p=top_p,
             top_p_decay=request.top_p_decay,
             top_p_bound=request.top_p_bound,
-            seed=self._service.seed_of(request.random_seed, number),
-            stop_tokens=tuple(sorted(ends)),
+            seed=self._service.seed_of(request.random_seed, index),
+            stop_tokens=tuple(sorted(stop_tokens)),
             stop_sequences=(pair,) if double_eol and pair else (),
             banned_pairs=self._banned(request),
             logprobs=request.logprobs,
@@ -306,13 +306,13 @@ class MegatronApi:
         )
 
     def _beam_search(self, request: MegatronRequest, body: Mapping[str, Any]) -> Sampling:
-        ends = {request.stop_token} if "stop_token" in body else self._service.ends
+        stop_tokens = {request.stop_token} if "stop_token" in body else self._service.stop_tokens
         vocabulary = range(self._service.settings.engine.vocab_size)
         assert request.beam_width is not None
         return Sampling(
             max_new_tokens=request.tokens_to_generate,
             top_k=1,
-            stop_tokens=tuple(token for token in ends if token in vocabulary),
+            stop_tokens=tuple(token for token in stop_tokens if token in vocabulary),
             banned_pairs=self._banned(request),
             beam_width=request.beam_width,
             length_penalty=request.length_penalty,

@@ -51,9 +51,9 @@ class Guard:
         if scope["type"] != "http":
             raise NotImplementedError(f"{scope['type']} is not served")
         headers = Headers(scope=scope)
-        await self._choose(headers)(scope, receive, send)
+        await self._select_app(headers)(scope, receive, send)
 
-    def _choose(self, headers: Headers) -> ASGIApp:
+    def _select_app(self, headers: Headers) -> ASGIApp:
         """Return the application that answers a request with these headers."""
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy that trusts the other header would find different requests in the same bytes.
@@ -62,16 +62,16 @@ class Guard:
             response.headers["Connection"] = "close"
             return response
         if self.token is not None:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
+            scheme, _, token = headers.get("authorization", "").partition(" ")
             # Compare in constant time, so that the delay does not reveal how much of a guess is
             # right.
-            is_right = hmac.compare_digest(given.strip().encode(), self.token.encode())
-            return self.app if is_right and scheme.lower() == "bearer" else self.open_app
+            is_valid = hmac.compare_digest(token.strip().encode(), self.token.encode())
+            return self.app if is_valid and scheme.lower() == "bearer" else self.open_app
         host = headers.get("host", "")
         # `localhost` from `localhost:5000`, `::1` from `[::1]:5000`.
         is_ipv6 = host.startswith("[")
-        name = host[1:].partition("]")[0] if is_ipv6 else host.partition(":")[0].lower()
-        if name in LOOPBACK:
+        hostname = host[1:].partition("]")[0] if is_ipv6 else host.partition(":")[0].lower()
+        if hostname in LOOPBACK:
             return self.app
         message = f"Host header {host!r} is not allowed: send requests to localhost"
         return error_response(ApiError(403, message))
@@ -93,7 +93,7 @@ class Metrics(Collector):
             "megatron_http_requests", "Requests answered.", ("path", "status"), registry=registry
         )
         histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
-        self.seconds = histogram(
+        self.request_seconds = histogram(
             "megatron_http_request_seconds",
             "Time from a request's headers to the end of its answer.",
             ("path",),
@@ -135,7 +135,7 @@ class Metrics(Collector):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricsMiddleware:
     """A wrapper that counts and times an application's requests.
 
     Attributes:
@@ -164,4 +164,4 @@ class Measured:
             await self.app(scope, receive, watch)
         finally:
             self.metrics.requests.labels(path, status).inc()
-            self.metrics.seconds.labels(path).observe(time.perf_counter() - start)
+            self.metrics.request_seconds.labels(path).observe(time.perf_counter() - start)

@@ -14,15 +14,15 @@ from typing import Any
 
 from megatron.inference.request import Sampling
 from megatron.inference.server import schema
-from megatron.inference.server.endpoint import ApiError, Events
+from megatron.inference.server.endpoint import ApiError, EventStream
 from megatron.inference.server.service import (
-    Answers,
+    AnswerGroup,
+    DecodedToken,
     Service,
-    Spelled,
     TextAnswer,
     TextPiece,
     TextRequest,
-    passages_of,
+    passages_to_json,
 )
 from megatron.inference.server.settings import MAX_PROMPTS
 
@@ -31,23 +31,23 @@ Prompts = list[tuple[int, ...]]  # token ids
 
 
 @dataclass(frozen=True)
-class ResponseForm:
+class ResponseFormat:
     """The format of an endpoint's answers.
 
     Attributes:
-        prefix: Prefix of the answers' ids.
-        whole: Value of "object" in a whole answer.
-        part: Value of "object" in a chunk of a streamed answer.
-        choice: Function that returns a choice without its index. It takes the text, whether to
+        id_prefix: Prefix of the answers' ids.
+        whole_object: Value of "object" in a whole answer.
+        chunk_object: Value of "object" in a chunk of a streamed answer.
+        make_choice: Function that returns a choice without its index. It takes the text, whether to
             report log probabilities, and whether the text is a part of a streamed answer.
-        first: Chunk with which a stream begins, before any text.
+        first_choice: Chunk with which a stream begins, before any text.
     """
 
-    prefix: str
-    whole: str
-    part: str
-    choice: Callable[[TextPiece, bool, bool], Choice]
-    first: Choice | None = None
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+    make_choice: Callable[[TextPiece, bool, bool], Choice]
+    first_choice: Choice | None = None
 
 
 def _completion(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
@@ -71,26 +71,29 @@ def _message(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
     return {"message": {"role": "assistant", "content": piece.text, "refusal": None}, **scored}
 
 
-def _token_objects(tokens: Sequence[Spelled]) -> dict[str, Any]:
-    def one(text: str, logprob: float | None) -> dict[str, Any]:
+def _token_objects(tokens: Sequence[DecodedToken]) -> dict[str, Any]:
+    def token_object(text: str, logprob: float | None) -> dict[str, Any]:
         # A partial character's text does not reveal its bytes.
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": known}
+        utf8_bytes = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": utf8_bytes}
 
     content = [
-        {**one(token.text, token.logprob), "top_logprobs": [one(*other) for other in token.top]}
+        {
+            **token_object(token.text, token.logprob),
+            "top_logprobs": [token_object(*alternative) for alternative in token.top],
+        }
         for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-_COMPLETION = ResponseForm("cmpl-", "text_completion", "text_completion", _completion)
-_CHAT = ResponseForm(
+_COMPLETION = ResponseFormat("cmpl-", "text_completion", "text_completion", _completion)
+_CHAT = ResponseFormat(
     "chatcmpl-",
     "chat.completion",
     "chat.completion.chunk",
     _message,
-    first={"delta": {"role": "assistant", "content": ""}, "logprobs": None},
+    first_choice={"delta": {"role": "assistant", "content": ""}, "logprobs": None},
 )
 
 
@@ -106,7 +109,7 @@ class OpenAiApi:
     service: Service
     observe_first: Callable[[float], None]
 
-    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any] | EventStream:
         """Answer `POST /v1/completions`.
 
         Args:
@@ -120,7 +123,7 @@ class OpenAiApi:
         prompts = await self._read_prompts(request.prompt)
         return await self._answer(request, _COMPLETION, prompts, request.max_tokens)
 
-    async def chat(self, body: Mapping[str, Any]) -> dict[str, Any] | Events:
+    async def chat(self, body: Mapping[str, Any]) -> dict[str, Any] | EventStream:
         """Answer `POST /v1/chat/completions`.
 
         Args:
@@ -172,21 +175,24 @@ class OpenAiApi:
                 (400).
         """
         is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-        given: list[Any] = [prompt] if is_single else list(prompt)
-        if not 0 < len(given) <= MAX_PROMPTS or [] in given:
+        inputs: list[Any] = [prompt] if is_single else list(prompt)
+        if not 0 < len(inputs) <= MAX_PROMPTS or [] in inputs:
             raise ApiError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts", field="prompt")
-        if isinstance(given[0], str):
-            return [self.service.begun(ids) for ids in await self.service.texts.tokenize(given)]
-        largest = self.service.settings.engine.vocab_size - 1
+        if isinstance(inputs[0], str):
+            return [
+                self.service.nonempty_prompt(ids)
+                for ids in await self.service.texts.tokenize(inputs)
+            ]
+        max_id = self.service.settings.engine.vocab_size - 1
         prompts = []
-        for each in given:
+        for ids in inputs:
             # A longer prompt will be refused because of its length.
-            checked = each[: self.service.max_length]
-            wrong = next((token for token in checked if not 0 <= token <= largest), None)
-            if wrong is not None:
-                message = f"prompt: token id {wrong} is outside the vocabulary (0 to {largest})"
+            checked = ids[: self.service.max_length]
+            invalid = next((token for token in checked if not 0 <= token <= max_id), None)
+            if invalid is not None:
+                message = f"prompt: token id {invalid} is outside the vocabulary (0 to {max_id})"
                 raise ApiError(400, message, "prompt")
-            prompts.append(tuple(each))
+            prompts.append(tuple(ids))
         return prompts
 
     async def _read_messages(self, messages: Sequence[schema.Message]) -> tuple[int, ...]:
@@ -197,7 +203,7 @@ class OpenAiApi:
         """
         texts = self.service.texts
         text = await texts.render([message.for_template() for message in messages])
-        (ids,) = await texts.tokenize([text], spelled=True)
+        (ids,) = await texts.tokenize([text], parses_special=True)
         if not ids:
             message = "messages: the chat template renders an empty string: add some content"
             raise ApiError(400, message, "messages")
@@ -211,12 +217,12 @@ class OpenAiApi:
         Raises:
             ApiError: The request exceeds a limit (400 or 422).
         """
-        service, copies = self.service, request.n
-        if len(prompts) * copies > MAX_PROMPTS:
+        service, answers_per_prompt = self.service, request.n
+        if len(prompts) * answers_per_prompt > MAX_PROMPTS:
             raise ApiError(
                 400,
-                f"{len(prompts)} prompts times n {copies} is more than {MAX_PROMPTS} answers: "
-                "lower n, or send fewer prompts",
+                f"{len(prompts)} prompts times n {answers_per_prompt} is more than {MAX_PROMPTS} "
+                "answers: lower n, or send fewer prompts",
                 field="n",
             )
         longest = max(len(prompt) for prompt in prompts)
@@ -228,8 +234,8 @@ class OpenAiApi:
                 "max_tokens",
                 field="max_tokens",
             )
-        service.check_total(prompts, new_tokens, copies)
-        top_k, top_p = service.settings.choose(request.top_k, request.top_p)
+        service.check_total(prompts, new_tokens, answers_per_prompt)
+        top_k, top_p = service.settings.resolve_top_k_top_p(request.top_k, request.top_p)
         if request.top_p == 0:  # 0 keeps a single token in OpenAI's API, but disables our limit
             top_k = 1
         temperature, default = request.temperature, service.settings.server.temperature
@@ -240,63 +246,73 @@ class OpenAiApi:
             top_k=top_k,
             top_p=top_p,
             repetition_penalty=request.repetition_penalty,
-            stop_tokens=tuple(sorted(service.ends)),
-            logprobs=request.tops is not None,
-            top_logprobs=request.tops or 0,
-            prompt_logprobs=echo and request.tops is not None,
+            stop_tokens=tuple(sorted(service.stop_tokens)),
+            logprobs=request.num_top_logprobs is not None,
+            top_logprobs=request.num_top_logprobs or 0,
+            prompt_logprobs=echo and request.num_top_logprobs is not None,
         )
         adapter = service.adapter_of(request.model)
         stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-        seeds = [service.seed_of(request.seed, copy) for copy in range(copies)]
+        seeds = [service.seed_of(request.seed, index) for index in range(answers_per_prompt)]
         return [
-            TextRequest(prompt, replace(sampling, seed=seed), stops, service.ends, echo, adapter)
+            TextRequest(
+                prompt, replace(sampling, seed=seed), stops, service.stop_tokens, echo, adapter
+            )
             for prompt in prompts
             for seed in seeds
         ]
 
     async def _answer(
-        self, request: schema.AnyRequest, form: ResponseForm, prompts: Prompts, new_tokens: int
-    ) -> dict[str, Any] | Events:
+        self,
+        request: schema.AnyRequest,
+        response_format: ResponseFormat,
+        prompts: Prompts,
+        new_tokens: int,
+    ) -> dict[str, Any] | EventStream:
         requests = self._make_requests(request, prompts, new_tokens)
-        answers = Answers(self.service, requests, self.observe_first)
+        group = AnswerGroup(self.service, requests, self.observe_first)
         if request.stream:
-            return Events(self._stream(request, form, answers), answers.close)
-        with contextlib.closing(answers):
-            pieces = await answers.whole()
-        scored = request.tops is not None
+            return EventStream(self._stream(request, response_format, group), group.close)
+        with contextlib.closing(group):
+            pieces = await group.whole()
+        scored = request.num_top_logprobs is not None
         choices = [
-            {"index": index, **form.choice(piece, scored, False), "finish_reason": answer.reason}
-            for index, (piece, answer) in enumerate(zip(pieces, answers.each, strict=True))
+            {
+                "index": index,
+                **response_format.make_choice(piece, scored, False),
+                "finish_reason": answer.reason,
+            }
+            for index, (piece, answer) in enumerate(zip(pieces, group.answers, strict=True))
         ]
         if self.service.settings.retrieves:
-            for choice, answer in zip(choices, answers.each, strict=True):
-                choice["passages"] = passages_of(answer.passages)
-        head = self._head(request, form.prefix, form.whole)
-        return {**head, "choices": choices, "usage": _usage(answers.each, request.n)}
+            for choice, answer in zip(choices, group.answers, strict=True):
+                choice["passages"] = passages_to_json(answer.passages)
+        envelope = self._envelope(request, response_format.id_prefix, response_format.whole_object)
+        return {**envelope, "choices": choices, "usage": _usage(group.answers, request.n)}
 
     async def _stream(
-        self, request: schema.AnyRequest, form: ResponseForm, answers: Answers
+        self, request: schema.AnyRequest, response_format: ResponseFormat, group: AnswerGroup
     ) -> AsyncGenerator[dict[str, Any], None]:
-        head = self._head(request, form.prefix, form.part)
+        envelope = self._envelope(request, response_format.id_prefix, response_format.chunk_object)
         options = request.stream_options
-        counts = options is not None and options.include_usage
-        tail = {"usage": None} if counts else {}
-        if form.first is not None:
-            for index in range(len(answers.each)):
-                choice = {"index": index, **form.first, "finish_reason": None}
-                yield {**head, "choices": [choice], **tail}
-        async for index, piece in answers.pieces():
-            end = answers.each[index].reason if piece is None else None
-            logprobs = request.tops is not None and piece is not None
-            part = form.choice(piece or TextPiece("", ()), logprobs, True)
+        includes_usage = options is not None and options.include_usage
+        usage = {"usage": None} if includes_usage else {}
+        if response_format.first_choice is not None:
+            for index in range(len(group.answers)):
+                choice = {"index": index, **response_format.first_choice, "finish_reason": None}
+                yield {**envelope, "choices": [choice], **usage}
+        async for index, piece in group.pieces():
+            end = group.answers[index].reason if piece is None else None
+            logprobs = request.num_top_logprobs is not None and piece is not None
+            part = response_format.make_choice(piece or TextPiece("", ()), logprobs, True)
             choice = {"index": index, **part, "finish_reason": end}
             if piece is not None and piece.passages:
-                choice["passages"] = passages_of(piece.passages)
-            yield {**head, "choices": [choice], **tail}
-        if counts:
-            yield {**head, "choices": [], "usage": _usage(answers.each, request.n)}
+                choice["passages"] = passages_to_json(piece.passages)
+            yield {**envelope, "choices": [choice], **usage}
+        if includes_usage:
+            yield {**envelope, "choices": [], "usage": _usage(group.answers, request.n)}
 
-    def _head(self, request: schema.AnyRequest, prefix: str, kind: str) -> dict[str, Any]:
+    def _envelope(self, request: schema.AnyRequest, prefix: str, kind: str) -> dict[str, Any]:
         return {
             "id": prefix + secrets.token_hex(12),
             "object": kind,
@@ -305,11 +321,13 @@ class OpenAiApi:
         }
 
 
-def _usage(answers: Sequence[TextAnswer], copies: int) -> dict[str, Any]:
+def _usage(answers: Sequence[TextAnswer], answers_per_prompt: int) -> dict[str, Any]:
     """Return the token counts. Each prompt counts once, however many answers it has."""
-    prompts = sum(len(answer.request.prompt) for answer in answers[::copies])
+    prompts = sum(len(answer.request.prompt) for answer in answers[::answers_per_prompt])
     new = sum(answer.new_tokens for answer in answers)
-    cached = sum(answer.finished.cached_tokens for answer in answers[::copies] if answer.finished)
+    cached = sum(
+        answer.finished.cached_tokens for answer in answers[::answers_per_prompt] if answer.finished
+    )
     return {
         "prompt_tokens": prompts,
         "completion_tokens": new,

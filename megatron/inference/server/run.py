@@ -31,8 +31,8 @@ from megatron.inference.build import EngineOptions, check_speculation
 from megatron.inference.load import engine_rows, load_gpt, parse_generation
 from megatron.inference.messages import Command, MessageError, Report, Shutdown, Unpacker, pack
 from megatron.inference.request import Event, RequestError, Stats
-from megatron.inference.retrieval import KINDS, build_any_engine, check_retrieval
-from megatron.inference.server.address import take_address, url_of
+from megatron.inference.retrieval import ARCHITECTURES, build_any_engine, check_retrieval
+from megatron.inference.server.address import open_listener, url_of
 from megatron.inference.server.settings import CHUNK, LOOPBACK, FrontSettings
 from megatron.inference.worker import serve
 from megatron.processes.launch import Launch
@@ -43,7 +43,7 @@ from megatron.tokenizer.turn_end import find_turn_end
 PROGRAM = "run_text_generation_server.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MIN_TOKEN = 16  # characters
-_LEAVE = 15.0  # seconds in which the web server may finish its last answers
+_SHUTDOWN_SECONDS = 15.0  # seconds in which the web server may finish its last answers
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _serve(arguments: Sequence[str], launch: Launch) -> int:
     program = Program(name=PROGRAM, extra=(ServerConfig,), check_extra=server_problems)
-    parsed = parse_generation(arguments, launch.world_size, program, kinds=KINDS)
+    parsed = parse_generation(arguments, launch.world_size, program, kinds=ARCHITECTURES)
     (server,) = parsed.extra
     print_notices(parsed.notices, launch)
     # Find mistakes before loading the model, which may take minutes.
@@ -61,14 +61,14 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     check_retrieval(parsed.config, embedder)
     speculation = read_speculation(server.speculative_config)
     check_speculation(parsed.config.model, speculation)
-    name = _name_of(parsed.config.checkpoint.load, server)
+    name = _model_name(parsed.config.checkpoint.load, server)
     adapters = open_adapters(server.serve_adapter, parsed.config)
     token = find_token(server)
     tokenizer_model = parsed.config.tokenizer.tokenizer_model
     template = find_template(parsed.config.tokenizer.chat_template, tokenizer_model)
     if template is not None:
         ChatTemplate(template, special_tokens(tokenizer_model))
-    listener = take_address(server) if launch.rank == 0 else None
+    listener = open_listener(server) if launch.rank == 0 else None
     url = url_of(listener) if listener else ""
     options = EngineOptions(
         max_sequences=server.max_batch_size,
@@ -83,32 +83,32 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
     ):
         folder = parsed.config.checkpoint.load
         assert folder is not None
-        loaded = load_gpt(folder, device, layout, config=parsed.config, kinds=KINDS)
+        loaded = load_gpt(folder, device, layout, config=parsed.config, kinds=ARCHITECTURES)
         loaded = add_to(loaded, adapters, device)
         engine = build_any_engine(loaded, device, options, embedder=embedder)
         if connection is None:
             # Rank 0 handles the signals and ends the other ranks. If one of those ended first, the
             # rest would wait for it forever.
-            handlers.enter_context(_handling(signal.SIG_IGN))
+            handlers.enter_context(_handle_signals(signal.SIG_IGN))
             serve(engine, None)
             return EXIT_OK
         limits = engine.limits
-        longest = min(server.out_seq_length or limits.max_length, limits.max_length)
-        ends = _stop_tokens(Path(folder), limits.vocab_size)
+        max_length = min(server.out_seq_length or limits.max_length, limits.max_length)
+        stop_tokens = _stop_tokens(Path(folder), limits.vocab_size)
         if template is not None:
-            end = find_turn_end(template, special_tokens(tokenizer_model), loaded.tokenizer)
-            ends += () if end is None else (end,)
+            turn_end = find_turn_end(template, special_tokens(tokenizer_model), loaded.tokenizer)
+            stop_tokens += () if turn_end is None else (turn_end,)
         settings = FrontSettings(
             model=name,
             tokenizer=parsed.config.tokenizer,
-            engine=replace(limits, max_length=longest),
+            engine=replace(limits, max_length=max_length),
             server=server,
-            stop_tokens=ends,
+            stop_tokens=stop_tokens,
             chat_template=template,
             token=token,
             created=int(time.time()),
             retrieves=parsed.config.model.architecture == "retro",
-            adapters=tuple(one.name for one in adapters),
+            adapters=tuple(adapter.name for adapter in adapters),
         )
         print_line(_panel(settings, url, engine_rows(loaded, engine, device)))
         with suppress(BrokenPipeError):  # the web server has died, which the inbox will notice
@@ -116,21 +116,21 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         with closing(SocketInbox(connection, lambda: engine.stats)) as inbox:
             # The signals end the server on all ranks, between two steps. The handlers stay in
             # place while the web server ends, so that a second Ctrl-C does not leave it behind.
-            handlers.enter_context(_handling(lambda *_: inbox.shut_down()))
+            handlers.enter_context(_handle_signals(lambda *_: inbox.shut_down()))
             serve(engine, inbox)
     return EXIT_OK
 
 
-def _name_of(folder: str | None, server: ServerConfig) -> str:
+def _model_name(folder: str | None, server: ServerConfig) -> str:
     """Return the model's name for clients, which is its folder's name if no flag gives one.
 
     Raises:
         ConfigError: An adapter has the same name.
     """
-    real = Path(folder or "").resolve()
+    resolved = Path(folder or "").resolve()
     # The model of runs/demo/checkpoints is called `demo`.
-    of_folder = real.parent.name if real.name.startswith("checkpoint") else real.name
-    name = server.served_model_name or of_folder
+    folder_name = resolved.parent.name if resolved.name.startswith("checkpoint") else resolved.name
+    name = server.served_model_name or folder_name
     if name in named_adapters(server.serve_adapter):
         raise ConfigError(
             f"--serve-adapter {name}=...: the model itself has this name: choose another, or give "
@@ -140,14 +140,14 @@ def _name_of(folder: str | None, server: ServerConfig) -> str:
 
 
 @contextmanager
-def _handling(handler: Any) -> Iterator[None]:
+def _handle_signals(handler: Any) -> Iterator[None]:
     """Handle Ctrl-C and SIGTERM during the block, and restore their handlers after it."""
-    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    previous = {signum: signal.signal(signum, handler) for signum in _SIGNALS}
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for signum, previous_handler in previous.items():
+            signal.signal(signum, previous_handler)
 
 
 def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
@@ -219,21 +219,21 @@ def web_server(listener: socket.socket) -> Iterator[socket.socket]:
     Raises:
         UserError: The process failed. It has printed the error.
     """
-    ours, theirs = socket.socketpair()
-    with listener, theirs:
-        handed = (theirs.fileno(), listener.fileno())
+    connection, child_socket = socket.socketpair()
+    with listener, child_socket:
+        descriptors = (child_socket.fileno(), listener.fileno())
         process = subprocess.Popen(
-            [*module_command("megatron.inference.server.front"), *map(str, handed)],
-            pass_fds=handed,
+            [*module_command("megatron.inference.server.front"), *map(str, descriptors)],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # only rank 0 gets Ctrl-C; the web server ends with rank 0
         )
     try:
-        yield ours
+        yield connection
     finally:
-        ours.close()
+        connection.close()
         try:
-            code = process.wait(_LEAVE)
+            code = process.wait(_SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from megatron.config.fields import attribute_docs, suggestion
-from megatron.inference.request import LARGEST_SEED
+from megatron.inference.request import MAX_SEED
 from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.settings import MAX_PROMPTS
 
@@ -19,7 +19,7 @@ _MAX_STOP_LENGTH = 256  # characters
 _MAX_MESSAGES = 4096
 _MAX_TOP_LOGPROBS = 20
 _DEFAULT_NEW_TOKENS = 16  # OpenAI's default for completions
-_SHOWN = 64  # number of characters to quote from an unknown field name
+_MAX_QUOTED = 64  # number of characters to quote from an unknown field name
 
 _FAIL_FAST = Field(fail_fast=True)  # only the first mistake is reported
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LENGTH)]
@@ -119,7 +119,7 @@ class OpenAiRequest(_Schema):
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1000)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -148,7 +148,7 @@ class CompletionRequest(OpenAiRequest):
     echo: bool = False
 
     @property
-    def tops(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """Number of most likely tokens to report for each token, or `None` for no scores."""
         return self.logprobs
 
@@ -179,7 +179,7 @@ class ChatRequest(OpenAiRequest):
     top_logprobs: int = Field(0, ge=0, le=_MAX_TOP_LOGPROBS)
 
     @property
-    def tops(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """Number of most likely tokens to report for each token, or `None` for no scores."""
         return self.top_logprobs if self.logprobs else None
 
@@ -191,7 +191,7 @@ class ChatRequest(OpenAiRequest):
 
 
 # Messages about fields that accept more than one type of value.
-_FORMS = {
+_EXPECTED_VALUES = {
     "prompt": "prompt: give a string, a list of strings, a list of token ids, or a list of such "
     "lists",
     "messages": 'messages: give a list of objects like {"role": "user", "content": "text"}; '
@@ -211,21 +211,21 @@ _TYPES = {
 _NO_FUNCTIONS = "the model cannot call functions: omit it"
 _TEXT_ONLY = "the model answers in text only: omit it"
 _NO_SETTING = "this model has no such setting: omit it"
-_NOT_KEPT = "the server does not store requests: omit it"
+_NOT_STORED = "the server does not store requests: omit it"
 # OpenAI's unsupported fields: the reason, and values that are accepted because they have no effect.
-_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+_UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "frequency_penalty": ("use repetition_penalty", (0, 0.0)),
     "presence_penalty": ("use repetition_penalty", (0, 0.0)),
     "logit_bias": ("the server cannot change individual tokens' scores: omit it", ({},)),
 }
-_REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] = {
+_UNSUPPORTED_BY_REQUEST: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] = {
     CompletionRequest: {
-        **_REFUSED,
+        **_UNSUPPORTED,
         "best_of": ("request n answers and choose among them", (1,)),
         "suffix": ("this server only continues text and cannot insert it: omit it", ("",)),
     },
     ChatRequest: {
-        **_REFUSED,
+        **_UNSUPPORTED,
         "tools": (_NO_FUNCTIONS, ([],)),
         "tool_choice": (_NO_FUNCTIONS, ("none",)),
         "parallel_tool_calls": (_NO_FUNCTIONS, (True, False)),
@@ -241,8 +241,8 @@ _REFUSED_BY: dict[type[OpenAiRequest], dict[str, tuple[str, tuple[Any, ...]]]] =
         "reasoning_effort": (_NO_SETTING, ("none",)),
         "verbosity": (_NO_SETTING, ()),
         "web_search_options": ("the server does not search the web: omit it", ()),
-        "store": (_NOT_KEPT, (False,)),
-        "metadata": (_NOT_KEPT, ({},)),
+        "store": (_NOT_STORED, (False,)),
+        "metadata": (_NOT_STORED, ({},)),
         "service_tier": ("the server has only one service tier: omit it", ("auto", "default")),
     },
 }
@@ -261,38 +261,40 @@ def read_request(kind: type[Kind], body: Mapping[str, Any]) -> Kind:
     Raises:
         ApiError: The request is invalid (400). The message is about the first mistake.
     """
-    refused = _REFUSED_BY[kind]
+    unsupported = _UNSUPPORTED_BY_REQUEST[kind]
     for name, value in body.items():
-        if name in refused and value is not None and value not in refused[name][1]:
-            raise ApiError(400, f"{name} is not supported: {refused[name][0]}", name)
-    values = {name: value for name, value in body.items() if name not in refused}
+        if name in unsupported and value is not None and value not in unsupported[name][1]:
+            raise ApiError(400, f"{name} is not supported: {unsupported[name][0]}", name)
+    values = {name: value for name, value in body.items() if name not in unsupported}
     for name in values:
         if name not in kind.model_fields:
-            shown = name[:_SHOWN]
-            hint = suggestion(shown, kind.model_fields)
-            raise ApiError(400, f"unknown field {shown!r}{hint}", shown)
+            quoted = name[:_MAX_QUOTED]
+            hint = suggestion(quoted, kind.model_fields)
+            raise ApiError(400, f"unknown field {quoted!r}{hint}", quoted)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        raise ApiError(400, _complaint(kind, name, first), name) from None
+        raise ApiError(400, _error_message(kind, name, first), name) from None
 
 
-def _complaint(kind: type[BaseModel], name: str, error: ErrorDetails) -> str:
+def _error_message(kind: type[BaseModel], name: str, error: ErrorDetails) -> str:
     """Return a message about an invalid field that says which values it accepts."""
     if error["type"] == "missing" and len(error["loc"]) == 1:
         return f"{name} is required"
     if name == "messages" and error["type"] == "extra_forbidden":
-        return f"messages: {str(error['loc'][-1])[:_SHOWN]!r} is not supported"
+        return f"messages: {str(error['loc'][-1])[:_MAX_QUOTED]!r} is not supported"
     if name == "messages" and error["type"] == "too_long":
         return f"messages: give at most {_MAX_MESSAGES}"
-    if name in _FORMS:
-        return _FORMS[name]
+    if name in _EXPECTED_VALUES:
+        return _EXPECTED_VALUES[name]
     if error["type"] in _TYPES:
         return f"{name}: give {_TYPES[error['type']]}"
     bounds: dict[str, float] = {}
-    for part in kind.model_fields[name].metadata:
-        bounds |= {side: getattr(part, side) for side in ("ge", "le") if hasattr(part, side)}
+    for constraint in kind.model_fields[name].metadata:
+        bounds |= {
+            side: getattr(constraint, side) for side in ("ge", "le") if hasattr(constraint, side)
+        }
     high = f"to {bounds['le']}" if "le" in bounds else "or more"
     return f"{name} {error['input']}: give {bounds['ge']} {high}"

@@ -11,7 +11,7 @@ from typing import Literal
 
 from megatron.inference.messages import Add, Cancel, Command, Report, Unpacker, pack
 from megatron.inference.request import (
-    LARGEST_SEED,
+    MAX_SEED,
     Event,
     Finished,
     NeighborPassage,
@@ -29,7 +29,7 @@ from megatron.inference.server.texts import Texts
 from megatron.inference.text import Detokenizer, StopStrings
 from megatron.tokenizer import Tokenizer
 
-_GONE = "the engine has stopped; the server's log has the reason"
+_ENGINE_STOPPED = "the engine has stopped; the server's log has the reason"
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class TextRequest:
     Attributes:
         prompt: Token ids of the prompt, at least one.
         sampling: Settings for continuing the prompt.
-        stops: Strings that end the answer and are not part of it.
-        silent: Stop tokens that end the answer and are not part of its text.
+        stop_strings: Strings that end the answer and are not part of it.
+        silent_stop_tokens: Stop tokens that end the answer and are not part of its text.
         echo: Whether the answer begins with the prompt.
         adapter: Index of the adapter to use, counted from 1; 0 is the base model.
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling
-    stops: tuple[str, ...] = ()
-    silent: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    silent_stop_tokens: frozenset[int] = frozenset()
     echo: bool = False
     adapter: int = 0
 
@@ -57,18 +57,18 @@ class EngineClient:
     """The web server's end of the socket to rank 0, which sends requests and receives events."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_sequences: int
     ) -> None:
         """Start with no requests.
 
         Args:
             reader: Reader of rank 0's messages.
             writer: Writer of messages to rank 0.
-            most: Maximum number of sequences that may run or wait.
+            max_sequences: Maximum number of sequences that may run or wait.
         """
         self._reader = reader
         self._writer = writer
-        self._most = most
+        self._max_sequences = max_sequences
         self._queues: dict[str, asyncio.Queue[Event]] = {}  # by request name
         self._numbers = itertools.count(1)
         self.stats = Stats()
@@ -94,12 +94,12 @@ class EngineClient:
                 (503).
         """
         if not self.alive:
-            raise ApiError(503, _GONE)
-        if self.active + len(requests) > self._most:
+            raise ApiError(503, _ENGINE_STOPPED)
+        if self.active + len(requests) > self._max_sequences:
             raise ApiError(
                 429,
                 f"{self.active} sequences are running or waiting, and {len(requests)} more would "
-                f"exceed the server's {self._most}: try again in a moment",
+                f"exceed the server's {self._max_sequences}: try again in a moment",
             )
         names, events = [f"r{next(self._numbers)}" for _ in requests], asyncio.Queue[Event]()
         for name, request in zip(names, requests, strict=True):
@@ -124,7 +124,7 @@ class EngineClient:
         finally:
             self.alive = False
             for name in list(self._queues):
-                self._dispatch(Finished(name, "error", _GONE))
+                self._dispatch(Finished(name, "error", _ENGINE_STOPPED))
             self._writer.close()
 
     def _dispatch(self, event: Event) -> None:
@@ -140,7 +140,7 @@ class EngineClient:
 
 
 @dataclass(frozen=True)
-class Spelled:
+class DecodedToken:
     """A token with its text.
 
     Attributes:
@@ -170,11 +170,11 @@ class TextPiece:
     """
 
     text: str
-    tokens: tuple[Spelled, ...]
+    tokens: tuple[DecodedToken, ...]
     passages: tuple[NeighborPassage, ...] = ()
 
 
-class Speller:
+class TokenDecoder:
     """A converter of tokens to their texts, each in the context of the tokens before it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), offset: int = 0) -> None:
@@ -186,43 +186,45 @@ class Speller:
             offset: Number of characters before the first token.
         """
         self._tokenizer = tokenizer
-        self._text = Detokenizer(tokenizer, prompt)
+        self._detokenizer = Detokenizer(tokenizer, prompt)
         self._last = tuple(prompt[-1:])
         self._characters = offset
-        self._holding = False
+        self._is_buffering = False
 
-    def add(self, token: int, logprob: float | None, top: TopLogprobs) -> tuple[str, Spelled]:
+    def add(self, token: int, logprob: float | None, top: TopLogprobs) -> tuple[str, DecodedToken]:
         """Add a token, and return the text that can be shown now and the token with its text."""
         offset = self._characters
-        shown = self._text.add(token)
-        own = shown if shown and not self._holding else self._tokenizer.detokenize([token])
-        before = len(self._tokenizer.detokenize(self._last)) if top else 0
-        others = tuple(  # tokens that could have been chosen instead
-            (self._tokenizer.detokenize([*self._last, other])[before:], value)
+        text = self._detokenizer.add(token)
+        token_text = (
+            text if text and not self._is_buffering else self._tokenizer.detokenize([token])
+        )
+        context_length = len(self._tokenizer.detokenize(self._last)) if top else 0
+        alternatives = tuple(  # tokens that could have been chosen instead
+            (self._tokenizer.detokenize([*self._last, other])[context_length:], value)
             for other, value in top
         )
-        self._holding = not shown
-        self._characters += len(shown)
+        self._is_buffering = not text
+        self._characters += len(text)
         self._last = (token,)
-        return shown, Spelled(token, own, offset, logprob, others)
+        return text, DecodedToken(token, token_text, offset, logprob, alternatives)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Return the text that is still held back. Call this when there are no more tokens."""
-        return self._text.rest()
+        return self._detokenizer.flush()
 
 
-def spell_prompt(
+def decode_prompt(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: Prompt | None = None
-) -> list[Spelled]:
+) -> list[DecodedToken]:
     """Return a prompt's tokens with their texts.
 
     The first token follows nothing, so it has no log probability.
     """
-    speller = Speller(tokenizer)
+    decoder = TokenDecoder(tokenizer)
     logprobs = (None, *scores.logprobs) if scores else (None,) * len(prompt)
     tops = ((), *scores.top) if scores and scores.top else ((),) * len(prompt)
     return [
-        speller.add(token, logprob, top)[1]
+        decoder.add(token, logprob, top)[1]
         for token, logprob, top in zip(prompt, logprobs, tops, strict=True)
     ]
 
@@ -249,10 +251,10 @@ class TextAnswer:
         self.request = request
         self._tokenizer = tokenizer
         self._prompt_text = tokenizer.detokenize(request.prompt) if request.echo else ""
-        self._shown = len(self._prompt_text)  # characters
-        self._speller = Speller(tokenizer, request.prompt, self._shown)
-        self._stops = StopStrings(request.stops)
-        self._waiting: list[Spelled] = []  # tokens whose text is held back
+        self._num_returned = len(self._prompt_text)  # characters
+        self._decoder = TokenDecoder(tokenizer, request.prompt, self._num_returned)
+        self._stops = StopStrings(request.stop_strings)
+        self._pending_tokens: list[DecodedToken] = []  # tokens whose text is held back
         self._stopped = False  # by a stop string
         self.prompt: Prompt | None = None
         self.passages: list[NeighborPassage] = []
@@ -266,7 +268,7 @@ class TextAnswer:
         return "length" if ended_by_length and not self._stopped else "stop"
 
     @property
-    def ended(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the answer is complete."""
         return self._stopped or self.finished is not None
 
@@ -274,68 +276,68 @@ class TextAnswer:
         """Return the prompt, with its tokens if their log probabilities have arrived."""
         tokens = []
         if self.prompt is not None:
-            tokens = spell_prompt(self._tokenizer, self.request.prompt, self.prompt)
+            tokens = decode_prompt(self._tokenizer, self.request.prompt, self.prompt)
         return TextPiece(self._prompt_text, tuple(tokens))
 
-    def take(self, events: Sequence[Event]) -> TextPiece:
+    def process(self, events: Sequence[Event]) -> TextPiece:
         """Return the part of the text that can be shown after the next events.
 
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
         """
-        text, known = "", len(self.passages)
+        text, num_passages = "", len(self.passages)
         for event in events:
-            text += self._take(event)
+            text += self._process_event(event)
             if self._stopped:
                 break
-        self._shown += len(text)
+        self._num_returned += len(text)
         # At the end nothing is held back, so this includes tokens with no text, or with only the
         # beginning of a character.
-        upto = self._shown + (self.finished is not None)
-        count = sum(token.offset < upto for token in self._waiting)
-        tokens, self._waiting = self._waiting[:count], self._waiting[count:]
-        return TextPiece(text, tuple(tokens), tuple(self.passages[known:]))
+        end = self._num_returned + (self.finished is not None)
+        count = sum(token.offset < end for token in self._pending_tokens)
+        tokens, self._pending_tokens = self._pending_tokens[:count], self._pending_tokens[count:]
+        return TextPiece(text, tuple(tokens), tuple(self.passages[num_passages:]))
 
-    def _take(self, event: Event) -> str:
+    def _process_event(self, event: Event) -> str:
         """Return the text that an event allows to be shown."""
         if isinstance(event, Prompt):
             self.prompt = event
             return ""
         if isinstance(event, Retrieved):
             # Beams that begin alike read the same passages.
-            self.passages += [each for each in event.passages if each not in self.passages]
+            self.passages += [passage for passage in event.passages if passage not in self.passages]
             return ""
         if isinstance(event, Token):
             self.new_tokens += 1
-            if event.token in self.request.silent:
+            if event.token in self.request.silent_stop_tokens:
                 return ""
-            text, spelled = self._speller.add(event.token, event.logprob, event.top)
-            self._waiting.append(spelled)
-            return self._until_stop(text)
+            text, decoded = self._decoder.add(event.token, event.logprob, event.top)
+            self._pending_tokens.append(decoded)
+            return self._cut_at_stop(text)
         if event.reason == "refused":
-            raise ApiError(422, event.message, always=False)
+            raise ApiError(422, event.message, keeps_status=False)
         if event.reason in ("error", "cancelled"):
             raise ApiError(500, f"the engine failed: {event.message or event.reason}")
         self.finished = event
-        text = self._until_stop(self._speller.rest())
-        return text if self._stopped else text + self._stops.rest()
+        text = self._cut_at_stop(self._decoder.flush())
+        return text if self._stopped else text + self._stops.flush()
 
-    def _until_stop(self, text: str) -> str:
-        shown = self._stops.add(text)
-        self._stopped = shown.stop is not None
-        return shown.text
+    def _cut_at_stop(self, text: str) -> str:
+        released = self._stops.add(text)
+        self._stopped = released.stop is not None
+        return released.text
 
 
-def passages_of(passages: Sequence[NeighborPassage]) -> list[dict[str, str | int]]:
+def passages_to_json(passages: Sequence[NeighborPassage]) -> list[dict[str, str | int]]:
     """Return passages as JSON objects for a client."""
     return [asdict(passage) for passage in passages]
 
 
-class Answers:
+class AnswerGroup:
     """The answers to all sequences of one client's request. Call `close` when done with them.
 
     Attributes:
-        each: The answers, in the order of the sequences.
+        answers: The answers, in the order of the sequences.
     """
 
     def __init__(
@@ -359,8 +361,8 @@ class Answers:
         self._observe_first = observe_first
         self._started = time.perf_counter()
         names, self._events = service.engine.start(requests)
-        self.each = [TextAnswer(service.tokenizer, request) for request in requests]
-        self._unfinished = dict(zip(names, enumerate(self.each), strict=True))
+        self.answers = [TextAnswer(service.tokenizer, request) for request in requests]
+        self._unfinished = dict(zip(names, enumerate(self.answers), strict=True))
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece | None], None]:
         """Yield (index, piece) as text arrives, and (index, None) at the end of each answer.
@@ -371,20 +373,20 @@ class Answers:
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
         """
-        unechoed = {index for index, answer in enumerate(self.each) if answer.request.echo}
+        unechoed = {index for index, answer in enumerate(self.answers) if answer.request.echo}
         is_first = True
         while self._unfinished:
             events = [await self._events.get()]
             while not self._events.empty():
                 events.append(self._events.get_nowait())
-            events_of: dict[str, list[Event]] = {}
+            events_by_name: dict[str, list[Event]] = {}
             for event in events:
-                events_of.setdefault(event.request, []).append(event)
-            for name, own in events_of.items():
+                events_by_name.setdefault(event.request, []).append(event)
+            for name, answer_events in events_by_name.items():
                 if name not in self._unfinished:  # a stop string has ended it
                     continue
                 index, answer = self._unfinished[name]
-                piece = answer.take(own)
+                piece = answer.process(answer_events)
                 if index in unechoed:
                     unechoed.remove(index)
                     yield index, await asyncio.to_thread(answer.echo)
@@ -393,7 +395,7 @@ class Answers:
                     self._observe_first(time.perf_counter() - self._started)
                 if piece.text or piece.tokens or piece.passages:
                     yield index, piece
-                if answer.ended:
+                if answer.is_complete:
                     del self._unfinished[name]
                     self._engine.cancel(name)  # the engine still runs it after a stop string
                     yield index, None
@@ -404,16 +406,16 @@ class Answers:
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
         """
-        pieces: list[list[TextPiece]] = [[] for _ in self.each]
+        pieces: list[list[TextPiece]] = [[] for _ in self.answers]
         async for index, piece in self.pieces():
             if piece is not None:
                 pieces[index].append(piece)
         return [
             TextPiece(
-                "".join(piece.text for piece in own),
-                tuple(token for piece in own for token in piece.tokens),
+                "".join(piece.text for piece in answer_pieces),
+                tuple(token for piece in answer_pieces for token in piece.tokens),
             )
-            for own in pieces
+            for answer_pieces in pieces
         ]
 
     def close(self) -> None:
@@ -438,7 +440,7 @@ class Service:
         self.engine = engine
         self.texts = Texts(settings, tokenizer, self.max_length)
         # Tokens that end a document or a turn.
-        self.ends = tokenizer.special_ids("eod", "eos") | frozenset(settings.stop_tokens)
+        self.stop_tokens = tokenizer.special_ids("eod", "eos") | frozenset(settings.stop_tokens)
 
     @property
     def max_length(self) -> int:
@@ -459,11 +461,13 @@ class Service:
         if model is None:
             return 0
         if model not in models:
-            shown = ", ".join(models)
-            raise ApiError(404, f"unknown model {model[:100]!r}; available: {shown}", field="model")
+            available = ", ".join(models)
+            raise ApiError(
+                404, f"unknown model {model[:100]!r}; available: {available}", field="model"
+            )
         return models.index(model)
 
-    def begun(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    def nonempty_prompt(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         """Return the prompt or, if it is empty, the end-of-document token that precedes each text.
 
         Args:
@@ -481,32 +485,38 @@ class Service:
             )
         return prompt or eod
 
-    def check_total(self, prompts: Sequence[Sequence[int]], new_tokens: int, copies: int) -> None:
+    def check_total(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, answers_per_prompt: int
+    ) -> None:
         """Check that a request does not have too many tokens.
 
         Args:
             prompts: Token ids of the prompts.
             new_tokens: Maximum number of new tokens in an answer.
-            copies: Number of answers to each prompt.
+            answers_per_prompt: Number of answers to each prompt.
 
         Raises:
             ApiError: The request has too many tokens (422).
         """
-        total = copies * len(prompts) * (max(len(prompt) for prompt in prompts) + new_tokens)
-        most = self.settings.server.max_tokens_to_oom
-        if total > most:
-            message = f"Too many tokens.  {total} is greater than {most}"
-            raise ApiError(422, message, always=False)
+        total = (
+            answers_per_prompt
+            * len(prompts)
+            * (max(len(prompt) for prompt in prompts) + new_tokens)
+        )
+        limit = self.settings.server.max_tokens_to_oom
+        if total > limit:
+            message = f"Too many tokens.  {total} is greater than {limit}"
+            raise ApiError(422, message, keeps_status=False)
 
     @staticmethod
-    def seed_of(seed: int | None, number: int) -> int | None:
+    def seed_of(seed: int | None, index: int) -> int | None:
         """Return the seed of one of a request's sequences. Equal prompts get different seeds.
 
         Args:
             seed: Seed of the request. `None` or a number below 0 means that it has none.
-            number: Index of the sequence within the request.
+            index: Index of the sequence within the request.
 
         Returns:
             The sequence's seed, or `None` if the request has none.
         """
-        return None if seed is None or seed < 0 else (seed + number) & LARGEST_SEED
+        return None if seed is None or seed < 0 else (seed + index) & MAX_SEED

@@ -76,7 +76,7 @@ class FrontSettings:
         """Names that a request's `model` may have: the base model's, then the adapters'."""
         return (self.model, *self.adapters)
 
-    def choose(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:
+    def resolve_top_k_top_p(self, top_k: int | None, top_p: float | None) -> tuple[int, float]:
         """Return the `top_k` and `top_p` to use for a request.
 
         Args:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16
 _START_SECONDS = 60.0  # time in which a process must read its tokenizer
 _LONG_TEXT = 4096  # characters
-_MOST_DECODED = 1 << 16  # bytes of a single token's text
+_MAX_DECODED_BYTES = 1 << 16  # bytes of a single token's text
 _NICENESS = 10  # of the process for long work, which must not slow down short work or the engine
 
 
@@ -45,7 +45,7 @@ class Setup:
     Attributes:
         limits: Limits on the time and memory of a job.
         niceness: Amount by which to lower the priority of the process, from 0 to 19.
-        most_bytes: Largest size of a text that can fit in the model's context, in bytes. If a
+        max_bytes: Largest size of a text that can fit in the model's context, in bytes. If a
             template writes a longer text, the rest is cut off, since the text is refused anyway.
         tokenizer: Files of the tokenizer, or `None` in a process that renders a template.
         template: Text of the chat template.
@@ -54,20 +54,20 @@ class Setup:
 
     limits: ServerLimits
     niceness: int
-    most_bytes: int = 0
+    max_bytes: int = 0
     tokenizer: TokenizerConfig | None = None
     template: str = ""
     special: dict[str, str] | None = None
 
     @property
-    def refusal(self) -> str:
+    def error_prefix(self) -> str:
         """Beginning of the error message for a job that fails."""
         if self.tokenizer is None:
             return "the model's chat template refuses the messages"
         return "the tokenizer refuses the text"
 
     @property
-    def file(self) -> str:
+    def source_name(self) -> str:
         """Source of the tokenizer or the template, for the server's log."""
         if self.tokenizer is None:
             return "the chat template"
@@ -80,12 +80,12 @@ class Job:
 
     Attributes:
         texts: Texts to tokenize.
-        spelled: Whether a special token that is written out in a text is read as that token.
+        parses_special: Whether a special token that is written out in a text is read as that token.
         messages: Conversation to turn into a text, in a process that renders a template.
     """
 
     texts: tuple[str, ...] = ()
-    spelled: bool = False
+    parses_special: bool = False
     messages: tuple[dict[str, str], ...] = ()
 
     @property
@@ -103,57 +103,62 @@ class Result:
         ids: Token ids of each text.
         text: Text of a conversation.
         error: Why the job failed, or `None` if it succeeded. Clients see it.
-        fault: Name of the exception behind the error, for the server's log.
+        exception_name: Name of the exception behind the error, for the server's log.
     """
 
     ids: tuple[tuple[int, ...], ...] = ()
     text: str = ""
     error: str | None = None
-    fault: str | None = None
+    exception_name: str | None = None
 
 
 def main() -> int:
     """Run jobs until stdin closes, and return the exit code."""
     signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)  # SIGALRM ends the process
-    setup = next(_received(Setup))
+    setup = next(_read_messages(Setup))
     try:
-        work = _prepare(setup)
+        run_job = _prepare(setup)
     except Exception as error:
-        _write(Result(error=str(error) or type(error).__name__))
+        _write_result(Result(error=str(error) or type(error).__name__))
         return 1
-    _write(Result())
+    _write_result(Result())
     signal.setitimer(signal.ITIMER_REAL, 0)
-    for job in _received(Job):
+    for job in _read_messages(Job):
         signal.setitimer(signal.ITIMER_REAL, setup.limits.text_seconds)
-        with _reported(setup.refusal):
-            _write(work(job))
+        with _report_errors(setup.error_prefix):
+            _write_result(run_job(job))
         signal.setitimer(signal.ITIMER_REAL, 0)
     return 0
 
 
-def _received(kind: type[Record]) -> Iterator[Record]:
+def _read_messages(kind: type[Record]) -> Iterator[Record]:
     unpacker = Unpacker[Record](kind)
     while data := os.read(sys.stdin.fileno(), _CHUNK):
         yield from unpacker.feed(data)
 
 
 @contextlib.contextmanager
-def _reported(refusal: str) -> Iterator[None]:
+def _report_errors(error_prefix: str) -> Iterator[None]:
     """Write an error in the block as a `Result`. A crash shows only as the end of the process."""
     try:
         yield
     except ApiError as error:
-        _write(Result(error=error.message))
+        _write_result(Result(error=error.message))
     except MemoryError:
-        _write(Result(error=f"{refusal}: it needs too much memory"))
+        _write_result(Result(error=f"{error_prefix}: it needs too much memory"))
     except Exception as error:
         # The error's own text may name files, which clients must not see, and quote the client's
         # text, which must not be logged.
-        fault = type(error.__cause__ or error).__name__
-        _write(Result(error=f"{refusal}: the server's log has the reason", fault=fault))
+        exception_name = type(error.__cause__ or error).__name__
+        _write_result(
+            Result(
+                error=f"{error_prefix}: the server's log has the reason",
+                exception_name=exception_name,
+            )
+        )
 
 
-def _write(result: Result) -> None:
+def _write_result(result: Result) -> None:
     data = memoryview(pack(Result, result))
     while data:
         data = data[os.write(sys.stdout.fileno(), data) :]
@@ -163,27 +168,27 @@ def _prepare(setup: Setup) -> Callable[[Job], Result]:
     """Return the function that runs the jobs, and limit this process's resources."""
     os.nice(setup.niceness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the web server ends this process
-    work: Callable[[Job], Result]
+    run_job: Callable[[Job], Result]
     if setup.tokenizer is None:
         template = ChatTemplate(setup.template, setup.special or {})
 
-        def work(job: Job) -> Result:
+        def run_job(job: Job) -> Result:
             try:
-                return Result(text=template.render(job.messages)[: setup.most_bytes + 1])
+                return Result(text=template.render(job.messages)[: setup.max_bytes + 1])
             except DataError as error:
                 raise ApiError(400, str(error), field="messages") from None
     else:
         tokenizer = build_tokenizer(setup.tokenizer)
 
-        def work(job: Job) -> Result:
-            tokenize = tokenizer.tokenize_spelled if job.spelled else tokenizer.tokenize_open
+        def run_job(job: Job) -> Result:
+            tokenize = tokenizer.tokenize_spelled if job.parses_special else tokenizer.tokenize_open
             return Result(ids=tuple(tuple(tokenize(text)) for text in job.texts))
 
     with contextlib.suppress(OSError):  # systems without /proc do not limit address spaces
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        most = pages * resource.getpagesize() + setup.limits.text_memory
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    return work
+        limit = pages * resource.getpagesize() + setup.limits.text_memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return run_job
 
 
 class TextProcess:
@@ -219,7 +224,7 @@ class TextProcess:
             await self.close()
             raise ConfigError(f"the server cannot start: {result.error}")
 
-    async def do(self, job: Job) -> Result:
+    async def run(self, job: Job) -> Result:
         """Return the result of a job, once the jobs before it are done.
 
         Raises:
@@ -227,13 +232,13 @@ class TextProcess:
                 (400).
         """
         if not job.is_long:
-            return await self._do(job)
+            return await self._run_next(job)
         client, limits, jobs = client_address.get(), self._setup.limits, self._long_jobs
         if jobs[client] >= limits.long_texts_per_client or jobs.total() >= limits.long_texts:
             raise ApiError(429, "too many long texts are being processed: try again in a moment")
         jobs[client] += 1
         try:
-            return await self._do(job)
+            return await self._run_next(job)
         finally:
             jobs[client] -= 1
             if not jobs[client]:
@@ -247,15 +252,17 @@ class TextProcess:
                 process.kill()
             await process.wait()
 
-    async def _do(self, job: Job) -> Result:
+    async def _run_next(self, job: Job) -> Result:
         setup = self._setup
         await self._lock.acquire()
         # Even if the client has left, this job's result must be read from the pipe.
         exchange = asyncio.ensure_future(self._exchange(pack(Job, job)))
         exchange.add_done_callback(lambda _: self._lock.release())
         result = await asyncio.shield(exchange)
-        if result.fault is not None:
-            logger.warning("%s: %s in %s", setup.refusal, result.fault, setup.file)
+        if result.exception_name is not None:
+            logger.warning(
+                "%s: %s in %s", setup.error_prefix, result.exception_name, setup.source_name
+            )
         if result.error is not None:
             raise ApiError(400, result.error)
         return result
@@ -276,7 +283,7 @@ class TextProcess:
                 return result
         code, self._process = await process.wait(), None
         reason = "it takes too long" if code == -signal.SIGALRM else "it crashes"
-        return Result(error=f"{self._setup.refusal}: {reason}")
+        return Result(error=f"{self._setup.error_prefix}: {reason}")
 
 
 class Texts:
@@ -300,14 +307,14 @@ class Texts:
         self._max_length = max_length
         longest = max(len(entry.encode("utf-8", "surrogatepass")) for entry in tokenizer.vocab)
         # Texts are decoded in the web server itself, where the time of each decoding counts.
-        if longest * tokenizer.text_growth() > _MOST_DECODED:
+        if longest * tokenizer.text_growth() > _MAX_DECODED_BYTES:
             raise ConfigError(
-                f"a token of this tokenizer may become a text of more than {_MOST_DECODED:,} bytes "
-                f"(its longest entry has {longest:,}): give another --tokenizer-model"
+                f"a token of this tokenizer may become a text of more than {_MAX_DECODED_BYTES:,} "
+                f"bytes (its longest entry has {longest:,}): give another --tokenizer-model"
             )
         # One more byte may separate two tokens. A larger text could fit only if it had more spaces,
         # or longer words that the tokenizer replaces with a single token.
-        self._most_bytes = max_length * (longest + 1)
+        self._max_bytes = max_length * (longest + 1)
 
         def process(niceness: int) -> TextProcess:
             return TextProcess(Setup(settings.limits, niceness, tokenizer=settings.tokenizer))
@@ -317,7 +324,7 @@ class Texts:
         if settings.chat_template is not None:
             special = special_tokens(settings.tokenizer.tokenizer_model)
             setup = Setup(
-                settings.limits, 0, self._most_bytes, None, settings.chat_template, special
+                settings.limits, 0, self._max_bytes, None, settings.chat_template, special
             )
             self._template = TextProcess(setup)
 
@@ -334,30 +341,33 @@ class Texts:
         await asyncio.gather(*(process.close() for process in self._processes()))
 
     def _processes(self) -> list[TextProcess]:
-        return [each for each in (self._short, self._long, self._template) if each is not None]
+        return [
+            process for process in (self._short, self._long, self._template) if process is not None
+        ]
 
     async def tokenize(
-        self, texts: Sequence[str], *, spelled: bool = False, too_long: str | None = None
+        self, texts: Sequence[str], *, parses_special: bool = False, too_long: str | None = None
     ) -> list[tuple[int, ...]]:
         """Return the token ids of each text.
 
         Args:
             texts: Any texts.
-            spelled: Whether a special token that is written out in a text is read as that token.
+            parses_special: Whether a special token that is written out in a text is read as that
+                token.
             too_long: Message for a text that cannot fit in the model's context.
 
         Raises:
             ApiError: A text cannot fit (422), the tokenizer refuses one (400), or too many long
                 texts are being processed (429).
         """
-        if max(len(text.encode()) for text in texts) > self._most_bytes:
+        if max(len(text.encode()) for text in texts) > self._max_bytes:
             default = (
-                f"a text of more than {self._most_bytes:,} bytes does not fit in the model's "
+                f"a text of more than {self._max_bytes:,} bytes does not fit in the model's "
                 f"{self._max_length} tokens: shorten the prompt"
             )
-            raise ApiError(422, too_long or default, always=False)
-        job = Job(texts=tuple(texts), spelled=spelled)
-        return list((await (self._long if job.is_long else self._short).do(job)).ids)
+            raise ApiError(422, too_long or default, keeps_status=False)
+        job = Job(texts=tuple(texts), parses_special=parses_special)
+        return list((await (self._long if job.is_long else self._short).run(job)).ids)
 
     async def render(self, messages: Sequence[dict[str, str]]) -> str:
         """Return the text of a conversation, up to the beginning of the model's answer.
@@ -377,6 +387,6 @@ class Texts:
                 field="messages",
             )
         try:
-            return (await self._template.do(Job(messages=tuple(messages)))).text
+            return (await self._template.run(Job(messages=tuple(messages)))).text
         except ApiError as error:
             raise replace(error, field="messages") from None

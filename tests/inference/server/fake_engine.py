@@ -49,7 +49,7 @@ class FakeEngine:
     ) -> None:
         # What the serving loop needs from an engine's executor.
         device = SimpleNamespace(torch_device=torch.device("cpu"))
-        self.executor = SimpleNamespace(copy=Layout.single().world, device=device)
+        self.executor = SimpleNamespace(replica=Layout.single().world, device=device)
         self.limits = EngineLimits(vocab_size, max_length, cache_tokens=100_000, max_beams=8)
         self.places = places
         self.seconds = seconds

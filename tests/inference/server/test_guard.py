@@ -16,7 +16,7 @@ from starlette.types import Message
 from megatron.config.generation import ServerConfig
 from megatron.errors import ConfigError
 from megatron.inference.server.middleware import Guard
-from megatron.inference.server.run import find_token, take_address, url_of
+from megatron.inference.server.run import find_token, open_listener, url_of
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
 from tests.inference.server.smuggling import smuggle
@@ -147,7 +147,7 @@ def test_a_name_of_another_site_is_not(live: Live, host: str) -> None:
 def test_the_default_is_this_machine_alone() -> None:
     server = ServerConfig(port=0)
     assert find_token(server) is None
-    with take_address(server) as listener:
+    with open_listener(server) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         assert url_of(listener).startswith("http://127.0.0.1:")
 
@@ -173,9 +173,9 @@ def test_a_taken_port_and_a_foreign_address_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port} is already in use"):
-            take_address(ServerConfig(port=port))
+            open_listener(ServerConfig(port=port))
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1"):
-        take_address(ServerConfig(host="192.0.2.1", port=0))
+        open_listener(ServerConfig(host="192.0.2.1", port=0))
 
 
 def test_the_token_is_in_no_picture_of_the_settings(tokenizer_folder: Path) -> None:
