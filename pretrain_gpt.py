@@ -54,7 +54,7 @@ from megatron.finetuning.distillation import (
 from megatron.kernels.attention import Segments, number_segments
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
-from megatron.models.multi_token import Ahead
+from megatron.models.multi_token import DepthInputs
 from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.parallel.build import BuildContext
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
@@ -193,7 +193,7 @@ class GPTRecipe:
             hidden,
             loss_mask=mine.loss_mask,
             ahead=[
-                Ahead(one.tokens, one.position_ids, one.labels, one.loss_mask)
+                DepthInputs(one.tokens, one.position_ids, one.labels, one.loss_mask)
                 for one in inputs.ahead
             ],
         )

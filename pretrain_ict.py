@@ -31,7 +31,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.ict import build_ict_datasets
-from megatron.models.biencoder import BiEncoderModel, accuracy_among, compare_all
+from megatron.models.biencoder import BiEncoderModel, compare_all, top_k_accuracy
 from megatron.models.build import build_model
 from megatron.models.plan import RETRIEVAL_HEAD
 from megatron.parallel.build import BuildContext
@@ -110,7 +110,7 @@ class ICTRecipe:
         found = compare_all(vectors, layout.data, scale=scale)
         chosen = config.retriever.retriever_report_topk_accuracies
         # Accuracies have no gradient, so adding them to the loss changes nothing.
-        accuracies = {f"top{k}_acc": accuracy_among(found.places, k) for k in chosen}
+        accuracies = {f"top{k}_acc": top_k_accuracy(found.ranks, k) for k in chosen}
         return {"loss": found.loss, **accuracies}
 
 

@@ -317,7 +317,7 @@ def make_cache(
     if ahead is not None and model.part.head and options.speculation is not None:
         num_drafts = options.speculation.num_speculative_tokens
         depths = ahead.layers[: num_drafts if options.speculation.method == "mtp" else 0]
-        mixers |= {ahead.numbered_after + i: layer.mixer for i, layer in enumerate(depths)}
+        mixers |= {ahead.layer_offset + i: layer.mixer for i, layer in enumerate(depths)}
     for index, mixer in mixers.items():
         if isinstance(mixer, AttentionPlan):
             shapes[index] = mixer.cached(layout.tensor.size)

@@ -44,7 +44,7 @@ NETWORKS: dict[str, type[GPTModel | BertModel | T5Model]] = {
 }
 _STACKS = ("layers.", "encoder.layers.", "decoder.layers.")
 # Hugging Face's and Megatron Core's names, keyed by the last parts of our own names.
-_OTHER_NAMES = {
+_EXTERNAL_NAMES = {
     "attention.qkv": ("linear_qkv", "qkv_proj", "query_key_value", "c_attn"),
     "attention.qkv.query": ("q_proj",),
     "attention.qkv.key": ("k_proj",),
@@ -63,7 +63,7 @@ _OTHER_NAMES = {
     "attention.latent_up": ("linear_kv_up_proj", "kv_b_proj"),
 }
 # The same for recurrent mixers: Mamba-2 and gated delta nets.
-_OF_RECURRENT = {
+_EXTERNAL_RECURRENT_NAMES = {
     "attention.input": ("in_proj",),
     "attention.input.qkvz": ("in_proj_qkvz",),
     "attention.input.ba": ("in_proj_ba",),
@@ -115,21 +115,21 @@ def names_of(target: AdapterTarget) -> list[str]:
     """Return every name of a target, including the names of its layer."""
     layer, projection, is_recurrent, is_optional = target
     if is_optional:
-        within, _, module = layer.rpartition(".")
+        parent, _, module = layer.rpartition(".")
         if module == "output":
             return [OUTPUT_LAYER, "lm_head"]
-        return [layer, f"{layer}.weight", f"{within}.gate.weight"]
-    within, module, last = layer.rsplit(".", 2)
-    site, table = f"{module}.{last}", _OF_RECURRENT if is_recurrent else _OTHER_NAMES
-    others = (*table.get(site, ()), *table.get(f"{site}.{projection}", ()))
-    between = _MODULES.get("recurrent" if is_recurrent else module, (module,))
-    also = [f"{within}.{module}.{name}" for module in between for name in others]
-    return [layer, f"{layer}.{projection}", *also]
+        return [layer, f"{layer}.weight", f"{parent}.gate.weight"]
+    parent, module, last = layer.rsplit(".", 2)
+    site, table = f"{module}.{last}", _EXTERNAL_RECURRENT_NAMES if is_recurrent else _EXTERNAL_NAMES
+    external = (*table.get(site, ()), *table.get(f"{site}.{projection}", ()))
+    module_names = _MODULES.get("recurrent" if is_recurrent else module, (module,))
+    aliases = [f"{parent}.{module}.{name}" for module in module_names for name in external]
+    return [layer, f"{layer}.{projection}", *aliases]
 
 
 def target_names(targets: Iterable[AdapterTarget]) -> list[str]:
     """Return every name that --lora-target-modules accepts, including short names like `q_proj`."""
-    names = [name for one in targets for name in names_of(one)]
+    names = [name for target in targets for name in names_of(target)]
     return [*names, *{name.rpartition(".")[2] for name in names if "_" in name}]
 
 
@@ -140,22 +140,22 @@ def is_adapted(target: AdapterTarget, patterns: Sequence[str] | None) -> bool:
         target: The target.
         patterns: The value of --lora-target-modules. Without one, all linear layers have adapters.
     """
-    return any(is_target(target, each) for each in patterns or (ALL_LINEAR,))
+    return any(is_target(target, pattern) for pattern in patterns or (ALL_LINEAR,))
 
 
 def is_target(target: AdapterTarget, pattern: str) -> bool:
     """Return whether a pattern matches a target, its layer or a containing module."""
-    names, forms = names_of(target), [pattern, f"*.{pattern}"]
+    names, globs = names_of(target), [pattern, f"*.{pattern}"]
     if target.is_optional:
         if pattern == ALL_LINEAR or "*" in pattern.rpartition(".")[2]:
             return False
     else:
-        forms.append(f"{pattern}.*")
+        globs.append(f"{pattern}.*")
     return pattern == ALL_LINEAR or any(
-        fnmatchcase(prefix + name, form)
+        fnmatchcase(prefix + name, glob)
         for prefix in ("", "model.", "decoder.")
         for name in names
-        for form in forms
+        for glob in globs
     )
 
 
@@ -187,9 +187,9 @@ def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -
         assert isinstance(linear, Linear | ExpertLinear | Output | Router)
         if isinstance(linear, ExpertLinear | Router) and (plan.is_dora or plan.dropout):
             flag = "--use-dora" if plan.is_dora else f"--lora-dropout {plan.dropout}"
-            what = "experts" if isinstance(linear, ExpertLinear) else "routers"
+            layer_kind = "experts" if isinstance(linear, ExpertLinear) else "routers"
             raise ConfigError(
-                f"{flag}: adapters of {what} do not support this: drop the flag, or name "
+                f"{flag}: adapters of {layer_kind} do not support this: drop the flag, or name "
                 "other layers, for example --lora-target-modules linear_qkv linear_proj"
             )
         if isinstance(linear, Output):
@@ -221,7 +221,7 @@ def _check_output(config: ModelConfig, context: BuildContext) -> None:
         )
 
 
-def start_adapters(models: Iterable[nn.Module]) -> None:
+def initialize_adapters(models: Iterable[nn.Module]) -> None:
     """Initialize DoRA magnitudes from the frozen weights. Collective over tensor ranks."""
     for model in models:
         for _, linear in linear_layers(model):
@@ -238,13 +238,13 @@ def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
         models: The models, or parts of them.
     """
     layers = [linear for model in models for _, linear in linear_layers(model)]
-    held = [linear.adapter for linear in layers]
+    adapters = [linear.adapter for linear in layers]
     for linear in layers:
         linear.adapter = None
     try:
         yield
     finally:
-        for linear, adapter in zip(layers, held, strict=True):
+        for linear, adapter in zip(layers, adapters, strict=True):
             linear.adapter = adapter
 
 
@@ -283,4 +283,6 @@ def count_adapters(config: ModelConfig, vocabulary: int) -> int:
     """
     layers = adapted_layers(config, vocabulary).values()
     adapters = (layer.adapter for layer in layers)
-    return sum(p.numel() for one in adapters if one is not None for p in one.parameters())
+    return sum(
+        p.numel() for adapter in adapters if adapter is not None for p in adapter.parameters()
+    )

@@ -54,8 +54,10 @@ def count_active_parameters(plan: ModelPlan) -> int:
     idle = 0
     for layer in layers_of(plan, whole_model(len(plan.layers))):
         if isinstance(layer.mlp, MixturePlan):
-            each = Mixture.expert_parameters(layer.mlp, WeightSplit()) // layer.mlp.router.experts
-            idle += each * (layer.mlp.router.experts - layer.mlp.router.chosen)
+            per_expert = (
+                Mixture.expert_parameters(layer.mlp, WeightSplit()) // layer.mlp.router.experts
+            )
+            idle += per_expert * (layer.mlp.router.experts - layer.mlp.router.chosen)
     return count_parameters(plan) - idle
 
 
@@ -85,11 +87,11 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) 
 
 def count_depth_parameters(plan: ModelPlan, split: WeightSplit) -> int:
     """Count the parameters of the multi-token prediction layers on one process."""
-    ahead = multi_token_plan(plan)
-    if ahead is None:
+    mtp = multi_token_plan(plan)
+    if mtp is None:
         return 0
-    layers = sum(Block.parameter_count(layer, split) for layer in ahead.layers)
-    return layers + MultiToken.parameter_count(ahead, split.tensor)
+    layers = sum(Block.parameter_count(layer, split) for layer in mtp.layers)
+    return layers + MultiToken.parameter_count(mtp, split.tensor)
 
 
 def count_part_experts(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
@@ -101,24 +103,24 @@ def count_part_experts(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> 
 
 def count_part_matrices(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
     """Count the elements of a model part's layer matrices on one process."""
-    own = sum(Block.matrix_parameters(layer, split) for layer in layers_of(plan, part))
-    ahead = multi_token_plan(plan)
-    return plan.towers * own + (MultiToken.matrix_parameters(ahead) if ahead and part.head else 0)
+    count = sum(Block.matrix_parameters(layer, split) for layer in layers_of(plan, part))
+    mtp = multi_token_plan(plan)
+    return plan.towers * count + (MultiToken.matrix_parameters(mtp) if mtp and part.head else 0)
 
 
 def largest_layer(plan: ModelPlan, split: WeightSplit) -> tuple[int, int]:
     """Count the parameters of the largest layer on one process, and those of its experts."""
-    alone = (
+    single_layers = (
         ModelPart(range(i, i + 1), embedding=False, head=False) for i in range(len(plan.layers))
     )
-    plan, ahead = replace(plan, towers=1), multi_token_plan(plan)
-    found = [
+    plan, mtp = replace(plan, towers=1), multi_token_plan(plan)
+    counts = [
         (count_part_parameters(plan, part, split), count_part_experts(plan, part, split))
-        for part in alone
+        for part in single_layers
     ]
-    if ahead is not None:  # a depth also has a projection
-        found.append((count_depth_parameters(plan, split) // ahead.depths, found[-1][1]))
-    return max(found)
+    if mtp is not None:  # a depth also has a projection
+        counts.append((count_depth_parameters(plan, split) // mtp.depths, counts[-1][1]))
+    return max(counts)
 
 
 def largest_matrix(plan: ModelPlan, split: WeightSplit) -> int:
@@ -130,8 +132,10 @@ def largest_matrix(plan: ModelPlan, split: WeightSplit) -> int:
 
 def largest_layer_matrix(plan: ModelPlan, split: WeightSplit) -> int:
     """Count the elements of the largest matrix of a layer that one process may hold."""
-    sublayers = {part for layer in plan.layers for part in layer.sublayers}
-    matrices = (one for part in sublayers for one in class_of(part).matrices(part, split))
+    sublayers = {sublayer for layer in plan.layers for sublayer in layer.sublayers}
+    matrices = (
+        shape for sublayer in sublayers for shape in class_of(sublayer).matrices(sublayer, split)
+    )
     return max(outputs * inputs for outputs, inputs in matrices)
 
 
@@ -153,33 +157,35 @@ def part_activations(
         seq_length: Number of tokens in a sequence, or in the encoder's sequence.
         decoder_seq_length: Number of tokens in the decoder's sequence, if there is one.
     """
-    passing = replace(batch, length=seq_length + (decoder_seq_length or 0))  # T5 sends both states
-    boundary = batch.width * passing.tokens * plan.hidden // batch.sequence
-    known: dict[tuple[int, int, int], tuple[int, int]] = {}  # most layers are identical
-    per_layer, again = [], [0]
+    sent = replace(batch, length=seq_length + (decoder_seq_length or 0))  # T5 sends both states
+    boundary = batch.width * sent.tokens * plan.hidden // batch.sequence
+    counted: dict[tuple[int, int, int], tuple[int, int]] = {}  # most layers are identical
+    per_layer, recomputed = [], [0]
     for index in part.layers:
         layer = plan.layers[index]
-        length, read = plan.lengths(index, seq_length, decoder_seq_length)
-        key = (id(layer), length, read)
-        if key not in known:
-            seen = replace(batch, length=length, encoder_length=read)
-            kept = Block.activation_bytes(layer, seen)
-            whole = Block.activation_bytes(layer, replace(seen, recomputed=frozenset()))
-            known[key] = kept, whole - kept
-        per_layer.append(known[key][0])
-        again.append(known[key][1])
+        length, encoder_length = plan.lengths(index, seq_length, decoder_seq_length)
+        key = (id(layer), length, encoder_length)
+        if key not in counted:
+            layer_batch = replace(batch, length=length, encoder_length=encoder_length)
+            kept = Block.activation_bytes(layer, layer_batch)
+            without_recompute = Block.activation_bytes(
+                layer, replace(layer_batch, recomputed=frozenset())
+            )
+            counted[key] = kept, without_recompute - kept
+        per_layer.append(counted[key][0])
+        recomputed.append(counted[key][1])
     total = sum(per_layer)
     if recompute is not None:
-        total = recompute.bytes_kept(per_layer, boundary, batch) + max(again)
-    ahead = multi_token_plan(plan)
-    if part.head and ahead is not None and not Depth.recomputes_all(recompute):
-        seen = replace(batch, length=seq_length)
-        total += sum(Block.activation_bytes(layer, seen) for layer in ahead.layers)
+        total = recompute.bytes_kept(per_layer, boundary, batch) + max(recomputed)
+    mtp = multi_token_plan(plan)
+    if part.head and mtp is not None and not Depth.recomputes_all(recompute):
+        layer_batch = replace(batch, length=seq_length)
+        total += sum(Block.activation_bytes(layer, layer_batch) for layer in mtp.layers)
     if plan.position_bias is not None:
         for stack in plan.stacks(part):
-            length, read = plan.lengths(stack.start, seq_length, decoder_seq_length)
+            length, encoder_length = plan.lengths(stack.start, seq_length, decoder_seq_length)
             total += PositionBias.activation_bytes(
-                plan.position_bias, replace(batch, length=length), both_ways=read == 0
+                plan.position_bias, replace(batch, length=length), bidirectional=encoder_length == 0
             )
     return total + (int(part.embedding) + int(part.head)) * boundary
 
@@ -213,14 +219,14 @@ def flops_per_token(
             only two thirds of their operations are counted. The adapters' own operations are not
             counted.
     """
-    last, ahead = decoder_seq_length or seq_length, multi_token_plan(plan)
-    products, scores = sum(kind.flops(head, last) for kind, head in heads_of(plan)), 0
-    works = [
-        Block.work(layer, *plan.lengths(index, seq_length, decoder_seq_length))
+    decoder_length, mtp = decoder_seq_length or seq_length, multi_token_plan(plan)
+    products, scores = sum(kind.flops(head, decoder_length) for kind, head in heads_of(plan)), 0
+    layer_flops = [
+        Block.flops(layer, *plan.lengths(index, seq_length, decoder_seq_length))
         for index, layer in enumerate(plan.layers)
     ]
-    works += [Block.work(layer, seq_length) for layer in (ahead.layers if ahead else ())]
-    for work in works:
-        products, scores = products + work.products, scores + work.scores
+    layer_flops += [Block.flops(layer, seq_length) for layer in (mtp.layers if mtp else ())]
+    for flops in layer_flops:
+        products, scores = products + flops.products, scores + flops.scores
     total = (products * 2 // 3 if trains_adapters else products) + scores
     return total // (seq_length + (decoder_seq_length or 0))

@@ -13,7 +13,7 @@ from megatron.kernels.amax import Handovers
 from megatron.kernels.attention import AttentionOptions, Mask, Segments
 from megatron.kernels.paged_attention import LatentHeads
 from megatron.kernels.rope import Rotation
-from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.norm import Norm, Stream, new_query_norm, normalize_projections
 from megatron.models.plan import AttentionPlan
 from megatron.parallel.build import BuildContext
@@ -244,12 +244,12 @@ class SelfAttention(nn.Module):
         self.layer_number = layer_number
         self.rotate = context.kernels.rotate
         self.split_rotate = context.kernels.split_rotate
-        names, both = ("query", "key", "value"), (plan.kv_heads * plan.head_size,) * 2
-        projections = adapted_as = Projections(names, (plan.query, *both), plan.kv_heads)
+        names, key_value = ("query", "key", "value"), (plan.kv_heads * plan.head_size,) * 2
+        projections = adapted_as = Projections(names, (plan.query, *key_value), plan.kv_heads)
         if plan.output_gate:
-            adapted_as = Projections(names, (2 * plan.query, *both), plan.kv_heads)
+            adapted_as = Projections(names, (2 * plan.query, *key_value), plan.kv_heads)
             names_with_gate = ("query", "gate", "key", "value")
-            widths = (plan.query, plan.query, *both)
+            widths = (plan.query, plan.query, *key_value)
             projections = Projections(names_with_gate, widths, plan.kv_heads)
         self.qkv = _projection(
             plan, projections, context, bias=plan.bias or plan.qkv_bias, adapted_as=adapted_as
@@ -263,9 +263,9 @@ class SelfAttention(nn.Module):
         )
         self.query_norm = self.key_norm = None
         if plan.qk_norm is not None:
-            of_query, of_key = plan.norm_sizes
-            self.query_norm = new_query_norm(plan.qk_norm, of_query, context)
-            self.key_norm = new_query_norm(plan.qk_norm, of_key, context)
+            query_size, key_size = plan.norm_sizes
+            self.query_norm = new_query_norm(plan.qk_norm, query_size, context)
+            self.key_norm = new_query_norm(plan.qk_norm, key_size, context)
         self.sinks = new_sinks(plan, context)
         self.keeping_input = context.keeping("qkv_linear")
         self.keeping_output = context.keeping("attn_proj")
@@ -287,10 +287,10 @@ class SelfAttention(nn.Module):
         return count
 
     @staticmethod
-    def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
+    def flops(plan: AttentionPlan, length: int, encoder_length: int) -> Flops:
         """Count the operations. A causal mask halves the scores; a window reduces them further."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
-        return Work(products, (6 if plan.causal else 12) * plan.pairs(length) * plan.query)
+        return Flops(products, (6 if plan.causal else 12) * plan.pairs(length) * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
@@ -372,7 +372,7 @@ class SelfAttention(nn.Module):
             Queries [s, b, n/t, d], keys and values [s, b, g/t (at least 1), d]. With an output
             gate, each group's queries are followed by their gates, [s, b, 2 n/t, d].
         """
-        ranks, groups, parts = self.axis.size, self.plan.kv_heads, 1 + self.plan.output_gate
+        ranks, groups, query_parts = self.axis.size, self.plan.kv_heads, 1 + self.plan.output_gate
         if groups >= ranks:
             return self.split_rotate(
                 qkv,
@@ -382,13 +382,14 @@ class SelfAttention(nn.Module):
                 self.qkv.products.handovers.backward,
                 contiguous=self.query_norm is not None,
             )
-        per_group = parts * self.plan.heads // groups + 2
+        per_group = query_parts * self.plan.heads // groups + 2
         by_group = gather_to(qkv, self.axis).unflatten(2, (groups, per_group, -1))
-        sharing = ranks // groups  # ranks per group
-        mine = by_group[:, :, self.axis.rank // sharing]  # [s, b, n/g (or twice) + 2, d]
-        queries = mine[:, :, :-2].unflatten(2, (parts, -1))
-        query = queries.chunk(sharing, dim=3)[self.axis.rank % sharing].flatten(2, 3)
-        key, value = mine[:, :, -2:-1], mine[:, :, -1:]
+        ranks_per_group = ranks // groups
+        group = by_group[:, :, self.axis.rank // ranks_per_group]  # [s, b, n/g (or twice) + 2, d]
+        queries = group[:, :, :-2].unflatten(2, (query_parts, -1))
+        query = queries.chunk(ranks_per_group, dim=3)[self.axis.rank % ranks_per_group]
+        query = query.flatten(2, 3)
+        key, value = group[:, :, -2:-1], group[:, :, -1:]
         if rotation is None:
             return query, key, value
         return self.rotate(query, rotation), self.rotate(key, rotation), value
@@ -433,8 +434,8 @@ class CrossAttention(nn.Module):
         self.head_size = plan.head_size
         query = Projections(("query",), (plan.query,), plan.heads)
         self.query = _projection(plan, query, context, bias=plan.bias)
-        both = Projections(("key", "value"), (plan.query, plan.query), plan.heads)
-        self.key_value = _projection(plan, both, context, bias=plan.bias)
+        key_value = Projections(("key", "value"), (plan.query, plan.query), plan.heads)
+        self.key_value = _projection(plan, key_value, context, bias=plan.bias)
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="cross attention"
         )
@@ -455,16 +456,16 @@ class CrossAttention(nn.Module):
         return 3 * plan.query // split.tensor + plan.hidden if plan.bias else 0
 
     @staticmethod
-    def work(plan: AttentionPlan, length: int, encoder_length: int) -> Work:
+    def flops(plan: AttentionPlan, length: int, encoder_length: int) -> Flops:
         """Count the operations. Keys and values are computed for the encoder's tokens."""
         products = 12 * (length + encoder_length) * plan.hidden * plan.query
-        return Work(products, 12 * length * encoder_length * plan.query)
+        return Flops(products, 12 * length * encoder_length * plan.query)
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
         """Count the bytes of query, output, encoder keys and values, and of the scores if kept."""
-        each = 2 * plan.query // batch.tensor
-        saved = batch.width * (batch.tokens + batch.encoder_tokens) * each
+        per_token = 2 * plan.query // batch.tensor
+        saved = batch.width * (batch.tokens + batch.encoder_tokens) * per_token
         return saved + score_bytes(plan, batch, batch.encoder_length)
 
     def forward(self, x: Tensor, encoder: EncoderOutput) -> Tensor:
@@ -479,8 +480,8 @@ class CrossAttention(nn.Module):
         """
         query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, b, n/t, d]
         states = encoder.states.to(x.dtype)  # fp32 with an fp32 residual stream
-        both = self.key_value(states).unflatten(2, (-1, 2, self.head_size))  # [e, b, n/t, 2, d]
-        key, value = both.unbind(3)
+        key_value = self.key_value(states).unflatten(2, (-1, 2, self.head_size))
+        key, value = key_value.unbind(3)  # [e, b, n/t, d]
         return self.output(self.core(query, key, value, encoder.mask))
 
     @property

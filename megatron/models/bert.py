@@ -33,7 +33,7 @@ from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Axis
 from megatron.parallel.products import InFp32, Products
 
-SHORTEST_IN_ONE = 256  # tokens per sample; with 128 the flash kernel is slower
+MIN_PACKED_LENGTH = 256  # tokens per sample; with 128 the flash kernel is slower
 
 
 class BertResult(NamedTuple):
@@ -81,7 +81,7 @@ class BertModel(Network):
     ) -> None:
         """Build the modules of the part that this process holds."""
         super().__init__(plan, context, part)
-        self.shortest_in_one = SHORTEST_IN_ONE if _may_join_samples(plan, context) else None
+        self.min_packed_length = MIN_PACKED_LENGTH if _can_pack_samples(plan, context) else None
         self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
         self.final_norm = self.head = self.output = self.pooler = self.binary_head = None
         if not self.part.head:
@@ -125,14 +125,14 @@ class BertModel(Network):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if hidden is None:
             hidden = self.embed(tokens, positions, token_types)
-        shortest = self.shortest_in_one
-        in_one = self.training and shortest is not None and tokens.shape[1] >= shortest
-        if in_one:
+        min_length = self.min_packed_length
+        is_packed = self.training and min_length is not None and tokens.shape[1] >= min_length
+        if is_packed:
             hidden = hidden.transpose(0, 1).flatten(0, 1).unsqueeze(1)  # [b s, 1, h]
-        mask: Mask = Segments.of_padded(padding) if in_one else padding_mask(padding)
+        mask: Mask = Segments.of_padded(padding) if is_packed else padding_mask(padding)
         stream = self.layers.run(Stream(hidden), mask, self.rotation(positions))
         x: Tensor = stream.join() if self.final_norm is None else self.final_norm(stream)[1]
-        if in_one:
+        if is_packed:
             x = x.squeeze(1).unflatten(0, (len(tokens), -1)).transpose(0, 1).contiguous()
         if self.head is None or self.output is None:
             return x
@@ -142,7 +142,7 @@ class BertModel(Network):
         return BertResult(self.output(self.head(x), labels, loss_mask), order)
 
 
-def _may_join_samples(plan: ModelPlan, context: BuildContext) -> bool:
+def _can_pack_samples(plan: ModelPlan, context: BuildContext) -> bool:
     """Return whether the samples of a batch may be packed into one long sequence.
 
     Packed samples need no mask, and the flash kernel skips padding. Without dropout, cuDNN's kernel
@@ -265,7 +265,7 @@ class MaskedTokenHead(nn.Module):
         return result
 
 
-class BertChooser(BertModel):
+class BertTaskModel(BertModel):
     """A BERT with a task head that chooses among classes or among several texts.
 
     It has BERT's layers and pooler, then dropout and a linear layer, but no pretraining heads. Its
@@ -298,7 +298,7 @@ class BertChooser(BertModel):
             assert isinstance(task, ClassifierPlan), "the plan has no task head"
             self.add_module(head_name, Classifier(task, context))
 
-    def choose(
+    def score(
         self, tokens: Tensor, padding: Tensor, token_types: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
         """Score each of a sample's c texts. For classification, c is 1.

@@ -126,8 +126,8 @@ class BiEncoderModel(nn.Module):
         vectors = self.queries.encode(texts, padding)
         return Vectors(vectors[: len(queries)], vectors[len(queries) :])
 
-    def _tower(self, number: int) -> TextEncoder:
-        tower = self.get_submodule(self.towers[number])
+    def _tower(self, index: int) -> TextEncoder:
+        tower = self.get_submodule(self.towers[index])
         assert isinstance(tower, TextEncoder)
         return tower
 
@@ -138,12 +138,12 @@ class Retrieval(NamedTuple):
     Attributes:
         loss: The mean cross entropy of the correct contexts over the queries of all ranks. It is
             the same on every rank.
-        places: For each query, the number of contexts that score higher than the correct one, int64
+        ranks: For each query, the number of contexts that score higher than the correct one, int64
             [q].
     """
 
     loss: Tensor
-    places: Tensor
+    ranks: Tensor
 
 
 def compare_all(
@@ -167,16 +167,16 @@ def compare_all(
     contexts = gather_rows_to(vectors.contexts.float(), data)
     scores = queries @ contexts.t() * scale
     if counted is not None:
-        present = gather_rows_to(counted.float()[:, None], data)[:, 0] > 0
-        scores = scores.masked_fill(~present, -torch.inf)
-    own, count = len(vectors.queries), len(vectors.contexts)
-    right = torch.arange(len(queries), device=scores.device)
-    right = right // own * count + right % own
+        is_counted = gather_rows_to(counted.float()[:, None], data)[:, 0] > 0
+        scores = scores.masked_fill(~is_counted, -torch.inf)
+    num_queries, num_contexts = len(vectors.queries), len(vectors.contexts)
+    correct = torch.arange(len(queries), device=scores.device)
+    correct = correct // num_queries * num_contexts + correct % num_queries
     with torch.no_grad():
-        places = (scores > scores.gather(1, right[:, None])).sum(1)
-    return Retrieval(F.cross_entropy(scores, right), places)
+        ranks = (scores > scores.gather(1, correct[:, None])).sum(1)
+    return Retrieval(F.cross_entropy(scores, correct), ranks)
 
 
-def accuracy_among(places: Tensor, k: int) -> Tensor:
+def top_k_accuracy(ranks: Tensor, k: int) -> Tensor:
     """Return the percentage of queries whose correct context is among the k best."""
-    return 100 * (places < k).float().mean()
+    return 100 * (ranks < k).float().mean()

@@ -1,7 +1,7 @@
 """Transformer layers: one `Block` for each `LayerPlan`, and the stack that runs them.
 
 Each mixer and each MLP is a class, registered in `MIXERS` or `MLPS` under the `kind` of its plan.
-The class also states its costs: `matrices`, `vectors`, `work` and `activation_bytes` are functions
+The class also states its costs: `matrices`, `vectors`, `flops` and `activation_bytes` are functions
 of the plan, so counting needs no model.
 """
 
@@ -19,7 +19,7 @@ from megatron.kernels.amax import NO_HANDOVERS
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
-from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.delta_net import GatedDeltaNet
 from megatron.models.latent_attention import LatentAttention
 from megatron.models.mamba import AttentionWithMamba, Mamba
@@ -29,10 +29,10 @@ from megatron.models.norm import Joining, Norm, Stream, new_norm
 from megatron.models.plan import LayerPlan, SublayerPlan, rotaries
 from megatron.models.recompute import (
     RecomputePlan,
-    computed_again,
+    checkpointed,
+    discarding_output,
     layer_groups,
     recompute,
-    without_keeping,
 )
 from megatron.models.retrieval import (
     ChunkedCrossAttention,
@@ -55,7 +55,7 @@ class Sublayer(Protocol):
         """Count the parameters outside matrices that one process holds."""
         ...
 
-    def work(self, plan: Any, length: int, encoder_length: int, /) -> Work:
+    def flops(self, plan: Any, length: int, encoder_length: int, /) -> Flops:
         """Count the operations of the forward and backward passes for `length` tokens."""
         ...
 
@@ -133,9 +133,9 @@ class Block(nn.Module):
             )
         self.retriever = None
         if plan.retriever is not None:
-            layers, before = plan.retriever.layers, plan.retriever.numbered_after
+            layers, layer_offset = plan.retriever.layers, plan.retriever.layer_offset
             self.retriever = LayerStack(
-                layers, context.within_rank(), range(len(layers)), numbered_after=before
+                layers, context.within_rank(), range(len(layers)), layer_offset=layer_offset
             )
         self.mlp, kind = None, "" if plan.mlp is None else plan.mlp.kind
         self.recomputes_mlp = _MODULES.get(kind) in context.recomputed
@@ -159,57 +159,66 @@ class Block(nn.Module):
     @staticmethod
     def matrix_parameters(plan: LayerPlan, split: WeightSplit) -> int:
         """Count the elements of a layer's matrices on one process."""
-        own = sum(
+        count = sum(
             outputs * inputs
             for sublayer in plan.sublayers
             for outputs, inputs in class_of(sublayer).matrices(sublayer, split)
         )
-        return own + sum(Block.matrix_parameters(layer, split) for layer in plan.encoding)
+        return count + sum(Block.matrix_parameters(layer, split) for layer in plan.encoding)
 
     @staticmethod
     def parameter_count(plan: LayerPlan, split: WeightSplit) -> int:
         """Count the parameters that one process holds."""
         norm = Norm.parameter_count(plan.norm, plan.hidden)
         layers = (plan, *plan.encoding)
-        parts = [part for layer in layers for part in layer.sublayers]
-        norms = (plan.norms_input + plan.norms_output) * len(parts) - plan.shares_norm
-        vectors = sum(class_of(part).vectors(part, split) for part in parts) + norms * norm
+        sublayers = [sublayer for layer in layers for sublayer in layer.sublayers]
+        norms = (plan.norms_input + plan.norms_output) * len(sublayers) - plan.shares_norm
+        vectors = (
+            sum(class_of(sublayer).vectors(sublayer, split) for sublayer in sublayers)
+            + norms * norm
+        )
         return Block.matrix_parameters(plan, split) + vectors
 
     @staticmethod
-    def work(plan: LayerPlan, length: int, encoder_length: int = 0) -> Work:
+    def flops(plan: LayerPlan, length: int, encoder_length: int = 0) -> Flops:
         """Count the operations of the forward and backward passes for one sample."""
-        each = [class_of(part).work(part, length, encoder_length) for part in plan.sublayers]
+        sublayer_flops = [
+            class_of(sublayer).flops(sublayer, length, encoder_length)
+            for sublayer in plan.sublayers
+        ]
         if plan.retriever is not None:
             sizes = plan.retriever.retrieval
             neighbors = length // sizes.chunk * sizes.neighbors
             for layer in plan.encoding:
-                products, scores = Block.work(layer, sizes.retrieved)
-                each.append(Work(neighbors * products, neighbors * scores))
-        return Work(sum(work.products for work in each), sum(work.scores for work in each))
+                products, scores = Block.flops(layer, sizes.retrieved)
+                sublayer_flops.append(Flops(neighbors * products, neighbors * scores))
+        return Flops(
+            sum(flops.products for flops in sublayer_flops),
+            sum(flops.scores for flops in sublayer_flops),
+        )
 
     @staticmethod
     def activation_bytes(plan: LayerPlan, batch: MicroBatch) -> int:
         """Count the bytes kept for the backward pass, including those of the normalizations."""
         # Dropout adds one byte for each entry of its mask.
-        entry = 2 * batch.width + (1 if plan.dropout > 0 else 0)
-        entry += (plan.norms_input + plan.norms_output - 1) * batch.width
-        tokens = batch.tokens * plan.hidden // batch.sequence
+        element_bytes = 2 * batch.width + (1 if plan.dropout > 0 else 0)
+        element_bytes += (plan.norms_input + plan.norms_output - 1) * batch.width
+        elements = batch.tokens * plan.hidden // batch.sequence
         total = 0
-        for part in plan.sublayers:
-            if _MODULES.get(part.kind) in batch.recomputed:  # keeps only its input
-                total += entry * tokens
+        for sublayer in plan.sublayers:
+            if _MODULES.get(sublayer.kind) in batch.recomputed:  # keeps only its input
+                total += element_bytes * elements
                 continue
             recomputes = "layernorm" in batch.recomputed and _recomputes_norms(plan)
-            total += (entry - batch.width * recomputes) * tokens
-            total += class_of(part).activation_bytes(part, batch)
+            total += (element_bytes - batch.width * recomputes) * elements
+            total += class_of(sublayer).activation_bytes(sublayer, batch)
         if plan.shares_norm:
-            total -= batch.width * tokens
+            total -= batch.width * elements
         if plan.retriever is not None:
             sizes = plan.retriever.retrieval
             neighbors = batch.sequences * (batch.length // sizes.chunk) * sizes.neighbors
-            encoded = replace(batch, sequences=neighbors, length=sizes.retrieved)
-            total += sum(Block.activation_bytes(layer, encoded) for layer in plan.encoding)
+            neighbor_batch = replace(batch, sequences=neighbors, length=sizes.retrieved)
+            total += sum(Block.activation_bytes(layer, neighbor_batch) for layer in plan.encoding)
         return total
 
     def forward(
@@ -235,15 +244,15 @@ class Block(nn.Module):
         """
         inputs = (mask, rotation, cache)
         if self.is_parallel:
-            return self._add_both(stream, inputs)
+            return self._add_parallel(stream, inputs)
         if self.attention is not None:
             norms = self.attention_norm, self.attention_output_norm
             stream = self._add(stream, norms, self.attention, inputs, "attention output")
         if self.cross_norm is not None:
             assert encoder is not None, "a decoder's layer reads the encoder's output"
             norms, cross = (self.cross_norm, None), self.cross_attention
-            read = (encoder,) if self.retriever is None else (encoder, self.retriever)
-            stream = self._add(stream, norms, cross, read, "cross output")
+            cross_inputs = (encoder,) if self.retriever is None else (encoder, self.retriever)
+            stream = self._add(stream, norms, cross, cross_inputs, "cross output")
         if self.mlp is not None:
             assert self.mlp_norm is not None, "only parallel layers share their normalization"
             norms = self.mlp_norm, self.mlp_output_norm
@@ -257,17 +266,20 @@ class Block(nn.Module):
         if not torch.is_grad_enabled():
             return sublayer(normal, *inputs)
         if self.mlp is not None and sublayer is self.mlp and self.recomputes_mlp:
-            return computed_again(
-                sublayer, normal, again=self.routers.paused, stops_early=self.stops_early
+            return checkpointed(
+                sublayer,
+                normal,
+                recompute_context=self.routers.paused,
+                stops_early=self.stops_early,
             )
         if self.keeps_norms:
             with self.keeping_mlp() if sublayer is self.mlp else nullcontext():
                 return sublayer(normal, *inputs)
         kept = joined.detach()
-        with without_keeping(normal, lambda: norm(Stream(kept))[1]):
+        with discarding_output(normal, lambda: norm(Stream(kept))[1]):
             return sublayer(normal, *inputs)
 
-    def _add_both(self, stream: Stream, inputs: tuple[Any, ...]) -> Stream:
+    def _add_parallel(self, stream: Stream, inputs: tuple[Any, ...]) -> Stream:
         """Add the outputs of mixer and MLP, which both read the residual, to the residual."""
         assert self.attention is not None, "a rule refuses parallel residuals in hybrid models"
         assert self.mlp is not None, "a rule refuses parallel residuals in hybrid models"
@@ -347,7 +359,7 @@ class LayerStack(nn.ModuleDict):
         plans: Plans of all layers of the stack.
         context: Layout, device, kernels and number formats.
         layers: Indices, from 0, of the layers that this process holds.
-        numbered_after: Number of the model's layers before this stack, for example those of an
+        layer_offset: Number of the model's layers before this stack, for example those of an
             encoder.
         recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
@@ -358,7 +370,7 @@ class LayerStack(nn.ModuleDict):
         context: BuildContext,
         layers: range,
         *,
-        numbered_after: int = 0,
+        layer_offset: int = 0,
         recompute: RecomputePlan | None = None,
     ) -> None:
         """Build the layers that this process holds, and decide which are recomputed."""
@@ -366,7 +378,7 @@ class LayerStack(nn.ModuleDict):
         if recompute is not None:
             context = replace(context, recomputed=recompute.parts)
         for index in layers:
-            self[str(index)] = Block(plans[index], context, numbered_after + index + 1)
+            self[str(index)] = Block(plans[index], context, layer_offset + index + 1)
         kinds = rotaries(plans)
         self.rotaries = {
             index: kinds.index(rotary)
@@ -376,7 +388,7 @@ class LayerStack(nn.ModuleDict):
         self.groups = layer_groups(recompute, layers)
         layout = context.layout
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
-        self.saved_by = layout.tensor if splits else Axis()
+        self.saved_input_axis = layout.tensor if splits else Axis()
         self.on_host = context.on_host
         self.routers = context.registry.routers
         # Experts gather their own weights, so recomputation must not stop inside their forward
@@ -398,12 +410,12 @@ class LayerStack(nn.ModuleDict):
                 # Join the stream, so that a group keeps a single tensor.
                 x = stream.join()
                 x = recompute(
-                    self._joined,
+                    self._run_joined,
                     group.layers,
                     x,
                     *inputs,
-                    split_over=self.saved_by,
-                    again=self.routers.paused,
+                    split_over=self.saved_input_axis,
+                    recompute_context=self.routers.paused,
                     stops_early=self.stops_early,
                 )
                 stream = Stream(x)
@@ -411,13 +423,13 @@ class LayerStack(nn.ModuleDict):
                 stream = self._run(group.layers, stream, *inputs)
         return stream
 
-    def _joined(self, layers: range, x: Tensor, *inputs: Any) -> Tensor:
+    def _run_joined(self, layers: range, x: Tensor, *inputs: Any) -> Tensor:
         return self._run(layers, Stream(x), *inputs).join()
 
     def _run(self, layers: range, stream: Stream, *inputs: Any) -> Stream:
-        mask, rotations, *others = inputs
+        mask, rotations, *extra = inputs
         for index in layers:
             rotary = self.rotaries.get(index)
             rotation = None if rotary is None or not rotations else rotations[rotary]
-            stream = self[str(index)](stream, mask, rotation, *others)
+            stream = self[str(index)](stream, mask, rotation, *extra)
         return stream

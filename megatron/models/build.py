@@ -53,17 +53,17 @@ def run_context(
             them immediately.
         registry: Registry in which layers record what they will need; `None` creates a new one.
     """
-    parallel, numbers = config.parallel, config.precision
+    parallel, precision = config.parallel, config.precision
     is_shared = shares_weights(parallel, layout)
-    where = device.torch_device
+    torch_device = device.torch_device
     return BuildContext(
         layout,
-        where,
+        torch_device,
         parameter_device=torch.device("meta") if is_shared else None,
-        dtype=torch.float32 if is_shared else numbers.weight_dtype,
-        precision=numbers,
+        dtype=torch.float32 if is_shared else precision.weight_dtype,
+        precision=precision,
         kernels=choose_kernels(
-            config.model, numbers, layout, where, cp_comm_type=parallel.cp_comm_type
+            config.model, precision, layout, torch_device, cp_comm_type=parallel.cp_comm_type
         ),
         overlap=parallel.async_tensor_model_parallel_allreduce,
         exchange=exchange,
@@ -73,7 +73,7 @@ def run_context(
         frozen_format=frozen_format(config.model),
         halves_experts=layout.expert.size > 1 and parallel.overlap_moe_expert_parallel_comm,
         on_host=HostActivations(
-            where,
+            torch_device,
             frozenset(config.training.offload_modules),
             config.training.min_offloaded_tensor_size,
         )

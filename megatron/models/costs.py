@@ -1,7 +1,7 @@
 """Data types used to count the costs of a layer.
 
 A layer's class counts the weights, operations and bytes that the layer takes. Besides the layer's
-plan it needs `WeightSplit` and `MicroBatch`, and it returns operations as `Work`.
+plan it needs `WeightSplit` and `MicroBatch`, and it returns operations as `Flops`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Work(NamedTuple):
+class Flops(NamedTuple):
     """Floating-point operations of the forward and backward passes for one sample.
 
     Attributes:

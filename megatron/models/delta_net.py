@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.amax import Handovers
 from megatron.kernels.delta_rule import chunked_delta_rule, delta_rule_step
-from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.norm import Norm, Stream
 from megatron.models.plan import NormPlan
-from megatron.models.recurrence import CausalConvolution, RecurrentMixer, own_part
+from megatron.models.recurrence import CausalConvolution, RecurrentMixer, local_slice
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
@@ -80,9 +80,9 @@ class GatedDeltaNet(RecurrentMixer):
         self.decay = of_heads(init=Init("log_uniform", *_DECAY))
         self.time_step = of_heads(init=ONES)
         # Each rank normalizes its own heads.
-        several = context.layout.tensor.size > 1
+        is_split = context.layout.tensor.size > 1
         self.norm = Norm(
-            NormPlan("RMSNorm", plan.epsilon), plan.value_size, context, partial_gradient=several
+            NormPlan("RMSNorm", plan.epsilon), plan.value_size, context, partial_gradient=is_split
         )
         self.output = Linear(
             plan.values,
@@ -105,11 +105,11 @@ class GatedDeltaNet(RecurrentMixer):
     @staticmethod
     def vectors(plan: GatedDeltaNetPlan, split: WeightSplit) -> int:
         """Count the parameters of convolution, heads and normalization on one process."""
-        split_up = plan.convolved * plan.convolution + 2 * plan.value_heads
-        return split_up // split.tensor + plan.value_size
+        count = plan.convolved * plan.convolution + 2 * plan.value_heads
+        return count // split.tensor + plan.value_size
 
     @staticmethod
-    def work(plan: GatedDeltaNetPlan, length: int, encoder_length: int) -> Work:
+    def flops(plan: GatedDeltaNetPlan, length: int, encoder_length: int) -> Flops:
         """Count the operations of the projections, and of the delta rule in chunks."""
         each = GatedDeltaNet.matrices(plan, WeightSplit())
         products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
@@ -118,12 +118,12 @@ class GatedDeltaNet(RecurrentMixer):
         # with the state.
         head = chunk * (keys + values) + 2 * chunk * values + 6 * keys * values
         token = plan.value_heads * head + plan.key_heads * 4 * chunk * keys
-        return Work(products, 3 * length * (token + 2 * plan.convolved * plan.convolution))
+        return Flops(products, 3 * length * (token + 2 * plan.convolved * plan.convolution))
 
     @staticmethod
     def activation_bytes(plan: GatedDeltaNetPlan, batch: MicroBatch) -> int:
         """Count the bytes that projections, convolution and delta rule keep, mostly in fp32."""
-        wide = 0
+        fp32_elements = 0
         if "core_attn" not in batch.recomputed:
             keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, batch.length)
             # For each value head: three tensors of decays and the scores; two scalings of the key;
@@ -132,11 +132,12 @@ class GatedDeltaNet(RecurrentMixer):
             # three tensors each of queries and keys, and their lengths.
             head = 4 * chunk + 2 * keys + 2 * (keys + values) + values + keys * values / chunk
             head += 4 * values + 5
-            wide = int(plan.value_heads * head)
-            wide += plan.key_heads * (2 * chunk + 6 * keys + 2)
-            wide += 3 * plan.convolved  # inputs and results of the convolution and of its SiLU
+            fp32_elements = int(plan.value_heads * head)
+            fp32_elements += plan.key_heads * (2 * chunk + 6 * keys + 2)
+            # Inputs and results of the convolution and of its SiLU.
+            fp32_elements += 3 * plan.convolved
         projected = batch.width * (sum(plan.widths) + plan.values)
-        return batch.tokens * (projected + _FP32 * wide) // batch.tensor
+        return batch.tokens * (projected + _FP32 * fp32_elements) // batch.tensor
 
     def mix(
         self,
@@ -171,13 +172,13 @@ class GatedDeltaNet(RecurrentMixer):
             The normalized outputs [s, b, m, (n / m) d] in the type of `projected`, and new states.
         """
         plan, heads = self.plan, projected.shape[2]
-        keys, _, values, _, served, _ = (width // plan.key_heads for width in plan.widths)
+        keys, _, values, _, values_per_key, _ = (width // plan.key_heads for width in plan.widths)
         channels, gate, rate, decay = projected.split(
-            (2 * keys + values, values, served, served), dim=3
+            (2 * keys + values, values, values_per_key, values_per_key), dim=3
         )
-        part = partial(own_part, axis=axis)
+        part = partial(local_slice, axis=axis)
         kernels = self.kernels_for(projected, states)
-        convolved, last = self.convolution(
+        convolved, conv_state = self.convolution(
             channels.flatten(2),
             None if states is None else states[0],
             documents,
@@ -187,26 +188,26 @@ class GatedDeltaNet(RecurrentMixer):
         if kernels is not None and len(projected) > 1:
             convolved = convolved.to(projected.dtype)
         query, key, value = convolved.unflatten(2, (heads, -1)).split((keys, keys, values), dim=3)
-        value = value.unflatten(3, (served, -1)).flatten(2, 3)  # [s, b, n, d]
+        value = value.unflatten(3, (values_per_key, -1)).flatten(2, 3)  # [s, b, n, d]
         of_heads = part(len(self.decay))
-        speed, bias = (vector[of_heads].float() for vector in (self.decay, self.time_step))
-        decay = -speed.exp() * F.softplus(decay.flatten(2).float() + bias)
+        log_rate, bias = (vector[of_heads].float() for vector in (self.decay, self.time_step))
+        decay = -log_rate.exp() * F.softplus(decay.flatten(2).float() + bias)
         inputs = (query, key, value, decay, rate.flatten(2).float().sigmoid())
         matrices = None if states is None else states[1]
         if len(projected) == 1 and matrices is not None:
-            one = delta_rule_step if kernels is None else kernels.delta_rule_step
-            read, matrices = one(*inputs, state=matrices)
+            step = delta_rule_step if kernels is None else kernels.delta_rule_step
+            out, matrices = step(*inputs, state=matrices)
         else:
             rule: Callable[..., tuple[Tensor, Tensor]]
             rule = partial(chunked_delta_rule, chunk=plan.chunk)
             if kernels is not None:
                 rule = kernels.delta_rule
-            read, matrices = rule(*inputs, documents=documents, state=matrices)
+            out, matrices = rule(*inputs, documents=documents, state=matrices)
         if kernels is not None and len(projected) > 1:
-            gate = gate.reshape(read.shape)
-            read = kernels.gated_norm(read, gate, self.norm.weight, plan.epsilon, gate_first=False)
-            return read.unflatten(2, (heads, -1)).flatten(3), (last, matrices)
-        _, normal = self.norm(Stream(read))
-        gated = normal.view_as(read).float().unflatten(2, (heads, -1)).flatten(3)
+            gate = gate.reshape(out.shape)
+            out = kernels.gated_norm(out, gate, self.norm.weight, plan.epsilon, gate_first=False)
+            return out.unflatten(2, (heads, -1)).flatten(3), (conv_state, matrices)
+        _, normal = self.norm(Stream(out))
+        gated = normal.view_as(out).float().unflatten(2, (heads, -1)).flatten(3)
         gated = gated * F.silu(gate.float())
-        return gated.to(projected.dtype), (last, matrices)
+        return gated.to(projected.dtype), (conv_state, matrices)

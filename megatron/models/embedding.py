@@ -36,9 +36,9 @@ class VectorTable(nn.Module):
             partial_gradient=self.sequence.size > 1,
         )
 
-    def forward(self, numbers: Tensor) -> Tensor:
+    def forward(self, indices: Tensor) -> Tensor:
         """Look up indices [s, b]; return [s, b, h], or [s/t, b, h] with sequence parallelism."""
-        part = numbers.chunk(self.sequence.size)[self.sequence.rank]
+        part = indices.chunk(self.sequence.size)[self.sequence.rank]
         return F.embedding(part, self.weight)
 
 

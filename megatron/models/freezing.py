@@ -101,11 +101,11 @@ def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     for name, parameter in network_without_memory(config, vocabulary).named_parameters():
         stack, *parts = name.removeprefix("encoder.").removeprefix("decoder.").split(".")
-        place = stack if stack == "embedding" else "head"
+        module = stack if stack == "embedding" else "head"
         if stack == "layers":
-            before = config.num_layers if name.startswith("decoder.") else 0
-            place = f"layers.{before + int(parts[0])}"
-        counts[place] += 0 if is_frozen(name, config) else parameter.numel()
+            offset = config.num_layers if name.startswith("decoder.") else 0
+            module = f"layers.{offset + int(parts[0])}"
+        counts[module] += 0 if is_frozen(name, config) else parameter.numel()
     return counts
 
 
@@ -134,42 +134,51 @@ def check_frozen(
         return
     parameters = {name: p for part in parts for name, p in part.named_parameters()}
     names = list(parameters)
-    known = [target for part in parts for target in targets_of(part)]
+    adapter_targets = [target for part in parts for target in targets_of(part)]
     targets = config.lora_target_modules or ()
-    met = [any(matches(name, pattern) for name in names) for pattern in patterns]
-    met += [any(is_target(one, pattern) for one in known) for pattern in targets]
-    found = all_reduce(torch.tensor([*met, False], device=device).int(), layout.world).tolist()
-    for pattern, count in zip(patterns, found, strict=False):
+    is_matched = [any(matches(name, pattern) for name in names) for pattern in patterns]
+    is_matched += [
+        any(is_target(target, pattern) for target in adapter_targets) for pattern in targets
+    ]
+    counts = all_reduce(
+        torch.tensor([*is_matched, False], device=device).int(), layout.world
+    ).tolist()
+    for pattern, count in zip(patterns, counts, strict=False):
         if not count:
-            near = " or ".join(near_names(pattern, names))
-            raise ConfigError(f"--freeze {pattern} matches no parameter: try {near}")
-    for pattern, count in zip(targets, found[len(patterns) :], strict=False):
+            suggestions = " or ".join(similar_names(pattern, names))
+            raise ConfigError(f"--freeze {pattern} matches no parameter: try {suggestions}")
+    for pattern, count in zip(targets, counts[len(patterns) :], strict=False):
         if not count:
-            near = " or ".join(near_names(pattern, target_names(known)))
-            raise ConfigError(f"--lora-target-modules {pattern} matches no layer: try {near}")
+            suggestions = " or ".join(similar_names(pattern, target_names(adapter_targets)))
+            raise ConfigError(
+                f"--lora-target-modules {pattern} matches no layer: try {suggestions}"
+            )
     is_idle = not any(parameter.requires_grad for parameter in parameters.values())
     idle = torch.tensor([is_idle], device=device).int()
     if all_reduce(idle, layout.world).item():
-        where = "weights of a pipeline stage are" if layout.pipeline.size > 1 else "weights are"
+        subject = "weights of a pipeline stage are" if layout.pipeline.size > 1 else "weights are"
         flag = "--retro-freeze-gpt"
         if targets:
             flag = " ".join(("--lora-target-modules", *targets))
         elif patterns:
             flag = " ".join(("--freeze", *patterns))
         raise ConfigError(
-            f"{flag}: all {where} frozen, so nothing is left to train: freeze fewer weights"
+            f"{flag}: all {subject} frozen, so nothing is left to train: freeze fewer weights"
         )
 
 
-def near_names(pattern: str, names: Iterable[str]) -> list[str]:
+def similar_names(pattern: str, names: Iterable[str]) -> list[str]:
     """Return a few names of parameters or modules that resemble a pattern."""
     import difflib  # needed only for error messages
 
-    known = {
+    candidates = {
         ".".join(parts[:end])
         for parts in (re.sub(r"layers\.\d+\.", "layers.*.", name).split(".") for name in names)
         for end in range(1, len(parts) + 1)
         if parts[end - 1] not in ("layers", "*")
     }
-    asked = re.sub(r"layers\.\d+\.", "layers.*.", pattern)
-    return difflib.get_close_matches(asked, sorted(known), n=3, cutoff=0) or sorted(known)[:3]
+    query = re.sub(r"layers\.\d+\.", "layers.*.", pattern)
+    return (
+        difflib.get_close_matches(query, sorted(candidates), n=3, cutoff=0)
+        or sorted(candidates)[:3]
+    )

@@ -17,7 +17,7 @@ from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
 from megatron.models.head import Output, TokenScore
 from megatron.models.mixture_plan import MixturePlan
-from megatron.models.multi_token import Ahead, MultiToken, run_depths
+from megatron.models.multi_token import DepthInputs, MultiToken, run_depths
 from megatron.models.network import Network
 from megatron.models.norm import Stream, new_norm
 from megatron.models.plan import AttentionPlan, ClassifierPlan, ModelPlan, multi_token_plan
@@ -47,7 +47,7 @@ class GPTModel(Network):
         """Build the modules of the part that this process holds."""
         super().__init__(plan, context, part)
         self.layers = LayerStack(plan.layers, context, self.part.layers, recompute=recompute)
-        self.joins_samples = _may_join_samples(plan, context, self.part)
+        self.packs_samples = _can_pack_samples(plan, context, self.part)
         self.final_norm = self.output = self.score = self.mtp = None
         if self.part.head:
             self.final_norm = new_norm(plan.final_norm, plan.hidden, context)
@@ -56,11 +56,11 @@ class GPTModel(Network):
                 self.score = TokenScore(score, context)
             else:
                 assert plan.output is not None
-                ahead = multi_token_plan(plan)
-                uses = 1 + (ahead.depths if ahead is not None else 0)
+                mtp = multi_token_plan(plan)
+                uses = 1 + (mtp.depths if mtp is not None else 0)
                 self.output = Output(plan.output, context, self.embedding, uses=uses)
-                if ahead is not None:
-                    self.mtp = MultiToken(ahead, context, recompute)
+                if mtp is not None:
+                    self.mtp = MultiToken(mtp, context, recompute)
 
     def forward(
         self,
@@ -71,7 +71,7 @@ class GPTModel(Network):
         hidden: Tensor | None = None,
         cache: KeyValueCache | None = None,
         loss_mask: Tensor | None = None,
-        ahead: Sequence[Ahead] = (),
+        ahead: Sequence[DepthInputs] = (),
     ) -> Tensor:
         """Run the layers of this part once.
 
@@ -99,7 +99,7 @@ class GPTModel(Network):
             losses and of each depth's, [1 + depths].
         """
         length = tokens.shape[1]
-        documents = mask if self.joins_samples and isinstance(mask, Segments) else None
+        documents = mask if self.packs_samples and isinstance(mask, Segments) else None
         if documents is not None and labels is not None and loss_mask is not None:
             # Put all samples in one row. The segments keep them apart, and the flash kernel then
             # needs no copies of queries, keys, values and results.
@@ -119,16 +119,16 @@ class GPTModel(Network):
             scores: Tensor = self.output(x, labels, loss_mask)
             return scores
         assert self.mtp is not None, "the model predicts one token"
-        vectors = [
-            self.embed(one.tokens, one.position_ids, site=f"embedding {depth} ahead")
-            for depth, one in enumerate(ahead, 1)
+        embeddings = [
+            self.embed(inputs.tokens, inputs.position_ids, site=f"embedding {depth} ahead")
+            for depth, inputs in enumerate(ahead, 1)
         ]
         # The layers of the depths have the same rotary embeddings as the last layer.
         rotation = self.rotation_in(self.plan.layers[-1], rotations)
-        further = run_depths(self.mtp, x, vectors, mask, rotation)
+        depth_states = run_depths(self.mtp, x, embeddings, mask, rotation)
         sums = [self.output(x, labels, loss_mask)]
-        for states, one in zip(further, ahead, strict=True):
-            sums.append(self.output(states, one.labels, one.loss_mask))
+        for states, inputs in zip(depth_states, ahead, strict=True):
+            sums.append(self.output(states, inputs.labels, inputs.loss_mask))
         return torch.stack(sums)
 
     def states(self, tokens: Tensor, hidden: Tensor | None, cache: KeyValueCache) -> Tensor:
@@ -156,10 +156,10 @@ class GPTModel(Network):
             cache: The depth's keys and values of earlier tokens.
         """
         assert self.mtp is not None, "the model predicts one token"
-        vectors = self.embed(tokens, cache.positions)
+        embeddings = self.embed(tokens, cache.positions)
         rotations = self.rotation(cache.positions, cache.lengths)
         rotation = self.rotation_in(self.plan.layers[-1], rotations)
-        states: Tensor = self.mtp[depth](hidden, vectors, None, rotation, cache)
+        states: Tensor = self.mtp[depth](hidden, embeddings, None, rotation, cache)
         return states
 
     def logits(self, states: Tensor) -> Tensor:
@@ -181,18 +181,18 @@ class GPTModel(Network):
 
         The arguments are those of `forward` plus the number of this rank's tokens in a sequence.
         """
-        sequence: int | Tensor
+        sequence_length: int | Tensor
         if cache is None:
-            sequence = length * self.layout.context.size
+            sequence_length = length * self.layout.context.size
             if isinstance(mask, Segments) and mask.positions is not None:
                 positions = mask.positions
             else:
-                positions = local_positions(sequence, self.layout.context, tokens.device)
+                positions = local_positions(sequence_length, self.layout.context, tokens.device)
         else:
-            sequence, positions = cache.lengths, cache.positions
+            sequence_length, positions = cache.lengths, cache.positions
         if hidden is None:
             hidden = self.embed(tokens, positions if position_ids is None else position_ids)
-        rotations = self.rotation(positions, sequence)
+        rotations = self.rotation(positions, sequence_length)
         stream = self.layers.run(Stream(hidden), mask, rotations, cache)
         if self.final_norm is None:
             return stream.join(), rotations
@@ -200,7 +200,7 @@ class GPTModel(Network):
         return normal, rotations
 
 
-def _may_join_samples(plan: ModelPlan, context: BuildContext, part: ModelPart) -> bool:
+def _can_pack_samples(plan: ModelPlan, context: BuildContext, part: ModelPart) -> bool:
     """Return whether a batch of samples with documents may be packed into one long sequence.
 
     This requires that no layer's result for a token depends on where its document is in the batch.

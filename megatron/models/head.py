@@ -59,7 +59,9 @@ class Output(nn.Module):
         precision = context.precision
         fuses = precision.cross_entropy_loss_fusion
         library = find_library(context.device).library if fuses else None
-        self.form = choose_cross_entropy(library, in_16_bits=precision.fp16_lm_cross_entropy)
+        self.cross_entropy = choose_cross_entropy(
+            library, in_16_bits=precision.fp16_lm_cross_entropy
+        )
         # The loss is computed in chunks, so the logits of all tokens are never in memory together.
         self.is_chunked = fuses and precision.cross_entropy_fusion_impl == "linear"
         self.products = context.kernels.output_products
@@ -119,10 +121,10 @@ class Output(nn.Module):
         """
         if self.scale is not None:
             x = x * self.scale
-        low, bias = None, self.bias
+        low_rank, bias = None, self.bias
         if self.adapter is not None:
-            x, low = self.adapter.project_down(x)
-            bias = bias if low is None else None  # added after the adapter's output
+            x, low_rank = self.adapter.project_down(x)
+            bias = bias if low_rank is None else None  # added after the adapter's output
         call, slot = LinearCall(x, self._matrix(), bias), self._gradient.slot
         if labels is not None and self.is_chunked:
             chunked = linear_cross_entropy(
@@ -130,15 +132,15 @@ class Output(nn.Module):
                 labels.t(),
                 self.communication,
                 loss_mask=None if loss_mask is None else loss_mask.t(),
-                form=self.form,
+                form=self.cross_entropy,
                 slot=slot,
             )
             return chunked.losses.t() if loss_mask is None else chunked.total
         transport = around(self.communication)
         products = self.products if labels is None else PLAIN
         logits = parallel_linear(call, transport, slot=slot, products=products)
-        if self.adapter is not None and low is not None:
-            logits = self.adapter.add_product(low, logits, self._matrix())
+        if self.adapter is not None and low_rank is not None:
+            logits = self.adapter.add_product(low_rank, logits, self._matrix())
             logits = logits if self.bias is None else logits + self.bias
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -146,13 +148,13 @@ class Output(nn.Module):
             return logits.transpose(0, 1)
         axis = self.communication.axis
         losses = vocabulary_cross_entropy(
-            logits, labels.t(), axis, form=self.form, reuse_logits=True
+            logits, labels.t(), axis, form=self.cross_entropy, reuse_logits=True
         ).t()
         return losses if loss_mask is None else (losses * loss_mask).sum()
 
     def _matrix(self) -> nn.Parameter:
-        owner = self._tied[0] if self._tied else self
-        matrix: nn.Parameter = owner.weight  # type: ignore[assignment]
+        module = self._tied[0] if self._tied else self
+        matrix: nn.Parameter = module.weight  # type: ignore[assignment]
         return matrix
 
 
@@ -196,9 +198,9 @@ class TokenScore(Linear):
         scores = super().forward(x).squeeze(-1).t()
         # Each rank fills in its own tokens' scores, with zeros elsewhere; the sum has all scores.
         # Every rank computes the same loss, so each gradient goes to the rank that holds the token.
-        before, part = self.sequence.rank * scores.shape[1], scores.shape[1]
-        after = (self.sequence.size - 1) * part - before
-        return reduce_from(F.pad(scores, (before, after)), self.sequence)
+        offset, part = self.sequence.rank * scores.shape[1], scores.shape[1]
+        after = (self.sequence.size - 1) * part - offset
+        return reduce_from(F.pad(scores, (offset, after)), self.sequence)
 
 
 def masked_mean(total: Tensor, mask: Tensor) -> Tensor:

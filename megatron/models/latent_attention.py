@@ -26,7 +26,7 @@ from megatron.models.attention import (
     new_sinks,
     score_bytes,
 )
-from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import LatentAttentionPlan
 from megatron.parallel.adapter import WHOLE, Adapter
@@ -126,12 +126,12 @@ class LatentAttention(nn.Module):
         return count
 
     @staticmethod
-    def work(plan: LatentAttentionPlan, length: int, encoder_length: int) -> Work:
+    def flops(plan: LatentAttentionPlan, length: int, encoder_length: int) -> Flops:
         """Count the operations. A causal mask halves the scores; a window reduces them further."""
-        each = LatentAttention.matrices(plan, WeightSplit())
-        products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
+        shapes = LatentAttention.matrices(plan, WeightSplit())
+        products = 6 * length * sum(outputs * inputs for outputs, inputs in shapes)
         width = plan.heads * (plan.key_size + plan.value_size)
-        return Work(products, (3 if plan.causal else 6) * plan.pairs(length) * width)
+        return Flops(products, (3 if plan.causal else 6) * plan.pairs(length) * width)
 
     @staticmethod
     def activation_bytes(plan: LatentAttentionPlan, batch: MicroBatch) -> int:
@@ -166,17 +166,17 @@ class LatentAttention(nn.Module):
         rotation = None if plan.rotary is None else rotation
         with self.keeping_input():
             query = self._query(x, rotation)
-            latent, shared = self._latent(x, rotation)
+            latent, rope_key = self._latent(x, rotation)
         if plan.query_scale != 1:
             query = query * plan.query_scale
         query = self._padded(query)
         if cache is not None:
             options = self.core.options(None, self.sinks)
             options = options._replace(scale=plan.scale or plan.head_size**-0.5)
-            vectors = torch.cat((latent, shared.squeeze(2)), dim=2)
+            vectors = torch.cat((latent, rope_key.squeeze(2)), dim=2)
             context = cache.attend_latent(query, vectors, self, options)
         else:
-            context = self.core(query, *self._heads(latent, shared), mask, self.sinks)
+            context = self.core(query, *self._heads(latent, rope_key), mask, self.sinks)
         context = context.unflatten(2, (-1, plan.head_size))[..., : plan.value_size]
         with self.keeping_output():
             return self.output(context.flatten(2))
@@ -189,10 +189,10 @@ class LatentAttention(nn.Module):
             tokens: A function that returns, for each vector, the index of a new token of its
                 sequence, int64 [l].
         """
-        vector, shared = latent.unsqueeze(1).split((self.plan.rank, self.plan.rope_size), dim=2)
+        vector, rope_key = latent.unsqueeze(1).split((self.plan.rank, self.plan.rope_size), dim=2)
         stack = self.latent_up.adapter
         with stack.reading(tokens) if isinstance(stack, AdapterStack) else nullcontext():
-            key, value = self._heads(vector, shared.unsqueeze(2))
+            key, value = self._heads(vector, rope_key.unsqueeze(2))
         return key.squeeze(1), value.squeeze(1)
 
     def absorbed(self, query: Tensor) -> Tensor:
@@ -205,15 +205,15 @@ class LatentAttention(nn.Module):
             [s, n/t, rank + rope].
         """
         nope, rope, _ = query.tensor_split((self.plan.nope_size, self.plan.key_size), dim=2)
-        factors = self._factors(len(query))
+        factors = self._adapter_factors(len(query))
         if factors is not None and factors.ratios is not None:
             nope = nope * self._by_head(factors.ratios, dim=1)[0]
-        to_key, _ = self._by_head(self._merged())  # [n/t, nope, rank]
+        to_key, _ = self._by_head(self._merged_weight())  # [n/t, nope, rank]
         absorbed = torch.bmm(nope.transpose(0, 1), to_key)  # [n/t, s, rank]
         if factors is not None:
             up, _ = self._by_head(factors.b)  # [n/t, nope, ranks]
-            low = torch.bmm(nope.transpose(0, 1), up) * factors.used
-            absorbed = absorbed + low @ factors.a
+            low_rank = torch.bmm(nope.transpose(0, 1), up) * factors.used
+            absorbed = absorbed + low_rank @ factors.a
         return torch.cat((absorbed.transpose(0, 1), rope), dim=2)
 
     def values(self, mixed: Tensor) -> Tensor:
@@ -225,14 +225,14 @@ class LatentAttention(nn.Module):
         Returns:
             [s, n/t, d].
         """
-        _, to_value = self._by_head(self._merged())  # [n/t, value_size, rank]
+        _, to_value = self._by_head(self._merged_weight())  # [n/t, value_size, rank]
         by_head = mixed.transpose(0, 1)
         out = torch.bmm(by_head, to_value.transpose(1, 2))  # [n/t, s, value_size]
-        factors = self._factors(len(mixed))
+        factors = self._adapter_factors(len(mixed))
         if factors is not None:
             _, up = self._by_head(factors.b)  # [n/t, value_size, ranks]
-            low = (by_head @ factors.a.t()) * factors.used
-            out = out + torch.bmm(low, up.transpose(1, 2))
+            low_rank = (by_head @ factors.a.t()) * factors.used
+            out = out + torch.bmm(low_rank, up.transpose(1, 2))
         out = out.transpose(0, 1)
         if factors is not None and factors.ratios is not None:
             out = out * self._by_head(factors.ratios, dim=1)[1]
@@ -243,24 +243,26 @@ class LatentAttention(nn.Module):
         """Bias [h] to be added in the residual sum; `None` if there is none."""
         return self.output.bias_to_add
 
-    def _heads(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+    def _heads(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's keys and values [s, b, n/t, d].
 
         Args:
             latent: [s, b, rank], or this rank's part with sequence parallelism.
-            shared: The rotary keys of all tokens, [s, b, 1, rope].
+            rope_key: The rotary keys of all tokens, [s, b, 1, rope].
         """
-        both = self.latent_up(latent).unflatten(2, (-1, self.plan.nope_size + self.plan.value_size))
-        nope, value = both.split((self.plan.nope_size, self.plan.value_size), dim=3)
-        key = torch.cat((nope, shared.expand(-1, -1, nope.shape[2], -1)), dim=3)
+        key_value = self.latent_up(latent).unflatten(
+            2, (-1, self.plan.nope_size + self.plan.value_size)
+        )
+        nope, value = key_value.split((self.plan.nope_size, self.plan.value_size), dim=3)
+        key = torch.cat((nope, rope_key.expand(-1, -1, nope.shape[2], -1)), dim=3)
         return self._padded(key), self._padded(value)
 
-    def _merged(self) -> Tensor:
+    def _merged_weight(self) -> Tensor:
         """Return the matrix that computes keys and values, with a single adapter merged into it."""
         weight, adapter = self.latent_up.weight, self.latent_up.adapter
         return adapter.merged(weight).to(weight.dtype) if isinstance(adapter, Adapter) else weight
 
-    def _factors(self, tokens: int) -> TokenFactors | None:
+    def _adapter_factors(self, tokens: int) -> TokenFactors | None:
         """Return the adapter factors of the step's first tokens; `None` if they use no adapter."""
         stack = self.latent_up.adapter
         return stack.factors(tokens) if isinstance(stack, AdapterStack) else None
@@ -273,8 +275,8 @@ class LatentAttention(nn.Module):
 
     def _padded(self, heads: Tensor) -> Tensor:
         """Pad heads to `head_size` with zeros, which change neither scores nor other channels."""
-        missing = self.plan.head_size - heads.shape[-1]
-        return F.pad(heads, (0, missing)) if missing else heads
+        padding = self.plan.head_size - heads.shape[-1]
+        return F.pad(heads, (0, padding)) if padding else heads
 
     def _query(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """Return this rank's queries [s, b, n/t, nope + rope]."""
@@ -293,13 +295,13 @@ class LatentAttention(nn.Module):
 
         The keys cover all tokens, [s, b, 1, rope], and are already rotated.
         """
-        latent, shared = self.latent_down(x).split((self.plan.rank, self.plan.rope_size), dim=2)
+        latent, rope_key = self.latent_down(x).split((self.plan.rank, self.plan.rope_size), dim=2)
         if self.latent_norm is not None:
             _, latent = self.latent_norm(Stream(latent))
         # The gradient of these keys is the sum of the contributions of all ranks' heads.
-        pass_on = gather_rows_to if self.layout.sequence_parallel else copy_to
-        shared = pass_on(shared.contiguous(), self.layout.tensor).unsqueeze(2)
-        return latent, shared if rotation is None else self.rotate(shared, rotation)
+        collect = gather_rows_to if self.layout.sequence_parallel else copy_to
+        rope_key = collect(rope_key.contiguous(), self.layout.tensor).unsqueeze(2)
+        return latent, rope_key if rotation is None else self.rotate(rope_key, rotation)
 
 
 def _linear(

@@ -24,8 +24,8 @@ from megatron.kernels.amax import NO_HANDOVERS, Handovers
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache, SelfAttention
-from megatron.models.costs import MicroBatch, WeightSplit, Work
-from megatron.models.recurrence import CausalConvolution, RecurrentMixer, own_part
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
+from megatron.models.recurrence import CausalConvolution, RecurrentMixer, local_slice
 from megatron.models.recurrent_plan import MambaPlan, ParallelMambaPlan
 from megatron.parallel.adapter import WHOLE
 from megatron.parallel.build import BuildContext
@@ -85,11 +85,11 @@ class Mamba(RecurrentMixer):
             self.norm = context.new_parameter((plan.inner,), init=ONES, split_dim=0)
         factors: Tensor | None = None  # one for each output of a group's projections
         if plan.factors:
-            each = [
+            blocks = [
                 torch.full((width // plan.groups,), factor, device=context.device)
                 for width, factor in zip(plan.widths, plan.factors, strict=True)
             ]
-            factors = torch.cat(each)
+            factors = torch.cat(blocks)
         self.register_buffer("factors", factors, persistent=False)
         self.factors: Tensor | None
         self.output = Linear(
@@ -120,18 +120,18 @@ class Mamba(RecurrentMixer):
         return count // split.tensor + (plan.hidden if plan.bias else 0)
 
     @staticmethod
-    def work(plan: MambaPlan, length: int, encoder_length: int) -> Work:
+    def flops(plan: MambaPlan, length: int, encoder_length: int) -> Flops:
         """Count the operations of the projections as products, and those of the scan as scores.
 
         Within a chunk, the causal mask halves the products of C with B and their products with x.
         Writing to the state and reading from it take one multiplication each per state element and
         token.
         """
-        each = Mamba.matrices(plan, WeightSplit())
-        products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
+        shapes = Mamba.matrices(plan, WeightSplit())
+        products = 6 * length * sum(outputs * inputs for outputs, inputs in shapes)
         chunk = min(plan.chunk, length)
-        inside = chunk * (plan.groups * plan.state + plan.inner)
-        return Work(products, 3 * length * (inside + 4 * plan.inner * plan.state))
+        intra_chunk = chunk * (plan.groups * plan.state + plan.inner)
+        return Flops(products, 3 * length * (intra_chunk + 4 * plan.inner * plan.state))
 
     @staticmethod
     def activation_bytes(plan: MambaPlan, batch: MicroBatch) -> int:
@@ -139,16 +139,16 @@ class Mamba(RecurrentMixer):
         # In fp32 the gate is a view of the whole projection.
         gate = sum(plan.widths) if batch.width == _FP32 else plan.inner
         # Input and result of the convolution, before and after SiLU; the gated normalization.
-        around = gate + 3 * plan.convolved + 4 * plan.inner + 2 * plan.heads
-        total = batch.tokens * (_FP32 * around + batch.width * plan.inner) // batch.tensor
+        outside_scan = gate + 3 * plan.convolved + 4 * plan.inner + 2 * plan.heads
+        total = batch.tokens * (_FP32 * outside_scan + batch.width * plan.inner) // batch.tensor
         if "core_attn" in batch.recomputed:
             return total
         chunk = min(plan.chunk, batch.length)
         pairs = chunk * (2 * plan.heads + plan.groups)
         # Four tensors like x, two copies of B and C, and two of the states before each chunk.
-        each = 4 * plan.inner + 4 * plan.groups * plan.state + 4 * plan.heads
+        inside_scan = 4 * plan.inner + 4 * plan.groups * plan.state + 4 * plan.heads
         states = 2 * plan.inner * plan.state // chunk
-        return total + _FP32 * batch.tokens * (pairs + each + states) // batch.tensor
+        return total + _FP32 * batch.tokens * (pairs + inside_scan + states) // batch.tensor
 
     def mix(
         self,
@@ -174,9 +174,9 @@ class Mamba(RecurrentMixer):
             projected = (projected * self.factors).to(projected.dtype)
         inner, _, vector, _, heads = (width // plan.groups for width in plan.widths)
         gate, channels, steps = projected.split((inner, inner + 2 * vector, heads), dim=3)
-        part = partial(own_part, axis=axis)
+        part = partial(local_slice, axis=axis)
         kernels = self.kernels_for(projected, states)
-        convolved, last = self.convolution(
+        convolved, conv_state = self.convolution(
             channels.flatten(2),
             None if states is None else states[0],
             documents,
@@ -194,32 +194,37 @@ class Mamba(RecurrentMixer):
         )
         x = inputs.unflatten(3, (heads, -1))
         steps = F.softplus(steps.float() + bias)
-        before = None
+        initial_state = None
         if states is not None:
-            before = states[1].unflatten(1, (groups, heads))
-        if len(x) == 1 and before is not None:
-            one = step if kernels is None else kernels.step
-            out, after = one(x, steps, -decay.exp(), b, c, before)
+            initial_state = states[1].unflatten(1, (groups, heads))
+        if len(x) == 1 and initial_state is not None:
+            step_function = step if kernels is None else kernels.step
+            out, final_state = step_function(x, steps, -decay.exp(), b, c, initial_state)
         else:
-            core: Callable[..., tuple[Tensor, Tensor]]
-            core = partial(scan, chunk=plan.chunk) if kernels is None else kernels.scan
-            kept = b, c, before, documents
+            scan_function: Callable[..., tuple[Tensor, Tensor]]
+            scan_function = partial(scan, chunk=plan.chunk) if kernels is None else kernels.scan
+            scan_inputs = b, c, initial_state, documents
             if self.recompute and torch.is_grad_enabled():
-                out, after = checkpoint(core, x, steps, -decay.exp(), *kept, use_reentrant=False)
+                out, final_state = checkpoint(
+                    scan_function, x, steps, -decay.exp(), *scan_inputs, use_reentrant=False
+                )
             else:
-                out, after = core(x, steps, -decay.exp(), *kept)
+                out, final_state = scan_function(x, steps, -decay.exp(), *scan_inputs)
         if self.norm is None:
             out = (out.float() + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
-            return out.to(projected.dtype), (last, after.flatten(1, 2))
+            return out.to(projected.dtype), (conv_state, final_state.flatten(1, 2))
         weight = self.norm[part(len(self.norm))].view(groups, inner)
         if kernels is not None and len(x) > 1:
             # One pass over memory for the sum, and one for gate and normalization.
             out = torch.addcmul(out, x, skip.to(x.dtype).unsqueeze(-1)).flatten(3)
             out = kernels.gated_norm(out, gate, weight, plan.epsilon, gate_first=True)
-            return out, (last, after.flatten(1, 2))
+            return out, (conv_state, final_state.flatten(1, 2))
         out = (out + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
         normal = out * (out.square().mean(3, keepdim=True) + plan.epsilon).rsqrt()
-        return (normal * weight.float()).to(projected.dtype), (last, after.flatten(1, 2))
+        return (normal * weight.float()).to(projected.dtype), (
+            conv_state,
+            final_state.flatten(1, 2),
+        )
 
 
 class AttentionWithMamba(SelfAttention):
@@ -260,17 +265,17 @@ class AttentionWithMamba(SelfAttention):
         return SelfAttention.vectors(plan, split) + Mamba.vectors(plan.mamba, split)
 
     @staticmethod
-    def work(plan: ParallelMambaPlan, length: int, encoder_length: int) -> Work:  # type: ignore[override]
+    def flops(plan: ParallelMambaPlan, length: int, encoder_length: int) -> Flops:  # type: ignore[override]
         """Count the operations of both mixers."""
-        products, scores = SelfAttention.work(plan, length, encoder_length)
-        of_mamba = Mamba.work(plan.mamba, length, encoder_length)
-        return Work(products + of_mamba.products, scores + of_mamba.scores)
+        products, scores = SelfAttention.flops(plan, length, encoder_length)
+        mamba_flops = Mamba.flops(plan.mamba, length, encoder_length)
+        return Flops(products + mamba_flops.products, scores + mamba_flops.scores)
 
     @staticmethod
     def activation_bytes(plan: ParallelMambaPlan, batch: MicroBatch) -> int:  # type: ignore[override]
         """Count the bytes that both mixers keep for the backward pass."""
-        of_mamba = Mamba.activation_bytes(plan.mamba, batch)
-        return SelfAttention.activation_bytes(plan, batch) + of_mamba
+        mamba_bytes = Mamba.activation_bytes(plan.mamba, batch)
+        return SelfAttention.activation_bytes(plan, batch) + mamba_bytes
 
     def forward(
         self,
@@ -280,9 +285,9 @@ class AttentionWithMamba(SelfAttention):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Return the scaled sum of both mixers' outputs; see `SelfAttention.forward` for shapes."""
-        of_attention, of_mamba = self.output_factors
+        attention_factor, mamba_factor = self.output_factors
         attended = super().forward(x, mask, rotation, cache)
-        return attended * of_attention + self.mamba(x, mask, rotation, cache) * of_mamba
+        return attended * attention_factor + self.mamba(x, mask, rotation, cache) * mamba_factor
 
 
 def step(
@@ -337,7 +342,7 @@ def scan(
     chunk = min(chunk, length)
     x, steps, b, c = (_chunks(part, chunk) for part in (x, steps, b, c))
     masks = None if documents is None else _DocumentMasks(documents, chunk)
-    sums = (steps * rates).cumsum(1)  # logarithm of the decay since the chunk's start
+    log_decay = (steps * rates).cumsum(1)  # logarithm of the decay since the chunk's start
     weighted = x * steps.unsqueeze(-1)
 
     # Pairs of tokens within a chunk: [c, b, g, r, l, l].
@@ -353,26 +358,31 @@ def scan(
     out = torch.einsum("cbgrlm,cmbgrp->clbgrp", scores * decay, weighted)
 
     # The update of the state by each chunk, and the decay of the previous state.
-    left = (sums[:, -1:] - sums).exp()
-    whole, since = sums[:, -1].exp(), sums.exp()
+    decay_to_end = (log_decay[:, -1:] - log_decay).exp()
+    chunk_decay, decay_from_start = log_decay[:, -1].exp(), log_decay.exp()
     if masks is not None:
-        left, since = left * masks.reaches_end, since * masks.reaches_start
-        whole = whole * masks.reaches_through
-    added = torch.einsum("cmbgrp,cmbgn->cbgrpn", weighted * left.unsqueeze(-1), b)
-    state = torch.zeros_like(added[0]) if state is None else state
-    before = []
-    for kept, new in zip(whole[..., None, None].unbind(), added.unbind(), strict=True):
-        before.append(state)
-        state = state * kept + new
-    carried = torch.einsum("clbgn,cbgrpn->clbgrp", c, torch.stack(before))
-    return (out + carried * since.unsqueeze(-1)).flatten(0, 1)[:length], state
+        decay_to_end, decay_from_start = (
+            decay_to_end * masks.reaches_end,
+            decay_from_start * masks.reaches_start,
+        )
+        chunk_decay = chunk_decay * masks.reaches_through
+    chunk_updates = torch.einsum("cmbgrp,cmbgn->cbgrpn", weighted * decay_to_end.unsqueeze(-1), b)
+    state = torch.zeros_like(chunk_updates[0]) if state is None else state
+    initial_states = []
+    for state_decay, update in zip(
+        chunk_decay[..., None, None].unbind(), chunk_updates.unbind(), strict=True
+    ):
+        initial_states.append(state)
+        state = state * state_decay + update
+    from_states = torch.einsum("clbgn,cbgrpn->clbgrp", c, torch.stack(initial_states))
+    return (out + from_states * decay_from_start.unsqueeze(-1)).flatten(0, 1)[:length], state
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
     """Reshape [s, ...] to [c, l, ...], padding the end with zeros, which change no state."""
-    missing = -len(x) % chunk
-    if missing:
-        x = F.pad(x, (*[0, 0] * (x.dim() - 1), 0, missing))
+    padding = -len(x) % chunk
+    if padding:
+        x = F.pad(x, (*[0, 0] * (x.dim() - 1), 0, padding))
     return x.unflatten(0, (-1, chunk))
 
 
@@ -388,14 +398,14 @@ class _DocumentMasks:
 
     def __init__(self, documents: Tensor, chunk: int) -> None:
         """Compare the tokens' document indices, [s, b]."""
-        missing = -len(documents) % chunk
-        if missing:
-            documents = torch.cat((documents, documents[-1:].expand(missing, -1)))
-        numbers = documents.unflatten(0, (-1, chunk))  # [c, l, b]
-        by_sample = numbers.transpose(1, 2)
+        padding = -len(documents) % chunk
+        if padding:
+            documents = torch.cat((documents, documents[-1:].expand(padding, -1)))
+        indices = documents.unflatten(0, (-1, chunk))  # [c, l, b]
+        by_sample = indices.transpose(1, 2)
         self.same = by_sample.unsqueeze(3) == by_sample.unsqueeze(2)
-        last = numbers[:, -1:]
-        before = F.pad(last[:-1], (0, 0, 0, 0, 1, 0), value=-1)
-        self.reaches_end = (numbers == last)[..., None, None]
-        self.reaches_start = (numbers == before)[..., None, None]
-        self.reaches_through = (last == before)[:, 0, :, None, None]
+        last = indices[:, -1:]
+        previous = F.pad(last[:-1], (0, 0, 0, 0, 1, 0), value=-1)
+        self.reaches_end = (indices == last)[..., None, None]
+        self.reaches_start = (indices == previous)[..., None, None]
+        self.reaches_through = (last == previous)[:, 0, :, None, None]

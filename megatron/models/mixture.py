@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.grouped import collect
-from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.mixture_plan import MixturePlan
 from megatron.models.mlp import MLP
 from megatron.models.plan import MLPPlan
-from megatron.models.recompute import computed_again, without_keeping
-from megatron.models.router import Router, Routing, capacity
+from megatron.models.recompute import checkpointed, discarding_output
+from megatron.models.router import Router, Routing, expert_capacity
 from megatron.parallel.build import BuildContext
 from megatron.parallel.expert_exchange import Arrived, ExpertExchange
 from megatron.parallel.expert_linear import ExpertLinear
@@ -61,17 +61,17 @@ class Mixture(nn.Module):
 
         The matrices of all experts are counted as one stacked matrix.
         """
-        held = plan.router.experts // split.expert
-        each = MLP.matrices(plan.expert, split.of_experts)
+        local_experts = plan.router.experts // split.expert
+        expert_shapes = MLP.matrices(plan.expert, split.of_experts)
         shared = [] if plan.shared is None else MLP.matrices(plan.shared, split)
-        return [(held * outputs, inputs) for outputs, inputs in each] + shared
+        return [(local_experts * outputs, inputs) for outputs, inputs in expert_shapes] + shared
 
     @staticmethod
     def vectors(plan: MixturePlan, split: WeightSplit) -> int:
         """Count the parameters of the router, the gate and the biases on one process."""
-        held = plan.router.experts // split.expert
+        local_experts = plan.router.experts // split.expert
         count = plan.router.experts * (plan.hidden + plan.router.bias)
-        count += held * MLP.vectors(plan.expert, split.of_experts)
+        count += local_experts * MLP.vectors(plan.expert, split.of_experts)
         if plan.shared is not None:
             count += MLP.vectors(plan.shared, split) + plan.hidden * plan.gates_shared
             count += 2 * (plan.hidden + 1) * plan.weighs_shared
@@ -81,19 +81,19 @@ class Mixture(nn.Module):
     def expert_parameters(plan: MixturePlan, split: WeightSplit) -> int:
         """Count the parameters of the experts on one process, excluding the shared experts."""
         matrices = MLP.matrices(plan.expert, split.of_experts)
-        each = sum(outputs * inputs for outputs, inputs in matrices)
-        held = plan.router.experts // split.expert
-        return held * (each + MLP.vectors(plan.expert, split.of_experts))
+        per_expert = sum(outputs * inputs for outputs, inputs in matrices)
+        local_experts = plan.router.experts // split.expert
+        return local_experts * (per_expert + MLP.vectors(plan.expert, split.of_experts))
 
     @staticmethod
-    def work(plan: MixturePlan, length: int, encoder_length: int) -> Work:
+    def flops(plan: MixturePlan, length: int, encoder_length: int) -> Flops:
         """Count the operations of the experts that a token passes through."""
         router, gate = plan.router, plan.gates_shared + 2 * plan.weighs_shared
         products = 6 * length * plan.hidden * (router.experts + gate)
-        products += router.chosen * MLP.work(plan.expert, length, encoder_length).products
+        products += router.chosen * MLP.flops(plan.expert, length, encoder_length).products
         if plan.shared is not None:
-            products += MLP.work(plan.shared, length, encoder_length).products
-        return Work(products)
+            products += MLP.flops(plan.shared, length, encoder_length).products
+        return Flops(products)
 
     @staticmethod
     def activation_bytes(plan: MixturePlan, batch: MicroBatch) -> int:
@@ -102,14 +102,14 @@ class Mixture(nn.Module):
         A process receives `batch.imbalance` times as many rows as it sends. The imbalance is 1 if
         all experts get the same number of rows.
         """
-        router, forgotten = plan.router, batch.recomputed
+        router, recomputed = plan.router, batch.recomputed
         scores = 4 * batch.tokens // batch.sequence * 3 * router.experts
         # Each rank that splits an expert holds the rows of all the ranks that split it.
         rows = int(batch.expert_tokens * router.chosen * batch.imbalance)
-        inner = plan.expert.up + (0 if "moe_act" in forgotten else plan.expert.inner)
+        inner = plan.expert.up + (0 if "moe_act" in recomputed else plan.expert.inner)
         elements = inner // batch.expert_tensor + 2 * plan.hidden
         shared = 0
-        if plan.shared is not None and "shared_experts" not in forgotten:
+        if plan.shared is not None and "shared_experts" not in recomputed:
             shared = MLP.activation_bytes(plan.shared, batch)
         return scores + batch.width * rows * elements + shared
 
@@ -124,7 +124,7 @@ class Mixture(nn.Module):
         """
         router = plan.router
         largest = ranks * min(router.experts // ranks, router.chosen) / router.chosen
-        limit = capacity(tokens, router)
+        limit = expert_capacity(tokens, router)
         if limit is None:
             return largest
         return min(largest, max(router.experts * limit / (tokens * router.chosen), 1.0))
@@ -132,20 +132,20 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
         routing: Routing = self.router(x)
-        wait = self._start(x.flatten(0, 1), routing)
+        wait = self._run_experts(x.flatten(0, 1), routing)
         if self.shared is None:
             return wait().view_as(x)
         # The shared experts compute while the outputs of the other experts are sent.
-        shared = computed_again(self.shared, x) if self.recomputes_shared else self.shared(x)
+        shared = checkpointed(self.shared, x) if self.recomputes_shared else self.shared(x)
         out = wait().view_as(x)
         if self.coefficient is not None:
-            of_experts, of_shared = self.coefficient(x).unbind(-1)
-            return out * of_experts.unsqueeze(-1) + shared * of_shared.unsqueeze(-1)
+            expert_weight, shared_weight = self.coefficient(x).unbind(-1)
+            return out * expert_weight.unsqueeze(-1) + shared * shared_weight.unsqueeze(-1)
         if self.shared_gate is not None:
             shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
         return out + shared
 
-    def _start(self, tokens: Tensor, routing: Routing) -> Callable[[], Tensor]:
+    def _run_experts(self, tokens: Tensor, routing: Routing) -> Callable[[], Tensor]:
         """Pass tokens [T, h] through their experts. Return a function that waits for the outputs.
 
         With two halves, the second half's tokens are sent while the first half is computed, and the
@@ -158,8 +158,8 @@ class Mixture(nn.Module):
         halves = 2 if self._halves and self.training else 1
         parts = zip(*(x.tensor_split(halves) for x in (tokens, *routing)), strict=True)
         # Samples for training have the same length on all processes.
-        arrived = [self._exchange.send(*part, equally_many=self.training) for part in parts]
-        waits = [self._exchange.bring_back(self.experts(each), each) for each in arrived]
+        received = [self._exchange.send(*part, equally_many=self.training) for part in parts]
+        waits = [self._exchange.bring_back(self.experts(rows), rows) for rows in received]
         return waits[0] if halves == 1 else lambda: torch.cat([wait() for wait in waits])
 
 
@@ -221,17 +221,17 @@ class Experts(nn.Module):
         self.keeping_inner = context.keeping("moe_act")
         self._library, self._local = context.kernels.library, experts // context.layout.expert.size
 
-    def forward(self, arrived: Arrived) -> Tensor:
+    def forward(self, received: Arrived) -> Tensor:
         """Return the weighted sum of the local experts' outputs for each of R tokens, [R, h]."""
-        rows, grouping = arrived.rows(self._local, self._library)  # [n, h]
+        rows, grouping = received.rows(self._local, self._library)  # [n, h]
         with self.keeping_rows():
-            before = self.up(rows, grouping, arrived.later)  # [n, f], or [n, 2 f] if gated
+            pre_activation = self.up(rows, grouping, received.later)  # [n, f], or [n, 2 f] if gated
         with self.keeping_inner():
-            inner = self.activation(before)  # [n, f]
+            inner = self.activation(pre_activation)  # [n, f]
         if self.recomputes_activation and torch.is_grad_enabled():
-            kept = before.detach()
-            with without_keeping(inner, lambda: self.activation(kept)):
+            saved = pre_activation.detach()
+            with discarding_output(inner, lambda: self.activation(saved)):
                 outputs = self.down(inner, grouping)  # [n, h]
         else:
             outputs = self.down(inner, grouping)
-        return collect(outputs, arrived.weights, grouping, self._library)
+        return collect(outputs, received.weights, grouping, self._library)

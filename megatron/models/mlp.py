@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.kernels.amax import Handovers
-from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.plan import MLPPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
@@ -68,9 +68,9 @@ class MLP(nn.Module):
         return plan.up // split.tensor + plan.hidden if plan.bias else 0
 
     @staticmethod
-    def work(plan: MLPPlan, length: int, encoder_length: int) -> Work:
+    def flops(plan: MLPPlan, length: int, encoder_length: int) -> Flops:
         """Count the operations of the forward and backward passes."""
-        return Work(6 * length * plan.hidden * (plan.up + plan.inner))
+        return Flops(6 * length * plan.hidden * (plan.up + plan.inner))
 
     @staticmethod
     def activation_bytes(plan: MLPPlan, batch: MicroBatch) -> int:
@@ -79,10 +79,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. The caller adds `bias_to_add`."""
-        before = self.up(x)
+        pre_activation = self.up(x)
         if self.factors is not None:
-            before = (before.unflatten(-1, (2, -1)) * self.factors).flatten(-2).to(before.dtype)
-        out: Tensor = self.down(self.activation(before, self.up.bias_to_add))
+            scaled = pre_activation.unflatten(-1, (2, -1)) * self.factors
+            pre_activation = scaled.flatten(-2).to(pre_activation.dtype)
+        out: Tensor = self.down(self.activation(pre_activation, self.up.bias_to_add))
         return out if self.factor == 1 else out * self.factor
 
     @property

@@ -26,7 +26,7 @@ from megatron.models.costs import MicroBatch
 from megatron.models.head import Output
 from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import LayerPlan, ModelPlan, MultiTokenPlan, multi_token_plan
-from megatron.models.recompute import RecomputePlan, computed_again
+from megatron.models.recompute import RecomputePlan, checkpointed
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 
@@ -39,9 +39,9 @@ def without_multi_token(plan: ModelPlan) -> ModelPlan:
 
 def layers_of(plan: ModelPlan, part: ModelPart) -> list[LayerPlan]:
     """Return the layers of a part of the model, including those of multi-token prediction."""
-    ahead = multi_token_plan(plan)
-    own = [plan.layers[index] for index in part.layers]
-    return [*own, *(ahead.layers if part.head and ahead is not None else ())]
+    mtp = multi_token_plan(plan)
+    layers = [plan.layers[index] for index in part.layers]
+    return [*layers, *(mtp.layers if part.head and mtp is not None else ())]
 
 
 def copies_words(plan: ModelPlan) -> bool:
@@ -49,7 +49,7 @@ def copies_words(plan: ModelPlan) -> bool:
     return plan.ties_words or plan.embedding.ahead > 0
 
 
-class Ahead(NamedTuple):
+class DepthInputs(NamedTuple):
     """The inputs of a depth for a micro-batch, [b, s] each.
 
     Attributes:
@@ -100,7 +100,7 @@ class Depth(nn.Module):
             init=plan.init.weight(2 * hidden, hidden),
             bias=False,
         )
-        self.layer = Block(plan.layers[index], context, plan.numbered_after + index + 1)
+        self.layer = Block(plan.layers[index], context, plan.layer_offset + index + 1)
         self.final_norm = new_norm(plan.norm, hidden, context)
         self.fp32_residual = context.precision.fp32_residual_connection
         self.is_recomputed = self.recomputes_all(recompute)
@@ -137,8 +137,11 @@ class Depth(nn.Module):
         """
         inputs = (hidden, vectors, mask, rotation, cache)
         if self.is_recomputed and torch.is_grad_enabled():
-            return computed_again(
-                self._run, *inputs, again=self.routers.paused, stops_early=self.stops_early
+            return checkpointed(
+                self._run,
+                *inputs,
+                recompute_context=self.routers.paused,
+                stops_early=self.stops_early,
             )
         return self._run(*inputs)
 
@@ -151,8 +154,8 @@ class Depth(nn.Module):
         cache: KeyValueCache | None,
     ) -> Tensor:
         _, embedded = self.embedding_norm(Stream(vectors))
-        _, read = self.hidden_norm(Stream(hidden))
-        x = self.projection(torch.cat((embedded, read), -1))
+        _, normal = self.hidden_norm(Stream(hidden))
+        x = self.projection(torch.cat((embedded, normal), -1))
         stream = self.layer(Stream(x.float() if self.fp32_residual else x), mask, rotation, cache)
         result: Tensor
         _, result = self.final_norm(stream)
@@ -220,7 +223,7 @@ def run_depths(
         mask: Which keys a query may attend to.
         rotation: Rotation of queries and keys.
     """
-    found = [hidden]
-    for depth, read in zip(depths, vectors, strict=True):
-        found.append(depth(found[-1], read, mask, rotation))
-    return found[1:]
+    states = [hidden]
+    for depth, embeddings in zip(depths, vectors, strict=True):
+        states.append(depth(states[-1], embeddings, mask, rotation))
+    return states[1:]

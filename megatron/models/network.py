@@ -45,8 +45,8 @@ class Network(nn.Module):
     ) -> Tensor:
         """Return the embeddings of tokens [b, s] at positions [s] or [b, s] (see `Embedding`)."""
         assert isinstance(self.embedding, Embedding), "this part takes hidden states"
-        places = positions.expand_as(tokens)
-        vectors: Tensor = self.embedding(tokens, places, token_types, site=site)
+        position_ids = positions.expand_as(tokens)
+        vectors: Tensor = self.embedding(tokens, position_ids, token_types, site=site)
         return vectors
 
     def rotation(

@@ -57,7 +57,7 @@ class Norm(nn.Module):
     ) -> None:
         """Allocate the weight and the bias, if the plan has them."""
         super().__init__()
-        self.form = choose_add_norm(context.kernels.library)
+        self.add_norm = choose_add_norm(context.kernels.library)
         self.epsilon, self.offset = plan.epsilon, plan.offset
         new_vector = partial(context.new_parameter, (width,), partial_gradient=partial_gradient)
         if plan.weight:
@@ -88,7 +88,7 @@ class Norm(nn.Module):
         """
         weight = self.weight + 1 if self.offset else self.weight
         handovers = Handovers(handover, stream.handover)
-        return self.form(*stream[:2], weight, self.bias, self.epsilon, handovers)
+        return self.add_norm(*stream[:2], weight, self.bias, self.epsilon, handovers)
 
 
 def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> Norm:
@@ -156,21 +156,21 @@ def normalize_projections(
         local = torch.stack([value.mean((2, 3), keepdim=True) for value in values])
         return copy_to(reduce_from(local, axis), axis) / axis.size  # all ranks use the mean
 
-    wide = [part.to(dtype) for part in parts]
+    values = [part.to(dtype) for part in parts]
     if norms[0].bias is not None:
-        wide = [part - centre for part, centre in zip(wide, mean(wide), strict=True)]
-    variances = mean([part.square() for part in wide])
+        values = [part - average for part, average in zip(values, mean(values), strict=True)]
+    variances = mean([part.square() for part in values])
     results = []
-    for part, variance, norm in zip(wide, variances, norms, strict=True):
-        weight = _of_heads(norm.weight, part, axis) + norm.offset
+    for part, variance, norm in zip(values, variances, norms, strict=True):
+        weight = _head_slice(norm.weight, part, axis) + norm.offset
         normal = part * (variance + norm.epsilon).rsqrt() * weight
         if norm.bias is not None:
-            normal = normal + _of_heads(norm.bias, part, axis)
+            normal = normal + _head_slice(norm.bias, part, axis)
         results.append(normal.to(norm.weight.dtype))
     return results
 
 
-def _of_heads(vector: Tensor, part: Tensor, axis: Axis) -> Tensor:
+def _head_slice(vector: Tensor, part: Tensor, axis: Axis) -> Tensor:
     """Return a vector's entries for this rank's heads, [heads, d], in the heads' type."""
     heads, size = part.shape[2:]
     first = axis.rank * len(vector) // (axis.size * size)

@@ -426,13 +426,13 @@ class RetrieverPlan:
     Attributes:
         layers: Its layers.
         retrieval: The sizes of chunks and neighbors.
-        numbered_after: Number of the model's layers outside the encoder; its layers are numbered
+        layer_offset: Number of the model's layers outside the encoder; its layers are numbered
             after them.
     """
 
     layers: tuple[LayerPlan, ...]
     retrieval: RetrievalPlan
-    numbered_after: int
+    layer_offset: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,14 +471,14 @@ class PositionBiasPlan:
     Attributes:
         heads: Number of query heads.
         buckets: Number of distance buckets, each with a bias for every head.
-        longest: Distance at and beyond which all distances share one bucket.
+        max_distance: Distance at and beyond which all distances share one bucket.
         positions: Length of the longest sequence.
         init: Distribution of the initial table.
     """
 
     heads: int
     buckets: int
-    longest: int
+    max_distance: int
     positions: int
     init: InitPlan
 
@@ -556,14 +556,14 @@ class MultiTokenPlan(HeadPlan):
         layers: The transformer layer of each depth.
         norm: The plan of the normalizations of a depth's two inputs and its result.
         output: The model's output layer, which every depth also uses.
-        numbered_after: Number of the model's other layers, which are numbered before these.
+        layer_offset: Number of the model's other layers, which are numbered before these.
     """
 
     kind: str = "multi_token"
     layers: tuple[LayerPlan, ...]
     norm: NormPlan
     output: OutputPlan
-    numbered_after: int
+    layer_offset: int
 
     @property
     def depths(self) -> int:

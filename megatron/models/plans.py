@@ -488,7 +488,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
         layers=layers[-1:] * depths,
         norm=norm_plan(model),
         output=output_plan(model, vocabulary, bias=model.lm_head_bias),
-        numbered_after=len(layers),
+        layer_offset=len(layers),
     )
     return ModelPlan(
         embedding=replace(embedding_plan(model, vocabulary), ahead=depths),
@@ -537,7 +537,7 @@ def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
         bias = PositionBiasPlan(
             heads=model.num_attention_heads,
             buckets=model.relative_attention_num_buckets,
-            longest=model.relative_attention_max_distance,
+            max_distance=model.relative_attention_max_distance,
             positions=positions,
             init=init_plan(model),
         )
@@ -580,7 +580,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
     retriever = RetrieverPlan(
         layers=(reads_chunk, *[plain] * (model.retro_encoder_layers - 1)),
         retrieval=retrieval,
-        numbered_after=model.num_layers,
+        layer_offset=model.num_layers,
     )
     layers = list(gpt.layers)
     for index in retro_layers(model.num_layers):

@@ -24,35 +24,37 @@ from megatron.parallel.tied import SharedTable
 POSITION_TABLES = ("encoder.position_bias.weight", "decoder.position_bias.weight")
 
 
-def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, longest: int) -> Tensor:
+def relative_buckets(
+    distances: Tensor, *, bidirectional: bool, buckets: int, max_distance: int
+) -> Tensor:
     """Return the bucket of each distance.
 
     Half of a direction's buckets cover one distance each. The other buckets share the distances up
-    to `longest`, and the last one also covers all longer distances.
+    to `max_distance`, and the last one also covers all longer distances.
 
     Args:
         distances: Position of the key minus position of the query, in any shape.
-        both_ways: Whether later keys have their own buckets; otherwise they all fall into the first
-            one.
+        bidirectional: Whether later keys have their own buckets; otherwise they all fall into the
+            first one.
         buckets: Number of buckets, counting both directions.
-        longest: Distance in tokens at and beyond which all distances share the last bucket.
+        max_distance: Distance in tokens at and beyond which all distances share the last bucket.
 
     Returns:
         int64, at least 0 and less than `buckets`.
     """
     first = torch.zeros_like(distances)
-    if both_ways:
+    if bidirectional:
         buckets //= 2
         first = (distances > 0).long() * buckets
         distances = distances.abs()
     else:
         distances = (-distances).clamp(min=0)
-    alone = buckets // 2
+    max_exact = buckets // 2
     # Computed in fp32 and in this order, as in T5, because rounding decides at the boundary between
     # two buckets.
-    share = torch.log(distances.float() / alone) / math.log(longest / alone)
-    shared = alone + (share * (buckets - alone)).clamp(min=0).long()
-    return first + torch.where(distances < alone, distances, shared.clamp(max=buckets - 1))
+    log_fraction = torch.log(distances.float() / max_exact) / math.log(max_distance / max_exact)
+    large = max_exact + (log_fraction * (buckets - max_exact)).clamp(min=0).long()
+    return first + torch.where(distances < max_exact, distances, large.clamp(max=buckets - 1))
 
 
 class PositionBias(SharedTable):
@@ -64,31 +66,31 @@ class PositionBias(SharedTable):
     Args:
         plan: The plan of the position biases.
         context: Layout, device, kernels and number formats.
-        both_ways: Whether the table belongs to an encoder. A decoder's bias includes the causal
+        bidirectional: Whether the table belongs to an encoder. A decoder's bias includes the causal
             mask.
         is_copy: Whether another part of the model holds the original.
     """
 
     def __init__(
-        self, plan: PositionBiasPlan, context: BuildContext, *, both_ways: bool, is_copy: bool
+        self, plan: PositionBiasPlan, context: BuildContext, *, bidirectional: bool, is_copy: bool
     ) -> None:
         """Allocate the table and compute the bucket of every distance."""
         super().__init__()
-        self.both_ways = both_ways
+        self.bidirectional = bidirectional
         self.weight = context.new_parameter(
             (plan.buckets, plan.heads), init=plan.init.weight(plan.buckets, plan.heads), split_dim=1
         )
         spec = replace(spec_of(self.weight), is_copy=is_copy)
         self.weight.spec = spec  # type: ignore[attr-defined]
         # Computed on the CPU, so that the values are the same on every device.
-        reach = plan.positions - 1
-        found = relative_buckets(
-            torch.arange(-reach, reach + 1),
-            both_ways=both_ways,
+        max_offset = plan.positions - 1
+        buckets = relative_buckets(
+            torch.arange(-max_offset, max_offset + 1),
+            bidirectional=bidirectional,
             buckets=plan.buckets,
-            longest=plan.longest,
+            max_distance=plan.max_distance,
         )
-        self.register_buffer("buckets", found.to(context.device), persistent=False)
+        self.register_buffer("buckets", buckets.to(context.device), persistent=False)
         self.buckets: Tensor
 
     @staticmethod
@@ -97,12 +99,12 @@ class PositionBias(SharedTable):
         return plan.buckets * plan.heads // tensor
 
     @staticmethod
-    def activation_bytes(plan: PositionBiasPlan, batch: MicroBatch, *, both_ways: bool) -> int:
+    def activation_bytes(plan: PositionBiasPlan, batch: MicroBatch, *, bidirectional: bool) -> int:
         """Count the bytes of the bias that is added to the scores.
 
         An encoder's bias includes the padding mask, so every sample has its own.
         """
-        samples = batch.sequences if both_ways else 1
+        samples = batch.sequences if bidirectional else 1
         return batch.width * plan.heads // batch.tensor * samples * batch.length**2
 
     def forward(self, length: int, mask: Tensor | None) -> Tensor:
@@ -126,6 +128,6 @@ class PositionBias(SharedTable):
         # Window i has the distances from query s - 1 - i to every key. The backward pass sums in a
         # fixed order, and no tensor larger than [n/t, s, s] is ever in memory.
         bias = by_distance.unfold(1, length, 1).flip(1)[None]
-        if mask is None and not self.both_ways:
+        if mask is None and not self.bidirectional:
             mask = torch.ones(length, length, dtype=torch.bool, device=bias.device).tril()
         return bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)

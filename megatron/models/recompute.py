@@ -100,7 +100,7 @@ def recompute(
     x: Tensor,
     *others: Any,
     split_over: Axis,
-    again: Callable[[], AbstractContextManager[None]] = nullcontext,
+    recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     stops_early: bool = True,
 ) -> Tensor:
     """Return function(layers, x, *others), keeping only the arguments for the backward pass.
@@ -112,30 +112,37 @@ def recompute(
         *others: The other arguments of the function.
         split_over: The ranks that hold the same x, each of which keeps an equal part of it. A
             single process keeps it whole.
-        again: A function that returns the context in which `function` is recomputed.
+        recompute_context: A function that returns the context in which `function` is recomputed.
         stops_early: Whether to stop recomputing once backward has what it needs, which may be in
             the middle of a module's forward.
     """
     if split_over.size == 1 or not torch.is_grad_enabled():
-        return computed_again(function, layers, x, *others, again=again, stops_early=stops_early)
+        return checkpointed(
+            function,
+            layers,
+            x,
+            *others,
+            recompute_context=recompute_context,
+            stops_early=stops_early,
+        )
     shape, has_gradient = x.shape, x.requires_grad
     # A copy, because a view would keep the whole tensor alive.
     part = x.detach().reshape(-1).chunk(split_over.size)[split_over.rank].clone()
-    whole = [x]  # kept until the forward pass has used it
+    inputs = [x]  # kept until the forward pass has used it
 
     def run(*others: Any) -> Tensor:
-        if whole:
-            return function(layers, whole.pop(), *others)
-        joined = all_gather(part, split_over).view(shape)
-        return function(layers, joined.requires_grad_(has_gradient), *others)
+        if inputs:
+            return function(layers, inputs.pop(), *others)
+        gathered = all_gather(part, split_over).view(shape)
+        return function(layers, gathered.requires_grad_(has_gradient), *others)
 
-    return computed_again(run, *others, again=again, stops_early=stops_early)
+    return checkpointed(run, *others, recompute_context=recompute_context, stops_early=stops_early)
 
 
-def computed_again(
+def checkpointed(
     function: Callable[..., Tensor],
     *inputs: Any,
-    again: Callable[[], AbstractContextManager[None]] = nullcontext,
+    recompute_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     stops_early: bool = True,
 ) -> Tensor:
     """Return function(*inputs), keeping only the inputs; the backward pass recomputes the rest.
@@ -143,17 +150,22 @@ def computed_again(
     Args:
         function: The function.
         *inputs: Its arguments.
-        again: A function that returns the context in which the backward pass calls it.
+        recompute_context: A function that returns the context in which the backward pass calls it.
         stops_early: Whether the backward pass stops recomputing once it has what it needs.
     """
     with set_checkpoint_early_stop(stops_early):
         out: Tensor = checkpoint(
-            function, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
+            function,
+            *inputs,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), recompute_context()),
         )
     return out
 
 
-def without_keeping(result: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[None]:
+def discarding_output(
+    result: Tensor, compute: Callable[[], Tensor]
+) -> AbstractContextManager[None]:
     """Return a context in which operations do not keep `result`; the backward pass recomputes it.
 
     Args:
@@ -179,22 +191,22 @@ class _Recomputed:
         self._address, self._elements = result.data_ptr(), result.numel()
         self._compute = compute
         self._value: Tensor | None = None
-        self._missing = 0  # backward operations that have not unpacked the tensor yet
+        self._pending = 0  # backward operations that have not unpacked the tensor yet
 
     def pack(self, x: Tensor) -> Tensor | _View:
         if x.data_ptr() != self._address or x.numel() != self._elements or not self._elements:
             return x.detach()  # keeping its own result would create a reference cycle
-        self._missing += 1
+        self._pending += 1
         return _View(x.shape, x.stride())
 
-    def unpack(self, kept: Tensor | _View) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def unpack(self, saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
         if self._value is None:
             with torch.no_grad():
                 self._value = self._compute()
         value = self._value
-        self._missing -= 1
-        if self._missing <= 0:
+        self._pending -= 1
+        if self._pending <= 0:
             self._value = None
-        return value.as_strided(kept.shape, kept.stride)
+        return value.as_strided(saved.shape, saved.stride)

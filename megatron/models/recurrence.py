@@ -99,9 +99,9 @@ class RecurrentMixer(nn.Module, ABC):
         projected = self.input(x)
         if cache is not None:
             return self.output(cache.recur(self.layer_number, projected, self._continue))
-        by_group = whole_sequences(projected.unflatten(2, (-1, self._group)), self.context)
+        by_group = gather_sequences(projected.unflatten(2, (-1, self._group)), self.context)
         mixed, _ = self.mix(by_group, None, documents_of(mask), self.context)
-        return self.output(own_tokens(mixed, self.context).flatten(2))
+        return self.output(scatter_sequences(mixed, self.context).flatten(2))
 
     def kernels_for(
         self, projected: Tensor, states: tuple[Tensor, ...] | None
@@ -179,32 +179,32 @@ class CausalConvolution(nn.Module):
             results in fp32, and kernels in the type of x.
         """
         bias = None if self.bias is None else self.bias[part]
-        length, before = len(x), self.weight.shape[1] - 1
-        if kernels is not None and documents is None and length > max(1, before):
+        length, history = len(x), self.weight.shape[1] - 1
+        if kernels is not None and documents is None and length > max(1, history):
             return kernels.convolve(x, self.weight[part], bias, state)
         weight = self.weight[part].float()
         if state is None:
-            padded = F.pad(x, (0, 0, 0, 0, before, 0))
+            padded = F.pad(x, (0, 0, 0, 0, history, 0))
         else:
             padded = torch.cat((state.transpose(0, 1).to(x.dtype), x))
-        wide = padded.float()
+        inputs = padded.float()
         result = None if bias is None else bias.float()
-        for place in range(before + 1):
-            shifted = wide[place : place + length]
-            distance = before - place
-            if documents is not None and distance:
-                earlier = F.pad(documents, (0, 0, distance, 0), value=-1)[:length]
-                shifted = shifted * (earlier == documents).unsqueeze(-1)
-            product = shifted * weight[:, place]
+        for tap in range(history + 1):
+            shifted = inputs[tap : tap + length]
+            lag = history - tap
+            if documents is not None and lag:
+                previous = F.pad(documents, (0, 0, lag, 0), value=-1)[:length]
+                shifted = shifted * (previous == documents).unsqueeze(-1)
+            product = shifted * weight[:, tap]
             result = product if result is None else result + product
         assert result is not None
         return F.silu(result), padded[length:].transpose(0, 1)
 
 
-def whole_sequences(x: Tensor, axis: Axis) -> Tensor:
+def gather_sequences(x: Tensor, axis: Axis) -> Tensor:
     """Return this context rank's groups of whole sequences: [s/C, b, g, ...] -> [s, b, g/C, ...].
 
-    Collective. The groups of channels must be independent of each other until `own_tokens`.
+    Collective. The groups of channels must be independent of each other until `scatter_sequences`.
 
     Args:
         x: All groups of this rank's part of the sequence (`context.split`).
@@ -216,15 +216,15 @@ def whole_sequences(x: Tensor, axis: Axis) -> Tensor:
     return join_sequence(all_to_all(by_rank, axis).unbind(0), dim=0)
 
 
-def own_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """Undo `whole_sequences`: return all groups of this rank's part of the sequence."""
+def scatter_sequences(x: Tensor, axis: Axis) -> Tensor:
+    """Undo `gather_sequences`: return all groups of this rank's part of the sequence."""
     if axis.size == 1:
         return x
     parts = torch.stack(split_for_all(x, axis.size, dim=0))  # [C, s/C, b, g/C, ...]
     return all_to_all(parts, axis).movedim(0, 2).flatten(2, 3)
 
 
-def own_part(size: int, axis: Axis) -> slice:
+def local_slice(size: int, axis: Axis) -> slice:
     """Return the slice of `size` channels, ordered by group, that this context rank computes."""
-    each = size // axis.size
-    return slice(axis.rank * each, (axis.rank + 1) * each)
+    share = size // axis.size
+    return slice(axis.rank * share, (axis.rank + 1) * share)

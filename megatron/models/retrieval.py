@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.attention import AttentionCore, CrossAttention, KeyValueCache
-from megatron.models.costs import MicroBatch, Work
+from megatron.models.costs import Flops, MicroBatch
 from megatron.models.norm import Stream
 from megatron.models.plan import RetrievalAttentionPlan
 from megatron.parallel.build import BuildContext
@@ -124,11 +124,11 @@ class NeighborCrossAttention(CrossAttention):
         self.retrieval = plan.retrieval
 
     @staticmethod
-    def work(plan: Any, length: int, encoder_length: int) -> Work:
+    def flops(plan: Any, length: int, encoder_length: int) -> Flops:
         """Count one neighbor's operations. All neighbors of a chunk share keys and values."""
         chunk, neighbors = plan.retrieval.chunk, plan.retrieval.neighbors
         products = 12 * (length * neighbors + chunk) * plan.hidden * plan.query // neighbors
-        return Work(products, 12 * length * chunk * plan.query)
+        return Flops(products, 12 * length * chunk * plan.query)
 
     @staticmethod
     def activation_bytes(plan: Any, batch: MicroBatch) -> int:
@@ -187,22 +187,22 @@ class ChunkedCrossAttention(CrossAttention):
         self.context_axis, self.sequence = context.layout.context, context.layout.sequence
 
     @staticmethod
-    def work(plan: Any, length: int, encoder_length: int) -> Work:
+    def flops(plan: Any, length: int, encoder_length: int) -> Flops:
         """Count the operations. Keys and values are computed for the tokens of all neighbors."""
         keys = plan.retrieval.keys
         retrieved = length // plan.retrieval.chunk * keys
         products = 12 * (length + retrieved) * plan.hidden * plan.query
-        return Work(products, 12 * length * keys * plan.query)
+        return Flops(products, 12 * length * keys * plan.query)
 
     @staticmethod
     def activation_bytes(plan: Any, batch: MicroBatch) -> int:
         """Count the bytes of query, output, neighbors' keys and values, and scores if kept."""
         retrieved = batch.length // plan.retrieval.chunk * plan.retrieval.keys
-        each = 2 * plan.query // batch.tensor
+        per_token = 2 * plan.query // batch.tensor
         scores = replace(batch, encoder_length=plan.retrieval.keys)
         kept = CrossAttention.activation_bytes(plan, scores)
         tokens = batch.sequences * retrieved // batch.context - scores.encoder_tokens
-        return kept + batch.width * tokens * each
+        return kept + batch.width * tokens * per_token
 
     def forward(  # type: ignore[override]
         self, x: Tensor, encoder: Neighbors, retriever: Encoder | None = None
@@ -219,7 +219,7 @@ class ChunkedCrossAttention(CrossAttention):
             The output in the shape of x.
         """
         if encoder.cache is not None:
-            return self._with_cache(x, encoder, encoder.cache, retriever)
+            return self._forward_cached(x, encoder, encoder.cache, retriever)
         if retriever is not None:
             encoder.encode(retriever, x)
         batch, axis = x.shape[1], self.context_axis
@@ -229,35 +229,35 @@ class ChunkedCrossAttention(CrossAttention):
         # [r k, b l, h]: the keys of a chunk are all tokens of its neighbors.
         states = states.reshape(-1, batch * (len(positions) // self.chunk), states.shape[2])
         if axis.size > 1:
-            states = _with_chunks_before(states, batch, axis)  # [r k, b (l + 2), h]
-        both = self.key_value(states).unflatten(2, (-1, 2, self.head_size))
-        key, value = both.unbind(3)  # [r k, b l, n/t, d]
+            states = _with_previous_chunks(states, batch, axis)  # [r k, b (l + 2), h]
+        key_value = self.key_value(states).unflatten(2, (-1, 2, self.head_size))
+        key, value = key_value.unbind(3)  # [r k, b l, n/t, d]
         context = self.core(self._by_chunk(query), key, value, None)  # [m, b l, n/t d]
-        reads = (positions >= self.chunk - 1)[:, None, None]
+        has_neighbors = (positions >= self.chunk - 1)[:, None, None]
         context = self._by_token(context, batch)  # [s, b, n/t d]
-        output = self.output(context if axis.size == 1 else context.where(reads, 0))
+        output = self.output(context if axis.size == 1 else context.where(has_neighbors, 0))
         if self.output.bias is None:
             return output
-        mine = reads.chunk(self.sequence.size)[self.sequence.rank]
-        return output + self.output.bias * mine
+        local_mask = has_neighbors.chunk(self.sequence.size)[self.sequence.rank]
+        return output + self.output.bias * local_mask
 
-    def _with_cache(
+    def _forward_cached(
         self, x: Tensor, encoder: Neighbors, cache: RetrievalCache, retriever: Encoder | None
     ) -> Tensor:
         """Attend from new tokens [s, 1, h] to neighbors in the cache, and return [s, 1, h]."""
         if retriever is not None:
-            whole = cache.whole_chunks(x)
-            if len(whole):
-                encoder.encode(retriever, whole)
+            chunk_inputs = cache.whole_chunks(x)
+            if len(chunk_inputs):
+                encoder.encode(retriever, chunk_inputs)
         key_value = None
         if encoder.states.shape[1]:
             states = encoder.states.to(x.dtype).reshape(self.keys, -1, x.shape[2])  # [r k, C, h]
             key_value = self.key_value(states).unflatten(2, (-1, 2, self.head_size))
         query = self.query(x).unflatten(2, (-1, self.head_size))  # [s, 1, n/t, d]
         context = cache.attend_to_neighbors(query, key_value, self.core)
-        reads = (cache.positions >= self.chunk - 1)[:, None, None]
-        output = self.output(context.where(reads, 0))
-        return output if self.output.bias is None else output + self.output.bias * reads
+        has_neighbors = (cache.positions >= self.chunk - 1)[:, None, None]
+        output = self.output(context.where(has_neighbors, 0))
+        return output if self.output.bias is None else output + self.output.bias * has_neighbors
 
     def _by_chunk(self, query: Tensor) -> Tensor:
         """Group [s, b, n/t, d] by the chunk whose neighbors a token reads: [m, b l, n/t, d].
@@ -284,7 +284,7 @@ class ChunkedCrossAttention(CrossAttention):
         return (1, 1 - self.chunk) if self.context_axis.size == 1 else (2, 1)
 
 
-def _with_chunks_before(states: Tensor, batch: int, axis: Axis) -> Tensor:
+def _with_previous_chunks(states: Tensor, batch: int, axis: Axis) -> Tensor:
     """Prepend the neighbors of the chunk before each of this rank's two slices of a sequence.
 
     The very first slice has no chunk before it and gets another chunk's neighbors.
@@ -299,10 +299,10 @@ def _with_chunks_before(states: Tensor, batch: int, axis: Axis) -> Tensor:
     """
     slices = states.unflatten(1, (batch, 2, -1))  # [r k, b, 2, l/2, h]
     last = slices[:, :, :, -1].permute(2, 0, 1, 3)  # [2, r k, b, h]
-    of_all = gather_rows_to(last.contiguous(), axis)  # [2 C, r k, b, h], in the order of ranks
+    all_last = gather_rows_to(last.contiguous(), axis)  # [2 C, r k, b, h], in the order of ranks
     early = 2 * max(axis.rank - 1, 0)
     # The late slice follows the next rank's late slice or, on the last rank, its own early one.
     late = 2 * axis.rank + (3 if axis.rank + 1 < axis.size else 0)
-    before = of_all[[early, late]]
-    before = before.permute(1, 2, 0, 3)[:, :, :, None]  # [r k, b, 2, 1, h]
-    return torch.cat((before, slices), 3).flatten(1, 3)
+    previous = all_last[[early, late]]
+    previous = previous.permute(1, 2, 0, 3)[:, :, :, None]  # [r k, b, 2, 1, h]
+    return torch.cat((previous, slices), 3).flatten(1, 3)

@@ -76,18 +76,18 @@ class RetroModel(GPTModel):
         assert neighbors is not None, "neighbors are given or in the cache"
         if hidden is None:
             x = self.embed(tokens, positions if position_ids is None else position_ids)
-            places = torch.arange(neighbors.shape[3], device=tokens.device)
+            neighbor_positions = torch.arange(neighbors.shape[3], device=tokens.device)
             by_neighbor = neighbors.permute(2, 0, 1, 3).flatten(0, 2)  # [k b l, r]
-            retrieved = self.embed(by_neighbor, places, site="neighbor embedding")
+            retrieved = self.embed(by_neighbor, neighbor_positions, site="neighbor embedding")
         else:
             x, retrieved = hidden.tensor_split([length // self.layout.sequence.size])
             rows = neighbors.shape[3] // self.layout.sequence.size
             retrieved = retrieved.reshape(rows, -1, x.shape[2])  # [r, k b l, h]
-        read = Neighbors(retrieved, cache)
-        stream = self.layers.run(Stream(x), None, self.rotation(positions), cache, read)
+        encoder_input = Neighbors(retrieved, cache)
+        stream = self.layers.run(Stream(x), None, self.rotation(positions), cache, encoder_input)
         if self.final_norm is None or self.output is None:
             x = stream.join()
-            return torch.cat((x, read.states.to(x.dtype).reshape(-1, samples, x.shape[2])))
+            return torch.cat((x, encoder_input.states.to(x.dtype).reshape(-1, samples, x.shape[2])))
         _, x = self.final_norm(stream)  # [s, b, h]
         if cache is not None:
             x = x[cache.outputs]

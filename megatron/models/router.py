@@ -31,7 +31,7 @@ from megatron.parallel.routing import attach
 
 _TINY = 1e-20  # added to sums of scores, as in Megatron Core
 _SMALL, _CONVERGED = 1e-8, 1e-4  # for Sinkhorn's iterations, as in Megatron Core
-_MOST_ROUNDS = 1000
+_MAX_ITERATIONS = 1000
 
 
 class Routing(NamedTuple):
@@ -109,15 +109,17 @@ class Router(nn.Module):
             else:
                 scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
             weights = routing.weights
-            best = balanced_choices(routing.choices, scores, plan)
+            counted = balanced_choices(routing.choices, scores, plan)
             for kind, coefficient in plan.balancing:
-                loss = self._balancing_loss(kind, scores, best, sequences)
+                loss = self._balancing_loss(kind, scores, counted, sequences)
                 weights = self._with_loss(weights, kind, coefficient, loss)
             routing = routing._replace(weights=weights)
-        limit = capacity(len(logits), plan, training=self.training)
+        limit = expert_capacity(len(logits), plan, training=self.training)
         if limit is not None:
             random = draw("selection", plan.experts) if selects_randomly(plan) else None
-            routing = drop(routing, queue_places(routing, plan, random), limit, plan.experts)
+            routing = drop_choices(
+                routing, queue_positions(routing, plan, random), limit, plan.experts
+            )
         if plan.gating is not None and plan.chosen > 1:
             sums = routing.weights.sum(-1, keepdim=True)
             sums = sums.clamp(min=torch.finfo(sums.dtype).eps)  # a token may have no expert left
@@ -133,10 +135,10 @@ class Router(nn.Module):
             weight = weight + adapter.change(x.dtype)
         scores = F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
         if isinstance(adapter, AdapterStack):
-            chosen = adapter.factors(len(x))
-            if chosen is not None:
-                low = F.linear(x, chosen.a.to(x.dtype)) * chosen.used.unsqueeze(1)
-                scores = scores + F.linear(low, chosen.b.to(x.dtype))
+            factors = adapter.factors(len(x))
+            if factors is not None:
+                low_rank = F.linear(x, factors.a.to(x.dtype)) * factors.used.unsqueeze(1)
+                scores = scores + F.linear(low_rank, factors.b.to(x.dtype))
         return scores
 
     def _draw(
@@ -151,8 +153,8 @@ class Router(nn.Module):
         shape = (length * context.size * sequence.size, sequences, width)
         seed = self.state.seed if self.training else 0
         numbers = uniform(shape, device, seed, "router", self._layer, purpose)
-        mine = split_sequence(numbers, context, dim=0).chunk(sequence.size)[sequence.rank]
-        return mine.flatten(0, 1)
+        local = split_sequence(numbers, context, dim=0).chunk(sequence.size)[sequence.rank]
+        return local.flatten(0, 1)
 
     def _choose(self, logits: Tensor, draw: Callable[[str], Tensor]) -> tuple[Routing, Tensor]:
         """Return the chosen experts, and the scores of all experts, [T, experts].
@@ -170,13 +172,13 @@ class Router(nn.Module):
             scores = torch.softmax(logits, dim=-1) if plan.scores_all else logits
         ranking = scores.detach()
         if plan.sinkhorn and self.training:
-            ranking = balance(logits.detach())
+            ranking = sinkhorn(logits.detach())
         if self.state.bias is not None:
             ranking = ranking + self.state.bias
         if plan.groups > 1:
             ranking = within_best_groups(ranking, plan)
         if plan.gating is not None and plan.gating.samples and self.training:
-            choices = sample(logits.detach(), plan.chosen, draw("choice"))
+            choices = sample_experts(logits.detach(), plan.chosen, draw("choice"))
         else:
             choices = ranking.topk(plan.chosen, dim=-1).indices
         weights = scores.gather(1, choices)
@@ -188,7 +190,9 @@ class Router(nn.Module):
             weights = weights * plan.scale
         return Routing(choices, weights), scores
 
-    def _balancing_loss(self, kind: str, scores: Tensor, best: Tensor, sequences: int) -> Tensor:
+    def _balancing_loss(
+        self, kind: str, scores: Tensor, counted_experts: Tensor, sequences: int
+    ) -> Tensor:
         """Return this rank's part of the loss: E x sum over E experts of (share x mean score).
 
         The loss is 1 if all experts get the same number of tokens. The parts of all ranks that
@@ -199,31 +203,31 @@ class Router(nn.Module):
             kind: "aux_loss" for the loss over all sequences, "seq_aux_loss" for the mean of each
                 sequence's loss, "global_aux_loss" for the loss over the global batch.
             scores: Scores of each token, [s b, experts].
-            best: The experts that are counted for each token, int64 [s b, n].
+            counted_experts: The experts that are counted for each token, int64 [s b, n].
             sequences: Number of interleaved sequences b.
         """
         plan, layout = self.plan, self.layout
         if kind != "seq_aux_loss":
             sequences = 1
-        hits = torch.zeros_like(scores).scatter_(1, best, 1.0)
+        hits = torch.zeros_like(scores).scatter_(1, counted_experts, 1.0)
         hits = hits.unflatten(0, (-1, sequences)).sum(0)  # [sequences, experts]
         hits = all_reduce(all_reduce(hits, layout.context), layout.sequence)
         sums = scores.unflatten(0, (-1, sequences)).sum(0)
         tokens = len(scores) // sequences * layout.context.size * layout.sequence.size
-        counted = tokens
+        num_counted = tokens
         if kind == "global_aux_loss":
             hits = self.state.mean_hits(all_reduce(hits, layout.data))
-            counted *= layout.data.size
-        factor = plan.experts / (best.shape[1] * counted * tokens * sequences)
+            num_counted *= layout.data.size
+        factor = plan.experts / (counted_experts.shape[1] * num_counted * tokens * sequences)
         return (sums * hits).sum() * factor
 
-    def _with_loss(self, x: Tensor, kind: str, coefficient: float, part: Tensor) -> Tensor:
+    def _with_loss(self, x: Tensor, kind: str, coefficient: float, loss: Tensor) -> Tensor:
         """Return x with the loss attached, so that its backward pass adds this part's gradients."""
         layout = self.layout
         # Without sequence parallelism, every tensor rank has the same part.
-        self.state.add_loss(kind, part.detach() * layout.sequence.size / layout.tensor.size)
+        self.state.add_loss(kind, loss.detach() * layout.sequence.size / layout.tensor.size)
         # Gradients are averaged over context ranks, but the parts add up.
-        return attach(x, part * (coefficient * layout.context.size), self.state.loss_scale)
+        return attach(x, loss * (coefficient * layout.context.size), self.state.loss_scale)
 
 
 def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
@@ -232,15 +236,15 @@ def within_best_groups(scores: Tensor, plan: RouterPlan) -> Tensor:
     A group's score is the sum of its highest expert scores: `plan.group_score` of them, or as many
     as a token chooses from each of its groups.
     """
-    counted = plan.group_score or plan.chosen // plan.groups_chosen
+    scores_per_group = plan.group_score or plan.chosen // plan.groups_chosen
     groups = scores.unflatten(1, (plan.groups, -1))  # [T, groups, experts of a group]
-    best_of_each = groups.topk(counted, dim=-1).values.sum(-1)
-    best = best_of_each.topk(plan.groups_chosen, dim=-1).indices
-    is_out = torch.ones_like(best_of_each, dtype=torch.bool).scatter_(1, best, False)
-    return groups.masked_fill(is_out.unsqueeze(-1), -math.inf).flatten(1)
+    group_scores = groups.topk(scores_per_group, dim=-1).values.sum(-1)
+    best = group_scores.topk(plan.groups_chosen, dim=-1).indices
+    is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(is_excluded.unsqueeze(-1), -math.inf).flatten(1)
 
 
-def balance(logits: Tensor) -> Tensor:
+def sinkhorn(logits: Tensor) -> Tensor:
     """Return scores [T, experts] that Sinkhorn's algorithm has balanced.
 
     The scores of every token have the same sum, as do those of every expert. As in Megatron Core,
@@ -253,17 +257,17 @@ def balance(logits: Tensor) -> Tensor:
     # Scaling a row does not change the result.
     scores = torch.exp(logits - logits.amax(-1, keepdim=True))
     tokens, experts = scores.shape
-    of_experts = scores.new_ones(experts)
-    for _ in range(_MOST_ROUNDS):
-        of_tokens = 1 / (tokens * ((scores * of_experts).sum(1) + _SMALL))
-        before = of_experts
-        of_experts = 1 / (experts * ((scores * of_tokens.unsqueeze(1)).sum(0) + _SMALL))
-        if not (before - of_experts).abs().mean() > _CONVERGED:
+    expert_scales = scores.new_ones(experts)
+    for _ in range(_MAX_ITERATIONS):
+        token_scales = 1 / (tokens * ((scores * expert_scales).sum(1) + _SMALL))
+        previous = expert_scales
+        expert_scales = 1 / (experts * ((scores * token_scales.unsqueeze(1)).sum(0) + _SMALL))
+        if not (previous - expert_scales).abs().mean() > _CONVERGED:
             break
-    return scores * of_experts * of_tokens.unsqueeze(1)
+    return scores * expert_scales * token_scales.unsqueeze(1)
 
 
-def sample(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:
+def sample_experts(logits: Tensor, chosen: int, uniform: Tensor) -> Tensor:
     """Return experts chosen with Gumbel noise, as in DeepSpeed, int64 [T, chosen].
 
     If a token has one expert, it is drawn according to the softmax probabilities. If it has two,
@@ -301,7 +305,7 @@ def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tenso
     return scores.detach().topk(plan.chosen, dim=-1).indices
 
 
-def capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | None:
+def expert_capacity(tokens: int, plan: RouterPlan, *, training: bool = True) -> int | None:
     """Return the largest number of tokens of a rank's micro-batch that an expert keeps.
 
     Args:
@@ -329,7 +333,7 @@ def selects_randomly(plan: RouterPlan) -> bool:
     return plan.gating is not None and plan.gating.selects_randomly and plan.chosen == 1
 
 
-def queue_places(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
+def queue_positions(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
     """Return each choice's position in its expert's queue, fp32 [T, k]. The lowest are kept.
 
     Megatron Core keeps the choices with the highest weights, or the earliest. DeepSpeed's rule
@@ -353,20 +357,20 @@ def queue_places(routing: Routing, plan: RouterPlan, random: Tensor | None) -> T
     return order + tokens * torch.arange(chosen, device=choices.device)
 
 
-def drop(routing: Routing, places: Tensor, limit: int, experts: int) -> Routing:
+def drop_choices(routing: Routing, positions: Tensor, limit: int, experts: int) -> Routing:
     """Drop the choices of full experts.
 
     Args:
         routing: The choices.
-        places: Each choice's position in its expert's queue, fp32 [T, k].
+        positions: Each choice's position in its expert's queue, fp32 [T, k].
         limit: The number of tokens that an expert keeps.
         experts: Number of experts.
     """
     choices, weights = routing
     # Each expert's queue, [T, experts]: lower values are served first, absent tokens last.
     queues = torch.full((len(choices), experts), math.inf, device=choices.device)
-    queues.scatter_(1, choices, places)
+    queues.scatter_(1, choices, positions)
     served = queues.argsort(dim=0, stable=True)[:limit]  # [limit, experts]
-    kept = torch.zeros_like(queues, dtype=torch.bool).scatter_(0, served, True)
-    kept = kept.gather(1, choices)
-    return Routing(torch.where(kept, choices, -1), torch.where(kept, weights, 0.0))
+    is_kept = torch.zeros_like(queues, dtype=torch.bool).scatter_(0, served, True)
+    is_kept = is_kept.gather(1, choices)
+    return Routing(torch.where(is_kept, choices, -1), torch.where(is_kept, weights, 0.0))

@@ -112,11 +112,11 @@ class T5Model(Network):
         def new_stack(layers: range, *, is_decoder: bool, ends: bool) -> T5Stack | None:
             if not layers and not ends:
                 return None
-            held = LayerStack(
+            stack = LayerStack(
                 plan.layers[first:] if is_decoder else plan.layers[:first],
                 context,
                 layers,
-                numbered_after=first if is_decoder else 0,
+                layer_offset=first if is_decoder else 0,
                 recompute=recompute,
             )
             bias = None
@@ -124,16 +124,16 @@ class T5Model(Network):
                 bias = PositionBias(
                     plan.position_bias,
                     context,
-                    both_ways=not is_decoder,
+                    bidirectional=not is_decoder,
                     is_copy=layers.start > 0,
                 )
             return T5Stack(
-                held, new_norm(plan.final_norm, plan.hidden, context) if ends else None, bias
+                stack, new_norm(plan.final_norm, plan.hidden, context) if ends else None, bias
             )
 
-        of_encoder, of_decoder = self.part.halves(first)
-        self.encoder = new_stack(of_encoder, is_decoder=False, ends=first - 1 in of_encoder)
-        self.decoder = new_stack(of_decoder, is_decoder=True, ends=self.part.head)
+        encoder_layers, decoder_layers = self.part.halves(first)
+        self.encoder = new_stack(encoder_layers, is_decoder=False, ends=first - 1 in encoder_layers)
+        self.decoder = new_stack(decoder_layers, is_decoder=True, ends=self.part.head)
         self.output = None
         if self.part.head:
             assert plan.output is not None
@@ -182,19 +182,19 @@ class T5Model(Network):
         parallelism each is this rank's part.
         """
         lengths = (tokens.shape[1], decoder_tokens.shape[1])
-        places = torch.arange(max(lengths), device=tokens.device)
-        of_encoder, of_decoder = (places[:length] for length in lengths)
+        positions = torch.arange(max(lengths), device=tokens.device)
+        encoder_positions, decoder_positions = (positions[:length] for length in lengths)
         if hidden is None:
-            states = self.embed(tokens, of_encoder)
-            x = self.embed(decoder_tokens, of_decoder, site="decoder embedding")
+            states = self.embed(tokens, encoder_positions)
+            x = self.embed(decoder_tokens, decoder_positions, site="decoder embedding")
         else:
             parts = [length // self.layout.sequence.size for length in lengths]
             states, x = hidden.split(parts)
         mask = padding_mask(padding)
         if self.encoder is not None:
-            states = self.encoder.run(states, lengths[0], mask, self.rotation(of_encoder))
+            states = self.encoder.run(states, lengths[0], mask, self.rotation(encoder_positions))
         if self.decoder is not None:
             encoder = EncoderOutput(states, mask)
-            rotation = self.rotation(of_decoder)
+            rotation = self.rotation(decoder_positions)
             x = self.decoder.run(x, lengths[1], None, rotation, None, encoder)
         return states, x

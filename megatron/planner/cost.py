@@ -258,7 +258,7 @@ def _launches(part: SublayerPlan, setting: Setting) -> int:
 def _products(part: SublayerPlan, setting: Setting, fp8: bool) -> float:
     """Return the time of a sublayer's matrix products in one of its three passes."""
     machine, batch = setting.machine, setting.batch
-    work = class_of(part).work(part, batch.length, batch.encoder_length).products / 3
+    work = class_of(part).flops(part, batch.length, batch.encoder_length).products / 3
     rate, start = machine.products, _PRODUCT_START
     if fp8:
         rate = machine.products_fp8 or machine.products
@@ -276,7 +276,7 @@ def _attention(part: SublayerPlan, setting: Setting) -> float:
     if not isinstance(part, AttentionPlan | RecurrentPlan):
         return 0.0
     machine, batch = setting.machine, setting.batch
-    scores = class_of(part).work(part, batch.length, batch.encoder_length).scores
+    scores = class_of(part).flops(part, batch.length, batch.encoder_length).scores
     if isinstance(part, RecurrentPlan):
         ranks = batch.tensor * batch.context
         return scores * batch.sequences / ranks / (_SCAN_RATE * machine.products)
@@ -393,7 +393,7 @@ def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | Non
     again, host = passes.forward, passes.host / 3
     if modules is not None:
         named = set(modules)
-        work = [class_of(part).work(part, 1, 1).products for part in layer.sublayers]
+        work = [class_of(part).flops(part, 1, 1).products for part in layer.sublayers]
         in_mlp = work[-1] / sum(work) if named & {"mlp", "moe"} else 0.0
         again = Seconds(
             in_mlp * again.products,

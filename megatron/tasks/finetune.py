@@ -21,7 +21,7 @@ from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.config.tasks import TaskConfig
 from megatron.inference.load import open_existing
-from megatron.models.bert import BertChooser
+from megatron.models.bert import BertTaskModel
 from megatron.models.build import build_model
 from megatron.models.plan import HeadSpec
 from megatron.parallel.build import BuildContext
@@ -93,12 +93,12 @@ class FinetuneRecipe:
         context: BuildContext,
         padded_vocab_size: int,
         part: ModelPart,
-    ) -> BertChooser:
+    ) -> BertTaskModel:
         """Build the given part of a BERT with the target's head."""
-        network = partial(BertChooser, head_name=self.target.head_name)
+        network = partial(BertTaskModel, head_name=self.target.head_name)
         return build_model(network, config, context, padded_vocab_size, part, self.head)
 
-    def describe_kernels(self, part: BertChooser) -> str:
+    def describe_kernels(self, part: BertTaskModel) -> str:
         """Return the name of the attention kernel and the reason for choosing it."""
         choice = part.attention_choice
         return f"{choice.name} attention with padding masks ({choice.reason})"
@@ -126,7 +126,7 @@ class FinetuneRecipe:
 
     def forward(
         self,
-        part: BertChooser,
+        part: BertTaskModel,
         batch: Batch,
         hidden: Tensor | None,
         config: RunConfig,
@@ -144,7 +144,7 @@ class FinetuneRecipe:
 
     def predict(
         self,
-        part: BertChooser,
+        part: BertTaskModel,
         batch: Batch,
         hidden: Tensor | None,
         config: RunConfig,
@@ -158,8 +158,8 @@ class FinetuneRecipe:
         is_number = self.target.span is not None
         return {"prediction": result[:, 0] if is_number else result.argmax(dim=-1).float()}
 
-    def _scores(self, part: BertChooser, batch: Batch, hidden: Tensor | None) -> Tensor:
-        return part.choose(batch["text"], batch["padding_mask"].bool(), batch["types"], hidden)
+    def _scores(self, part: BertTaskModel, batch: Batch, hidden: Tensor | None) -> Tensor:
+        return part.score(batch["text"], batch["padding_mask"].bool(), batch["types"], hidden)
 
 
 BEST = "best"  # the folder of the best weights in --save

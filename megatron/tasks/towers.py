@@ -27,7 +27,7 @@ from megatron.config.tasks import FinetuneConfig, RetrieverTextConfig, TaskConfi
 from megatron.data.sample import Sample
 from megatron.errors import ConfigError, DataError
 from megatron.inference.load import open_existing, saved_config
-from megatron.models.biencoder import BiEncoderModel, accuracy_among, compare_all
+from megatron.models.biencoder import BiEncoderModel, compare_all, top_k_accuracy
 from megatron.models.build import build_model
 from megatron.models.plan import RETRIEVAL_HEAD
 from megatron.parallel.build import BuildContext
@@ -320,7 +320,7 @@ class TowersRecipe:
         )
         return {
             "lm loss": comparison.loss,
-            "correct predictions": accuracy_among(comparison.places, 1),
+            "correct predictions": top_k_accuracy(comparison.ranks, 1),
         }
 
 

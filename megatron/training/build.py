@@ -16,7 +16,7 @@ from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
 from megatron.environment import local_world_size
 from megatron.errors import ConfigError
-from megatron.models.adapters import start_adapters
+from megatron.models.adapters import initialize_adapters
 from megatron.models.build import run_context
 from megatron.models.freezing import check_frozen
 from megatron.models.plan import ModelPlan
@@ -371,10 +371,10 @@ def _initialize(
     seed, named_parameters = config.training.seed, gradient_sharing.named_parameters_of(parts)
     if not gradients.shares_weights:
         initialize(named_parameters, seed)
-        start_adapters(parts)
+        initialize_adapters(parts)
         return
     specs = {f"model.{name}": spec_of(parameter) for name, parameter in named_parameters}
     for name, entry in flatten(checkpointing.shard_state(named_parameters, gradients)):
         spec = replace(specs[name], offset=entry.offset)
         initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)
-    start_adapters(parts)
+    initialize_adapters(parts)

@@ -35,7 +35,7 @@ from megatron.config.retro import is_retriever_parameter
 from megatron.config.yaml_file import from_dict, to_dict
 from megatron.data.text_stream import load_places, save_places
 from megatron.errors import CheckpointError, ConfigError
-from megatron.models.adapters import adapted_layers, start_adapters
+from megatron.models.adapters import adapted_layers, initialize_adapters
 from megatron.parallel.buckets import Span
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
@@ -473,7 +473,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     restore(reader, state, prefixes=whole, cast=weights_only, cast_prefixes=(STATES,))
     run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
     if _ADAPTERS in new_parts:
-        start_adapters(run.parts)
+        initialize_adapters(run.parts)
     if run.config.model.load_adapter is not None:
         new_parts = _load_adapter(run, Path(run.config.model.load_adapter), new_parts, reader)
     if weights_only:

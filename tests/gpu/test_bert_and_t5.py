@@ -69,9 +69,9 @@ def test_samples_one_after_the_other_equal_samples_with_a_mask(monkeypatch):
     """With dropout so rare that none happens, a BERT uses the flash kernel's variable lengths."""
     rare = {"attention_dropout": 1e-9, "hidden_dropout": 0.0}
     options = {"device": DEVICE.torch_device, "dtype": torch.bfloat16}
-    monkeypatch.setattr(bert, "SHORTEST_IN_ONE", 1)
-    assert build("bert", {**WIDE, **rare}, **options).shortest_in_one == 1
-    assert build("bert", {**WIDE, "attention_dropout": 0.0}, **options).shortest_in_one is None
+    monkeypatch.setattr(bert, "MIN_PACKED_LENGTH", 1)
+    assert build("bert", {**WIDE, **rare}, **options).min_packed_length == 1
+    assert build("bert", {**WIDE, "attention_dropout": 0.0}, **options).min_packed_length is None
     loss, gradients = _run("bert", rare, DEVICE.torch_device, torch.bfloat16)
     none = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     expected_loss, expected = _run("bert", none, "cpu", torch.float32)

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.stages import ModelPart
 from megatron.models.arithmetic import count_parameters, count_part_parameters, flops_per_token
-from megatron.models.bert import BertChooser, BertModel
+from megatron.models.bert import BertModel, BertTaskModel
 from megatron.models.costs import WeightSplit
 from megatron.models.plan import HeadSpec
 from megatron.models.plans import model_plan
@@ -41,7 +41,7 @@ def _build(model, *, part=None, layout=None, device="meta", vocab=VOCAB):
 
 def _build_chooser(model, head, *, device="meta", layout=None, part=None):
     context = new_context(model, layout=layout, device=device)
-    return BertChooser(plan(model, head), context, part, head_name="multichoice_head")
+    return BertTaskModel(plan(model, head), context, part, head_name="multichoice_head")
 
 
 def _held(network):
@@ -99,7 +99,7 @@ def test_flops_of_a_task_are_those_that_pytorch_counts():
     model = config(**BERT, masked_softmax_fusion=False, max_position_embeddings=12)
     network, e = _build_chooser(model, HeadSpec(outputs=3), device="cpu"), 12
     ones = torch.ones(1, 1, e, dtype=torch.int64)
-    counted = _counted(network, network.choose, ones, ones.bool(), ones)
+    counted = _counted(network, network.score, ones, ones.bool(), ones)
     ours = flops_per_token(plan(model, HeadSpec(outputs=3)), e)
     assert ours * e / 3 == pytest.approx(counted, rel=1e-3)
 

@@ -195,10 +195,10 @@ def test_a_headless_bert_gives_normalized_hidden_states():
 def test_a_bert_may_take_its_samples_one_after_the_other():
     """Take samples one at a time, as on a GPU with dropout; a mask replaces the spans."""
     model = build("bert", {"attention_dropout": 0.0, "hidden_dropout": 0.0})
-    assert model.shortest_in_one is None, "a CPU has no flash kernel"
+    assert model.min_packed_length is None, "a CPU has no flash kernel"
     batch = batch_of("bert", "cpu")
     results = []
-    for model.shortest_in_one in (None, 1):
+    for model.min_packed_length in (None, 1):
         model.zero_grad()
         loss = losses("bert", model, batch)
         loss.backward()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron.config.stages import whole_model
 from megatron.models.arithmetic import count_parameters, count_part_matrices, flops_per_token
 from megatron.models.bert import BertModel
-from megatron.models.biencoder import BiEncoderModel, Vectors, accuracy_among, compare_all
+from megatron.models.biencoder import BiEncoderModel, Vectors, compare_all, top_k_accuracy
 from megatron.models.costs import WeightSplit
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import initialize
@@ -111,10 +111,10 @@ def test_more_contexts_than_queries_are_wrong_ones():
     torch.testing.assert_close(found.loss, F.cross_entropy(scores, torch.arange(3)))
     order = scores.argsort(dim=1, descending=True)
     expected = [order[i].tolist().index(i) for i in range(3)]
-    assert found.places.tolist() == expected
+    assert found.ranks.tolist() == expected
     for k in (1, 2, 7):
         share = sum(place < k for place in expected) / 3
-        assert accuracy_among(found.places, k).item() == pytest.approx(100 * share)
+        assert top_k_accuracy(found.ranks, k).item() == pytest.approx(100 * share)
 
 
 def _rank_s_part(layout: Layout):
@@ -127,7 +127,7 @@ def _rank_s_part(layout: Layout):
     found = compare_all(mine, layout.data, scale=1.0)
     found.loss.backward()
     # Averaged over the ranks, as parameter gradients are.
-    return found.loss.item(), found.places.tolist(), [v.grad / size for v in mine]
+    return found.loss.item(), found.ranks.tolist(), [v.grad / size for v in mine]
 
 
 def _whole():

@@ -133,7 +133,7 @@ def test_parameters_and_work_are_counted() -> None:
         assert counted == sum(parameter.numel() for parameter in layer.parameters())
     plan = layers["1"].attention.plan
     assert isinstance(plan, GatedDeltaNetPlan)
-    once, twice = (GatedDeltaNet.work(plan, 64 * times, 0) for times in (1, 2))
+    once, twice = (GatedDeltaNet.flops(plan, 64 * times, 0) for times in (1, 2))
     assert twice == tuple(2 * part for part in once)  # linear in the sequence length
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.models.mixture_plan import GatingPlan, RouterPlan
 from megatron.models.plan import InitPlan
-from megatron.models.router import Router, capacity
+from megatron.models.router import Router, expert_capacity
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.random import uniform
@@ -227,7 +227,7 @@ def test_capacity_is_deepspeed_s_to_the_token(deepspeed, factor):
             theirs = deepspeed._capacity(
                 torch.zeros(tokens, EXPERTS), torch.tensor(factor * chosen), torch.tensor(4)
             )
-            assert capacity(tokens, plan) == min(int(theirs), tokens)
+            assert expert_capacity(tokens, plan) == min(int(theirs), tokens)
 
 
 def test_dense_is_what_the_loops_need():

@@ -154,7 +154,7 @@ def test_samples_with_documents_may_run_as_one_row(flags, resets):
     starts = ends[torch.searchsorted(ends[1:], places, right=True)]
     positions = (places - starts).view(2, -1) if resets else None
     results = []
-    for model.joins_samples in (False, True):
+    for model.packs_samples in (False, True):
         model.zero_grad()
         loss = model(tokens[:2], positions, labels[:2], segments, loss_mask=weights)
         loss.backward()
@@ -223,7 +223,7 @@ def test_kernels_are_those_of_the_device_it_runs_on(monkeypatch):
     assert asked == ["cpu"]
     assert all(parameter.is_meta for parameter in model.parameters())
     block = model.layers["0"]
-    for form in (model.final_norm.form, block.mlp.activation, block.attention.split_rotate):
+    for form in (model.final_norm.add_norm, block.mlp.activation, block.attention.split_rotate):
         assert form.args[0] is library
 
 

@@ -124,7 +124,7 @@ def test_its_parameters_are_counted_on_a_tensor_rank(query_rank: int | None) -> 
 
 def test_work_counts_products_of_weights_and_pairs_of_tokens() -> None:
     plan = gpt(NETWORK).layers["0"].attention.plan
-    work = LatentAttention.work(plan, SEQUENCE, 0)
+    work = LatentAttention.flops(plan, SEQUENCE, 0)
     weights = sum(a * b for a, b in LatentAttention.matrices(plan, WeightSplit()))
     # Backward costs twice the forward pass; a multiply-add is two operations; half of the pairs are
     # causal.

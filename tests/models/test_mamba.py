@@ -199,7 +199,7 @@ def test_operations_are_those_that_pytorch_counts() -> None:
     made = mixer()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         made(tokens(12, 1), None, None)
-    products, scores = (part / 3 for part in Mamba.work(PLAN, 12, 0))
+    products, scores = (part / 3 for part in Mamba.flops(PLAN, 12, 0))
     # The masked halves of chunks are computed too.
     masked = 12 * PLAN.chunk * (PLAN.groups * PLAN.state + PLAN.inner)
     assert counter.get_total_flops() == products + scores + masked
@@ -239,4 +239,4 @@ def test_no_layer_looks_ahead(flags: dict[str, Any]) -> None:
     before, after = model(text), model(changed)
     torch.testing.assert_close(after[:, :7], before[:, :7])
     assert not torch.allclose(after[:, 7:], before[:, 7:])
-    assert Block.work(network.layers[0], 12).scores > 0
+    assert Block.flops(network.layers[0], 12).scores > 0

@@ -348,7 +348,7 @@ def test_operations_are_those_that_pytorch_counts(name):
     mixture, _ = build(PLANS[name])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         mixture.eval()(tokens())
-    work = Mixture.work(PLANS[name], SEQUENCE, 0)
+    work = Mixture.flops(PLANS[name], SEQUENCE, 0)
     # PyTorch also counts the weighted sum of several rows as a product.
     chosen = PLANS[name].router.chosen
     combined = 2 * SEQUENCE * BATCH * chosen * HIDDEN if chosen > 1 else 0

@@ -18,7 +18,7 @@ from megatron.models.block import Block
 from megatron.models.costs import WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.head import Output
-from megatron.models.multi_token import Ahead, without_multi_token
+from megatron.models.multi_token import DepthInputs, without_multi_token
 from megatron.models.norm import Stream
 from megatron.models.plan import multi_token_plan
 from megatron.models.recompute import RecomputePlan
@@ -34,13 +34,13 @@ MIXTURES = {"num_experts": (4,), "moe_layer_freq": "[0,1,1]", "moe_router_topk":
 _TWO_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|tL"}
 
 
-def _ahead(depths: int = 2) -> tuple[TokenBatch, list[Ahead]]:
+def _ahead(depths: int = 2) -> tuple[TokenBatch, list[DepthInputs]]:
     """Return a whole micro-batch, and the inputs and labels of each depth."""
     tokens, labels = batch()
     places = torch.arange(SEQUENCE).expand_as(tokens)
     whole = TokenBatch(tokens, labels, torch.ones(tokens.shape), places)
     further = batches_ahead(whole, depths)
-    return whole, [Ahead(b.tokens, b.position_ids, b.labels, b.loss_mask) for b in further]
+    return whole, [DepthInputs(b.tokens, b.position_ids, b.labels, b.loss_mask) for b in further]
 
 
 def _losses(model: GPTModel, depths: int = 2) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_operations_are_those_of_layers_projections_and_outputs():
     assert ahead.layers == record.layers[-1:] * 2
     assert base == plan(config(**LLAMA))
     assert record.output is not None
-    each = sum(Block.work(record.layers[-1], length)) + Output.flops(record.output, length)
+    each = sum(Block.flops(record.layers[-1], length)) + Output.flops(record.output, length)
     each += 6 * length * 2 * 16 * 16  # the projection [2h -> h], forward and backward
     assert flops_per_token(record, length) == flops_per_token(base, length) + 2 * each // length
 

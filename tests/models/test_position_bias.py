@@ -41,7 +41,9 @@ def bucket_of(distance, both_ways, buckets, longest):
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_buckets(both_ways, buckets, longest):
     distances = torch.arange(-300, 301)
-    found = relative_buckets(distances, both_ways=both_ways, buckets=buckets, longest=longest)
+    found = relative_buckets(
+        distances, bidirectional=both_ways, buckets=buckets, max_distance=longest
+    )
     expected = [bucket_of(d, both_ways, buckets, longest) for d in distances.tolist()]
     assert found.tolist() == expected
     assert set(expected) == set(range(buckets)) - ({buckets // 2} if both_ways else set())
@@ -51,7 +53,7 @@ def table(both_ways, layout=None):
     module = PositionBias(
         plan(config(architecture="t5", decoder_num_layers=1, **RELATIVE)).position_bias,
         BuildContext(layout or Layout.single()),
-        both_ways=both_ways,
+        bidirectional=both_ways,
         is_copy=False,
     )
     initialize([("table", module.weight)], 1)

@@ -9,8 +9,8 @@ from megatron.config.training import TrainingOptions
 from megatron.models.recompute import (
     LayerGroup,
     RecomputePlan,
+    discarding_output,
     layer_groups,
-    without_keeping,
 )
 from tests.models.small import batch, gpt, loss_and_gradients
 
@@ -80,7 +80,7 @@ def test_a_forgotten_tensor_is_computed_once_for_all_that_ask():
 
     y = x * 2
     kept, memory = x.detach(), weakref.ref(y.untyped_storage())
-    with without_keeping(y, double):
+    with discarding_output(y, double):
         out = (y.flatten() * y.flatten().exp()).sum() + (y @ y.t()).sum()
     del y
     assert memory() is None
@@ -95,7 +95,7 @@ def test_a_forgotten_tensor_is_computed_once_for_all_that_ask():
 def test_a_graph_without_a_backward_pass_is_freed():
     x = torch.randn(3, requires_grad=True)
     y = x * 2
-    with without_keeping(y, lambda: y):
+    with discarding_output(y, lambda: y):
         z = y.sigmoid()  # sigmoid saves its result
     memory = weakref.ref(z.untyped_storage())
     del z

@@ -12,10 +12,10 @@ from megatron.models.plan import InitPlan
 from megatron.models.router import (
     Router,
     Routing,
-    balance,
-    capacity,
-    drop,
-    queue_places,
+    drop_choices,
+    expert_capacity,
+    queue_positions,
+    sinkhorn,
     within_best_groups,
 )
 from megatron.parallel.build import BuildContext
@@ -139,7 +139,7 @@ def test_balanced_scores_choose_and_plain_ones_weigh(plan):
 def test_balanced_scores_have_even_sums():
     logits = 2 * torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(4))
     logits[:, 0] += 5
-    scores = balance(logits + torch.linspace(0, 1000, 40).unsqueeze(1))  # no expert overflows
+    scores = sinkhorn(logits + torch.linspace(0, 1000, 40).unsqueeze(1))  # no expert overflows
     even = torch.full((EXPERTS,), 1 / EXPERTS)
     torch.testing.assert_close(scores.sum(0), even, rtol=1e-4, atol=0)
     torch.testing.assert_close(scores.sum(1), torch.full((40,), 1 / 40), rtol=2e-2, atol=0)
@@ -338,13 +338,13 @@ def test_full_experts_drop_tokens(drops_last, factor):
     assert dropped.any() == (factor < 2)
     assert not routing.weights[dropped].any()
     counts = torch.bincount(routing.choices[~dropped], minlength=EXPERTS)
-    assert counts.max() <= capacity(SEQUENCE * BATCH, plan)
+    assert counts.max() <= expert_capacity(SEQUENCE * BATCH, plan)
     assert torch.equal(router.state.counts.long(), counts)  # without dropped tokens, as in Core
 
 
 def dropped(choices, weights, plan):
-    routing, limit = Routing(choices, weights), capacity(len(choices), plan)
-    return drop(routing, queue_places(routing, plan, None), limit, plan.experts)
+    routing, limit = Routing(choices, weights), expert_capacity(len(choices), plan)
+    return drop_choices(routing, queue_positions(routing, plan, None), limit, plan.experts)
 
 
 @pytest.mark.parametrize("drops_last", [False, True], ids=["probability", "position"])
@@ -373,11 +373,11 @@ def test_the_most_probable_stay():
 
 def test_evaluation_may_have_a_capacity_of_its_own():
     plan = replace(BASE, capacity=0.5, eval_capacity=1.0, min_capacity=5)
-    assert [capacity(tokens, plan) for tokens in (64, 32, 8, 4)] == [8, 5, 5, 4]
-    assert capacity(64, plan, training=False) == 16
-    assert capacity(64, replace(plan, eval_capacity=None), training=False) == 8
-    assert capacity(64, replace(plan, capacity=None)) is None
-    assert capacity(64, replace(plan, capacity=None), training=False) == 16
+    assert [expert_capacity(tokens, plan) for tokens in (64, 32, 8, 4)] == [8, 5, 5, 4]
+    assert expert_capacity(64, plan, training=False) == 16
+    assert expert_capacity(64, replace(plan, eval_capacity=None), training=False) == 8
+    assert expert_capacity(64, replace(plan, capacity=None)) is None
+    assert expert_capacity(64, replace(plan, capacity=None), training=False) == 16
     router = build(replace(BASE, capacity=0.25, eval_capacity=100.0))
     assert (router(tokens()).choices < 0).any()
     assert not (router.eval()(tokens()).choices < 0).any()

@@ -103,7 +103,7 @@ def test_their_operations_are_those_that_pytorch_counts():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens[:1])
     # PyTorch counts neither half of the attention matrix here: the fused form is one operation.
-    scores = sum(Block.work(layer, SEQUENCE).scores for layer in toy_plan().layers) / 3
+    scores = sum(Block.flops(layer, SEQUENCE).scores for layer in toy_plan().layers) / 3
     counted = counter.get_total_flops()
     ours = flops_per_token(toy_plan(), SEQUENCE) * SEQUENCE / 3
     assert ours - scores <= counted <= ours + scores

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
-from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.plan import MixerPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
@@ -68,8 +68,8 @@ class RunningMean(nn.Module):
         return plan.width // split.tensor
 
     @staticmethod
-    def work(plan: RunningMeanPlan, length: int, encoder_length: int) -> Work:
-        return Work(6 * length * 3 * plan.width * plan.hidden)
+    def flops(plan: RunningMeanPlan, length: int, encoder_length: int) -> Flops:
+        return Flops(6 * length * 3 * plan.width * plan.hidden)
 
     @staticmethod
     def activation_bytes(plan: RunningMeanPlan, batch: MicroBatch) -> int:

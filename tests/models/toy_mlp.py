@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.models.costs import MicroBatch, WeightSplit, Work
+from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.plan import SublayerPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
@@ -40,8 +40,8 @@ class Square(nn.Module):
         return plan.hidden
 
     @staticmethod
-    def work(plan: SquarePlan, length: int, encoder_length: int) -> Work:
-        return Work(6 * length * plan.hidden * plan.hidden)
+    def flops(plan: SquarePlan, length: int, encoder_length: int) -> Flops:
+        return Flops(6 * length * plan.hidden * plan.hidden)
 
     @staticmethod
     def activation_bytes(plan: SquarePlan, batch: MicroBatch) -> int:
