@@ -85,7 +85,7 @@ def _records(paths: Sequence[str], key: str, max_line_mb: int = MAX_LINE_MB) -> 
         for bad in documents.bad[:1]:
             raise DataError(f"{path}:{first + bad.line}: {bad.reason}; fix or remove the line")
         lines = block.read().split(b"\n")
-        for number, _ in documents.places:
+        for number, _ in documents.locations:
             yield load_line(lines[number])
         first += documents.lines
 

@@ -114,7 +114,7 @@ class Origin(TypedDict, total=False):
 
 
 class TextPositions(TypedDict):
-    """The positions at which streams of text continue (`data.text_stream.save_places`)."""
+    """The positions at which streams of text continue (`data.text_stream.positions_state`)."""
 
     plan: str
     places: list[list[Annotated[list[Annotated[int, Ge(-1), Le(2**62)]], Len(4, 5)]]]

@@ -27,18 +27,18 @@ def batches_ahead(
             the ends of documents.
         eod: The id of the end-of-document token, if documents end with it.
     """
-    here = batch
-    mask, there = batch.loss_mask, documents
+    shifted = batch
+    mask, shifted_documents = batch.loss_mask, documents
     if documents is not None and eod is not None:
         mask = mask * (batch.tokens != eod)  # the next token begins another document
     for _ in range(depths):
-        here = TokenBatch(*(_shifted(x) for x in here))
+        shifted = TokenBatch(*(_shifted(x) for x in shifted))
         mask = _shifted(mask)
         weights = mask
-        if documents is not None and there is not None:
-            there = _shifted(there, -1)
-            weights = mask * (there == documents)
-        yield here._replace(loss_mask=weights)
+        if documents is not None and shifted_documents is not None:
+            shifted_documents = _shifted(shifted_documents, -1)
+            weights = mask * (shifted_documents == documents)
+        yield shifted._replace(loss_mask=weights)
 
 
 def _shifted(x: Tensor, last: int = 0) -> Tensor:

@@ -30,7 +30,7 @@ _ADDED_TOKENS = 3  # [CLS] and two [SEP]
 _SHARES = 1.0 / np.arange(1, 4)
 _SHARES /= _SHARES.sum()
 _CUMULATIVE = (_SHARES / _SHARES.sum()).cumsum()
-_RUN_LENGTHS: list[float] = (_CUMULATIVE / _CUMULATIVE[-1]).tolist()
+_SPAN_LENGTH_CDF: list[float] = (_CUMULATIVE / _CUMULATIVE[-1]).tolist()
 
 
 class BertOptions(NamedTuple):
@@ -71,10 +71,10 @@ class BertDataset(SentenceSamples):
         second = [b, [self.ids.sep]] if len(b) else []
         text = np.concatenate([[self.ids.cls], a, [self.ids.sep], *second]).astype(np.int64)
         masked, labels = self._mask(text, target, random)
-        length, in_a = self.options.seq_length, len(a) + 2
+        length, length_a = self.options.seq_length, len(a) + 2
         return {
             "text": pad_to(masked, length, self.ids.pad),
-            "types": pad_to(np.arange(len(text)) >= in_a, length, 0),
+            "types": pad_to(np.arange(len(text)) >= length_a, length, 0),
             "labels": pad_to(labels, length, IGNORED_LABEL),
             "is_random": int(is_swapped),
             "loss_mask": pad_to(labels != IGNORED_LABEL, length, 0),
@@ -91,11 +91,11 @@ class BertDataset(SentenceSamples):
         masked, labels = text.copy(), np.full(len(text), IGNORED_LABEL, np.int64)
 
         def draw_words() -> int:
-            return 1 + bisect_right(_RUN_LENGTHS, random.random_sample())
+            return 1 + bisect_right(_SPAN_LENGTH_CDF, random.random_sample())
 
-        for run in self._choose_runs(text, target, draw_words):
-            labels[run] = text[run]
-            for position in run:
+        for span in self._choose_spans(text, target, draw_words):
+            labels[span] = text[span]
+            for position in span:
                 if random.random_sample() < 0.8:
                     masked[position] = self.ids.mask
                 elif random.random_sample() >= 0.5:
@@ -131,11 +131,11 @@ def truncate(
     from_a = np.arange(excess) % 2 != lead % 2  # alternate once the lengths are equal
     from_a[: abs(lead)] = lead > 0
     at_front = random.random_sample(excess) < 0.5
-    cuts = []
-    for segment, mine in ((a, from_a), (b, ~from_a)):
-        front, back = int((mine & at_front).sum()), int((mine & ~at_front).sum())
-        cuts.append(segment[front : len(segment) - back])
-    return cuts[0], cuts[1]
+    truncated = []
+    for segment, is_cut in ((a, from_a), (b, ~from_a)):
+        front, back = int((is_cut & at_front).sum()), int((is_cut & ~at_front).sum())
+        truncated.append(segment[front : len(segment) - back])
+    return truncated[0], truncated[1]
 
 
 def build_bert_datasets(
@@ -157,13 +157,13 @@ def build_bert_datasets(
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     options = BertOptions(seq_length, request.data.mask_prob, request.seed, binary_head)
-    fewest = 2 if binary_head else 1
-    plan = plan_sentences(request, "--seq-length", seq_length, _ADDED_TOKENS, fewest)
+    min_sentences = 2 if binary_head else 1
+    plan = plan_sentences(request, "--seq-length", seq_length, _ADDED_TOKENS, min_sentences)
     build = partial(BertDataset, options=options)
-    recorded = TFRecordOptions(seq_length, tokenizer.vocab_size, request.seed)
+    tfrecord_options = TFRecordOptions(seq_length, tokenizer.vocab_size, request.seed)
 
     def build_from_tfrecords(part: DatasetPart) -> TFRecordDataset:
-        return TFRecordDataset(part.data, part.bounds, part.num_samples, recorded)
+        return TFRecordDataset(part.data, part.bounds, part.num_samples, tfrecord_options)
 
     return build_sentence_datasets(
         request, plan, tokenizer, SpecialIds.for_bert, build, build_from_tfrecords

@@ -32,7 +32,7 @@ from megatron.environment import cores_per_process
 from megatron.errors import DataError, warn
 
 Arrays = tuple[NDArray[Any], ...]
-_PIECE = 1 << 24  # bytes that a core hashes at a time
+_HASH_BLOCK = 1 << 24  # bytes that a core hashes at a time
 _HEX_DIGITS = 64
 
 
@@ -78,12 +78,17 @@ class IndexCache(NamedTuple):
             DataError: The arrays do not fit in memory.
         """
         stem = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
-        suffixes, origin = tuple(f"_{s.suffix}" for s in specs), digest_of(description, inputs)
-        places = [ArrayFiles(path / stem, suffixes, origin, source) for path in self.folders]
-        for files in places:
-            found = files.load()
-            if found is not None:
-                return found
+        suffixes, inputs_digest = (
+            tuple(f"_{s.suffix}" for s in specs),
+            digest_of(description, inputs),
+        )
+        candidates = [
+            ArrayFiles(path / stem, suffixes, inputs_digest, source) for path in self.folders
+        ]
+        for files in candidates:
+            cached = files.load()
+            if cached is not None:
+                return cached
         try:
             arrays = build()
         except MemoryError:
@@ -93,8 +98,8 @@ class IndexCache(NamedTuple):
                 "sample of the run: give fewer --train-iters or --train-samples, fewer "
                 "--eval-iters or a larger --eval-interval"
             ) from None
-        for files in places[-1:]:
-            with saving(f"index cache {files.stem.parent}", warns=self.warns):
+        for files in candidates[-1:]:
+            with warning_if_unwritable(f"index cache {files.stem.parent}", warns=self.warns):
                 mapped = files.save(arrays)
                 with atomic_file(Path(f"{files.stem}.dsc")) as file:
                     file.write(description.encode())
@@ -103,13 +108,13 @@ class IndexCache(NamedTuple):
 
 
 @contextlib.contextmanager
-def saving(what: str, *, warns: bool) -> Iterator[None]:
+def warning_if_unwritable(description: str, *, warns: bool) -> Iterator[None]:
     """Run the body of the `with` statement, and turn an OSError in it into a warning.
 
     The warning names the consequence and the remedy.
 
     Args:
-        what: The index and its location, for the warning.
+        description: The index and its location, for the warning.
         warns: Whether this process prints the warning.
     """
     try:
@@ -117,8 +122,8 @@ def saving(what: str, *, warns: bool) -> Iterator[None]:
     except OSError as error:
         if warns:
             warn(
-                f"{what}: cannot write ({error.strerror}); the index is kept in memory and built "
-                "again at every start. Set --data-cache-path to a writable folder"
+                f"{description}: cannot write ({error.strerror}); the index is kept in memory and "
+                "built again at every start. Set --data-cache-path to a writable folder"
             )
 
 
@@ -151,9 +156,9 @@ def open_array(path: Path, source: Path | None) -> NDArray[Any] | None:
         source: The file from which the array is built. An array older than it is not used.
     """
     try:
-        made = source.stat() if source is not None else None
-        with open_trusted(path, *([made.st_uid] if made else [])) as file:
-            if made is not None and os.fstat(file.fileno()).st_mtime < made.st_mtime:
+        source_stat = source.stat() if source is not None else None
+        with open_trusted(path, *([source_stat.st_uid] if source_stat else [])) as file:
+            if source_stat is not None and os.fstat(file.fileno()).st_mtime < source_stat.st_mtime:
                 return None
             if np.lib.format.read_magic(file) != (1, 0):
                 return None
@@ -172,10 +177,12 @@ def digest_of(text: str, arrays: Sequence[NDArray[Any]]) -> str:
     """
     layout = repr([text, *((array.dtype.str, array.shape) for array in arrays)])
     flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    pieces = [data[i : i + _PIECE].data for data in flat for i in range(0, len(data), _PIECE)]
+    pieces = [
+        data[i : i + _HASH_BLOCK].data for data in flat for i in range(0, len(data), _HASH_BLOCK)
+    ]
     with ThreadPoolExecutor(cores_per_process()) as pool:
         hashes = pool.map(hashlib.sha256, [layout.encode(), *pieces])
-        return hashlib.sha256(b"".join(each.digest() for each in hashes)).hexdigest()
+        return hashlib.sha256(b"".join(digest.digest() for digest in hashes)).hexdigest()
 
 
 class ArrayFiles(NamedTuple):
@@ -184,15 +191,15 @@ class ArrayFiles(NamedTuple):
     Attributes:
         stem: The path of the files without their suffixes.
         suffixes: The suffix of each array.
-        origin: The digest of everything that determines the arrays (`digest_of`), so that files
-            that were renamed or built from other data are not used.
+        inputs_digest: The digest of everything that determines the arrays (`digest_of`), so that
+            files that were renamed or built from other data are not used.
         source: The file from which the arrays are built. Arrays written by its owner are accepted.
             Arrays older than the file are not used.
     """
 
     stem: Path
     suffixes: tuple[str, ...]
-    origin: str
+    inputs_digest: str
     source: Path | None
 
     def load(self) -> Arrays | None:
@@ -212,7 +219,7 @@ class ArrayFiles(NamedTuple):
                 expected = file.read(_HEX_DIGITS + 1)
         except OSError:
             return None
-        return tuple(arrays) if expected == digest_of(self.origin, arrays).encode() else None
+        return tuple(arrays) if expected == digest_of(self.inputs_digest, arrays).encode() else None
 
     def save(self, arrays: Arrays) -> Arrays:
         """Write the arrays, then their digest, and return the arrays memory-mapped.
@@ -227,7 +234,7 @@ class ArrayFiles(NamedTuple):
             with atomic_file(Path(f"{self.stem}{suffix}.npy")) as file:
                 np.save(file, array, allow_pickle=False)
         with atomic_file(Path(f"{self.stem}.sha256")) as file:
-            file.write(digest_of(self.origin, arrays).encode())
+            file.write(digest_of(self.inputs_digest, arrays).encode())
         mapped = self.load()
         if mapped is None:
             raise PermissionError(errno.EPERM, "other users can write to its files")

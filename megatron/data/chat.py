@@ -68,7 +68,7 @@ class PackedDataset:
         packing: The assignment of the split's examples to rows.
         num_samples: The number of samples that the run needs. Rows are repeated as often as needed.
         seed: The seed for the order of rows.
-        filler: The padding id.
+        padding_id: The padding id.
     """
 
     examples: TokenizedExamples
@@ -76,7 +76,7 @@ class PackedDataset:
     packing: Packing
     num_samples: int
     seed: int
-    filler: int
+    padding_id: int
 
     @property
     def description(self) -> str:
@@ -95,16 +95,16 @@ class PackedDataset:
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i`."""
         length = self.packing.seq_length
-        text, trained = np.full(length + 1, self.filler, np.int64), np.zeros(length, np.int64)
-        ends, at = [], 0
-        for number in self.packing.row(i, self.seed):
-            tokens, counts = self.examples[self.first + int(number)]
-            end = at + len(tokens)
-            text[at:end] = tokens
-            trained[at : end - 1] = counts[1:]  # labels are one token ahead
+        text, trained = np.full(length + 1, self.padding_id, np.int64), np.zeros(length, np.int64)
+        ends, start = [], 0
+        for example in self.packing.row(i, self.seed):
+            tokens, is_trained = self.examples[self.first + int(example)]
+            end = start + len(tokens)
+            text[start:end] = tokens
+            trained[start : end - 1] = is_trained[1:]  # labels are one token ahead
             ends.append(end)
-            at = end
-        if at < length:
+            start = end
+        if start < length:
             ends.append(length)
         return {"text": text, TRAINED: trained, SEGMENT_ENDS: np.array(ends), "id": i}
 
@@ -114,7 +114,7 @@ def build_packed_datasets(
     open_examples: Callable[[str, str], TokenizedExamples],
     *,
     seq_length: int,
-    filler: int,
+    padding_id: int,
     packs: bool = True,
 ) -> Datasets:
     """Build the samples that the flags name. Collective.
@@ -123,7 +123,7 @@ def build_packed_datasets(
         request: The data that the run needs.
         open_examples: A function that reads and tokenizes the file that a flag names.
         seq_length: The number of tokens in a row, s.
-        filler: The padding id.
+        padding_id: The padding id.
         packs: Whether several examples share a row.
 
     Raises:
@@ -139,7 +139,7 @@ def build_packed_datasets(
         lengths = examples.lengths[slice(*part.bounds)]
         packing = (pack if packs else one_per_row)(lengths, seq_length)
         first = part.bounds[0]
-        return PackedDataset(examples, first, packing, part.num_samples, request.seed, filler)
+        return PackedDataset(examples, first, packing, part.num_samples, request.seed, padding_id)
 
     def refuse_mock(count: int, split: int) -> SampleDataset:
         raise AssertionError("a rule refuses --mock-data")
@@ -170,7 +170,7 @@ def build_chat_datasets(
         request,
         conversation_reader(request, options, seq_length=seq_length, tokenizer=tokenizer),
         seq_length=seq_length,
-        filler=padding_token(tokenizer[1]),
+        padding_id=padding_token(tokenizer[1]),
         packs=options.packing,
     )
 
@@ -197,7 +197,7 @@ def conversation_reader(
     Raises:
         ConfigError: The template cannot be used.
     """
-    flags, used = tokenizer
+    flags, built_tokenizer = tokenizer
     encoder = ConversationEncoder(
         ConversationOptions(
             flags,
@@ -209,7 +209,7 @@ def conversation_reader(
             preferences,
             labels,
         ),
-        used,
+        built_tokenizer,
     )
 
     def open_examples(prefix: str, flag: str) -> TokenizedExamples:
@@ -251,5 +251,5 @@ def describe_packing(dataset: SampleDataset | None) -> str:
     examples = sum(len(packing.lengths) for packing in packings)
     rows = sum(packing.rows for packing in packings)
     tokens = sum(int(packing.lengths.sum()) for packing in packings)
-    full = tokens / (rows * packings[0].seq_length)
-    return f"{examples:,} examples in {rows:,} rows per epoch, {full:.1%} full"
+    fullness = tokens / (rows * packings[0].seq_length)
+    return f"{examples:,} examples in {rows:,} rows per epoch, {fullness:.1%} full"

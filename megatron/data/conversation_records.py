@@ -61,13 +61,13 @@ COLUMNS = (
     *("label", "input", *_OPENAI_ANSWERS),
     *("tools", "documents", "chat_template_kwargs"),
 )
-_KNOWN = (
+_KNOWN_FORMATS = (
     '{"messages": [...]}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"}, '
     '{"conversations": [...]} or {"text"}'
 )
 
 
-class Plain(NamedTuple):
+class PlainText(NamedTuple):
     """Plain text without a chat template, followed by the end-of-text token.
 
     Attributes:
@@ -79,7 +79,7 @@ class Plain(NamedTuple):
     completion: str
 
 
-Example = Chat | Plain
+Example = Chat | PlainText
 
 
 def parse_record(line: bytes) -> Record:
@@ -90,12 +90,12 @@ def parse_record(line: bytes) -> Record:
     """
 
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> Record:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
             keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"the key {twice!r} occurs twice in an object: remove one")
-        return found
+            duplicate = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"the key {duplicate!r} occurs twice in an object: remove one")
+        return fields
 
     record = load_line(line)
     if not isinstance(record, dict):
@@ -114,8 +114,8 @@ def format_of(record: Record) -> str:
     for name, needed in _FORMATS:
         if needed <= keys:
             return name
-    found = ", ".join(map(repr, sorted(keys)))
-    raise ValueError(f"no known format (keys: {found or 'none'}): write {_KNOWN}")
+    present = ", ".join(map(repr, sorted(keys)))
+    raise ValueError(f"no known format (keys: {present or 'none'}): write {_KNOWN_FORMATS}")
 
 
 def read_examples(record: Record, *, preferences: bool) -> list[Example]:
@@ -130,33 +130,33 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
     """
     name = format_of(record)
     if (name == "preference") != preferences:
-        wanted = '"chosen" and "rejected"' if preferences else "an answer to imitate"
-        raise ValueError(f"a {name} record, but this run needs {wanted}: give other data")
+        expected = '"chosen" and "rejected"' if preferences else "an answer to imitate"
+        raise ValueError(f"a {name} record, but this run needs {expected}: give other data")
     if name == "text":
-        return [Plain("", _text(record, "text"))]
+        return [PlainText("", _text(record, "text"))]
     if name == "sharegpt":
         return [_chat(_from_sharegpt(record), record)]
     if name == "messages":
         return [_chat(_messages(record, "messages"), record)]
-    asked, answers = "prompt", ("chosen", "rejected") if preferences else ("completion",)
+    prompt_key, answer_keys = "prompt", ("chosen", "rejected") if preferences else ("completion",)
     if preferences and record.get("chosen") is None:
-        asked, answers, record = "input", _OPENAI_ANSWERS, _from_openai(record)
-    elif preferences and all(isinstance(record[key], dict) for key in answers):
+        prompt_key, answer_keys, record = "input", _OPENAI_ANSWERS, _from_openai(record)
+    elif preferences and all(isinstance(record[key], dict) for key in answer_keys):
         record = _with_single_messages(record)
     # UltraFeedback's prompts are strings, while both of its answers are lists of messages.
     kinds_of_values = [type(record.get(key)) for key in ("prompt", "chosen", "rejected")]
-    if record.get(asked) is None or kinds_of_values == [str, list, list]:
+    if record.get(prompt_key) is None or kinds_of_values == [str, list, list]:
         record = _with_prompt(record)
-    kinds = {isinstance(record[key], str) for key in (asked, *answers)}
+    kinds = {isinstance(record[key], str) for key in (prompt_key, *answer_keys)}
     if len(kinds) > 1:
-        names = ", ".join(map(repr, (asked, *answers)))
+        names = ", ".join(map(repr, (prompt_key, *answer_keys)))
         raise ValueError(
             f"{names}: some are strings, some are lists of messages: use the same type for all"
         )
     if kinds == {True}:
-        return [Plain(record[asked], _text(record, key)) for key in answers]
-    prompt = _messages(record, asked)
-    return [_completed(prompt, _messages(record, key), record, key) for key in answers]
+        return [PlainText(record[prompt_key], _text(record, key)) for key in answer_keys]
+    prompt = _messages(record, prompt_key)
+    return [_completed(prompt, _messages(record, key), record, key) for key in answer_keys]
 
 
 def read_labeled(record: Record) -> list[tuple[Example, bool]]:
@@ -194,10 +194,10 @@ def _text(record: Record, key: str) -> str:
 
 def _from_openai(record: Record) -> Record:
     """Return an OpenAI preference with the messages and tools moved out of its `input` object."""
-    given = record["input"]
-    if not isinstance(given, dict) or "messages" not in given:
+    conversation = record["input"]
+    if not isinstance(conversation, dict) or "messages" not in conversation:
         raise ValueError("'input' has no messages: write {\"messages\": [...]}")
-    return {**record, "input": given["messages"], "tools": given.get("tools")}
+    return {**record, "input": conversation["messages"], "tools": conversation.get("tools")}
 
 
 def _with_single_messages(record: Record) -> Record:
@@ -269,33 +269,33 @@ def _chat(messages: list[Message], record: Record) -> Chat:
     inputs = record.get("chat_template_kwargs") or {}
     if not isinstance(inputs, dict):
         raise ValueError(f"'chat_template_kwargs' is {json_kind(inputs)}: write an object instead")
-    given = {key: _list_of_objects(record, key) for key in ("tools", "documents")}
-    given = {key: value for key, value in given.items() if value is not None}
-    kept = [
+    lists = {key: _list_of_objects(record, key) for key in ("tools", "documents")}
+    lists = {key: value for key, value in lists.items() if value is not None}
+    stripped = [
         {key: value for key, value in message.items() if key not in ("weight", "train")}
         for message in messages
     ]
-    return Chat(kept, {**inputs, **given}, untrained=frozenset(untrained))
+    return Chat(stripped, {**inputs, **lists}, untrained=frozenset(untrained))
 
 
 def _check_order(messages: list[Message]) -> None:
-    before = "system"
-    for number, message in enumerate(messages):
+    previous = "system"
+    for index, message in enumerate(messages):
         role = "system" if message["role"] == "developer" else message["role"]
         if role == "system":
-            is_right = number == 0
+            is_allowed = index == 0
         elif role == "tool":
-            is_right = before == "tool" or bool(number and messages[number - 1].get("tool_calls"))
+            is_allowed = previous == "tool" or bool(index and messages[index - 1].get("tool_calls"))
         else:
-            is_right = before in _FOLLOWS[role]
-        if not is_right:
-            after = f"after {messages[number - 1]['role']!r}" if number else "at the beginning"
+            is_allowed = previous in _FOLLOWS[role]
+        if not is_allowed:
+            after = f"after {messages[index - 1]['role']!r}" if index else "at the beginning"
             raise ValueError(
-                f"message {number + 1}: roles out of order ({message['role']!r} {after}): begin "
+                f"message {index + 1}: roles out of order ({message['role']!r} {after}): begin "
                 "with an optional system turn, then alternate user and assistant; 'tool' follows "
                 "an assistant's tool_calls"
             )
-        before = role
+        previous = role
 
 
 def _messages(record: Record, key: str) -> list[Message]:
@@ -404,22 +404,22 @@ def _from_sharegpt(record: Record) -> list[Message]:
     messages: list[Any] = []
     if record.get("system"):
         messages.append({"role": "system", "content": _text(record, "system")})
-    for number, turn in enumerate(turns):
-        where = f"'conversations', turn {number + 1}"
+    for index, turn in enumerate(turns):
+        where = f"'conversations', turn {index + 1}"
         if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
             raise ValueError(f"{where} lacks 'from' or 'value': write both")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
-            known = ", ".join(_SHAREGPT_ROLES)
-            raise ValueError(f"{where}: unknown 'from' {turn['from']!r}: give one of {known}")
-        others = {key: turn[key] for key in ("weight", "train") if key in turn}
+            known_roles = ", ".join(_SHAREGPT_ROLES)
+            raise ValueError(f"{where}: unknown 'from' {turn['from']!r}: give one of {known_roles}")
+        flags = {key: turn[key] for key in ("weight", "train") if key in turn}
         if role == "function_call":
             call = _json_in(_content(turn["value"], where), where)
             calls = call if isinstance(call, list) else [call]
-            called = [{"type": "function", "function": each} for each in calls]
-            messages.append({"role": "assistant", "tool_calls": called, **others})
+            tool_calls = [{"type": "function", "function": each} for each in calls]
+            messages.append({"role": "assistant", "tool_calls": tool_calls, **flags})
         else:
-            messages.append({"role": role, "content": turn["value"], **others})
+            messages.append({"role": role, "content": turn["value"], **flags})
     return _messages({"conversations": messages}, "conversations")
 
 
@@ -434,5 +434,5 @@ def for_template(chat: Chat, *, knows_developers: bool) -> Chat:
     if knows_developers or chat.messages[0]["role"] != "developer":
         return chat
     first: Mapping[str, Any] = {**chat.messages[0], "role": "system"}
-    rest: Sequence[Mapping[str, Any]] = chat.messages[1:]
-    return chat._replace(messages=[first, *rest])
+    others: Sequence[Mapping[str, Any]] = chat.messages[1:]
+    return chat._replace(messages=[first, *others])

@@ -30,7 +30,7 @@ from megatron.data.cache import ArraySpec, IndexCache
 from megatron.data.conversation_records import (
     COLUMNS,
     Example,
-    Plain,
+    PlainText,
     for_template,
     format_of,
     parse_record,
@@ -56,9 +56,9 @@ _FORMATS = ("messages", "sharegpt", "completion", "preference", "text")
 _COUNTS = ("records", "bad", "too_long", "cut", "untrained", "tokens", "trained", *_FORMATS)
 _RENDER_SECONDS = 10.0  # the time limit for rendering one record
 _MEMORY = 2 << 30  # bytes that a process may use in addition to those of the loaded libraries
-_LESS_MEMORY = "Shorten records of many megabytes, or use a machine with more memory"
+_MEMORY_REMEDY = "Shorten records of many megabytes, or use a machine with more memory"
 _BLOCK_BYTES = 1 << 19
-_REPORTED = 3  # the number of bad lines of each file that are reported individually
+_MAX_REPORTED = 3  # the number of bad lines of each file that are reported individually
 
 
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]  # ids, and which of them to train on
@@ -183,8 +183,8 @@ class ConversationEncoder:
         """Return a string that identifies everything that determines examples, except the files."""
         options = self.options._replace(tokenizer=TokenizerConfig(), special=None)
         tokenizer = (self.tokenizer.fingerprint(), self.tokenizer.spelling)
-        known = (_VERSION, tuple(options)[1:], self.special, *tokenizer)
-        return repr(known)
+        settings = (_VERSION, tuple(options)[1:], self.special, *tokenizer)
+        return repr(settings)
 
     def __call__(self, block: TextBlock) -> EncodedExamples:
         """Encode the records of a block of lines.
@@ -196,16 +196,16 @@ class ConversationEncoder:
             self._is_limited = True
         if block.problem:
             too_long = BadLine(0, 0, f"{block.problem}: remove the line")
-            return _packed(block, [], 1, [too_long], Counter())
+            return _concatenated(block, [], 1, [too_long], Counter())
         lines = block.read().removesuffix(b"\n").split(b"\n")
-        found: list[Encoded] = []
+        encoded: list[Encoded] = []
         bad: list[BadLine] = []
         counts: Counter[str] = Counter()
         offset = 0
         for number, line in enumerate(lines):
             if line and not line.isspace():
                 try:
-                    found += self.encode_record(line, counts)
+                    encoded += self.encode_record(line, counts)
                 except (ValueError, DataError, _TooSlowError) as error:
                     bad.append(BadLine(number, offset, str(error)))
                 except MemoryError:
@@ -215,7 +215,7 @@ class ConversationEncoder:
                     )
                     bad.append(BadLine(number, offset, reason))
             offset += len(line) + 1
-        return _packed(block, found, len(lines), bad, counts)
+        return _concatenated(block, encoded, len(lines), bad, counts)
 
     def encode_record(self, line: bytes, counts: Counter[str]) -> list[Encoded]:
         """Return the examples of a record: two for a preference, none if they are dropped.
@@ -232,23 +232,23 @@ class ConversationEncoder:
         labels: list[bool] = []
         if self.options.labels:
             labeled = read_labeled(record)
-            examples, labels = [one for one, _ in labeled], [label for _, label in labeled]
+            examples, labels = [example for example, _ in labeled], [label for _, label in labeled]
         else:
             examples = read_examples(record, preferences=preferences)
         encoded = [self._encode(example) for example in examples]
         if preferences:  # both answers must follow the same tokens
             first = min(len(trained) - int(trained.sum()) for _, trained in encoded)
             encoded = [(tokens, np.arange(len(tokens)) >= first) for tokens, _ in encoded]
-        fitted: list[Encoded] = []
+        truncated: list[Encoded] = []
         outcome: Counter[str] = Counter(records=1)
-        for number, (tokens, trained) in enumerate(encoded):
-            parts = self._fit(tokens, trained, outcome)
+        for index, (tokens, trained) in enumerate(encoded):
+            parts = self._truncate(tokens, trained, outcome)
             if labels:
-                parts = [(ids, np.append(labels[number], used[1:])) for ids, used in parts]
-            fitted += parts
+                parts = [(ids, np.append(labels[index], mask[1:])) for ids, mask in parts]
+            truncated += parts
         # The first token of an example is never a label.
-        useful = [pair for pair in fitted if pair[1][1:].any()]
-        outcome["untrained"] += len(fitted) - len(useful)
+        useful = [pair for pair in truncated if pair[1][1:].any()]
+        outcome["untrained"] += len(truncated) - len(useful)
         if preferences and len(useful) < 2:
             useful = []
         counts += outcome
@@ -257,12 +257,12 @@ class ConversationEncoder:
 
     def _encode(self, example: Example) -> Encoded:
         """Return the ids of an example, and which of them to train on."""
-        if isinstance(example, Plain):
+        if isinstance(example, PlainText):
             ids = list(self.tokenizer.tokenize(example.prompt + example.completion))
             if self._end is not None and (not ids or ids[-1] != self._end):
                 ids.append(self._end)
             prompt = self.tokenizer.tokenize(example.prompt) if example.prompt else ()
-            tokens, trained = _completed(prompt, ids)
+            tokens, trained = _completion_mask(prompt, ids)
         else:
             if self._template is None:
                 raise DataError(
@@ -280,45 +280,48 @@ class ConversationEncoder:
             else:
                 ((start, _),) = spans
                 tokenize = self.tokenizer.tokenize_spelled
-                tokens, trained = _completed(tokenize(text[:start]), tokenize(text))
+                tokens, trained = _completion_mask(tokenize(text[:start]), tokenize(text))
         if self.options.train_on_inputs:
             trained = np.ones(len(tokens), np.bool_)
         if len(tokens) and (tokens.max() >= self.tokenizer.vocab_size or tokens.min() < 0):
-            wrong = tokens[(tokens >= self.tokenizer.vocab_size) | (tokens < 0)][0]
+            invalid = tokens[(tokens >= self.tokenizer.vocab_size) | (tokens < 0)][0]
             raise DataError(
-                f"token id {wrong} is outside the vocabulary (0 to "
+                f"token id {invalid} is outside the vocabulary (0 to "
                 f"{self.tokenizer.vocab_size - 1}): change the text, or give the tokenizer for "
                 "which it was written"
             )
         return tokens, trained
 
-    def _fit(
+    def _truncate(
         self, tokens: NDArray[np.int32], trained: NDArray[np.bool_], counts: Counter[str]
     ) -> list[Encoded]:
         """Apply --truncation to an example, and return parts of at most `max_length` tokens."""
-        most, way = self.options.max_length, self.options.truncation
-        if len(tokens) <= most:
+        max_length, truncation = self.options.max_length, self.options.truncation
+        if len(tokens) <= max_length:
             return [(tokens, trained)]
-        if way == "error":
+        if truncation == "error":
             raise DataError(
-                f"the example has {len(tokens):,} tokens, more than --seq-length {most}: raise "
-                "--seq-length, or choose with --truncation how to shorten examples"
+                f"the example has {len(tokens):,} tokens, more than --seq-length {max_length}: "
+                "raise --seq-length, or choose with --truncation how to shorten examples"
             )
-        if way == "drop":
+        if truncation == "drop":
             counts["too_long"] += 1
             return []
         counts["cut"] += 1
-        if way == "keep-start":
-            return [(tokens[:most], trained[:most])]
-        if way == "keep-end":
-            return [(tokens[-most:], trained[-most:])]
+        if truncation == "keep-start":
+            return [(tokens[:max_length], trained[:max_length])]
+        if truncation == "keep-end":
+            return [(tokens[-max_length:], trained[-max_length:])]
         # The last token of a part also begins the next part, whose first label would otherwise be
         # lost.
-        starts = range(0, len(tokens) - 1, most - 1)
-        return [(tokens[at : at + most], trained[at : at + most]) for at in starts]
+        starts = range(0, len(tokens) - 1, max_length - 1)
+        return [
+            (tokens[start : start + max_length], trained[start : start + max_length])
+            for start in starts
+        ]
 
 
-def _completed(prompt: Sequence[int], tokens: Sequence[int]) -> Encoded:
+def _completion_mask(prompt: Sequence[int], tokens: Sequence[int]) -> Encoded:
     """Return the ids of a prompt and its completion, and which of them belong to the completion.
 
     The completion begins at the first token that differs from the ids of the prompt alone. This may
@@ -326,13 +329,13 @@ def _completed(prompt: Sequence[int], tokens: Sequence[int]) -> Encoded:
     """
     pairs = enumerate(zip(prompt, tokens, strict=False))
     shorter = min(len(prompt), len(tokens))
-    first = next((at for at, (one, other) in pairs if one != other), shorter)
+    first = next((position for position, (token, other) in pairs if token != other), shorter)
     return np.array(tokens, np.int32), np.arange(len(tokens)) >= first
 
 
-def _packed(
+def _concatenated(
     block: TextBlock,
-    found: Sequence[Encoded],
+    encoded: Sequence[Encoded],
     lines: int,
     bad: list[BadLine],
     counts: Counter[str],
@@ -340,9 +343,9 @@ def _packed(
     counts["bad"] = len(bad)
     return EncodedExamples(
         block._replace(data=None),
-        np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in found)]),
-        np.concatenate([np.empty(0, np.bool_), *(trained for _, trained in found)]),
-        np.array([len(tokens) for tokens, _ in found], np.int64),
+        np.concatenate([np.empty(0, np.int32), *(tokens for tokens, _ in encoded)]),
+        np.concatenate([np.empty(0, np.bool_), *(trained for _, trained in encoded)]),
+        np.array([len(tokens) for tokens, _ in encoded], np.int64),
         lines,
         bad,
         counts,
@@ -372,10 +375,10 @@ def _limit_process() -> None:
     statm = Path("/proc/self/statm")
     if statm.exists():  # systems without /proc do not limit address spaces
         pages = int(statm.read_text(encoding="ascii").split()[0])
-        most = pages * resource.getpagesize() + _MEMORY
+        limit = pages * resource.getpagesize() + _MEMORY
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        if hard == resource.RLIM_INFINITY or most < hard:
-            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        if hard == resource.RLIM_INFINITY or limit < hard:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 @dataclass(frozen=True)
@@ -413,18 +416,18 @@ class TokenizedExamples:
         """Return a one-line summary of what was read, skipped and cut."""
         counts = self.counts
         kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in _FORMATS if counts[kind])
-        share = counts["trained"] / max(counts["tokens"], 1)
+        trained = counts["trained"] / max(counts["tokens"], 1)
         parts = [
             f"{self.name}: {counts['records']:,} records ({kinds})",
-            f"{len(self):,} examples of {counts['tokens']:,} tokens ({share:.1%} trained)",
+            f"{len(self):,} examples of {counts['tokens']:,} tokens ({trained:.1%} trained)",
         ]
-        others = {
+        labels = {
             "cut": "cut to --seq-length",
             "too_long": "dropped because longer than --seq-length",
             "untrained": "dropped because no token is trained",
             "bad": "bad lines skipped",
         }
-        parts += [f"{label}: {counts[key]:,}" for key, label in others.items() if counts[key]]
+        parts += [f"{label}: {counts[key]:,}" for key, label in labels.items() if counts[key]]
         return "; ".join(parts)
 
 
@@ -466,9 +469,9 @@ def load_examples(
         def build() -> tuple[NDArray[Any], ...]:
             folder = None
             with suppress(OSError):
-                for last in cache.folders[-1:]:
-                    last.mkdir(parents=True, exist_ok=True)
-                    folder = last if os.access(last, os.W_OK) else None
+                for cache_folder in cache.folders[-1:]:
+                    cache_folder.mkdir(parents=True, exist_ok=True)
+                    folder = cache_folder if os.access(cache_folder, os.W_OK) else None
             return _build(files, encoder, workers, skip_bad_lines, flag, folder)
 
         specs = [
@@ -492,13 +495,13 @@ def load_examples(
         raise DataError(str(error).replace("--input ", f"{flag} ")) from error
     counts = Counter(dict(zip(_COUNTS, counted.tolist(), strict=True)))
     starts = np.cumsum(lengths) - lengths
-    found = TokenizedExamples(name, tokens, trained, lengths, starts, counts)
-    if not len(found):
+    examples = TokenizedExamples(name, tokens, trained, lengths, starts, counts)
+    if not len(examples):
         remedy = "give other data"
-        if found.counts["untrained"]:
+        if examples.counts["untrained"]:
             remedy += ", or another --chat-template if this one does not write the answers"
-        raise DataError(f"{flag} {found.summary()}; no examples are left: {remedy}")
-    return found
+        raise DataError(f"{flag} {examples.summary()}; no examples are left: {remedy}")
+    return examples
 
 
 def _blocks(files: Sequence[str]) -> Iterator[TextBlock]:
@@ -526,26 +529,26 @@ def _build(
     counts: Counter[str] = Counter()
     lines: Counter[str] = Counter()  # the number of lines before the block, by file
     reported: Counter[str] = Counter()
-    number = max(1, choose_workers(files) if workers is None else workers)
+    num_workers = max(1, choose_workers(files) if workers is None else workers)
     with (
-        shortage_errors(_LESS_MEMORY),
-        map_in_order(encoder, partial(_blocks, files), number, _LESS_MEMORY) as results,
+        shortage_errors(_MEMORY_REMEDY),
+        map_in_order(encoder, partial(_blocks, files), num_workers, _MEMORY_REMEDY) as results,
         writing_to("--data-cache-path", folder or tempfile.gettempdir()),
-        _Collected(np.int32, folder) as tokens,
-        _Collected(np.bool_, folder) as trained,
-        _Collected(np.int64, folder) as lengths,
+        _GrowingArray(np.int32, folder) as tokens,
+        _GrowingArray(np.bool_, folder) as trained,
+        _GrowingArray(np.int64, folder) as lengths,
     ):
         for encoded in results:
             path = encoded.block.path
             for bad in encoded.bad:
-                what = f"{flag} {path}:{lines[path] + 1 + bad.line}: {bad.reason}"
+                message = f"{flag} {path}:{lines[path] + 1 + bad.line}: {bad.reason}"
                 if not skip_bad_lines:
-                    raise DataError(f"{what} (or skip bad lines with --skip-bad-lines)")
+                    raise DataError(f"{message} (or skip bad lines with --skip-bad-lines)")
                 reported[path] += 1
-                if reported[path] <= _REPORTED:
-                    is_last = reported[path] == _REPORTED
+                if reported[path] <= _MAX_REPORTED:
+                    is_last = reported[path] == _MAX_REPORTED
                     last = "; further bad lines are only counted" if is_last else ""
-                    warn(f"{what}; line skipped{last}")
+                    warn(f"{message}; line skipped{last}")
             tokens.add(encoded.tokens)
             trained.add(encoded.trained)
             lengths.add(encoded.lengths)
@@ -554,10 +557,10 @@ def _build(
             counts += encoded.counts
             lines[path] += encoded.lines
         counted = np.array([counts[name] for name in _COUNTS], np.int64)
-        return tokens.whole(), trained.whole(), lengths.whole(), counted
+        return tokens.finish(), trained.finish(), lengths.finish(), counted
 
 
-class _Collected:
+class _GrowingArray:
     """An array that grows in an unnamed file. The file exists as long as a view of the array does.
 
     Args:
@@ -570,7 +573,7 @@ class _Collected:
         self._dtype = np.dtype(dtype)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - see __exit__
 
-    def __enter__(self) -> _Collected:
+    def __enter__(self) -> _GrowingArray:
         """Return the array."""
         return self
 
@@ -582,7 +585,7 @@ class _Collected:
         """Append items."""
         self._file.write(np.ascontiguousarray(items, self._dtype).data)
 
-    def whole(self) -> NDArray[Any]:
+    def finish(self) -> NDArray[Any]:
         """Return all items as a memory-mapped array."""
         self._file.flush()
         if not self._file.tell():

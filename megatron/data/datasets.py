@@ -58,7 +58,7 @@ class DataRequest(NamedTuple):
             and prints the warnings.
         barrier: A function that waits until every process has called it. It is called once.
         unit: The number of samples in a unit of --blend-schedule: the global batch size, or 1.
-        blends_one: Whether to treat a single dataset as a blend, with half a percent of extra
+        blends_single: Whether to treat a single dataset as a blend, with half a percent of extra
             samples, as Megatron-LM does if the dataset has a weight. This changes the order of
             samples.
     """
@@ -69,13 +69,13 @@ class DataRequest(NamedTuple):
     is_builder: bool = True
     barrier: Callable[[], None] = lambda: None
     unit: int = 1
-    blends_one: bool = False
+    blends_single: bool = False
 
     def cache(self, *folders: Path) -> IndexCache:
         """Return the cache in `folders`, and in --data-cache-path if it is given."""
-        further = self.data.data_cache_path
-        if further is not None:
-            folders = (*folders, Path(further))
+        cache_path = self.data.data_cache_path
+        if cache_path is not None:
+            folders = (*folders, Path(cache_path))
         return IndexCache(folders, self.is_builder)
 
 
@@ -179,11 +179,11 @@ def build_datasets(
             open_source=open_source,
         )
 
-        def build(split: str, member: _Member, count: int, number: int) -> DescribedDataset:
+        def build(split: str, member: _Member, count: int, dataset_index: int) -> DescribedDataset:
             if not isinstance(member.data, TextCorpus):
                 return build_part(DatasetPart(split, member.data, member.bounds, count))
             assert build_text is not None, "text was refused"
-            return build_text(member.data, member.bounds, count, number)
+            return build_text(member.data, member.bounds, count, dataset_index)
 
         return Datasets(*(_build_split(*split, request, build) for split in enumerate(members)))
 
@@ -214,11 +214,11 @@ def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float | 
     return pairs
 
 
-def _only_path(word: str, flag: str) -> str:
-    paths = paths_of(word)
+def _only_path(entry: str, flag: str) -> str:
+    paths = paths_of(entry)
     if len(paths) > 1:
         raise ConfigError(
-            f"{flag} {word}: this name stands for {len(paths)} paths: give the prefix of the "
+            f"{flag} {entry}: this name stands for {len(paths)} paths: give the prefix of the "
             "dataset that was made from them"
         )
     return paths[0]
@@ -236,11 +236,11 @@ class BlendPhase(NamedTuple):
     weights: tuple[float, ...]
 
 
-def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list[BlendPhase]:
+def parse_blend_schedule(values: Sequence[str], datasets: int, unit: int) -> list[BlendPhase]:
     """Parse phases from `START:WEIGHT,WEIGHT,... START:WEIGHT,WEIGHT,...`.
 
     Args:
-        words: The phases in --blend-schedule.
+        values: The phases in --blend-schedule.
         datasets: The number of training datasets, d.
         unit: The number of samples in a unit of START.
 
@@ -249,8 +249,8 @@ def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list
             not have a weight for each dataset.
     """
     phases: list[BlendPhase] = []
-    for word in words:
-        start, _, text = word.partition(":")
+    for value in values:
+        start, _, text = value.partition(":")
         try:
             weights = tuple(float(weight) for weight in text.split(","))
         except ValueError:
@@ -263,7 +263,7 @@ def parse_blend_schedule(words: Sequence[str], datasets: int, unit: int) -> list
             or not (min(weights) >= 0 and 0 < sum(weights) < math.inf)
         ):
             raise ConfigError(
-                f"--blend-schedule: {word!r} is not a phase for {datasets} datasets: write "
+                f"--blend-schedule: {value!r} is not a phase for {datasets} datasets: write "
                 "START:WEIGHT,WEIGHT,... with a weight for each dataset, none negative and at "
                 "least one above 0; the first START is 0, and each is above the previous one"
             )
@@ -322,7 +322,7 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
     paths = data.train_data_path or data.data_path
     if data.mock_data or not paths:
         return None
-    whole = hashlib.sha256()
+    fingerprint = hashlib.sha256()
     flag = "--train-data-path" if data.train_data_path else "--data-path"
     for _, name in parse_weighted_paths(paths, flag):
         prefix = _local(name, flag, data)
@@ -334,14 +334,16 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
                 with path.open("rb", buffering=0) as file:
                     size = os.fstat(file.fileno()).st_size
                     digest = hashlib.sha256(str(size).encode())
-                    last = max(0, size - _BLOCK)
-                    for place in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
-                        file.seek(place)
+                    last_offset = max(0, size - _BLOCK)
+                    for offset in sorted(
+                        {last_offset * i // (_BLOCKS - 1) for i in range(_BLOCKS)}
+                    ):
+                        file.seek(offset)
                         digest.update(file.read(_BLOCK))
             except OSError as error:
                 raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-            whole.update(digest.digest())
-    return whole.hexdigest()[:32]
+            fingerprint.update(digest.digest())
+    return fingerprint.hexdigest()[:32]
 
 
 def _local(name: str, flag: str, data: DataConfig) -> str:
@@ -368,31 +370,34 @@ def _open_members(
             "no data: give --data-path, or --train-data-path with --valid-data-path and "
             "--test-data-path, or --mock-data for generated tokens"
         )
-    named = [(f"--{SPLIT_NAMES[i]}-data-path", path or (), [i]) for i, path in enumerate(paths)]
+    entries = [(f"--{SPLIT_NAMES[i]}-data-path", path or (), [i]) for i, path in enumerate(paths)]
     if data.data_path is not None:
-        named = [("--data-path", data.data_path, [0, 1, 2])]
+        entries = [("--data-path", data.data_path, [0, 1, 2])]
     splits: tuple[list[_Member], list[_Member], list[_Member]] = ([], [], [])
-    for flag, path, takers in named:
+    for flag, path, split_indices in entries:
         pairs = parse_weighted_paths(path, flag)
         for weight, name in pairs:
             prefix = _local(name, flag, data)
-            opened: DataSource
+            source: DataSource
             if open_source is not None:
-                opened = open_source(prefix, flag)
+                source = open_source(prefix, flag)
             else:
-                opened = _open(
+                source = _open(
                     prefix, flag, data, reads_text=reads_text, reads_tfrecords=reads_tfrecords
                 )
-            documents = len(opened)
-            if isinstance(opened, IndexedDataset):
-                documents = count_documents(opened)
+            documents = len(source)
+            if isinstance(source, IndexedDataset):
+                documents = count_documents(source)
             bounds = [(0, documents)] * 3
-            if len(takers) > 1:
+            if len(split_indices) > 1:
                 bounds = list(itertools.pairwise(split_bounds(data.split, documents)))
-            for i in takers:
-                share = opened.size if weight is None else weight
-                splits[i].append(_Member(share, opened, bounds[i], documents))
-        if len({type(member.data) for member in splits[takers[0]]}) > 1 and pairs[0][0] is None:
+            for i in split_indices:
+                member_weight = source.size if weight is None else weight
+                splits[i].append(_Member(member_weight, source, bounds[i], documents))
+        if (
+            len({type(member.data) for member in splits[split_indices[0]]}) > 1
+            and pairs[0][0] is None
+        ):
             raise ConfigError(
                 f"{flag} blends text and indexed datasets, whose sizes cannot be compared: give "
                 "WEIGHT PREFIX WEIGHT PREFIX ..."
@@ -426,17 +431,18 @@ def _open(
 
 
 def _build_split(
-    number: int,
+    split_index: int,
     members: Sequence[_Member],
     request: DataRequest,
     build: Callable[[str, _Member, int, int], DescribedDataset],
 ) -> SampleDataset | None:
-    """Build the dataset of split `number`, as a blend if it has several members."""
-    split, num_samples, flag = SPLIT_NAMES[number], request.samples[number], request.data.split
-    kept = [member for member in members if member.bounds[0] < member.bounds[1]]
+    """Build the dataset of split `split_index`, as a blend if it has several members."""
+    split, num_samples = SPLIT_NAMES[split_index], request.samples[split_index]
+    flag = request.data.split
+    nonempty = [member for member in members if member.bounds[0] < member.bounds[1]]
     if num_samples == 0 or not members:
         return None
-    if not kept:
+    if not nonempty:
         if split != "train":  # a run can do without validation or test data
             return None
         sizes = ", ".join(f"{member.data.prefix}: {member.documents}" for member in members)
@@ -444,33 +450,33 @@ def _build_split(
             f"{num_samples} training samples are requested, but the training split has no "
             f"documents (documents in {sizes}; --split {flag!r}): change --split or give more data"
         )
-    if len(kept) < len(members) and request.is_builder:
-        left_out = ", ".join(m.data.prefix for m in members if m not in kept)
-        warn(f"--split {flag!r} leaves no {split} documents in {left_out}: not part of the blend")
-    if len(members) == 1 and not request.blends_one:
+    if len(nonempty) < len(members) and request.is_builder:
+        empty = ", ".join(m.data.prefix for m in members if m not in nonempty)
+        warn(f"--split {flag!r} leaves no {split} documents in {empty}: not part of the blend")
+    if len(members) == 1 and not request.blends_single:
         try:
-            return build(split, kept[0], num_samples, 0)
+            return build(split, nonempty[0], num_samples, 0)
         except NoTokensError as error:
             # A run can do without this split too: --split may leave no tokens of a small text.
-            if split == "train" or kept[0].bounds == (0, kept[0].documents):
+            if split == "train" or nonempty[0].bounds == (0, nonempty[0].documents):
                 raise
             if request.is_builder:
                 name = "validation" if split == "valid" else split
                 warn(f"this run has no {name} data: {error}")
             return None
-    phases = [BlendPhase(0, tuple(member.weight for member in kept))]
+    phases = [BlendPhase(0, tuple(member.weight for member in nonempty))]
     if split == "train" and request.data.blend_schedule is not None:
-        asked = parse_blend_schedule(request.data.blend_schedule, len(members), request.unit)
-        if len(kept) < len(members):
+        schedule = parse_blend_schedule(request.data.blend_schedule, len(members), request.unit)
+        if len(nonempty) < len(members):
             raise ConfigError(
                 f"--blend-schedule: --split {flag!r} leaves a dataset without training documents: "
                 "drop the dataset, or change --split"
             )
-        phases = [phase for phase in asked if phase.start < num_samples]
+        phases = [phase for phase in schedule if phase.start < num_samples]
     counts = samples_per_dataset(phases, num_samples)
     datasets = [
         build(split, member, count, index)
-        for index, (member, count) in enumerate(zip(kept, counts, strict=True))
+        for index, (member, count) in enumerate(zip(nonempty, counts, strict=True))
     ]
     return blend(datasets, phases, sum(counts), request.cache())
 
@@ -506,15 +512,15 @@ def samples_per_dataset(phases: Sequence[BlendPhase], num_samples: int) -> list[
     """
     ends = [*(phase.start for phase in phases[1:]), num_samples]
     shares = [0.0] * len(phases[0].weights)
-    least = [0] * len(shares)
+    minimums = [0] * len(shares)
     for (start, weights), end in zip(phases, ends, strict=True):
         total = sum(weights, 0.0)
-        for number, weight in enumerate(weights):
+        for i, weight in enumerate(weights):
             share = (end - start) * (weight / total)
-            shares[number] += share
-            least[number] += math.ceil(share)
-    enough = (math.ceil(share * 1.005) for share in shares)
-    return [max(1, *counts) for counts in zip(least, enough, strict=True)]
+            shares[i] += share
+            minimums[i] += math.ceil(share)
+    with_margin = (math.ceil(share * 1.005) for share in shares)
+    return [max(1, *counts) for counts in zip(minimums, with_margin, strict=True)]
 
 
 def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
@@ -537,18 +543,18 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     counts = _nearest_counts(weights, starts)
     datasets = np.empty((blocks, length), np.uint8 if count < 255 else np.int16)
     ends = np.empty_like(counts)
-    wrong = np.arange(blocks)
-    while len(wrong):
-        datasets[wrong], ends[wrong] = _advance(weights, starts[wrong], counts[wrong], length)
-        wrong = 1 + np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1))
-        counts[wrong] = ends[wrong - 1]
+    stale = np.arange(blocks)
+    while len(stale):
+        datasets[stale], ends[stale] = _advance(weights, starts[stale], counts[stale], length)
+        stale = 1 + np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1))
+        counts[stale] = ends[stale - 1]
     flat = datasets.reshape(-1)[:size]
     # A sample's index in its dataset is the number of earlier samples from that dataset.
-    numbers = np.empty(size, np.int64)
+    sample_indices = np.empty(size, np.int64)
     sizes = np.bincount(flat, minlength=count)
     firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    numbers[np.argsort(flat, kind="stable")] = np.arange(size) - firsts
-    return BlendIndex(flat, numbers)
+    sample_indices[np.argsort(flat, kind="stable")] = np.arange(size) - firsts
+    return BlendIndex(flat, sample_indices)
 
 
 def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
@@ -563,14 +569,14 @@ def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
         return build_blend_index(normalize(phases[0].weights), size)
     datasets = np.empty(size, np.uint8 if count < 255 else np.int16)
     samples = np.empty(size, np.int64)
-    taken = np.zeros(count, np.int64)
+    num_drawn = np.zeros(count, np.int64)
     ends = [*(phase.start for phase in phases[1:]), size]
     for (start, weights), end in zip(phases, ends, strict=True):
-        drawn = np.flatnonzero(weights)
-        index = build_blend_index(normalize([weights[i] for i in drawn]), end - start)
-        datasets[start:end] = drawn[index.datasets]
-        samples[start:end] = index.samples + taken[datasets[start:end]]
-        taken += np.bincount(datasets[start:end], minlength=count)
+        active = np.flatnonzero(weights)
+        index = build_blend_index(normalize([weights[i] for i in active]), end - start)
+        datasets[start:end] = active[index.datasets]
+        samples[start:end] = index.samples + num_drawn[datasets[start:end]]
+        num_drawn += np.bincount(datasets[start:end], minlength=count)
     return BlendIndex(datasets, samples)
 
 
@@ -578,9 +584,9 @@ def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> 
     """Return integers that add up to each total and are nearest to its shares, `[blocks, d]`."""
     exact = weights * totals[:, None]
     counts = np.floor(exact)
-    missing = totals - counts.sum(axis=1)
+    shortfall = totals - counts.sum(axis=1)
     rank = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1, kind="stable")
-    return counts + (rank < missing[:, None])
+    return counts + (rank < shortfall[:, None])
 
 
 def _advance(
@@ -600,15 +606,15 @@ def _advance(
     Returns:
         The choices, `[blocks, length]`, and the counts after them.
     """
-    taken = counts.copy()
+    num_drawn = counts.copy()
     rows = np.arange(len(starts))
     choices = np.empty((length, len(starts)), np.int16)
     for step in range(length):
         position = np.maximum(starts + step, 1).astype(np.float64)
-        choice = (position[:, None] * weights - taken).argmax(axis=1)
-        taken[rows, choice] += 1
+        choice = (position[:, None] * weights - num_drawn).argmax(axis=1)
+        num_drawn[rows, choice] += 1
         choices[step] = choice
-    return choices.T, taken
+    return choices.T, num_drawn
 
 
 @dataclass(eq=False)
@@ -640,8 +646,8 @@ class BlendedDataset:
         for start in range(0, samples, _MAX_ELEMENTS):  # bincount takes 8 bytes per sample
             piece = self.index.datasets[start : min(start + _MAX_ELEMENTS, samples)]
             counts += np.bincount(piece, minlength=len(self.datasets))
-        found = zip(self.datasets, counts.tolist(), strict=True)
-        return [member for dataset, count in found for member in text_members(dataset, count)]
+        pairs = zip(self.datasets, counts.tolist(), strict=True)
+        return [member for dataset, count in pairs for member in text_members(dataset, count)]
 
 
 def blend(

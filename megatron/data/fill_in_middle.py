@@ -41,7 +41,7 @@ class FillInMiddle:
         fragment_end: The id of the token that divides a document into fragments, which are
             rearranged separately. `None` rearranges whole documents.
         fragment_rate: The probability of rearranging a fragment of a selected document, 0 to 1.
-        kept_beginning: Texts that begin with this string are not changed. `None` exempts no text.
+        exempt_prefix: Texts that begin with this string are not changed. `None` exempts no text.
     """
 
     tokenizer: Tokenizer
@@ -50,7 +50,7 @@ class FillInMiddle:
     ids: Mapping[str, int]
     fragment_end: int | None = None
     fragment_rate: float = 0.0
-    kept_beginning: str | None = None
+    exempt_prefix: str | None = None
 
     @classmethod
     def from_config(cls, data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
@@ -110,16 +110,20 @@ class FillInMiddle:
         if not random.binomial(1, rate):
             return tokens
         text = self.tokenizer.detokenize(tokens.tolist())
-        if self.kept_beginning is not None and text.startswith(self.kept_beginning):
+        if self.exempt_prefix is not None and text.startswith(self.exempt_prefix):
             return tokens
         first, second = sorted(random.randint(low=0, high=len(text) + 1, size=2).tolist())
         prefix, middle, suffix = self.tokenizer.tokenize_sentences(
             [text[:first], text[first:second], text[second:]]
         )
-        before, between, after = ([self.ids[name]] for name in ("prefix", "middle", "suffix"))
+        prefix_token, middle_token, suffix_token = (
+            [self.ids[name]] for name in ("prefix", "middle", "suffix")
+        )
         if random.binomial(1, self.spm_rate):
-            return np.concatenate([before, after, suffix, between, prefix, middle])
-        return np.concatenate([before, prefix, after, suffix, between, middle])
+            return np.concatenate(
+                [prefix_token, suffix_token, suffix, middle_token, prefix, middle]
+            )
+        return np.concatenate([prefix_token, prefix, suffix_token, suffix, middle_token, middle])
 
 
 @dataclass(eq=False)
@@ -128,12 +132,12 @@ class FillInMiddleDataset:
 
     Attributes:
         dataset: The dataset, whose samples have `text`, `[s + 1]`.
-        how: The rearrangement.
+        transform: The rearrangement.
         seed: The seed of all random draws, which also depend on the index of the sample.
     """
 
     dataset: SampleDataset
-    how: FillInMiddle
+    transform: FillInMiddle
     seed: int
 
     def __len__(self) -> int:
@@ -144,7 +148,7 @@ class FillInMiddleDataset:
         """Return sample `i`, with some of its documents rearranged."""
         sample: Sample = self.dataset[i]
         random = np.random.RandomState([self.seed, i & 0xFFFFFFFF, i >> 32])
-        return {**sample, "text": self.how.rearrange(np.asarray(sample["text"]), random)}
+        return {**sample, "text": self.transform.rearrange(np.asarray(sample["text"]), random)}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
         """Return the text datasets, each with its number of samples (see `ReadsText`)."""
@@ -161,10 +165,10 @@ def _split(tokens: Tokens, end: int) -> Iterator[Tokens]:
 
 
 def _entry(tokenizer: Tokenizer, flag: str, token: str) -> int:
-    found = tokenizer.vocab.get(token)
-    if found is None:
+    index = tokenizer.vocab.get(token)
+    if index is None:
         raise ConfigError(
             f"{flag} {token}: the tokenizer has no such entry: name an existing one, or use a "
             "tokenizer that was trained for filling in the middle"
         )
-    return found
+    return index

@@ -117,12 +117,12 @@ def plan_gpt_index(
             f"{num_documents} documents ({tokens} tokens), which makes more than {_INT32_MAX} "
             "documents in total: request fewer samples, give more data, or divide the dataset"
         )
-    together = samples = (epochs * tokens - 1) // seq_length
+    samples_shuffled_together = samples = (epochs * tokens - 1) // seq_length
     if epochs > 1:  # if less than 80% of the last epoch is used, it is shuffled separately
         before = ((epochs - 1) * tokens - 1) // seq_length
         if num_samples - before < int(0.80 * ((tokens - 1) // seq_length)):
-            together = before
-    return GPTIndexPlan(num_documents, seq_length, epochs, samples, together)
+            samples_shuffled_together = before
+    return GPTIndexPlan(num_documents, seq_length, epochs, samples, samples_shuffled_together)
 
 
 def build_gpt_index(
@@ -137,8 +137,8 @@ def build_gpt_index(
         seed: The seed of the random stream from which both shuffles draw, documents first.
     """
     random = np.random.RandomState(seed)
-    once = np.arange(first_document, first_document + plan.num_documents, dtype=np.int32)
-    documents = np.tile(once, plan.epochs)
+    epoch_documents = np.arange(first_document, first_document + plan.num_documents, dtype=np.int32)
+    documents = np.tile(epoch_documents, plan.epochs)
     order = np.arange(plan.samples, dtype=plan.specs[2].dtype)
     for array, cut in ((documents, -plan.num_documents), (order, plan.samples_before_last_epoch)):
         for part in np.split(array, [cut] if plan.separate_last_epoch else []):
@@ -168,11 +168,11 @@ def build_sample_index(
         sizes = lengths[documents[first : first + _CHUNK]].astype(np.int64)
         ends = token + np.cumsum(sizes)
         next_rows = np.minimum((ends + seq_length - 1) // seq_length, num_samples + 1)
-        places = np.repeat(np.arange(len(sizes)), np.diff(next_rows, prepend=row))
-        end_row = row + len(places)
+        indices = np.repeat(np.arange(len(sizes)), np.diff(next_rows, prepend=row))
+        end_row = row + len(indices)
         starts = np.arange(row, end_row) * seq_length
-        samples[row:end_row, 0] = places + first
-        samples[row:end_row, 1] = starts - (ends - sizes)[places]
+        samples[row:end_row, 0] = indices + first
+        samples[row:end_row, 1] = starts - (ends - sizes)[indices]
         row, token = end_row, int(ends[-1])
     assert row == num_samples + 1, "fewer tokens than the samples need"
     samples[0] = 0  # as in Megatron, the first row starts before any leading empty documents
@@ -210,16 +210,18 @@ class GPTDataset:
         row = int(self.index.shuffle[i])
         (first, offset), (last, end) = self.index.samples[row : row + 2].tolist()
         parts = []
-        for place in range(first, last + 1):
-            start = offset if place == first else 0
-            length = end + 1 - start if place == last else None
+        for document_index in range(first, last + 1):
+            start = offset if document_index == first else 0
+            length = end + 1 - start if document_index == last else None
             try:
-                parts.append(self.data.get(int(self.index.documents[place]), start, length))
+                parts.append(
+                    self.data.get(int(self.index.documents[document_index]), start, length)
+                )
             except IndexError as error:
-                raise self._misfit(place, str(error)) from None
+                raise self._mismatch(document_index, str(error)) from None
         text = np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
         if len(text) != self.seq_length + 1:
-            raise self._misfit(i, f"{len(text)} tokens, expected {self.seq_length + 1}")
+            raise self._mismatch(i, f"{len(text)} tokens, expected {self.seq_length + 1}")
         if int(text.max()) >= self.vocab_size:
             for document in self.index.documents[first : last + 1].tolist():
                 largest = int(self.data.get(document).max(initial=0))
@@ -228,11 +230,11 @@ class GPTDataset:
                     raise outside_vocabulary(where, largest, self.vocab_size)
         return {"text": text, "id": i}
 
-    def _misfit(self, at: int, what: str) -> DataError:
+    def _mismatch(self, index: int, problem: str) -> DataError:
         return DataError(
-            f"{self.data.prefix}: the index does not match the data at {at}: {what}; delete the "
-            "index cache (index-cache next to the dataset, or --data-cache-path), so that it is "
-            "rebuilt"
+            f"{self.data.prefix}: the index does not match the data at {index}: {problem}; delete "
+            "the index cache (index-cache next to the dataset, or --data-cache-path), so that it "
+            "is rebuilt"
         )
 
 
@@ -298,7 +300,7 @@ def build_gpt_datasets(
         return build_gpt_part(part, request, seq_length=seq_length, vocab_size=vocab_size)
 
     def build_text(
-        corpus: TextCorpus, pieces: tuple[int, int], count: int, number: int
+        corpus: TextCorpus, pieces: tuple[int, int], count: int, dataset_index: int
     ) -> TextDataset:
         from megatron.data.preprocess import BlockEncoder, EncodingOptions  # see text_stream
 
@@ -306,7 +308,9 @@ def build_gpt_datasets(
         options = EncodingOptions(tokenizer[0], (request.data.text_key,), append_eod=True)
         encoder = BlockEncoder(options, tokenizer[1])
         skip = request.data.skip_bad_lines
-        text = TextDataset(corpus, pieces, count, seq_length, request.seed, encoder, skip, number)
+        text = TextDataset(
+            corpus, pieces, count, seq_length, request.seed, encoder, skip, dataset_index
+        )
         text.require_tokens()  # fail now rather than at a later evaluation
         return text
 
@@ -318,8 +322,8 @@ def build_gpt_datasets(
     )
     data = request.data
     if tokenizer is not None and data.fim_data:
-        how = FillInMiddle.from_config(data, tokenizer[1])
-        splits = splits.map(lambda split: FillInMiddleDataset(split, how, request.seed))
+        fim = FillInMiddle.from_config(data, tokenizer[1])
+        splits = splits.map(lambda split: FillInMiddleDataset(split, fim, request.seed))
     if tokenizer is not None and data.reset_attention_mask:
         eod = tokenizer[1].eod
         splits = splits.map(lambda split: DocumentEnds(split, eod))
@@ -398,9 +402,9 @@ def make_batch(
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if TRAINED in batch:
         ends = batch[SEGMENT_ENDS]
-        places = torch.arange(tokens.numel(), device=tokens.device)
-        segment = torch.searchsorted(ends[1:].contiguous(), places, right=True)
-        positions = (places - ends[segment]).view_as(tokens)
+        token_indices = torch.arange(tokens.numel(), device=tokens.device)
+        segment = torch.searchsorted(ends[1:].contiguous(), token_indices, right=True)
+        positions = (token_indices - ends[segment]).view_as(tokens)
     elif reset_position_ids:
         # Whether each token is the first after the end of a document, `[b, s]`.
         is_start = torch.nn.functional.pad((tokens == eod)[:, :-1], (1, 0))
@@ -430,10 +434,10 @@ def shorten(batch: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     if TRAINED in batch:
         shorter[TRAINED] = batch[TRAINED][:, :length]
     if SEGMENT_ENDS in batch:
-        whole, ends = batch["text"].shape[1] - 1, batch[SEGMENT_ENDS]
-        sample = torch.div(ends - 1, whole, rounding_mode="floor")
+        full_length, ends = batch["text"].shape[1] - 1, batch[SEGMENT_ENDS]
+        sample = torch.div(ends - 1, full_length, rounding_mode="floor")
         # Documents that begin beyond the length become empty segments.
-        shorter[SEGMENT_ENDS] = sample * length + (ends - sample * whole).clamp(max=length)
+        shorter[SEGMENT_ENDS] = sample * length + (ends - sample * full_length).clamp(max=length)
         if LONGEST_SEGMENT in batch:
             shorter[LONGEST_SEGMENT] = batch[LONGEST_SEGMENT][:length]
     return shorter

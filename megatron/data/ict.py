@@ -38,7 +38,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 
 _ADDED_TOKENS = 3  # [CLS] and two [SEP]
-_SHORTEST = 2  # the minimum number of text tokens in a context, however long its title is
+_MIN_TEXT_TOKENS = 2  # the minimum number of text tokens in a context, however long its title is
 
 
 class BlockMapPlan(NamedTuple):
@@ -104,8 +104,8 @@ def build_block_map(plan: BlockMapPlan, text: TitledDocuments) -> NDArray[Any]:
 
 def blocks_of(plan: BlockMapPlan, text: TitledDocuments) -> NDArray[np.int64]:
     """Return the blocks of one pass over the documents, in order, `[n, 4]`."""
-    fewest = plan.min_sentences
-    usable = np.flatnonzero(text.usable(fewest))
+    min_sentences = plan.min_sentences
+    usable = np.flatnonzero(text.usable(min_sentences))
     assert len(usable), "without a usable document there are no blocks"
     start, end = int(text.documents[0]), int(text.documents[-1])
     # before[i] is the number of tokens before sentence start + i. after[i] is the end (exclusive)
@@ -115,20 +115,20 @@ def blocks_of(plan: BlockMapPlan, text: TitledDocuments) -> NDArray[np.int64]:
     counts = np.diff(text.documents)
     target = np.repeat(plan.max_length - text.titles, counts)
     after = np.searchsorted(before, before[:-1] + target)
-    after = np.maximum(after, np.arange(len(lengths)) + fewest)
+    after = np.maximum(after, np.arange(len(lengths)) + min_sentences)
     hops, starts, ends = after.data, text.documents[:-1], text.documents[1:]
     rows: list[tuple[int, int, int, int]] = []
     for document in usable.tolist():
-        place, last = int(starts[document]) - start, int(ends[document]) - start
-        while place < last:
-            stop = hops[place]
-            if last - stop < fewest:  # the rest is too short to form a separate block
+        sentence, last = int(starts[document]) - start, int(ends[document]) - start
+        while sentence < last:
+            stop = hops[sentence]
+            if last - stop < min_sentences:  # the rest is too short to form a separate block
                 stop = last
-            rows.append((place + start, stop + start, document, len(rows)))
-            place = stop
-    found = np.array(rows, np.int64)
-    found[:, 2] += text.first[0]
-    return found
+            rows.append((sentence + start, stop + start, document, len(rows)))
+            sentence = stop
+    blocks = np.array(rows, np.int64)
+    blocks[:, 2] += text.first[0]
+    return blocks
 
 
 class TitledBlock(NamedTuple):
@@ -137,12 +137,12 @@ class TitledBlock(NamedTuple):
     Attributes:
         title: The title of the document.
         sentences: The sentences of the block.
-        place: First sentence, last sentence + 1, document, number of the block, `[4]`.
+        block_data: First sentence, last sentence + 1, document, number of the block, `[4]`.
     """
 
     title: Tokens
     sentences: list[Tokens]
-    place: NDArray[np.int64]
+    block_data: NDArray[np.int64]
 
 
 class BlockSource(DescribedDataset, Protocol):
@@ -197,23 +197,27 @@ class ICTDataset:
         """
         block, length = self.source[i], self.options.seq_length
         random = np.random.RandomState((self.options.seed + i) % 2**32)
-        chosen = random.randint(len(block.sentences))
-        stays = random.random_sample() < self.options.query_in_block_prob
-        rest = (
-            block.sentences if stays else block.sentences[:chosen] + block.sentences[chosen + 1 :]
+        query_index = random.randint(len(block.sentences))
+        keeps_query = random.random_sample() < self.options.query_in_block_prob
+        context_sentences = (
+            block.sentences
+            if keeps_query
+            else block.sentences[:query_index] + block.sentences[query_index + 1 :]
         )
-        title = block.title[: length - _ADDED_TOKENS - _SHORTEST]
+        title = block.title[: length - _ADDED_TOKENS - _MIN_TEXT_TOKENS]
         room = length - _ADDED_TOKENS - len(title)
-        text = np.concatenate(rest)[:room] if rest else np.empty(0, np.int64)
+        text = (
+            np.concatenate(context_sentences)[:room] if context_sentences else np.empty(0, np.int64)
+        )
         cls, sep = [self.ids.cls], [self.ids.sep]
-        query = np.concatenate([cls, block.sentences[chosen][: length - 2], sep])
+        query = np.concatenate([cls, block.sentences[query_index][: length - 2], sep])
         context = np.concatenate([cls, title, sep, text, sep])
         return {
             "query_tokens": pad_to(query, length, self.ids.pad),
             "query_pad_mask": pad_to(np.ones(len(query)), length, 0),
             "context_tokens": pad_to(context, length, self.ids.pad),
             "context_pad_mask": pad_to(np.ones(len(context)), length, 0),
-            "block_data": block.place,
+            "block_data": block.block_data,
             "id": i,
         }
 
@@ -246,12 +250,12 @@ class MappedBlocks:
         Raises:
             DataError: A token id is outside the vocabulary.
         """
-        place = self.rows[i].astype(np.int64)
-        first, end, document, _ = place.tolist()
+        row = self.rows[i].astype(np.int64)
+        first, end, document, _ = row.tolist()
         start, stop = self.titles.document_indices[document : document + 2].tolist()
         parts = [self._sentence(self.titles, number) for number in range(start, stop)]
         title = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        return TitledBlock(title, [self._sentence(self.data, n) for n in range(first, end)], place)
+        return TitledBlock(title, [self._sentence(self.data, n) for n in range(first, end)], row)
 
     def _sentence(self, data: IndexedDataset, number: int) -> Tokens:
         tokens = data.get(number)
@@ -279,8 +283,8 @@ class MockBlocks:
     def __getitem__(self, i: int) -> TitledBlock:
         """Return the block of sample `i`, whose title is its first two tokens."""
         sentences, _ = self.sentences[i]
-        place = np.array([0, len(sentences), i, i], np.int64)
-        return TitledBlock(np.concatenate(sentences)[:2], sentences, place)
+        block_data = np.array([0, len(sentences), i, i], np.int64)
+        return TitledBlock(np.concatenate(sentences)[:2], sentences, block_data)
 
 
 def build_ict_datasets(
@@ -299,26 +303,26 @@ def build_ict_datasets(
             or titles are not named, or --data-path or --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
-    if seq_length < _ADDED_TOKENS + _SHORTEST:
+    if seq_length < _ADDED_TOKENS + _MIN_TEXT_TOKENS:
         raise ConfigError(
             f"--seq-length {seq_length}: {_ADDED_TOKENS} of the tokens are reserved for special "
-            f"tokens: give at least {_ADDED_TOKENS + _SHORTEST}"
+            f"tokens: give at least {_ADDED_TOKENS + _MIN_TEXT_TOKENS}"
         )
     data = request.data
-    room, fewest = seq_length - _ADDED_TOKENS, 1 if retriever.use_one_sent_docs else 2
+    room, min_sentences = seq_length - _ADDED_TOKENS, 1 if retriever.use_one_sent_docs else 2
     is_mock = data.mock_data
     ids = SpecialIds.generated(tokenizer.vocab_size) if is_mock else SpecialIds.for_bert(tokenizer)
     options = ICTOptions(seq_length, retriever.query_in_block_prob, request.seed)
 
     def build_part(part: DatasetPart) -> ICTDataset:
-        plan = BlockMapPlan(part.num_samples, room, request.seed, fewest)
+        plan = BlockMapPlan(part.num_samples, room, request.seed, min_sentences)
         titles = IndexedDataset(retriever.titles_data_path or "")
         dataset = ICTDataset(map_blocks(part, titles, plan, request, ids.size), ids, options)
         _ = dataset[0]  # fail now rather than at a later step if another tokenizer made the data
         return dataset
 
     def build_mock(count: int, split: int) -> ICTDataset:
-        plan = SentenceMapPlan(0, room, 0.0, request.seed, fewest)
+        plan = SentenceMapPlan(0, room, 0.0, request.seed, min_sentences)
         return ICTDataset(MockBlocks(MockSentences(count, plan, ids, split)), ids, options)
 
     return build_datasets(
@@ -351,7 +355,7 @@ def map_blocks(
         DataError: The titles belong to another dataset, or no document is usable.
     """
     data, (start, end) = part.data, part.bounds
-    counts = [len(one.document_indices) - 1 for one in (data, titles)]
+    counts = [len(dataset.document_indices) - 1 for dataset in (data, titles)]
     if counts[0] != counts[1]:
         raise DataError(
             f"--titles-data-path {titles.prefix} has {counts[1]} titles for the {counts[0]} "
@@ -365,25 +369,25 @@ def map_blocks(
         np.diff(before[titles.document_indices[start : end + 1]]),
         np.array([start], np.int64),
     )
-    fewest = plan.min_sentences
-    if not text.usable(fewest).any():
-        need = "one sentence" if fewest == 1 else "two sentences (or --use-one-sent-docs)"
+    min_sentences = plan.min_sentences
+    if not text.usable(min_sentences).any():
+        need = "one sentence" if min_sentences == 1 else "two sentences (or --use-one-sent-docs)"
         raise DataError(
             f"{data.prefix}: no block can be made from the {part.split} documents {start} to "
             f"{end - 1}: a document needs at least {need}, each of at most {LONGEST_SENTENCE} "
             "tokens. Preprocess the text with --split-sentences, change --split or give more data"
         )
     if request.is_builder:
-        warn_about_overlong(part, int(text.overlong(fewest).sum()))
+        warn_about_overlong(part, int(text.overlong(min_sentences).sum()))
     longest = plan.max_length + _ADDED_TOKENS
     description = (
         f"Block map\n\nDataset name {part.split}\nDocuments {start} to {end}\n"
         f"Sentences {len(data)}\nTokens {data.num_tokens}\nTitle tokens {titles.num_tokens}\n"
         f"Number of samples {plan.num_samples}\nLongest block {longest}\n"
-        f"Fewest sentences {fewest}\nRandom seed {plan.seed}\n"
+        f"Fewest sentences {min_sentences}\nRandom seed {plan.seed}\n"
     )
     name = f"{part.split}_indexmap_{plan.num_samples}mns_{longest}msl_{plan.seed}s"
-    name += "_1sentok" if fewest == 1 else ""
+    name += "_1sentok" if min_sentences == 1 else ""
     rows = load_or_build_map(
         data.prefix, name, description, text, lambda: build_block_map(plan, text), request
     )

@@ -43,11 +43,11 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _CACHED_HEADER = struct.Struct("<8sQQQQQ")  # as in the oldest files; later ones append D
 _WRITE_BEHIND = 1 << 20  # bytes of .bin between two calls that start writing to the disk
-_LONGEST = np.iinfo(np.int32).max  # the maximum number of tokens in a sequence
-_DOCUMENTS = 1 << 16  # the maximum number of documents read at a time
+_MAX_SEQUENCE_TOKENS = np.iinfo(np.int32).max  # the maximum number of tokens in a sequence
+_MAX_DOCUMENTS = 1 << 16  # the maximum number of documents read at a time
 _CHUNK = 1 << 22  # elements per step, so that memory stays flat for any number of sequences
-_INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
-_DTYPES = {code: np.dtype(name) for code, name in _INTEGERS.items()}
+_DTYPE_NAMES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
+_DTYPES = {code: np.dtype(name) for code, name in _DTYPE_NAMES.items()}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -140,7 +140,7 @@ class IndexedDataset:
         sequence = int(self.document_indices[first])
         start = int(self.sequence_lengths[:sequence].sum(dtype=np.int64))
         while first < end:
-            bounds = self.document_indices[first : min(end, first + _DOCUMENTS) + 1]
+            bounds = self.document_indices[first : min(end, first + _MAX_DOCUMENTS) + 1]
             lengths = self.sequence_lengths[bounds[0] : bounds[-1]]
             ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[bounds - bounds[0]]
             count = max(1, int(np.searchsorted(ends, _CHUNK, side="right")) - 1)
@@ -187,18 +187,27 @@ class IndexedDataset:
         total, unit = 0, self._index.unit
         for start in range(0, len(self), _CHUNK):
             lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
-            wrong = (lengths < 0) | (lengths > _LONGEST)  # larger values could overflow the sum
-            _refuse_first(f"{path}: length of sequence", start, lengths, wrong, f"0 to {_LONGEST}")
+            # Larger values could overflow the sum.
+            invalid = (lengths < 0) | (lengths > _MAX_SEQUENCE_TOKENS)
+            _refuse_first(
+                f"{path}: length of sequence",
+                start,
+                lengths,
+                invalid,
+                f"0 to {_MAX_SEQUENCE_TOKENS}",
+            )
             ends = total + np.cumsum(lengths * unit)
-            found, want = self.pointers[start : start + len(ends)], ends - lengths * unit
-            _refuse_first(f"{path}: offset of sequence", start, found, found != want, want)
+            stored, expected = self.pointers[start : start + len(ends)], ends - lengths * unit
+            _refuse_first(
+                f"{path}: offset of sequence", start, stored, stored != expected, expected
+            )
             total = int(ends[-1])
-        found = self.pointers[len(self) :]
-        _refuse_first(f"{path}: offset of sequence", len(self), found, found != total, f"{total}")
+        stored = self.pointers[len(self) :]
+        _refuse_first(f"{path}: offset of sequence", len(self), stored, stored != total, f"{total}")
         for start in range(0, len(self._index.dimensions), _CHUNK):
-            found = self._index.dimensions[start : start + _CHUNK]
-            want = np.arange(start, start + len(found))
-            _refuse_first(f"{path}: dimension offset", start, found, found != want, want)
+            stored = self._index.dimensions[start : start + _CHUNK]
+            expected = np.arange(start, start + len(stored))
+            _refuse_first(f"{path}: dimension offset", start, stored, stored != expected, expected)
         total *= itemsize // unit
         actual = bin_path(self.prefix).stat().st_size
         if actual != total:
@@ -210,13 +219,15 @@ class IndexedDataset:
         previous = 0
         for start in range(0, len(self.document_indices), _CHUNK):
             bounds = self.document_indices[start : start + _CHUNK]
-            falls = bounds < np.concatenate([[previous], bounds[:-1]])
-            _refuse_first(f"{path}: document bound", start, bounds, falls, "at least the previous")
+            decreases = bounds < np.concatenate([[previous], bounds[:-1]])
+            _refuse_first(
+                f"{path}: document bound", start, bounds, decreases, "at least the previous"
+            )
             previous = int(bounds[-1])
-        found, wanted = self.document_indices[[0, -1]].tolist(), [0, len(self)]
-        if found != wanted:
+        stored, outer = self.document_indices[[0, -1]].tolist(), [0, len(self)]
+        if stored != outer:
             raise DataError(
-                f"{path}: the first and last document bounds are {found}, expected {wanted}: the "
+                f"{path}: the first and last document bounds are {stored}, expected {outer}: the "
                 "file is damaged; copy it again or preprocess the text again"
             )
 
@@ -235,9 +246,13 @@ def _require_files(prefix: str) -> None:
     import difflib  # imported here because only an error needs it
 
     folder = Path(prefix).parent
-    known = sorted(str(path)[:-4] for path in folder.glob("*.idx")) if folder.is_dir() else []
-    close = difflib.get_close_matches(prefix, known, n=5, cutoff=0.4) or known[:5]
-    hint = f"datasets in that folder: {', '.join(close)}" if close else f"no dataset in {folder}"
+    existing = sorted(str(path)[:-4] for path in folder.glob("*.idx")) if folder.is_dir() else []
+    suggestions = difflib.get_close_matches(prefix, existing, n=5, cutoff=0.4) or existing[:5]
+    hint = (
+        f"datasets in that folder: {', '.join(suggestions)}"
+        if suggestions
+        else f"no dataset in {folder}"
+    )
     raise DataError(f"dataset {prefix}: {missing[0]} does not exist; {hint}")
 
 
@@ -281,20 +296,20 @@ def _read_index(path: Path) -> _Index:
             does not match its header.
     """
     raw = _map(path, np.dtype(np.uint8))
-    start = bytes(raw[: _HEADER.size])
-    if start.startswith(_CACHED_MAGIC):
+    header = bytes(raw[: _HEADER.size])
+    if header.startswith(_CACHED_MAGIC):
         return _read_cached_index(path, raw)
-    if not start.startswith(_MAGIC):
+    if not header.startswith(_MAGIC):
         raise DataError(
-            f"{path}: not an index file: it starts with {start[:9]!r}, not {_MAGIC!r}; give the "
+            f"{path}: not an index file: it starts with {header[:9]!r}, not {_MAGIC!r}; give the "
             "prefix of a dataset that tools/preprocess_data.py wrote"
         )
-    if len(start) < _HEADER.size:
+    if len(header) < _HEADER.size:
         raise DataError(
             f"{path}: {len(raw)} bytes, shorter than the header ({_HEADER.size} bytes): the file "
             "is truncated; copy it again or preprocess the text again"
         )
-    _, version, code, sequences, documents = _HEADER.unpack(start)
+    _, version, code, sequences, documents = _HEADER.unpack(header)
     dtype = _token_type(path, version, code)
     actual, expected = len(raw), _HEADER.size + 12 * sequences + 8 * documents
     if actual == expected + sequences and sequences > 0:
@@ -306,8 +321,10 @@ def _read_index(path: Path) -> _Index:
         raise _wrong_size(path, actual, expected, sequences, documents)
     lengths, offsets, bounds = np.split(raw[_HEADER.size :], np.cumsum([4, 8]) * sequences)
     pointers = offsets.view("<i8")
-    none = pointers[:0]
-    return _Index(dtype, lengths.view("<i4"), pointers, bounds.view("<i8"), dtype.itemsize, none)
+    no_dimensions = pointers[:0]
+    return _Index(
+        dtype, lengths.view("<i4"), pointers, bounds.view("<i8"), dtype.itemsize, no_dimensions
+    )
 
 
 def _read_cached_index(path: Path, raw: NDArray[np.uint8]) -> _Index:
@@ -342,9 +359,9 @@ def _read_cached_index(path: Path, raw: NDArray[np.uint8]) -> _Index:
         first, expected = first + 8, expected + 8 + 8 * documents
     if len(raw) != expected or (has_bounds and documents == 0):
         raise _wrong_size(path, len(raw), expected, sequences, documents)
-    numbers = raw[first:].view("<i8")
+    values = raw[first:].view("<i8")
     dimensions, pointers, lengths, bounds = np.split(
-        numbers, np.cumsum([sequences + 1, sequences + 1, sequences])
+        values, np.cumsum([sequences + 1, sequences + 1, sequences])
     )
     if not has_bounds:
         bounds = _bounds_by_empty_sequences(lengths)
@@ -388,14 +405,14 @@ def _wrong_size(
 
 
 def _refuse_first(
-    where: str, start: int, values: NDArray[Any], wrong: NDArray[np.bool_], expected: Any
+    where: str, start: int, values: NDArray[Any], invalid: NDArray[np.bool_], expected: Any
 ) -> None:
     """Raise an error for the first wrong value in a chunk that begins at position `start`."""
-    if wrong.any():
-        at = int(wrong.argmax())
-        want = expected if isinstance(expected, str) else int(expected[at])
+    if invalid.any():
+        i = int(invalid.argmax())
+        expected_value = expected if isinstance(expected, str) else int(expected[i])
         raise DataError(
-            f"{where} {start + at} is {int(values[at])}, expected {want}: the file is "
+            f"{where} {start + i} is {int(values[i])}, expected {expected_value}: the file is "
             "damaged; copy it again or preprocess the text again"
         )
 

@@ -73,7 +73,9 @@ def read_objects(path: Path, flag: str, end: int | None = None) -> Iterator[Json
         ) from error
 
 
-def keep_settings(path: Path, settings: Mapping[str, Setting], done: int, made: str) -> None:
+def save_or_check_settings(
+    path: Path, settings: Mapping[str, Setting], num_lines: int, made: str
+) -> None:
     """Save the settings next to a new file, or compare them with those of an existing file.
 
     The settings are stored in `FILE.settings.json`, as a JSON object from flag to value. Nothing is
@@ -83,9 +85,9 @@ def keep_settings(path: Path, settings: Mapping[str, Setting], done: int, made: 
     Args:
         path: The file.
         settings: The settings with which further lines will be produced.
-        done: The number of lines in the file.
-        made: A phrase that begins with a plural noun and says how the lines were produced, such as
-            "samples were drawn".
+        num_lines: The number of lines in the file.
+        made: A phrase that begins with a plural noun and says how the lines were produced, such
+            as "samples were drawn".
 
     Raises:
         StorageError: The lines were produced with different settings. The message lists the flags
@@ -93,33 +95,33 @@ def keep_settings(path: Path, settings: Mapping[str, Setting], done: int, made: 
     """
     if not path.is_file():  # nothing can be saved next to /dev/null
         return
-    beside = path.with_name(f"{path.name}.settings.json")
-    with storage_errors(beside):
-        if not done:
-            replace_file(beside, json.dumps(settings, indent=2).encode() + b"\n")
+    settings_path = path.with_name(f"{path.name}.settings.json")
+    with storage_errors(settings_path):
+        if not num_lines:
+            replace_file(settings_path, json.dumps(settings, indent=2).encode() + b"\n")
             return
-        if not beside.exists():
+        if not settings_path.exists():
             print(
-                f"WARNING: {beside} is missing: cannot check whether the existing {made} with the "
-                "same settings",
+                f"WARNING: {settings_path} is missing: cannot check whether the existing {made} "
+                "with the same settings",
                 flush=True,
             )
             return
-        before = json_object(beside.read_bytes())
-    if not before:
+        saved = json_object(settings_path.read_bytes())
+    if not saved:
         raise StorageError(
-            f"{beside} does not contain the settings of {made.partition(' ')[0]}: remove it, or "
-            "name another file"
+            f"{settings_path} does not contain the settings of {made.partition(' ')[0]}: remove "
+            "it, or name another file"
         )
     differing = [
-        f"{name} was {before.get(name, 'not used')}, now {settings.get(name, 'not used')}"
-        for name in {**settings, **before}
-        if settings.get(name) != before.get(name)
+        f"{name} was {saved.get(name, 'not used')}, now {settings.get(name, 'not used')}"
+        for name in {**settings, **saved}
+        if settings.get(name) != saved.get(name)
     ]
     if differing:
         raise StorageError(
-            f"{path}: its {done} {made} with different settings:\n  "
+            f"{path}: its {num_lines} {made} with different settings:\n  "
             + "\n  ".join(differing)
             + "\nuse the earlier values, name another file, or remove this one (to continue "
-            f"anyway, remove only {beside.name})"
+            f"anyway, remove only {settings_path.name})"
         )

@@ -25,14 +25,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.sample import LONGEST_SEGMENT, PLACE, SEGMENT_ENDS, Sample, SampleDataset
+from megatron.data.sample import LONGEST_SEGMENT, ROW_POSITION, SEGMENT_ENDS, Sample, SampleDataset
 from megatron.errors import DataError, ShortageError, shortage_of
 
 _TILE = 128  # queries per thread block of the flash kernel
 _PREFETCH = 4  # micro-batches that a worker loads in advance
-_LOOK_EVERY = 1.0  # seconds between a worker's checks that its parent is alive
+_PARENT_CHECK_SECONDS = 1.0  # seconds between a worker's checks that its parent is alive
 _LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is )?([^.]+)")
-_broken: list[object] = []  # loaders that lost a worker; `build_loader` says why they are kept
+# Loaders that lost a worker; `build_loader` says why they are kept.
+_failed_loaders: list[object] = []
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,12 @@ class CyclicSampler(_Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the micro-batches of this process, epoch after epoch."""
-        epoch, done = divmod(self.consumed_samples, self.epoch_samples)
+        epoch, consumed = divmod(self.consumed_samples, self.epoch_samples)
         while True:
-            mine = self._epoch_order(epoch)
-            for start in range(done // self.size, len(mine), self.micro_batch):
-                yield mine[start : start + self.micro_batch].tolist()
-            epoch, done = epoch + 1, 0
+            order = self._epoch_order(epoch)
+            for start in range(consumed // self.size, len(order), self.micro_batch):
+                yield order[start : start + self.micro_batch].tolist()
+            epoch, consumed = epoch + 1, 0
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Return the samples of this process in one epoch, `[epoch_samples / D]`."""
@@ -167,7 +168,7 @@ def build_loader(
         prefetch_factor=_PREFETCH if num_workers else None,
         pin_memory=pin_memory,
     )
-    others = set(multiprocessing.active_children())
+    existing = set(multiprocessing.active_children())
     try:
         batches = iter(loader)
     except OSError as error:
@@ -178,7 +179,7 @@ def build_loader(
             "enlarge /dev/shm (docker run --shm-size 1g), or use --num-workers 0 to load data in "
             "the training process"
         ) from error
-    workers = set(multiprocessing.active_children()) - others
+    workers = set(multiprocessing.active_children()) - existing
     try:
         for batch in batches:
             yield batch.tensors
@@ -191,7 +192,7 @@ def build_loader(
         # memory. If that thread has read half a batch from a worker that was killed, it waits for
         # the rest forever. So keep a reference.
         if any(worker.exitcode for worker in workers):
-            _broken.append(batches)
+            _failed_loaders.append(batches)
 
 
 @contextmanager
@@ -233,11 +234,11 @@ class _LoadingProcess(context.ForkProcess):
         if not hasattr(signal, "sigtimedwait"):
             super().start()
             return
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             super().start()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
     def run(self) -> None:
         """Load until the training process ends the worker; `lost_workers` reports any other end."""
@@ -285,12 +286,12 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
     All fields are int64, except that fractional labels are float64. The samples' `SEGMENT_ENDS`
     `[k]` become a single array: 0, the ends of the segments in the concatenated samples, and then
-    empty segments. `LONGEST_SEGMENT` is added. `PLACE` `[7]` becomes `[p, 7]` for the p samples
-    that have it.
+    empty segments. `LONGEST_SEGMENT` is added. `ROW_POSITION` `[7]` becomes `[p, 7]` for the p
+    samples that have it.
     """
     batch = {}
     for name in {name: None for sample in samples for name in sample}:
-        holders = [sample for sample in samples if name != PLACE or PLACE in sample]
+        holders = [sample for sample in samples if name != ROW_POSITION or ROW_POSITION in sample]
         parts: list[Any] = [sample[name] for sample in holders]
         if name == SEGMENT_ENDS:
             starts = np.cumsum([0, *(int(ends[-1]) for ends in parts)])
@@ -303,8 +304,8 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
             # shapes, because a CUDA graph is recorded for each. Runs without CUDA graphs do the
             # same, because the flash kernel's dropout depends on the number of segments.
             segments = 2 ** (max(len(ends) - 1, 16) - 1).bit_length()
-            more = segments + 1 - len(ends)
-            batch[name] = torch.from_numpy(np.pad(ends, (0, more), mode="edge"))
+            num_padding = segments + 1 - len(ends)
+            batch[name] = torch.from_numpy(np.pad(ends, (0, num_padding), mode="edge"))
         else:
             batch[name] = torch.from_numpy(np.stack(parts))
     return batch
@@ -329,7 +330,7 @@ def _leave_signals_to_parent(worker: int) -> None:
         # A parent that was killed sends no signal and reads no data. All workers keep the pipe
         # open, so a worker with half a batch in it would wait forever when it exits.
         while os.getppid() == parent:
-            received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY)
+            received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_SECONDS)
             if received is not None and received.si_pid == parent:
                 break
         os._exit(0)

@@ -128,15 +128,15 @@ def new_header(
         samples: The number of training samples.
         teacher: The teacher's checkpoint.
     """
-    asked, settings = config.distillation, sample_settings(config, tokenizer)
-    assert asked.logits_save_top_k is not None, "a rule asks for it"
-    top_k = min(asked.logits_save_top_k, tokenizer.vocab_size)
+    options, settings = config.distillation, sample_settings(config, tokenizer)
+    assert options.logits_save_top_k is not None, "a rule asks for it"
+    top_k = min(options.logits_save_top_k, tokenizer.vocab_size)
     return LogitsHeader(
         **settings,
         top_k=top_k,
-        top_p=asked.logits_save_top_p,
-        top_p_min_k=asked.logits_save_top_p_min_k,
-        dtype=asked.logits_save_dtype,
+        top_p=options.logits_save_top_p,
+        top_p_min_k=options.logits_save_top_p_min_k,
+        dtype=options.logits_save_dtype,
         samples=samples,
         samples_per_file=max(1, min(256, _ENTRIES_PER_FILE // (config.data.seq_length * top_k))),
         teacher=teacher,
@@ -167,7 +167,10 @@ def read_header(folder: Path, flag: str) -> LogitsHeader:
             raise ValueError(f"the format is not {FORMAT}")
         header = LogitsHeader(**values)
         numbers = (header.seq_length, header.samples, header.samples_per_file, header.top_k)
-        if any(type(one) is not int or one < 1 for one in numbers) or header.dtype not in DTYPES:
+        if (
+            any(type(number) is not int or number < 1 for number in numbers)
+            or header.dtype not in DTYPES
+        ):
             raise ValueError("a value has the wrong type")
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}): {remedy}") from None
@@ -192,11 +195,11 @@ def begin_folder(folder: Path, header: LogitsHeader) -> None:
             text = json.dumps(asdict(header), indent=2) + "\n"
             replace_file(folder / HEADER, text.encode())
             return
-    there = read_header(folder, "--logits-save-dir")
+    existing = read_header(folder, "--logits-save-dir")
     differing = [
-        f"{entry.name} {getattr(there, entry.name)} (here {getattr(header, entry.name)})"
+        f"{entry.name} {getattr(existing, entry.name)} (here {getattr(header, entry.name)})"
         for entry in fields(header)
-        if getattr(there, entry.name) != getattr(header, entry.name)
+        if getattr(existing, entry.name) != getattr(header, entry.name)
     ]
     if differing:
         raise DataError(
@@ -222,23 +225,25 @@ def write_file(
     """
     from safetensors.torch import save  # only distillation needs it
 
-    kept = [sample[TOP_IDS] >= 0 for sample in samples]
-    ids = torch.cat([one[TOP_IDS][mask] for one, mask in zip(samples, kept, strict=True)])
-    values = torch.cat([one[TOP_VALUES][mask] for one, mask in zip(samples, kept, strict=True)])
-    sizes = torch.tensor([0, *(int(mask.sum()) for mask in kept)])
+    masks = [sample[TOP_IDS] >= 0 for sample in samples]
+    ids = torch.cat([sample[TOP_IDS][mask] for sample, mask in zip(samples, masks, strict=True)])
+    values = torch.cat(
+        [sample[TOP_VALUES][mask] for sample, mask in zip(samples, masks, strict=True)]
+    )
+    sizes = torch.tensor([0, *(int(mask.sum()) for mask in masks)])
     stored = ids.to(torch.int32)
     if header.vocab_size <= _SHORT_IDS:  # as int16, because old safetensors have no uint16
         stored = stored.to(torch.uint16).view(torch.int16)
     tensors = {
         "ids": stored,
         "values": values.to(DTYPES[header.dtype]),
-        "counts": torch.stack([mask.sum(1) for mask in kept]).to(torch.int32),
+        "counts": torch.stack([mask.sum(1) for mask in masks]).to(torch.int32),
         "starts": sizes.cumsum(0),
         "rest": torch.stack([sample[TOP_REST] for sample in samples]).float(),
         "tokens": torch.tensor(digests, dtype=torch.int64),
     }
-    read = (_parts_of(tensors, i) for i in range(len(samples)))
-    tensors["checks"] = torch.tensor([_digest(*parts) for parts in read])
+    stored_samples = (_sample_tensors(tensors, i) for i in range(len(samples)))
+    tensors["checks"] = torch.tensor([_digest(*parts) for parts in stored_samples])
     with storage_errors(path):
         replace_file(path, save(tensors))
 
@@ -255,10 +260,15 @@ def _digest(*tensors: Tensor) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _parts_of(file: Mapping[str, Any], at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sample_tensors(file: Mapping[str, Any], index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the counts [s], ids [m], values [m] and rest [s] of a sample in a file, as stored."""
-    start, end = file["starts"][at : at + 2].tolist()
-    return file["counts"][at], file["ids"][start:end], file["values"][start:end], file["rest"][at]
+    start, end = file["starts"][index : index + 2].tolist()
+    return (
+        file["counts"][index],
+        file["ids"][start:end],
+        file["values"][start:end],
+        file["rest"][index],
+    )
 
 
 @dataclass(eq=False)
@@ -277,7 +287,7 @@ class TeacherLogitsDataset:
     folder: Path
     header: LogitsHeader
     ignores_errors: bool = False
-    _open: dict[Path, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    _open_files: dict[Path, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     _has_warned: bool = False
 
     def __len__(self) -> int:
@@ -312,18 +322,18 @@ class TeacherLogitsDataset:
                 f"--logits-load-dir {self.folder}: has the logits of {self.header.samples} "
                 f"samples, but sample {i} is needed: train on fewer samples, or write more logits"
             )
-        path, at = self.header.path(self.folder, i), i % self.header.samples_per_file
+        path, index = self.header.path(self.folder, i), i % self.header.samples_per_file
         remedy = "delete it and write it again with --logits-save-dir"
         try:
             file = self._file(path)
-            if int(file["tokens"][at : at + 1]) != digest:
+            if int(file["tokens"][index : index + 1]) != digest:
                 raise DataError(
                     f"--logits-load-dir {self.folder}: sample {i} has different tokens than when "
                     "its logits were written: give the same data, --split, --seed and number of "
                     "training samples, or write the logits again"
                 )
-            parts = _parts_of(file, at)
-            if _digest(*parts) != int(file["checks"][at : at + 1]):
+            parts = _sample_tensors(file, index)
+            if _digest(*parts) != int(file["checks"][index : index + 1]):
                 raise ValueError(f"the digest of the logits of sample {i} does not match")
             counts, rest = parts[0].numpy(), parts[3].numpy()
             ids, values = parts[1].to(torch.int32).numpy(), parts[2].float().numpy()
@@ -354,25 +364,25 @@ class TeacherLogitsDataset:
         rest: NDArray[np.float32] | None = None,
     ) -> dict[str, NDArray[Any]]:
         width = min(self.header.top_k, self.header.vocab_size)
-        taken = np.arange(width) < counts[:, None]
-        all_ids = np.full(taken.shape, -1, np.int32)
-        all_values = np.full(taken.shape, -np.inf, np.float32)
+        is_entry = np.arange(width) < counts[:, None]
+        all_ids = np.full(is_entry.shape, -1, np.int32)
+        all_values = np.full(is_entry.shape, -np.inf, np.float32)
         if ids is not None and values is not None:
-            all_ids[taken], all_values[taken] = ids, values
+            all_ids[is_entry], all_values[is_entry] = ids, values
         none = np.zeros(len(counts), np.float32)
         return {TOP_IDS: all_ids, TOP_VALUES: all_values, TOP_REST: none if rest is None else rest}
 
     def _file(self, path: Path) -> Mapping[str, Any]:
         """Return the tensors of a file by name, as slices that are read on demand."""
-        if path not in self._open:
+        if path not in self._open_files:
             from safetensors import safe_open
 
             if not path.is_file():
                 raise FileNotFoundError(path)
-            self._open.clear()  # samples are read in order
+            self._open_files.clear()  # samples are read in order
             file = safe_open(path, framework="pt")
-            self._open[path] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return self._open[path]
+            self._open_files[path] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return self._open_files[path]
 
 
 def with_logits(
@@ -388,9 +398,9 @@ def with_logits(
     Raises:
         DataError: The folder is missing, damaged, incomplete or made from other data.
     """
-    asked = config.distillation
-    assert asked.logits_load_dir is not None
-    folder = Path(asked.logits_load_dir)
+    options = config.distillation
+    assert options.logits_load_dir is not None
+    folder = Path(options.logits_load_dir)
     header = read_header(folder, "--logits-load-dir")
     differing = [
         f"{_SETTING_FLAGS[name]} was {getattr(header, name)}, now {value}"
@@ -403,13 +413,13 @@ def with_logits(
             "the settings of the run that wrote it, or write the logits again"
         )
     missing = list(missing_files(folder, header))
-    if missing and not asked.logits_load_ignore_errors:
+    if missing and not options.logits_load_ignore_errors:
         raise DataError(
             f"--logits-load-dir {folder}: {len(missing)} of {len(header.files())} files are "
             "missing: run the command with --logits-save-dir again, which continues where it "
             "stopped"
         )
-    result = TeacherLogitsDataset(dataset, folder, header, asked.logits_load_ignore_errors)
+    result = TeacherLogitsDataset(dataset, folder, header, options.logits_load_ignore_errors)
     _ = result[0]  # fail now if the logits belong to other samples
     return result
 

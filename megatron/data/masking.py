@@ -20,7 +20,7 @@ from megatron.tokenizer.base import Tokenizer
 
 _CONTINUES = "##"
 _SMALLEST_GENERATED = 16
-_NONE = -1  # the id of a special token that does not exist
+_MISSING_ID = -1  # the id of a special token that does not exist
 
 
 class SpecialIds(NamedTuple):
@@ -38,11 +38,11 @@ class SpecialIds(NamedTuple):
     size: int
     continues: NDArray[np.bool_]
     pad: int
-    cls: int = _NONE
-    sep: int = _NONE
-    mask: int = _NONE
-    bos: int = _NONE
-    eos: int = _NONE
+    cls: int = _MISSING_ID
+    sep: int = _MISSING_ID
+    mask: int = _MISSING_ID
+    bos: int = _MISSING_ID
+    eos: int = _MISSING_ID
     sentinels: tuple[int, ...] = ()
     encoder_end: tuple[int, ...] = ()
 
@@ -119,7 +119,7 @@ def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
     return min(mask_prob * target_length, max(1, round(tokens * mask_prob)))
 
 
-def choose_runs(
+def choose_spans(
     words: Words, budget: float, draw_words: Callable[[], int], random: np.random.RandomState
 ) -> Iterator[list[int]]:
     """Yield the positions of each span of words to mask, until `budget` positions are chosen.
@@ -141,17 +141,17 @@ def choose_runs(
     order = np.arange(len(words))
     random.shuffle(order)
     chosen = bytearray(len(words))
-    taken = 0
+    num_masked = 0
     for first in order.tolist():
-        if taken + 1 > budget:
+        if num_masked + 1 > budget:
             return  # no other word fits; Megatron keeps trying, without effect
-        run = words[first : first + draw_words()]
-        size = sum(map(len, run))
-        while len(run) > 1 and taken + size > budget:
-            size -= len(run.pop())
-        last = first + len(run)
-        if taken + size > budget or any(chosen[first:last]):
+        span = words[first : first + draw_words()]
+        size = sum(map(len, span))
+        while len(span) > 1 and num_masked + size > budget:
+            size -= len(span.pop())
+        last = first + len(span)
+        if num_masked + size > budget or any(chosen[first:last]):
             continue
-        chosen[first:last] = b"\1" * len(run)
-        taken += size
-        yield list(chain.from_iterable(run))
+        chosen[first:last] = b"\1" * len(span)
+        num_masked += size
+        yield list(chain.from_iterable(span))

@@ -17,32 +17,32 @@ from megatron.environment import corpora_file
 from megatron.errors import DataError
 
 
-def paths_of(word: str) -> Sequence[str]:
+def paths_of(entry: str) -> Sequence[str]:
     """Return the paths for an entry of --input or --data-path, or the entry if it is not a name.
 
     Raises:
         DataError: The YAML file cannot be read, or the value of the name is not a path.
     """
     file = corpora_file()
-    if file is None or os.sep in word or os.path.exists(word):
-        return [word]
+    if file is None or os.sep in entry or os.path.exists(entry):
+        return [entry]
     import yaml
 
-    where = f"MEGATRON_CORPORA={file}"
+    source = f"MEGATRON_CORPORA={file}"
     try:
         names = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"{where}: {error.strerror}: give a readable YAML file") from error
+        raise DataError(f"{source}: {error.strerror}: give a readable YAML file") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        said = " ".join(str(error).split())
-        raise DataError(f"{where}: not a YAML file ({said}): fix the file") from error
+        reason = " ".join(str(error).split())
+        raise DataError(f"{source}: not a YAML file ({reason}): fix the file") from error
     if not isinstance(names, dict):
-        raise DataError(f"{where}: expected corpus names with their paths: fix the file")
-    if word not in names:
-        return [word]
-    given = [names[word]] if isinstance(names[word], str) else names[word]
-    if not (isinstance(given, list) and given and all(isinstance(path, str) for path in given)):
+        raise DataError(f"{source}: expected corpus names with their paths: fix the file")
+    if entry not in names:
+        return [entry]
+    value = [names[entry]] if isinstance(names[entry], str) else names[entry]
+    if not (isinstance(value, list) and value and all(isinstance(path, str) for path in value)):
         raise DataError(
-            f"{where}: the value of {word!r} is not a path or a list of paths: fix the file"
+            f"{source}: the value of {entry!r} is not a path or a list of paths: fix the file"
         )
-    return [str(file.parent / path) for path in given]
+    return [str(file.parent / path) for path in value]

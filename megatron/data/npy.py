@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.errors import DataError
 
-_PIECE = 1 << 24  # the number of tokens searched for ends of documents at a time
+_SEARCH_BLOCK = 1 << 24  # the number of tokens searched for ends of documents at a time
 
 
 class Shard(NamedTuple):
@@ -36,9 +36,9 @@ class Shard(NamedTuple):
             yield from self.ids
             return
         start = 0
-        for first in range(0, len(self.ids) if eod is not None else 0, _PIECE):
-            found = np.flatnonzero(self.ids[first : first + _PIECE] == eod)
-            for end in (first + 1 + found).tolist():
+        for first in range(0, len(self.ids) if eod is not None else 0, _SEARCH_BLOCK):
+            ends = np.flatnonzero(self.ids[first : first + _SEARCH_BLOCK] == eod)
+            for end in (first + 1 + ends).tolist():
                 yield self.ids[start:end]
                 start = end
         if start < len(self.ids):
@@ -67,10 +67,10 @@ def open_shard(path: Path) -> Shard:
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror or error}: copy it again") from error
     except Exception as error:  # numpy parses the header as Python, which may raise any error
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
-            f"--input {path}: not a .npy file of numbers, or truncated ({said}): copy or write it "
-            "again"
+            f"--input {path}: not a .npy file of numbers, or truncated ({reason}): copy or write "
+            "it again"
         ) from error
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
         raise DataError(
@@ -78,9 +78,9 @@ def open_shard(path: Path) -> Shard:
             "integer type, [tokens] or [documents, tokens]: write it again with .astype(...)"
         )
     if ids.size and int(ids.min()) < 0:
-        at = int(np.argmin(ids))
+        position = int(np.argmin(ids))
         raise DataError(
-            f"--input {path}: negative token id {ids.min()} at position {at}: write it again "
+            f"--input {path}: negative token id {ids.min()} at position {position}: write it again "
             "without padding"
         )
     return Shard(path, ids)

@@ -41,13 +41,13 @@ class Packing:
     Attributes:
         lengths: The number of tokens in each example, `[N]`.
         seq_length: The number of tokens in a row, s.
-        places: The row of each example, `[N]`, in order of decreasing example length.
+        row_indices: The row of each example, `[N]`, in order of decreasing example length.
         rows: The number of rows in an epoch.
     """
 
     lengths: NDArray[np.int64]
     seq_length: int
-    places: NDArray[np.int64]
+    row_indices: NDArray[np.int64]
     rows: int
     _plans: dict[tuple[int, int], EpochPlan] = field(default_factory=dict, repr=False)
 
@@ -61,7 +61,7 @@ class Packing:
         random = np.random.RandomState([seed, number])
         mixed = random.permutation(len(self.lengths))
         longest_first = mixed[np.argsort(-self.lengths[mixed], kind="stable")]
-        rows = random.permutation(self.rows)[self.places]
+        rows = random.permutation(self.rows)[self.row_indices]
         counts = np.bincount(rows, minlength=self.rows)
         return EpochPlan(
             longest_first[np.argsort(rows, kind="stable")], np.concatenate([[0], counts.cumsum()])
@@ -86,37 +86,37 @@ def pack(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing
         seq_length: The number of tokens in a row.
     """
     sizes = _checked(lengths, seq_length)
-    places = np.empty(len(sizes), np.int64)
-    rows = done = 0
+    row_indices = np.empty(len(sizes), np.int64)
+    rows = num_placed = 0
     open_rows: dict[int, list[int]] = {}  # rows with free space, by the number of free tokens
-    rooms: list[int] = []  # the keys of `open_rows`, in ascending order
-    found, counts = np.unique(sizes, return_counts=True)
-    for length, count in zip(found[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        left = count
-        while left:
-            at = bisect_left(rooms, length)
-            room = rooms[at] if at < len(rooms) else seq_length
+    free_sizes: list[int] = []  # the keys of `open_rows`, in ascending order
+    distinct, counts = np.unique(sizes, return_counts=True)
+    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        remaining = count
+        while remaining:
+            position = bisect_left(free_sizes, length)
+            free = free_sizes[position] if position < len(free_sizes) else seq_length
             # A row that takes one of these examples also has the least room for the next one.
-            each = min(room // length, left)
-            if at < len(rooms):
-                candidates = open_rows[room]
-                taken = min(len(candidates), left // each)
-                used: Sequence[int] = candidates[-taken:]
-                del candidates[-taken:]
+            per_row = min(free // length, remaining)
+            if position < len(free_sizes):
+                candidates = open_rows[free]
+                num_rows = min(len(candidates), remaining // per_row)
+                chosen_rows: Sequence[int] = candidates[-num_rows:]
+                del candidates[-num_rows:]
                 if not candidates:
-                    del open_rows[room], rooms[at]
+                    del open_rows[free], free_sizes[position]
             else:
-                taken = left // each
-                used = range(rows, rows + taken)
-                rows += taken
-            placed = taken * each
-            places[done : done + placed] = np.repeat(used, each)
-            done, left = done + placed, left - placed
-            if rest := room - each * length:
-                if rest not in open_rows:
-                    insort(rooms, rest)
-                open_rows.setdefault(rest, []).extend(used)
-    return Packing(sizes, seq_length, places, rows)
+                num_rows = remaining // per_row
+                chosen_rows = range(rows, rows + num_rows)
+                rows += num_rows
+            placed = num_rows * per_row
+            row_indices[num_placed : num_placed + placed] = np.repeat(chosen_rows, per_row)
+            num_placed, remaining = num_placed + placed, remaining - placed
+            if free_after := free - per_row * length:
+                if free_after not in open_rows:
+                    insort(free_sizes, free_after)
+                open_rows.setdefault(free_after, []).extend(chosen_rows)
+    return Packing(sizes, seq_length, row_indices, rows)
 
 
 def one_per_row(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing:

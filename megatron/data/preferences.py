@@ -78,16 +78,16 @@ class FittedPairs:
                 f"{self.noun} {int(long[0]) + 1}; the longest has {int(totals.max())} tokens): "
                 "raise --seq-length, or choose --truncation drop, keep-start or keep-end"
             )
-        self._kept = np.arange(len(lengths))
+        self._pair_indices = np.arange(len(lengths))
         if truncation == "drop":
-            self._kept = np.delete(self._kept, long)
-        if not len(self._kept):
+            self._pair_indices = np.delete(self._pair_indices, long)
+        if not len(self._pair_indices):
             raise DataError(
                 f"{self.prefix}: none of the {len(lengths):,} {self.noun}s fits into --seq-length "
                 f"{seq_length}: raise it, or choose --truncation keep-start"
             )
-        self.limits = pair_limits(lengths, seq_length)[self._kept]
-        self.dropped = len(lengths) - len(self._kept)
+        self.limits = pair_limits(lengths, seq_length)[self._pair_indices]
+        self.dropped = len(lengths) - len(self._pair_indices)
         self.shortened = len(long) - self.dropped
 
     def _lengths(self) -> NDArray[np.int64]:
@@ -100,10 +100,16 @@ class FittedPairs:
 
     def digest(self) -> str:
         """Return a digest of all answers and of their training masks."""
-        found, examples = hashlib.sha256(), self._examples
-        for array in (examples.tokens, examples.trained, examples.lengths, self._kept, self.limits):
-            found.update(np.ascontiguousarray(array).data)
-        return f"{found.hexdigest()} {'ends' if self._keeps_end else 'starts'}"
+        digest, examples = hashlib.sha256(), self._examples
+        for array in (
+            examples.tokens,
+            examples.trained,
+            examples.lengths,
+            self._pair_indices,
+            self.limits,
+        ):
+            digest.update(np.ascontiguousarray(array).data)
+        return f"{digest.hexdigest()} {'ends' if self._keeps_end else 'starts'}"
 
     @property
     def size(self) -> int:
@@ -112,7 +118,7 @@ class FittedPairs:
 
     def __len__(self) -> int:
         """Return the number of pairs."""
-        return len(self._kept)
+        return len(self._pair_indices)
 
     def answer(self, i: int, side: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the tokens of a prompt and an answer, and whether to train on each, `[tokens]`.
@@ -121,7 +127,7 @@ class FittedPairs:
             i: The index of the pair.
             side: 0 for the chosen answer, 1 for the rejected one.
         """
-        return self._cut(i, side, *self._examples[2 * int(self._kept[i]) + side])
+        return self._cut(i, side, *self._examples[2 * int(self._pair_indices[i]) + side])
 
     def _cut(
         self, i: int, side: int, tokens: NDArray[Any], trained: NDArray[Any]
@@ -169,7 +175,7 @@ class FittedAnswers(FittedPairs):
 
     def desirable(self, i: int) -> bool:
         """Return whether an answer is desirable."""
-        return bool(self._examples[int(self._kept[i])][1][0])
+        return bool(self._examples[int(self._pair_indices[i])][1][0])
 
     def answer(self, i: int, side: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the tokens of a prompt and an answer, and whether to train on each, `[tokens]`.
@@ -178,7 +184,7 @@ class FittedAnswers(FittedPairs):
             i: The index of the answer.
             side: 0 for the answer, 1 for the other one.
         """
-        example = int(self._kept[i])
+        example = int(self._pair_indices[i])
         tokens, prompt = self._examples[example][0], int(self._prompts[example])
         if side:
             other = int(self._other(example))
@@ -211,7 +217,7 @@ class PreferenceDataset:
         packing: The assignment of the split's pairs to rows.
         num_samples: The number of samples that the run needs. Rows are repeated as often as needed.
         seed: The seed for the order of rows.
-        filler: The padding id.
+        padding_id: The padding id.
         reference: The log-probabilities of the reference model, `[P, 2]`. `None` until they have
             been computed, or if no loss needs them.
     """
@@ -221,7 +227,7 @@ class PreferenceDataset:
     packing: Packing
     num_samples: int
     seed: int
-    filler: int
+    padding_id: int
     reference: NDArray[np.float64] | None = None
 
     @property
@@ -253,20 +259,20 @@ class PreferenceDataset:
         `SEGMENT_ENDS`, `[segments]`; and `id`.
         """
         length = self.packing.seq_length
-        text, trained = np.full(length + 1, self.filler, np.int64), np.zeros(length, np.int64)
+        text, trained = np.full(length + 1, self.padding_id, np.int64), np.zeros(length, np.int64)
         pairs, reference = np.zeros(length, np.int64), np.zeros(length)
         desirable = np.zeros(length, np.int64)
         ends, end = [], 0
-        for number in self.row(i):
+        for pair in self.row(i):
             pairs[end] = 1
-            desirable[end] = self.source.desirable(self.first + int(number))
+            desirable[end] = self.source.desirable(self.first + int(pair))
             for side in (0, 1):
-                tokens, counts = self.source.answer(self.first + int(number), side)
-                at, end = end, end + len(tokens)
-                text[at:end] = tokens
-                trained[at : end - 1] = counts[1:]  # labels are one token ahead
+                tokens, is_trained = self.source.answer(self.first + int(pair), side)
+                start, end = end, end + len(tokens)
+                text[start:end] = tokens
+                trained[start : end - 1] = is_trained[1:]  # labels are one token ahead
                 if self.reference is not None:
-                    reference[at] = self.reference[number, side]
+                    reference[start] = self.reference[pair, side]
                 ends.append(end)
         if end < length:
             ends.append(length)
@@ -305,7 +311,7 @@ def build_preference_datasets(
         labels=labels,
     )
     fitted = FittedAnswers if labels else FittedPairs
-    filler = padding_token(tokenizer[1])
+    padding_id = padding_token(tokenizer[1])
 
     def open_source(prefix: str, flag: str) -> FittedPairs:
         return fitted(reader(prefix, flag), seq_length, options.truncation)
@@ -313,8 +319,8 @@ def build_preference_datasets(
     def build_part(part: DatasetPart) -> PreferenceDataset:
         totals = part.data.limits[slice(*part.bounds)].sum(axis=1)
         packing = (pack if options.packing else one_per_row)(totals, seq_length)
-        place = (part.data, part.bounds[0], packing, part.num_samples, request.seed)
-        return PreferenceDataset(*place, filler)
+        arguments = (part.data, part.bounds[0], packing, part.num_samples, request.seed)
+        return PreferenceDataset(*arguments, padding_id)
 
     def refuse_mock(count: int, split: int) -> SampleDataset:
         raise AssertionError("a rule refuses --mock-data")
@@ -337,9 +343,9 @@ def describe_pairs(dataset: SampleDataset | None) -> str:
     pairs = sum(member.pairs for member in members)
     rows = sum(member.packing.rows for member in members)
     tokens = sum(int(member.packing.lengths.sum()) for member in members)
-    full = tokens / (rows * members[0].packing.seq_length)
+    fullness = tokens / (rows * members[0].packing.seq_length)
     noun = members[0].source.noun
-    text = f"{pairs:,} {noun}s in {rows:,} rows per epoch, {full:.1%} full"
+    text = f"{pairs:,} {noun}s in {rows:,} rows per epoch, {fullness:.1%} full"
     sources = dict.fromkeys(member.source for member in members)
     for count, what in (
         (sum(source.dropped for source in sources), "dropped (--truncation drop)"),

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-LESS_MEMORY = "To reduce memory, use fewer --workers or a smaller --max-line-mb"
+MEMORY_REMEDY = "To reduce memory, use fewer --workers or a smaller --max-line-mb"
 # Starting a worker costs about as much as encoding this many bytes.
 _BYTES_PER_WORKER = 8 << 20
 # The number of characters passed to Punkt at a time. Its memory use grows with this number.
@@ -238,12 +238,12 @@ class BlockEncoder:
         except DataError:
             # A text that the tokenizer rejects must not make its neighbors fail.
             accepted = []
-            for value, place in zip(documents.values, documents.places, strict=True):
+            for value, location in zip(documents.values, documents.locations, strict=True):
                 try:
                     self._encode([value])
                     accepted.append(value)
                 except DataError as error:
-                    documents.bad.append(BadLine(*place, str(error)))
+                    documents.bad.append(BadLine(*location, str(error)))
             columns = self._encode(accepted)
         without_text = block._replace(data=None)
         return EncodedBlock(without_text, columns, documents.lines, sorted(documents.bad))
@@ -272,11 +272,11 @@ class BlockEncoder:
         for is_whole, texts in documents:
             encoded = itertools.islice(encoded_whole if is_whole else encoded_sentences, len(texts))
             # A sentence without ids is dropped. A document without ids is kept as an empty one.
-            own = [ids for ids in encoded if len(ids)]
-            pieces += own
-            lengths += map(len, own)
-            counts.append(len(own))
-            if own and len(self._end) and not (self._ends_texts and is_whole):
+            sequences = [ids for ids in encoded if len(ids)]
+            pieces += sequences
+            lengths += map(len, sequences)
+            counts.append(len(sequences))
+            if sequences and len(self._end) and not (self._ends_texts and is_whole):
                 pieces.append(self._end)
                 lengths[-1] += 1
         # The cast is safe, because best_dtype can represent every id of the vocabulary.
@@ -314,8 +314,8 @@ def preprocess(
     counts = Counts()
     blocks = partial(read_blocks, paths, encoder.options.keys, max_line_mb=max_line_mb)
     with (
-        shortage_errors(LESS_MEMORY),
-        map_in_order(encoder, blocks, workers, LESS_MEMORY) as results,
+        shortage_errors(MEMORY_REMEDY),
+        map_in_order(encoder, blocks, workers, MEMORY_REMEDY) as results,
         contextlib.ExitStack() as stack,
     ):
         builders = [
@@ -326,12 +326,12 @@ def preprocess(
             block = encoded.block
             for bad in encoded.bad:
                 where = f"{block.path}:{lines[block.path] + 1 + bad.line}"
-                what = f"{where}: {bad.reason} (line starts at byte {block.offset + bad.offset})"
+                message = f"{where}: {bad.reason} (line starts at byte {block.offset + bad.offset})"
                 if on_bad_line is None:
                     remedy = "raise --max-line-mb" if block.problem else "fix the line"
                     remedy += ", or skip bad lines with --on-error skip"
-                    raise DataError(f"{what}; {remedy}")
-                on_bad_line(what)
+                    raise DataError(f"{message}; {remedy}")
+                on_bad_line(message)
             for builder, column in zip(builders, encoded.columns, strict=True):
                 builder.add_documents(*column)
             counts.documents += len(encoded.columns[0].sequences_per_document)
@@ -347,8 +347,8 @@ def choose_workers(paths: Sequence[str]) -> int:
     """Return the number of workers: one per usable core, but fewer or none for small inputs."""
     size = sum(os.path.getsize(path) for path in paths)
     # A small file in one of these formats may hold any amount of text.
-    fewest = int(any(path.lower().endswith((*PACKED_SUFFIXES, ".parquet")) for path in paths))
-    return max(fewest, min(usable_cores(), size // _BYTES_PER_WORKER))
+    min_workers = int(any(path.lower().endswith((*PACKED_SUFFIXES, ".parquet")) for path in paths))
+    return max(min_workers, min(usable_cores(), size // _BYTES_PER_WORKER))
 
 
 @contextlib.contextmanager
@@ -393,21 +393,21 @@ def map_in_order(
     is_forked = sys.platform == "linux"
     context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
     processes: list[Any] = []
-    ours: list[Connection] = []  # the pipe ends that only this process and the reader need
+    local_ends: list[Connection] = []  # the pipe ends that only this process and the reader need
 
     def start(work: Callable[..., None], ends: Sequence[Connection], *arguments: object) -> None:
         """Start a process that receives the `ends` of pipes, which are then closed here."""
         # A forked process must not keep the pipe ends of other processes open. Otherwise nobody
         # would notice when those processes end.
-        unused = [end for end in ours if end not in ends] if is_forked else []
+        unused = [end for end in local_ends if end not in ends] if is_forked else []
         process = context.Process(
             target=_run_child, args=(work, ends, unused, *arguments, remedy), daemon=True
         )
         try:
             process.start()
         except OSError as error:
-            said = f"cannot start a worker process ({error.strerror}). {remedy}"
-            raise ShortageError(said) from error
+            message = f"cannot start a worker process ({error.strerror}). {remedy}"
+            raise ShortageError(message) from error
         processes.append(process)
         for end in ends:
             end.close()
@@ -417,7 +417,7 @@ def map_in_order(
             try:
                 answer = answers.recv()
             except (EOFError, OSError):  # the worker ended before or during an answer
-                raise _reason(process, processes[-1], report, remedy) from None
+                raise _worker_error(process, processes[-1], report, remedy) from None
             if answer is None:
                 return
             result, error = answer
@@ -431,13 +431,13 @@ def map_in_order(
         for _ in range(workers):
             tasks_end, reader_end = context.Pipe(duplex=False)
             results_end, worker_end = context.Pipe(duplex=False)
-            ours += [reader_end, results_end]
+            local_ends += [reader_end, results_end]
             tasks_ends.append(reader_end)
             results_ends.append(results_end)
-            start(_serve, [tasks_end, worker_end], function)
+            start(_worker_loop, [tasks_end, worker_end], function)
         report, reader_end = context.Pipe(duplex=False)
-        ours.append(report)
-        start(_distribute, [*tasks_ends, reader_end], tasks, os.getpid())
+        local_ends.append(report)
+        start(_reader_loop, [*tasks_ends, reader_end], tasks, os.getpid())
         yield results()
     finally:
         for process in processes:
@@ -446,11 +446,11 @@ def map_in_order(
             process.kill()
         for process in processes:
             process.join()
-        for end in ours:
+        for end in local_ends:
             end.close()
 
 
-def _reason(worker: Any, reader: Any, report: Connection, remedy: str) -> Exception:
+def _worker_error(worker: Any, reader: Any, report: Connection, remedy: str) -> Exception:
     """Return the error to raise for a worker that ended before it answered."""
     worker.join(timeout=5)
     code = worker.exitcode
@@ -486,7 +486,7 @@ def _run_child(
         os._exit(ShortageError.exit_code)
 
 
-def _serve(ends: Sequence[Connection], function: Callable[[Any], Any], remedy: str) -> None:
+def _worker_loop(ends: Sequence[Connection], function: Callable[[Any], Any], remedy: str) -> None:
     """Answer each task with its result and error, and send `None` after the last task."""
     tasks, answers = ends
     while (task := tasks.recv()) is not None:
@@ -494,12 +494,12 @@ def _serve(ends: Sequence[Connection], function: Callable[[Any], Any], remedy: s
         try:
             answer = function(task), None
         except Exception as error:
-            answer = None, _sendable(error, remedy)
+            answer = None, _picklable_error(error, remedy)
         answers.send(answer)
     answers.send(None)
 
 
-def _distribute(
+def _reader_loop(
     ends: Sequence[Connection], tasks: Callable[[], Iterable[Any]], parent: int, remedy: str
 ) -> None:
     """Send tasks to the workers in turn, then `None` to each; report any error in `tasks`."""
@@ -520,13 +520,13 @@ def _distribute(
     except (BrokenPipeError, ConnectionResetError):
         return  # a worker has ended, which the parent will notice
     except Exception as error:
-        report.send(_sendable(error, remedy))
+        report.send(_picklable_error(error, remedy))
         return
     for worker in workers:
         worker.send(None)
 
 
-def _sendable(error: Exception, remedy: str) -> UserError | str:
+def _picklable_error(error: Exception, remedy: str) -> UserError | str:
     """Return a user error unchanged, and any other error as its traceback."""
     shortage = shortage_of(error, remedy)
     return shortage or (error if isinstance(error, UserError) else traceback.format_exc())

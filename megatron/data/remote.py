@@ -49,42 +49,42 @@ def local_copy(name: str, flag: str, folder: str | None) -> str:
     except (ImportError, ValueError) as error:  # the message names the package, or the protocols
         raise ConfigError(f"{flag} {name}: {error}") from None
     with _remote_errors(flag, name):
-        pairs = [f"{path}.bin", f"{path}.idx"]
-        if all(system.exists(file) for file in pairs):
-            files, is_prefix = pairs, True
+        dataset_files = [f"{path}.bin", f"{path}.idx"]
+        if all(system.exists(file) for file in dataset_files):
+            files, is_prefix = dataset_files, True
         else:
-            found = system.find(path) if system.isdir(path) else system.glob(path)
-            files, is_prefix = sorted(found), False
+            matches = system.find(path) if system.isdir(path) else system.glob(path)
+            files, is_prefix = sorted(matches), False
         if not files:
             raise DataError(
                 f"{flag} {name}: nothing was found at this URL: give the prefix of a .bin and .idx "
                 "file, or text files"
             )
-        about = [system.info(file) for file in files]
-    place = Path(folder) / f"{PurePosixPath(path).name}-{_digest(name, files, about)}"
-    for file, info in zip(files, about, strict=True):
-        relative = PurePosixPath(file).name if is_prefix else _below(file, path)
-        _copy(system, file, int(info["size"]), place / relative, flag)
+        infos = [system.info(file) for file in files]
+    target = Path(folder) / f"{PurePosixPath(path).name}-{_digest(name, files, infos)}"
+    for file, info in zip(files, infos, strict=True):
+        relative = PurePosixPath(file).name if is_prefix else _relative_path(file, path)
+        _copy(system, file, int(info["size"]), target / relative, flag)
     if is_prefix:
-        return str(place / PurePosixPath(path).name)
-    return str(place / _below(files[0], path)) if len(files) == 1 else str(place)
+        return str(target / PurePosixPath(path).name)
+    return str(target / _relative_path(files[0], path)) if len(files) == 1 else str(target)
 
 
-def _below(file: str, path: str) -> str:
+def _relative_path(file: str, path: str) -> str:
     """Return a file's path relative to the folder `path`, or its name if it is not inside."""
-    inside = PurePosixPath(file)
-    if inside.is_relative_to(path) and str(inside) != path:
-        parts = inside.relative_to(path).parts
+    file_path = PurePosixPath(file)
+    if file_path.is_relative_to(path) and str(file_path) != path:
+        parts = file_path.relative_to(path).parts
         if ".." not in parts:
             return str(PurePosixPath(*parts))
-    return inside.name
+    return file_path.name
 
 
-def _digest(name: str, files: list[str], about: list[dict[str, Any]]) -> str:
+def _digest(name: str, files: list[str], infos: list[dict[str, Any]]) -> str:
     """Return a digest of the files' names and versions."""
     versions = [
         [file, info["size"], *(str(info.get(key, "")) for key in _VERSION)]
-        for file, info in zip(files, about, strict=True)
+        for file, info in zip(files, infos, strict=True)
     ]
     return hashlib.sha256(json.dumps([name, versions]).encode()).hexdigest()[:16]
 

@@ -21,8 +21,8 @@ LONGEST_SEGMENT = "longest_segment"
 # A field of a finetuning sample, `[s]`: 1 where the label counts in the loss, otherwise 0.
 TRAINED = "trained"
 # A field of a sample of text, `[7]`: the index of its dataset, its stream, and the position
-# (`RowPlace`) at which the stream's next row begins. Other samples of a blend lack it.
-PLACE = "place"
+# (`RowPosition`) at which the stream's next row begins. Other samples of a blend lack it.
+ROW_POSITION = "place"
 # A sample: arrays, and `id`, the sample's index in its dataset. Each array except `SEGMENT_ENDS`
 # has the same length in all samples of the dataset.
 Sample = Mapping[str, NDArray[np.int64] | int]
@@ -57,11 +57,11 @@ class ControlledDataset(SampleDataset, Protocol):
     controls: Mapping[str, SampleDataset]
 
 
-def pad_to(values: ArrayLike, length: int, filler: int) -> NDArray[np.int64]:
-    """Return `values` padded with `filler` to `[length]` int64."""
-    filled = np.full(length, filler, np.int64)
-    given = np.asarray(values)
-    filled[: len(given)] = given
+def pad_to(values: ArrayLike, length: int, fill_value: int) -> NDArray[np.int64]:
+    """Return `values` padded with `fill_value` to `[length]` int64."""
+    filled = np.full(length, fill_value, np.int64)
+    array = np.asarray(values)
+    filled[: len(array)] = array
     return filled
 
 

@@ -86,7 +86,7 @@ class DocumentSentences(NamedTuple):
         return (np.diff(long_so_far) > 0) & (np.diff(self.documents) > 1)
 
 
-class _Places(NamedTuple):
+class _Positions(NamedTuple):
     """The positions where samples can start and documents end. Each array is `[places]`."""
 
     sentence: NDArray[np.int64]  # the sentence; at a document's end, one past its last sentence
@@ -104,13 +104,13 @@ def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArra
         plan: The settings of the map.
         text: The documents. At least one must be usable.
     """
-    rows = _rows_in_order(plan, _places(plan, text))
+    rows = _rows_in_order(plan, _find_positions(plan, text))
     dtype = np.uint64 if len(text.lengths) > np.iinfo(np.uint32).max else np.uint32
     in_order = np.concatenate([part.astype(dtype) for part in rows])
     return in_order[shuffled(len(in_order), plan.seed + 1)]
 
 
-def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
+def _find_positions(plan: SentenceMapPlan, text: DocumentSentences) -> _Positions:
     """Number the positions in the usable documents, and find the longest hop from each."""
     usable = text.usable(plan.min_sentences)
     assert usable.any(), "without a usable document there is no map"
@@ -126,64 +126,67 @@ def _places(plan: SentenceMapPlan, text: DocumentSentences) -> _Places:
     # A sample ends after the sentence that reaches its target if at least two more sentences
     # remain, otherwise with the document. The end of a document leads to the next document, and
     # the end of the last document leads to the first position.
-    reached = np.searchsorted(tokens, tokens + plan.max_length)
-    reached = np.maximum(reached, number + plan.min_sentences)
-    hop = np.where(inside, np.where(end - reached > 1, reached, end), number + 1)
+    sample_end = np.searchsorted(tokens, tokens + plan.max_length)
+    sample_end = np.maximum(sample_end, number + plan.min_sentences)
+    hop = np.where(inside, np.where(end - sample_end > 1, sample_end, end), number + 1)
     hop[-1] = 0
-    return _Places(sentence, tokens, end, hop)
+    return _Positions(sentence, tokens, end, hop)
 
 
-def _rows_in_order(plan: SentenceMapPlan, places: _Places) -> Iterator[NDArray[np.int64]]:
+def _rows_in_order(plan: SentenceMapPlan, positions: _Positions) -> Iterator[NDArray[np.int64]]:
     """Yield the rows of whole passes over the documents, `[rows, 3]`, until there are enough."""
-    place = found = 0
+    position = num_rows = 0
     for draws in mt19937(plan.seed, _DRAWS):
         targets = np.full(len(draws), plan.max_length, np.int64)
         if plan.short_ratio:
             short = draws % plan.short_ratio == 0
             targets[short] = 2 + draws[short] % (plan.max_length - 1)
-        path, place = _walk(place, targets, plan, places)
-        visited = np.array([*path, place])
-        is_row = visited[:-1] != places.end[visited[:-1]]
-        before = found + np.cumsum(is_row) - is_row  # the number of rows before each visit
-        over = np.flatnonzero((visited[:-1] == 0) & (before >= plan.num_samples))
-        stop = int(over[0]) if len(over) else len(targets)
-        kept = np.flatnonzero(is_row[:stop])
-        first, last = places.sentence[visited[kept]], places.sentence[visited[kept + 1]]
-        yield np.stack([first, last, targets[kept]], axis=1)
-        found += len(kept)
-        if len(over):
+        path, position = _walk(position, targets, plan, positions)
+        visited = np.array([*path, position])
+        is_row = visited[:-1] != positions.end[visited[:-1]]
+        rows_before = num_rows + np.cumsum(is_row) - is_row  # the number of rows before each visit
+        pass_ends = np.flatnonzero((visited[:-1] == 0) & (rows_before >= plan.num_samples))
+        stop = int(pass_ends[0]) if len(pass_ends) else len(targets)
+        row_visits = np.flatnonzero(is_row[:stop])
+        first, last = (
+            positions.sentence[visited[row_visits]],
+            positions.sentence[visited[row_visits + 1]],
+        )
+        yield np.stack([first, last, targets[row_visits]], axis=1)
+        num_rows += len(row_visits)
+        if len(pass_ends):
             return
 
 
 def _walk(
-    place: int, targets: NDArray[np.int64], plan: SentenceMapPlan, places: _Places
+    position: int, targets: NDArray[np.int64], plan: SentenceMapPlan, positions: _Positions
 ) -> tuple[list[int], int]:
-    """Hop once for each target, starting from `place`.
+    """Hop once for each target, starting from `position`.
 
     Returns:
         The visited positions, and the position reached at the end.
     """
     # Reading single numbers is slow in numpy arrays, but not in memory views.
-    hops, tokens, ends = places.hop.data, places.tokens.data, places.end.data
+    hops, tokens, ends = positions.hop.data, positions.tokens.data, positions.end.data
     path: list[int] = []
     visit = path.append
     short = np.flatnonzero(targets != plan.max_length)
     for i, target in zip(short.tolist(), targets[short].tolist(), strict=True):
         for _ in range(i - len(path)):
-            visit(place)
-            place = hops[place]
-        visit(place)
-        end = ends[place]
-        if place == end:
-            place = hops[place]
+            visit(position)
+            position = hops[position]
+        visit(position)
+        end = ends[position]
+        if position == end:
+            position = hops[position]
         else:
-            start = place + plan.min_sentences
-            reached = bisect_left(tokens, tokens[place] + target, start, end)
-            place = reached if end - reached > 1 else end
+            start = position + plan.min_sentences
+            reached = bisect_left(tokens, tokens[position] + target, start, end)
+            position = reached if end - reached > 1 else end
     for _ in range(len(targets) - len(path)):
-        visit(place)
-        place = hops[place]
-    return path, place
+        visit(position)
+        position = hops[position]
+    return path, position
 
 
 def shuffled(count: int, seed: int) -> NDArray[np.int64]:

@@ -23,10 +23,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.cache import ArrayFiles, digest_of, open_array, saving
+from megatron.data.cache import ArrayFiles, digest_of, open_array, warning_if_unwritable
 from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
-from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
+from megatron.data.masking import SpecialIds, choose_spans, masking_budget, whole_words
 from megatron.data.mock import MockSentences
 from megatron.data.sample import DescribedDataset, Sample, outside_vocabulary
 from megatron.data.sentence_map import (
@@ -39,7 +39,7 @@ from megatron.data.tfrecord import TFRecords
 from megatron.errors import ConfigError, DataError, warn
 from megatron.tokenizer.base import Tokenizer
 
-_SHORTEST = 2  # the minimum number of text tokens in a sample
+_MIN_TEXT_TOKENS = 2  # the minimum number of text tokens in a sample
 Tokens = NDArray[Any]
 
 
@@ -125,12 +125,12 @@ class SentenceSamples(ABC):
     def _make(self, sentences: list[Tokens], target: int, random: np.random.RandomState) -> Sample:
         """Make a sample, without its `id`, from at most `target` tokens of the sentences."""
 
-    def _choose_runs(
+    def _choose_spans(
         self, text: NDArray[np.int64], target: int, draw_words: Callable[[], int]
     ) -> Iterator[list[int]]:
         """Yield the positions in `text` of each span of words to mask."""
         budget = masking_budget(self.options.mask_prob, len(text), target)
-        return choose_runs(whole_words(text, self.ids), budget, draw_words, self._random)
+        return choose_spans(whole_words(text, self.ids), budget, draw_words, self._random)
 
 
 def build_sentence_datasets(
@@ -164,8 +164,8 @@ def build_sentence_datasets(
         if build_from_tfrecords is not None and isinstance(part.data, TFRecords):
             dataset = build_from_tfrecords(part)
         else:
-            of_part = plan._replace(num_samples=part.num_samples)
-            dataset = build(map_sentences(part, of_part, request, vocab_size=ids.size), ids)
+            part_plan = plan._replace(num_samples=part.num_samples)
+            dataset = build(map_sentences(part, part_plan, request, vocab_size=ids.size), ids)
         _ = dataset[0]  # fail now rather than at a later step if another tokenizer made the data
         return dataset
 
@@ -199,10 +199,10 @@ def plan_sentences(
     Raises:
         ConfigError: The sequence has no room for text.
     """
-    if length < reserved + _SHORTEST:
+    if length < reserved + _MIN_TEXT_TOKENS:
         raise ConfigError(
             f"{flag} {length}: {reserved} of the tokens are reserved for special tokens: give at "
-            f"least {reserved + _SHORTEST}"
+            f"least {reserved + _MIN_TEXT_TOKENS}"
         )
     short = request.data.short_seq_prob
     return SentenceMapPlan(0, length - reserved, short, request.seed, min_sentences)
@@ -283,16 +283,19 @@ def load_or_build_map(
     # The second name is used if the first one belongs to a different map.
     names = [Path(stem), Path(f"{stem}_{digest}")]
     cache_path = request.data.data_cache_path
-    own = names if cache_path is None else [Path(cache_path) / path.name for path in names]
-    source, origin = idx_path(prefix), digest_of(description, inputs)
-    places = [ArrayFiles(path, ("",), origin, source) for path in dict.fromkeys([*names, *own])]
-    for files in places:
-        found = files.load()
-        if found is not None:
-            return found[0]
+    writable = names if cache_path is None else [Path(cache_path) / path.name for path in names]
+    source, inputs_digest = idx_path(prefix), digest_of(description, inputs)
+    candidates = [
+        ArrayFiles(path, ("",), inputs_digest, source)
+        for path in dict.fromkeys([*names, *writable])
+    ]
+    for files in candidates:
+        cached = files.load()
+        if cached is not None:
+            return cached[0]
     rows = build()
-    taken = open_array(Path(f"{own[0]}.npy"), source)
-    path = own[0] if taken is None or np.array_equal(taken, rows) else own[1]
-    with saving(f"sentence map {path}.npy", warns=request.is_builder):
-        (rows,) = ArrayFiles(path, ("",), origin, source).save((rows,))
+    existing = open_array(Path(f"{writable[0]}.npy"), source)
+    path = writable[0] if existing is None or np.array_equal(existing, rows) else writable[1]
+    with warning_if_unwritable(f"sentence map {path}.npy", warns=request.is_builder):
+        (rows,) = ArrayFiles(path, ("",), inputs_digest, source).save((rows,))
     return rows

@@ -29,8 +29,8 @@ from megatron.tokenizer.base import Tokenizer
 # The number of tokens of the encoder's sequence that text may not use. Megatron reserves two, for
 # [CLS] and [SEP], but does not write them. T5's own samples need one, for [EOS].
 _RESERVED_TOKENS = 2
-_LONGEST_RUN = 10  # words
-_RUN_END = 0.2  # the probability that a span ends after a word
+_MAX_SPAN_WORDS = 10  # words
+_SPAN_END_PROB = 0.2  # the probability that a span ends after a word
 
 
 class T5Options(NamedTuple):
@@ -73,43 +73,43 @@ class T5Dataset(SentenceSamples):
         text = np.concatenate(sentences)[:target].astype(np.int64)
 
         def draw_words() -> int:
-            return min(random.geometric(_RUN_END), _LONGEST_RUN)
+            return min(random.geometric(_SPAN_END_PROB), _MAX_SPAN_WORDS)
 
         e, d = self.options.encoder_length, self.options.decoder_length
-        runs: list[list[int]] = []
+        spans: list[list[int]] = []
         room = d - 1
-        for run in self._choose_runs(text, target, draw_words):
-            room -= 1 + len(run)
+        for span in self._choose_spans(text, target, draw_words):
+            room -= 1 + len(span)
             # Megatron fails with an error if it draws more spans than the decoder's length or the
             # number of sentinels allows.
-            if room < 0 or len(runs) == len(self.ids.sentinels):
+            if room < 0 or len(spans) == len(self.ids.sentinels):
                 break
-            runs.append(run)
-        left, taken_out = replace_runs(text, sorted(runs), self.ids.sentinels)
-        encoder = [*left, *self.ids.encoder_end]
-        in_decoder = np.ones(len(taken_out) + 1)
+            spans.append(span)
+        remaining, removed = replace_spans(text, sorted(spans), self.ids.sentinels)
+        encoder = [*remaining, *self.ids.encoder_end]
+        in_decoder = np.ones(len(removed) + 1)
         return {
             "text_enc": pad_to(encoder, e, self.ids.pad),
-            "text_dec": pad_to([self.ids.bos, *taken_out], d, self.ids.pad),
-            "labels": pad_to([*taken_out, self.ids.eos], d, IGNORED_LABEL),
+            "text_dec": pad_to([self.ids.bos, *removed], d, self.ids.pad),
+            "labels": pad_to([*removed, self.ids.eos], d, IGNORED_LABEL),
             "loss_mask": pad_to(in_decoder, d, 0),
             "enc_mask": pad_to(np.ones(len(encoder)), e, 0),
             "dec_mask": pad_to(in_decoder, d, 0),
         }
 
 
-def replace_runs(
-    text: NDArray[np.int64], runs: list[list[int]], sentinels: tuple[int, ...]
+def replace_spans(
+    text: NDArray[np.int64], spans: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
     """Replace each span by a sentinel; return the new text, and the spans preceded by sentinels."""
-    left: list[int] = []
-    taken_out: list[int] = []
+    remaining: list[int] = []
+    removed: list[int] = []
     start = 0
-    for run, sentinel in zip(runs, sentinels, strict=False):
-        left += [*text[start : run[0]].tolist(), sentinel]
-        taken_out += [sentinel, *text[run].tolist()]
-        start = run[-1] + 1
-    return left + text[start:].tolist(), taken_out
+    for span, sentinel in zip(spans, sentinels, strict=False):
+        remaining += [*text[start : span[0]].tolist(), sentinel]
+        removed += [sentinel, *text[span].tolist()]
+        start = span[-1] + 1
+    return remaining + text[start:].tolist(), removed
 
 
 def build_t5_datasets(

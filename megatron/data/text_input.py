@@ -51,7 +51,8 @@ class TextBlock(NamedTuple):
         path: The file.
         offset: The number of bytes of (decompressed) text before the block.
         size: The number of bytes in the block.
-        done: The number of bytes of the file on disk up to the block's end, for progress reports.
+        bytes_read: The number of bytes of the file on disk up to the block's end, for progress
+            reports.
         data: The lines, or `None` if they are to be read from the file at `offset`.
         problem: If the block is a single line without text, the reason; otherwise "".
     """
@@ -59,7 +60,7 @@ class TextBlock(NamedTuple):
     path: str
     offset: int
     size: int
-    done: int
+    bytes_read: int
     data: bytes | None = None
     problem: str = ""
 
@@ -100,13 +101,13 @@ class Documents(NamedTuple):
 
     Attributes:
         values: The value of each key, for each document.
-        places: The line and byte offset of each document in the block.
+        locations: The line and byte offset of each document in the block.
         lines: The number of lines in the block, including blank and bad ones.
         bad: The lines without a document.
     """
 
     values: list[list[Value]]
-    places: list[tuple[int, int]]
+    locations: list[tuple[int, int]]
     lines: int
     bad: list[BadLine]
 
@@ -132,7 +133,7 @@ def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
             try:
                 record = load_line(line)
                 documents.values.append([_value(record, key) for key in keys])
-                documents.places.append((number, offset))
+                documents.locations.append((number, offset))
             except ValueError as error:
                 documents.bad.append(BadLine(number, offset, str(error)))
         offset += len(line) + 1
@@ -166,8 +167,10 @@ def load_line(line: bytes) -> Any:
     except RecursionError:
         raise ValueError("broken JSON (nested too deeply)") from None
     except ValueError:  # Python limits the digits of integers that it converts
-        most = sys.get_int_max_str_digits()
-        raise ValueError(f"a number of more than {most:,} digits: write it as a string") from None
+        max_digits = sys.get_int_max_str_digits()
+        raise ValueError(
+            f"a number of more than {max_digits:,} digits: write it as a string"
+        ) from None
     return record
 
 
@@ -207,7 +210,7 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
         DataError: A pattern matches no file, a file is named twice (its text would count twice), or
             a file has an unknown suffix.
     """
-    found: dict[str, str] = {}  # by absolute path
+    files: dict[str, str] = {}  # by absolute path
     formats = ", ".join((*more, _KNOWN))
 
     def is_known(path: str) -> bool:
@@ -218,29 +221,29 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
             below = (str(path) for path in Path(pattern).rglob("*") if path.is_file())
             texts = (path for path in below if not path.lower().endswith(_SAMPLES))
             matches = sorted(path for path in texts if is_known(path))
-            nothing = (
+            problem = (
                 f"this folder contains no file with a known suffix ({formats}): give another "
                 "folder, or rename its files"
             )
         else:
             exists = os.path.exists(pattern)
             matches = [pattern] if exists else sorted(set(glob.glob(pattern, recursive=True)))
-            nothing = "no such file or folder, and no file matches this pattern: check the path"
+            problem = "no such file or folder, and no file matches this pattern: check the path"
         if not matches:
-            raise DataError(f"--input {pattern}: {nothing}")
+            raise DataError(f"--input {pattern}: {problem}")
         for path in matches:
-            place = os.path.abspath(path)
-            if place in found:
+            absolute = os.path.abspath(path)
+            if absolute in files:
                 raise DataError(f"--input {path}: this file is given twice: give it once")
-            found[place] = path
-    for path in found.values():
+            files[absolute] = path
+    for path in files.values():
         if not os.path.exists(path):
             raise DataError(
                 f"--input {path}: this is a link to a file that does not exist: fix the link"
             )
         if not is_known(path):
             raise DataError(f"--input {path}: unknown suffix; expected {formats}; rename the file")
-    return [*found.values()]
+    return [*files.values()]
 
 
 def read_blocks(
@@ -360,8 +363,8 @@ def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[Text
             size = len(data)
             if offset == 0:
                 data = data.removeprefix(BYTE_ORDER_MARK)
-            done = raw.tell() if raw.seekable() else 0
-            block = TextBlock(path, offset + size - len(data), len(data), done, data)
+            bytes_read = raw.tell() if raw.seekable() else 0
+            block = TextBlock(path, offset + size - len(data), len(data), bytes_read, data)
             yield from _split_off_last_line(block, longest)
             offset += size + _finish_line(file, data)
 
@@ -436,18 +439,20 @@ def _parquet_blocks(
         columns = file.schema_arrow.names
         for key in keys:
             if key not in columns:
-                has = ", ".join(columns)
-                raise DataError(f"--json-keys {key}: no such column in {path}: choose one of {has}")
+                available = ", ".join(columns)
+                raise DataError(
+                    f"--json-keys {key}: no such column in {path}: choose one of {available}"
+                )
         rows, offset, lines, size = 0, 0, list[bytes](), 0
         size_on_disk, total = os.path.getsize(path), max(file.metadata.num_rows, 1)
 
         def block() -> TextBlock:
             return TextBlock(path, offset, size, size_on_disk * rows // total, b"".join(lines))
 
-        held = sum(
+        total_bytes = sum(
             file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups)
         )
-        batch_rows = max(1, min(_PARQUET_ROWS, total * block_bytes // max(held, 1)))
+        batch_rows = max(1, min(_PARQUET_ROWS, total * block_bytes // max(total_bytes, 1)))
         for batch in file.iter_batches(batch_size=batch_rows, columns=list(keys)):
             for row in (batch.slice(index, 1) for index in range(batch.num_rows)):
                 if size >= block_bytes or (lines and row.nbytes > longest):

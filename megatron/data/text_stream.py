@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.data.sample import PLACE, Sample, SampleDataset
+from megatron.data.sample import ROW_POSITION, Sample, SampleDataset
 from megatron.errors import DataError, warn
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis
@@ -51,14 +51,15 @@ if TYPE_CHECKING:  # most runs read no text and need not import the parsers
     from megatron.data.text_input import BadLine, TextBlock
 
 _PIECES = 1024  # pieces of a small corpus: enough to divide it into splits
-_LEAST, _MOST = 1 << 10, 1 << 20  # the smallest and largest number of bytes in a piece
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 10, 1 << 20
 _PROBE = 1 << 12  # bytes of text to read at a time until the first token is found
 _STREAMS = 128  # each stream holds the tokens of a block, at most a few MB
-_REPORTED = 3  # bad lines of each file that a loading process reports
-_KEPT = 8192  # positions to store: more samples than are loaded before an update is complete
+_MAX_REPORTED = 3  # bad lines of each file that a loading process reports
+# Positions to store: more samples than are loaded before an update is complete.
+_MAX_POSITIONS = 8192
 
 
-class RowPlace(NamedTuple):
+class RowPosition(NamedTuple):
     """The position in a stream at which a row begins.
 
     Attributes:
@@ -105,7 +106,7 @@ class TextCorpus:
         self.size = sum(self.sizes)  # in bytes
         if not self.size:
             raise DataError(f"{flag} {name}: the text is empty: give more text")
-        self.piece_bytes = min(max(self.size // _PIECES, _LEAST), _MOST)
+        self.piece_bytes = min(max(self.size // _PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
         # The cumulative number of pieces after each file.
         self._ends = np.cumsum(
             [
@@ -121,7 +122,7 @@ class TextCorpus:
     def read(self, piece: int, encoder: BlockEncoder, *, first: int) -> Iterator[EncodedBlock]:
         """Yield the encoded blocks of a piece, starting with block `first`."""
         with _named_as_in_training(self.flag):
-            for number, block in enumerate(self._blocks(piece, _MOST)):
+            for number, block in enumerate(self._blocks(piece, _MAX_PIECE_BYTES)):
                 if number >= first:
                     yield encoder(block)
 
@@ -154,7 +155,7 @@ class TextCorpus:
 
 @dataclass(eq=False)
 class TextDataset:
-    """The samples of one split of a corpus: `text`, the tokens `[s + 1]`, `id`, and `PLACE`.
+    """The samples of one split of a corpus: `text`, the tokens `[s + 1]`, `id`, and `ROW_POSITION`.
 
     Attributes:
         corpus: The text.
@@ -176,9 +177,9 @@ class TextDataset:
     encoder: BlockEncoder
     skip_bad_lines: bool = False
     number: int = 0
-    _places: dict[int, deque[RowPlace]] = field(default_factory=dict)
+    _positions: dict[int, deque[RowPosition]] = field(default_factory=dict)
     _reported: dict[str, set[int]] = field(default_factory=dict)
-    _readers: dict[int, tuple[int, Iterator[tuple[NDArray[np.int64], RowPlace]]]] = field(
+    _readers: dict[int, tuple[int, Iterator[tuple[NDArray[np.int64], RowPosition]]]] = field(
         default_factory=dict
     )
 
@@ -211,17 +212,21 @@ class TextDataset:
             DataError: A line has no document, a file cannot be read, or there are no tokens.
         """
         row, stream = divmod(i, self.streams)
-        at, rows = self._readers.get(stream, (row + 1, None))
-        if rows is None or at > row:
-            begin = self._known_place(stream, row)
-            at, rows = begin.row, self._rows(stream, begin)
+        next_row, rows = self._readers.get(stream, (row + 1, None))
+        if rows is None or next_row > row:
+            begin = self._last_position(stream, row)
+            next_row, rows = begin.row, self._rows(stream, begin)
         while True:
-            text, following = next(rows)
-            at += 1
-            if at > row:
+            text, next_position = next(rows)
+            next_row += 1
+            if next_row > row:
                 break
-        self._readers[stream] = at, rows
-        return {"text": text, "id": i, PLACE: np.array([self.number, stream, *following])}
+        self._readers[stream] = next_row, rows
+        return {
+            "text": text,
+            "id": i,
+            ROW_POSITION: np.array([self.number, stream, *next_position]),
+        }
 
     def require_tokens(self) -> None:
         """Check that the split has tokens, by reading until the first one.
@@ -238,18 +243,18 @@ class TextDataset:
                 if any(self._has_ids(text[:_PROBE]) or self._has_ids(text) for text in texts):
                     return
         if self.pieces == (0, len(corpus)):
-            what = "the text has no tokens: give more text"
+            problem = "the text has no tokens: give more text"
         else:
             first, end = self.pieces
             several = end - first > 1
             parts = f"parts {first + 1} to {end}" if several else f"part {end}"
-            what = (
+            problem = (
                 f"{parts} of {len(corpus)}, which --split assigns to one split, "
                 f"{'have' if several else 'has'} no tokens: give more text, enlarge this share, or "
                 "give each split its own text with --train-data-path, --valid-data-path and "
                 "--test-data-path"
             )
-        raise NoTokensError(f"{corpus.flag} {corpus.prefix}: {what}")
+        raise NoTokensError(f"{corpus.flag} {corpus.prefix}: {problem}")
 
     def _has_ids(self, text: str) -> bool:
         try:
@@ -257,20 +262,20 @@ class TextDataset:
         except DataError:  # a bad line, which is reported or skipped when it is read later
             return False
 
-    def _known_place(self, stream: int, row: int) -> RowPlace:
+    def _last_position(self, stream: int, row: int) -> RowPosition:
         """Return the last known position in a stream that is not after the given row."""
-        known = (place for place in self._places.get(stream, ()) if place.row <= row)
-        return max(known, default=RowPlace())
+        known = (position for position in self._positions.get(stream, ()) if position.row <= row)
+        return max(known, default=RowPosition())
 
-    def remember(self, stream: int, place: RowPlace) -> None:
+    def store_position(self, stream: int, position: RowPosition) -> None:
         """Store the position at which a row of a stream begins."""
-        kept = max(64, _KEPT // self.streams)
-        self._places.setdefault(stream, deque(maxlen=kept)).append(place)
+        max_stored = max(64, _MAX_POSITIONS // self.streams)
+        self._positions.setdefault(stream, deque(maxlen=max_stored)).append(position)
 
-    def places_after(self, samples: int) -> list[RowPlace]:
+    def positions_after(self, samples: int) -> list[RowPosition]:
         """Return the last known position in each stream up to its first row after `samples`."""
         return [
-            self._known_place(stream, max(0, -(-(samples - stream) // self.streams)))
+            self._last_position(stream, max(0, -(-(samples - stream) // self.streams)))
             for stream in range(self.streams)
         ]
 
@@ -278,48 +283,52 @@ class TextDataset:
         """Return this dataset and the number of samples (see `ReadsText`)."""
         return [(self, samples)]
 
-    def _rows(self, stream: int, place: RowPlace) -> Iterator[tuple[NDArray[np.int64], RowPlace]]:
+    def _rows(
+        self, stream: int, position: RowPosition
+    ) -> Iterator[tuple[NDArray[np.int64], RowPosition]]:
         """Yield the rows of a stream, `[s + 1]`, each with the position of the next row."""
-        row, begin = place.row, place
+        row, begin = position.row, position
         # The blocks with unused tokens, and the number of these tokens.
-        held: deque[tuple[RowPlace, NDArray[Any]]] = deque()
-        left = 0
-        for at, tokens in self._blocks(stream, place):
-            rest = tokens[begin.token :] if at[1:3] == begin[1:3] else tokens
+        buffered: deque[tuple[RowPosition, NDArray[Any]]] = deque()
+        num_buffered = 0
+        for block_position, tokens in self._blocks(stream, position):
+            rest = tokens[begin.token :] if block_position[1:3] == begin[1:3] else tokens
             if not len(rest):
                 continue
-            held.append((at._replace(token=len(tokens) - len(rest)), rest))
-            left += len(rest)
-            while left > self.seq_length:
-                parts, wanted = [], self.seq_length + 1
-                for _, part in held:
-                    parts.append(part[:wanted])
-                    wanted -= len(parts[-1])
-                    if not wanted:
+            buffered.append((block_position._replace(token=len(tokens) - len(rest)), rest))
+            num_buffered += len(rest)
+            while num_buffered > self.seq_length:
+                parts, missing = [], self.seq_length + 1
+                for _, part in buffered:
+                    parts.append(part[:missing])
+                    missing -= len(parts[-1])
+                    if not missing:
                         break
-                used = self.seq_length
-                while used >= len(held[0][1]):
-                    used -= len(held.popleft()[1])
-                first, part = held[0]
-                held[0] = first._replace(token=first.token + used), part[used:]
-                left -= self.seq_length
+                consumed = self.seq_length
+                while consumed >= len(buffered[0][1]):
+                    consumed -= len(buffered.popleft()[1])
+                first, part = buffered[0]
+                buffered[0] = first._replace(token=first.token + consumed), part[consumed:]
+                num_buffered -= self.seq_length
                 row += 1
-                yield np.concatenate(parts, dtype=np.int64), held[0][0]._replace(row=row)
+                yield np.concatenate(parts, dtype=np.int64), buffered[0][0]._replace(row=row)
 
-    def _blocks(self, stream: int, place: RowPlace) -> Iterator[tuple[RowPlace, NDArray[Any]]]:
+    def _blocks(
+        self, stream: int, position: RowPosition
+    ) -> Iterator[tuple[RowPosition, NDArray[Any]]]:
         """Yield the tokens of a stream's blocks endlessly, with the documents shuffled."""
-        visit, block, bad = place.visit, place.block, place.bad
+        visit, block, bad = position.visit, position.block, position.bad
         pieces = -(-(self.pieces[1] - self.pieces[0] - stream) // self.streams)
-        empty = 0
+        num_empty = 0
         while True:
             epoch, turn = divmod(visit, pieces)
             piece = int(self._order(epoch)[turn * self.streams + stream])
-            found = False
+            has_tokens = False
             for number, encoded in enumerate(
                 self.corpus.read(piece, self.encoder, first=block), start=block
             ):
                 self._report(encoded.bad, encoded.block)
-                if not place.row or (visit, number) != (place.visit, place.block):
+                if not position.row or (visit, number) != (position.visit, position.block):
                     bad += len(encoded.bad)
                 random = np.random.RandomState([self.seed, epoch, piece, number])
                 tokens, lengths, sequences = encoded.columns[0]
@@ -327,10 +336,10 @@ class TextDataset:
                 documents = np.split(tokens, ends[:-1])
                 shuffled = [documents[i] for i in random.permutation(len(documents))]
                 tokens = np.concatenate([tokens[:0], *shuffled])
-                found = found or len(tokens) > 0
-                yield RowPlace(0, visit, number, 0, bad), tokens
-            empty = 0 if found or block else empty + 1
-            if empty == pieces:
+                has_tokens = has_tokens or len(tokens) > 0
+                yield RowPosition(0, visit, number, 0, bad), tokens
+            num_empty = 0 if has_tokens or block else num_empty + 1
+            if num_empty == pieces:
                 # In a small corpus, lines may be longer than pieces, so a stream may get only
                 # pieces in which no line begins. It gets other pieces in the next epoch.
                 self.require_tokens()
@@ -356,14 +365,14 @@ class TextDataset:
         path = block.path
         reported = self._reported.setdefault(path, set())
         for bad in lines:
-            at = block.offset + bad.offset
-            what = f"{self.corpus.flag} {path}: {bad.reason} (line starts at byte {at})"
+            offset = block.offset + bad.offset
+            message = f"{self.corpus.flag} {path}: {bad.reason} (line starts at byte {offset})"
             if not self.skip_bad_lines:
-                raise DataError(f"{what}: fix the line, or skip bad lines with --skip-bad-lines")
-            if at not in reported and len(reported) < _REPORTED:
-                reported.add(at)
+                raise DataError(f"{message}: fix the line, or skip bad lines with --skip-bad-lines")
+            if offset not in reported and len(reported) < _MAX_REPORTED:
+                reported.add(offset)
                 last = "; further bad lines of this file are only counted"
-                warn(f"{what}: line skipped{last if len(reported) == _REPORTED else ''}")
+                warn(f"{message}: line skipped{last if len(reported) == _MAX_REPORTED else ''}")
 
 
 @contextmanager
@@ -396,17 +405,19 @@ def text_members(dataset: SampleDataset | None, samples: int) -> list[tuple[Text
     return dataset.text_members(samples) if isinstance(dataset, ReadsText) else []
 
 
-def take_places(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, Tensor]:
+def extract_positions(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, Tensor]:
     """Remove the positions from a batch, store them in the text datasets, and return the batch."""
-    places = batch.pop(PLACE, None)
-    if places is not None:
+    positions = batch.pop(ROW_POSITION, None)
+    if positions is not None:
         members = {member.number: member for member, _ in text_members(dataset, 0)}
-        for number, stream, *place in places.tolist():
-            members[number].remember(stream, RowPlace(*place))
+        for number, stream, *position in positions.tolist():
+            members[number].store_position(stream, RowPosition(*position))
     return batch
 
 
-def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dict[str, Any] | None:
+def positions_state(
+    dataset: SampleDataset | None, samples: int, world: Axis
+) -> dict[str, Any] | None:
     """Return the position in every stream after `samples` samples, as JSON. Collective.
 
     Args:
@@ -421,40 +432,43 @@ def save_places(dataset: SampleDataset | None, samples: int, world: Axis) -> dic
     members = text_members(dataset, samples)
     if not members:
         return None
-    return {"plan": _plan_digest(members), "places": _places(members, world)}
+    return {"plan": _plan_digest(members), "places": _all_positions(members, world)}
 
 
 def count_bad_lines(dataset: SampleDataset | None, samples: int, world: Axis) -> int:
     """Return the number of lines skipped in the first `samples` samples. Collective.
 
-    The arguments are the same as for `save_places`. A line counts again in each pass over the text.
+    The arguments are the same as for `positions_state`. A line counts again in each pass over the
+    text.
     """
-    places = _places(text_members(dataset, samples), world)
-    return sum(RowPlace(*place).bad for streams in places for place in streams)
+    positions = _all_positions(text_members(dataset, samples), world)
+    return sum(RowPosition(*position).bad for streams in positions for position in streams)
 
 
-def _places(members: Sequence[tuple[TextDataset, int]], world: Axis) -> list[list[list[int]]]:
+def _all_positions(
+    members: Sequence[tuple[TextDataset, int]], world: Axis
+) -> list[list[list[int]]]:
     """Return the last position that any process has recorded in each stream. Collective."""
-    places = []
+    positions = []
     for member, count in members:
-        known = torch.tensor(member.places_after(count), dtype=torch.int64)
+        latest = torch.tensor(member.positions_after(count), dtype=torch.int64)
         if world.size > 1:
-            rows = all_reduce(known[:, 0].clone(), world, ReduceOp.MAX)
-            known[known[:, 0] < rows] = -1  # another process has a later position
-            known = all_reduce(known, world, ReduceOp.MAX)
-        places.append(known.tolist())
-    return places
+            rows = all_reduce(latest[:, 0].clone(), world, ReduceOp.MAX)
+            latest[latest[:, 0] < rows] = -1  # another process has a later position
+            latest = all_reduce(latest, world, ReduceOp.MAX)
+        positions.append(latest.tolist())
+    return positions
 
 
-def load_places(dataset: SampleDataset | None, saved: Mapping[str, Any] | None) -> bool:
+def restore_positions(dataset: SampleDataset | None, saved: Mapping[str, Any] | None) -> bool:
     """Restore the positions in a checkpoint, and return whether they belong to this text."""
     members = text_members(dataset, 0)
     if not members or saved is None or saved["plan"] != _plan_digest(members):
         return not members
-    for (member, _), places in zip(members, saved["places"], strict=False):
-        for stream, place in enumerate(places):
-            if min(place) >= 0:
-                member.remember(stream, RowPlace(*place))
+    for (member, _), positions in zip(members, saved["places"], strict=False):
+        for stream, position in enumerate(positions):
+            if min(position) >= 0:
+                member.store_position(stream, RowPosition(*position))
     return True
 
 

@@ -28,7 +28,7 @@ from megatron.errors import DataError
 
 _HEAD = struct.Struct("<QI")
 _TAIL = struct.Struct("<I")
-_PIECE = 4096  # bytes that are checked at a time
+_CRC_BLOCK = 4096  # bytes that are checked at a time
 _SHORT = 64  # if fewer bytes remain, they are checked one by one
 _DAMAGED = "the file is damaged; copy it again"
 _SEQUENCES = ("input_ids", "input_mask", "segment_ids")
@@ -104,7 +104,7 @@ class TFRecords:
         """The number of records: these files' weight in a blend without explicit weights."""
         return len(self)
 
-    def place(self, i: int) -> str:
+    def location(self, i: int) -> str:
         """Return the file, index and byte offset of record `i`, for messages."""
         file, number, start = self._find(i)
         return f"{self.paths[file]}: record {number} (byte {start})"
@@ -127,12 +127,12 @@ class TFRecords:
         data = content[start + _HEAD.size : end]
         (check,) = _TAIL.unpack_from(content, end)
         if check != masked_crc(data):
-            raise DataError(f"{self.place(i)}: wrong checksum of the data: {_DAMAGED}")
+            raise DataError(f"{self.location(i)}: wrong checksum of the data: {_DAMAGED}")
         try:
             return parse_example(data)
         except ValueError as error:
             raise DataError(
-                f"{self.place(i)}: not a tf.train.Example ({error}): {_DAMAGED}"
+                f"{self.location(i)}: not a tf.train.Example ({error}): {_DAMAGED}"
             ) from error
 
 
@@ -172,9 +172,9 @@ def _crc_table() -> list[int]:
 @cache
 def _crc_tables() -> NDArray[np.uint32]:
     """Return the contribution of each byte to a CRC-32C, `[bytes that follow in piece, value]`."""
-    tables = np.empty((_PIECE, 256), np.uint32)
+    tables = np.empty((_CRC_BLOCK, 256), np.uint32)
     tables[0] = _crc_table()
-    for after in range(1, _PIECE):
+    for after in range(1, _CRC_BLOCK):
         last = tables[after - 1]
         tables[after] = tables[0][last & 0xFF] ^ (last >> 8)
     return tables
@@ -186,7 +186,7 @@ def masked_crc(data: bytes) -> int:
     # A CRC is linear, so all bytes of a piece can be looked up at once. For 3 KB this takes 50 us
     # instead of 300 us.
     while len(data) - first >= _SHORT:
-        piece = np.frombuffer(data, np.uint8, min(_PIECE, len(data) - first), first).copy()
+        piece = np.frombuffer(data, np.uint8, min(_CRC_BLOCK, len(data) - first), first).copy()
         piece[:4] ^= np.frombuffer(state.to_bytes(4, "little"), np.uint8)
         looked_up = _crc_tables()[np.arange(len(piece) - 1, -1, -1), piece]
         state = int(np.bitwise_xor.reduce(looked_up))
@@ -204,7 +204,7 @@ def parse_example(data: bytes) -> dict[str, Numbers]:
     Raises:
         ValueError: The bytes are not a valid message of this type.
     """
-    found: dict[str, Numbers] = {}
+    lists: dict[str, Numbers] = {}
     for features in _messages(data, 1):
         for entry in _messages(features, 1):
             name = b"".join(_messages(entry, 1)).decode()
@@ -214,45 +214,45 @@ def parse_example(data: bytes) -> dict[str, Numbers]:
                         floats = b"".join(_messages(_bytes_of(value), 1))
                         if len(floats) % 4:
                             raise ValueError("a list of floats ends in the middle of a number")
-                        found[name] = np.frombuffer(floats, "<f4")
+                        lists[name] = np.frombuffer(floats, "<f4")
                     elif number == 3:
-                        found[name] = _integers(_bytes_of(value))
-    return found
+                        lists[name] = _integers(_bytes_of(value))
+    return lists
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, bytes | int]]:
     """Yield the number, wire type and value of each field in a message."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
         wire, value = key & 7, 0
         if wire == 0:
-            value, at = _varint(data, at)
+            value, offset = _varint(data, offset)
             yield key >> 3, wire, value
             continue
         if wire == 2:
-            size, at = _varint(data, at)
+            size, offset = _varint(data, offset)
         elif wire in (1, 5):
             size = 8 if wire == 1 else 4
         else:
-            raise ValueError(f"wire type {wire} at byte {at}")
-        if at + size > len(data):
-            raise ValueError(f"a field of {size} bytes at byte {at} exceeds {len(data)} bytes")
-        yield key >> 3, wire, data[at : at + size]
-        at += size
+            raise ValueError(f"wire type {wire} at byte {offset}")
+        if offset + size > len(data):
+            raise ValueError(f"a field of {size} bytes at byte {offset} exceeds {len(data)} bytes")
+        yield key >> 3, wire, data[offset : offset + size]
+        offset += size
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at byte `at`, and the position after it."""
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Return the number that begins at byte `offset`, and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
-        if at >= len(data):
+        if offset >= len(data):
             break
-        byte = data[at]
-        value, at = value | (byte & 0x7F) << shift, at + 1
+        byte = data[offset]
+        value, offset = value | (byte & 0x7F) << shift, offset + 1
         if byte < 0x80:
-            return value, at
-    raise ValueError(f"a number that does not end before byte {at}")
+            return value, offset
+    raise ValueError(f"a number that does not end before byte {offset}")
 
 
 def _bytes_of(value: bytes | int) -> bytes:
@@ -261,8 +261,8 @@ def _bytes_of(value: bytes | int) -> bytes:
     return value
 
 
-def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
-    return (_bytes_of(value) for number, _, value in _fields(data) if number == wanted)
+def _messages(data: bytes, field_number: int) -> Iterator[bytes]:
+    return (_bytes_of(value) for number, _, value in _fields(data) if number == field_number)
 
 
 def _integers(data: bytes) -> NDArray[np.int64]:
@@ -353,9 +353,9 @@ class TFRecordDataset:
         return {**self._sample(record), "id": i}
 
     def _sample(self, record: int) -> Sample:
-        found, where = self.records.get(record), self.records.place(record)
+        lists, where = self.records.get(record), self.records.location(record)
         length = self.options.seq_length
-        sizes = {name: len(numbers) for name, numbers in found.items() if numbers.dtype == np.int64}
+        sizes = {name: len(numbers) for name, numbers in lists.items() if numbers.dtype == np.int64}
         missing = [name for name in (*_SEQUENCES, *_PREDICTIONS, _LABEL) if name not in sizes]
         if missing:
             raise DataError(
@@ -370,8 +370,8 @@ class TFRecordDataset:
                 f"--seq-length {sizes['input_ids']}, or write the file with "
                 f"--max_seq_length={length}"
             )
-        ids, positions, labels = (found[name] for name in ("input_ids", *_PREDICTIONS))
-        weights = found.get(_WEIGHTS)
+        ids, positions, labels = (lists[name] for name in ("input_ids", *_PREDICTIONS))
+        weights = lists.get(_WEIGHTS)
         # Without weights, lists are padded with position 0, which is [CLS] and never masked.
         is_used = positions > 0 if weights is None else weights > 0
         if not len(positions) == len(labels) == len(is_used):
@@ -381,15 +381,15 @@ class TFRecordDataset:
             raise DataError(f"{where}: a masked position is outside the sequence: {_DAMAGED}")
         tokens = np.concatenate([ids, labels])
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.options.vocab_size:
-            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise outside_vocabulary(where, int(wrong), self.options.vocab_size)
+            invalid = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise outside_vocabulary(where, int(invalid), self.options.vocab_size)
         targets = pad_to([], length, IGNORED_LABEL)
         targets[positions] = labels
         return {
             "text": ids.astype(np.int64),
-            "types": (found["segment_ids"] != 0).astype(np.int64),
+            "types": (lists["segment_ids"] != 0).astype(np.int64),
             "labels": targets,
-            "is_random": int(found[_LABEL][0] != 0),
+            "is_random": int(lists[_LABEL][0] != 0),
             "loss_mask": (targets != IGNORED_LABEL).astype(np.int64),
-            "padding_mask": (found["input_mask"] != 0).astype(np.int64),
+            "padding_mask": (lists["input_mask"] != 0).astype(np.int64),
         }

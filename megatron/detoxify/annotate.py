@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.data.json_lines import JsonLine, keep_settings, read_objects
+from megatron.data.json_lines import JsonLine, read_objects, save_or_check_settings
 from megatron.detoxify.scorers import Scored, TextScorer, add_scorer_flags, build_scorer
 from megatron.durable import writing_to
 from megatron.errors import ConfigError, DataError, StorageError, UserError
@@ -97,7 +97,9 @@ def annotate(
     lines = itertools.islice(lines, None if total is None else max(0, total - done))
     written, unscored, reason = done, 0, ""
     with writing_to(OUT, target), target.open("ab") as file:
-        keep_settings(target, {"--text-key": key, **scorer.settings}, done, "scores were computed")
+        save_or_check_settings(
+            target, {"--text-key": key, **scorer.settings}, done, "scores were computed"
+        )
         if done:
             print(f"{target}: {done} lines already exist and are kept", flush=True)
         # `disable=None` shows the progress bar only on a terminal.

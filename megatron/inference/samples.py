@@ -26,7 +26,7 @@ from megatron.config.generation import (
     sample_problems,
 )
 from megatron.config.parser import Program
-from megatron.data.json_lines import Setting, json_object, keep_settings
+from megatron.data.json_lines import Setting, json_object, save_or_check_settings
 from megatron.durable import storage_errors
 from megatron.errors import (
     EXIT_OK,
@@ -446,7 +446,7 @@ class SampleFile:
         Raises:
             StorageError: The samples were drawn with other settings.
         """
-        keep_settings(self.path, settings, self.done, "samples were drawn")
+        save_or_check_settings(self.path, settings, self.done, "samples were drawn")
 
 
 def read_prompts(path: Path, flag: str = "--sample-input-file") -> list[str]:

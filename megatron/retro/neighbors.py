@@ -101,7 +101,7 @@ def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) ->
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
-    blend_request = request._replace(blends_one=True)
+    blend_request = request._replace(blends_single=True)
     return build_gpt_datasets(blend_request, seq_length=seq_length, vocab_size=vocab_size)
 
 

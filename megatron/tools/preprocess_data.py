@@ -305,7 +305,7 @@ class _Progress:
                     self._bytes_before_file += os.path.getsize(self._file)
                 self._file = block.path
             self._bar.set_postfix_str(rates, refresh=False)
-            self._bar.update(self._bytes_before_file + block.done - self._bar.n)
+            self._bar.update(self._bytes_before_file + block.bytes_read - self._bar.n)
         elif counts.documents >= self._next_documents:
             self._next_documents = counts.documents + self._log_interval
             if now - self._last_line_time >= _SECONDS_BETWEEN_LINES:

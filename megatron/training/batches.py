@@ -12,7 +12,7 @@ from megatron.config.run import evaluations_until, with_values
 from megatron.config.training import TrainingConfig
 from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
 from megatron.data.sample import SampleDataset
-from megatron.data.text_stream import take_places
+from megatron.data.text_stream import extract_positions
 from megatron.errors import DataError
 from megatron.training.curriculum import Lengths, lengths_of, updates_of_length
 from megatron.training.recipe import Batch, SampleCounts
@@ -215,7 +215,7 @@ def _load(
         seed=config.training.seed,
         pin_memory=pin_memory,
     ):
-        yield take_places(batch, dataset)
+        yield extract_positions(batch, dataset)
     raise DataError(
         f"the dataset of {len(dataset)} samples is exhausted: it was built for --train-iters "
         f"{config.training.train_iters}, --train-samples {config.training.train_samples}, "

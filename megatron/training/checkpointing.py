@@ -33,7 +33,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.retro import is_retriever_parameter
 from megatron.config.yaml_file import from_dict, to_dict
-from megatron.data.text_stream import load_places, save_places
+from megatron.data.text_stream import positions_state, restore_positions
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models.adapters import adapted_layers, initialize_adapters
 from megatron.parallel.buckets import Span
@@ -295,8 +295,8 @@ def meta_of(run: Run) -> dict[str, Any]:
         "rng": None if options.no_save_rng else {"seed": run.progress.dropout_seed},
         "tokenizer": run.tokenizer.fingerprint(),
         "corpus": run.corpus,
-        "text": save_places(run.datasets[0], progress.consumed_samples, run.layout.world),
-        "validation_text": save_places(
+        "text": positions_state(run.datasets[0], progress.consumed_samples, run.layout.world),
+        "validation_text": positions_state(
             run.datasets[1], evaluation_position(run, progress.iteration), run.layout.world
         ),
         "spikes": None if run.spikes is None else run.spikes.state(),
@@ -658,8 +658,8 @@ def _restore_position(run: Run, reader: Reader) -> None:
             raise CheckpointError(f"--load {reader.path}: {error}") from None
     # Without a saved position, validation text is read again from its beginning. That takes longer
     # but ends at the same position, which the iteration determines.
-    load_places(run.datasets[1], meta.get("validation_text"))
-    is_placed = load_places(run.datasets[0], meta.get("text"))
+    restore_positions(run.datasets[1], meta.get("validation_text"))
+    is_placed = restore_positions(run.datasets[0], meta.get("text"))
     if run.layout.world.rank == 0:
         if not is_placed:
             print_line(

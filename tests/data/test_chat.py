@@ -51,7 +51,7 @@ def _build(
         DataRequest(data, 7, samples),
         lambda name, flag: _FILES[name],
         seq_length=16,
-        filler=_PAD,
+        padding_id=_PAD,
         packs=packs,
     )
 

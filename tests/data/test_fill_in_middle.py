@@ -112,7 +112,7 @@ def test_fragments_are_rearranged_one_by_one():
 
 def test_texts_with_a_beginning_are_kept():
     sample = ids("#abc", 5, "abc", 5, 5, 5, 5)
-    result = rearranged(sample, how(kept_beginning="#"))
+    result = rearranged(sample, how(exempt_prefix="#"))
     assert result[:5].tolist() == ids("#abc", 5).tolist()
     assert put_back(result[5:11]) == "abc"
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers.models import WordPiece
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.masking import SpecialIds, choose_runs, masking_budget, whole_words
+from megatron.data.masking import SpecialIds, choose_spans, masking_budget, whole_words
 from megatron.errors import ConfigError
 from megatron.tokenizer.build import build_tokenizer
 from tests.data.corpus import write_vocabulary
@@ -76,7 +76,7 @@ def test_runs_are_whole_words_apart_and_within_the_budget(ids: SpecialIds) -> No
         words = whole_words(tokens, ids)
         whole = {position: k for k, word in enumerate(words) for position in word}
         budget = float(random.choice([0, 0.5, 1, 7.5, 20]))
-        runs = list(choose_runs(words, budget, lambda: random.randint(1, 5), random))
+        runs = list(choose_spans(words, budget, lambda: random.randint(1, 5), random))
         hidden = [position for run in runs for position in run]
         assert len(hidden) == len(set(hidden)) <= budget
         touched = {whole[position] for position in hidden}
@@ -86,7 +86,7 @@ def test_runs_are_whole_words_apart_and_within_the_budget(ids: SpecialIds) -> No
 def test_a_run_is_shortened_to_fit() -> None:
     ids = SpecialIds.generated(100)
     words = whole_words(np.arange(50, 60), ids)
-    runs = list(choose_runs(words, 3, lambda: 10, np.random.RandomState(1)))
+    runs = list(choose_spans(words, 3, lambda: 10, np.random.RandomState(1)))
     assert sum(map(len, runs)) == 3
 
 
@@ -99,7 +99,7 @@ def test_draws_of_the_caller_come_between_runs() -> None:
         events.append("draw")
         return 1
 
-    for _ in choose_runs(words, 2, draw, np.random.RandomState(1)):
+    for _ in choose_spans(words, 2, draw, np.random.RandomState(1)):
         events.append("run")
     assert events == ["draw", "run", "draw", "run"]
 
@@ -121,7 +121,7 @@ def test_every_word_is_as_likely_as_any_other() -> None:
     counts = Counter(
         position
         for _ in range(4000)
-        for run in choose_runs(words, 3, lambda: 1, random)
+        for run in choose_spans(words, 3, lambda: 1, random)
         for position in run
     )
     assert sorted(counts) == list(range(20))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.data.sample import Sample
-from megatron.data.t5 import T5Dataset, build_t5_datasets, replace_runs
+from megatron.data.t5 import T5Dataset, build_t5_datasets, replace_spans
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
@@ -127,10 +127,10 @@ def test_a_t5s_own_tokenizer(tmp_path: Path) -> None:
 
 def test_replace_runs() -> None:
     text = np.arange(10, 20)
-    left, taken_out = replace_runs(text, [[0, 1], [5], [9]], (90, 91, 92, 93))
+    left, taken_out = replace_spans(text, [[0, 1], [5], [9]], (90, 91, 92, 93))
     assert left == [90, 12, 13, 14, 91, 16, 17, 18, 92]
     assert taken_out == [90, 10, 11, 91, 15, 92, 19]
-    assert replace_runs(text, [], (90,)) == (text.tolist(), [])
+    assert replace_spans(text, [], (90,)) == (text.tolist(), [])
 
 
 @pytest.mark.parametrize(("sentinels", "decoder", "runs"), [(2, 64, 2), (50, 7, 3), (9, 1, 0)])

@@ -24,16 +24,16 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import SingleSampler, build_loader
 from megatron.data.mock import MockDataset
 from megatron.data.preprocess import BlockEncoder, EncodingOptions, preprocess
-from megatron.data.sample import PLACE
+from megatron.data.sample import ROW_POSITION
 from megatron.data.text_input import read_blocks
 from megatron.data.text_stream import (
-    RowPlace,
+    RowPosition,
     TextCorpus,
     TextDataset,
+    extract_positions,
     is_text,
-    load_places,
-    save_places,
-    take_places,
+    positions_state,
+    restore_positions,
     text_members,
 )
 from megatron.errors import ConfigError, DataError
@@ -142,7 +142,7 @@ def test_every_number_of_processes_reads_the_same(corpus, vocabulary, processes,
         for batch in itertools.islice(
             build_loader(dataset, sampler, num_workers=workers, seed=0), 12 // processes
         ):
-            assert batch[PLACE].shape == (2, 7)
+            assert batch[ROW_POSITION].shape == (2, 7)
             found |= dict(zip(batch["id"].tolist(), batch["text"].tolist(), strict=True))
     assert [found[i] for i in range(24)] == expected
 
@@ -153,11 +153,11 @@ def test_a_run_continues_where_it_stopped_without_reading_again(corpus, vocabula
     batches = build_loader(dataset, sampler, num_workers=0, seed=0)
     samples = []
     for _ in range(800):
-        samples += take_places(next(batches), dataset)["text"].tolist()
+        samples += extract_positions(next(batches), dataset)["text"].tolist()
     world = Layout.single().world
-    saved = save_places(dataset, 3133, world)  # in the middle of what was loaded
+    saved = positions_state(dataset, 3133, world)  # in the middle of what was loaded
     again = dataset_of(corpus, vocabulary)
-    assert load_places(again, json.loads(json.dumps(saved)))
+    assert restore_positions(again, json.loads(json.dumps(saved)))
     read: list[int] = []
     original = TextCorpus.read
 
@@ -171,12 +171,12 @@ def test_a_run_continues_where_it_stopped_without_reading_again(corpus, vocabula
     fresh = dataset_of(corpus, vocabulary)
     assert [fresh[i]["text"].tolist() for i in range(3133, 3200)] == samples[3133:]
     assert few < (len(read) - few) / 3
-    assert save_places(again, 3133, world) == saved
+    assert positions_state(again, 3133, world) == saved
     # Positions in another text, or in another shuffle, mean nothing here.
     fresh.seed = 8
-    assert not load_places(fresh, saved)
-    assert not load_places(fresh, None)
-    assert load_places(None, None)
+    assert not restore_positions(fresh, saved)
+    assert not restore_positions(fresh, None)
+    assert restore_positions(None, None)
 
 
 @pytest.fixture
@@ -204,9 +204,9 @@ def test_lines_longer_than_a_piece_are_read_again_and_again(long_lines, vocabula
     world = Layout.single().world
     for i in range(wanted // 2 + 7):
         sample = dataset_of(long_lines, vocabulary, pieces=pieces)[i] if i < 3 else dataset[i]
-        dataset.remember(int(sample[PLACE][1]), RowPlace(*sample[PLACE][2:]))
+        dataset.store_position(int(sample[ROW_POSITION][1]), RowPosition(*sample[ROW_POSITION][2:]))
     again = dataset_of(long_lines, vocabulary, pieces=pieces)
-    assert load_places(again, save_places(dataset, wanted // 2 + 7, world))
+    assert restore_positions(again, positions_state(dataset, wanted // 2 + 7, world))
     rest = range(wanted // 2 + 7, wanted)
     assert [again[i]["text"].tolist() for i in rest] == expected[rest.start :]
 
@@ -294,9 +294,9 @@ def test_a_blend_of_text_and_a_preprocessed_dataset(corpus, vocabulary):
     blended = BlendedDataset([text, mock], build_blend_index(normalize([1, 1]), 40))
     world = Layout.single().world
     batches = build_loader(blended, SingleSampler(40, 0, 4), num_workers=0, seed=0)
-    taken = [take_places(next(batches), blended)["id"].tolist() for _ in range(5)]
+    taken = [extract_positions(next(batches), blended)["id"].tolist() for _ in range(5)]
     assert taken == [list(range(start, start + 4)) for start in range(0, 20, 4)]
-    saved = save_places(blended, 20, world)
+    saved = positions_state(blended, 20, world)
     assert saved is not None
     assert sum(min(place) >= 0 for place in saved["places"][0]) == 32
     assert sum(place[0] == 1 for place in saved["places"][0]) == 10
@@ -475,7 +475,7 @@ def test_a_resumed_run_validates_on_the_same_text(
     read.clear()
     resumed, again = toy.train_toy(Layout.single(), [*words, "--load", str(tmp_path / "run")])
     assert resumed.values("lm loss validation") == losses[interval // 3 :]
-    assert again.datasets[1].places_after(480) == run.datasets[1].places_after(480)
+    assert again.datasets[1].positions_after(480) == run.datasets[1].positions_after(480)
     assert min(read) > 0, "read again from the beginning"
     reader = open_root(tmp_path / "run", layout=Layout.single())
     assert reader is not None

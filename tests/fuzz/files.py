@@ -23,7 +23,7 @@ from megatron.checkpoint.retention import is_as_listed, list_files
 from megatron.config import data_files, deepspeed
 from megatron.config.data import TokenizerConfig
 from megatron.config.run import Findings, RunOptions, with_values
-from megatron.data.conversation_records import Plain, parse_record, read_examples
+from megatron.data.conversation_records import PlainText, parse_record, read_examples
 from megatron.data.text_input import parse_lines, read_blocks
 from megatron.detoxify.annotate import annotate
 from megatron.detoxify.evaluate import (
@@ -295,7 +295,7 @@ def _conversations() -> list[bytes]:
 def _read_conversation(data: bytes, folder: Path) -> None:
     record = parse_record(data)
     for example in read_examples(record, preferences="chosen" in record):
-        if isinstance(example, Plain):
+        if isinstance(example, PlainText):
             assert isinstance(example.prompt, str)
             assert isinstance(example.completion, str)
         else:

@@ -12,7 +12,7 @@ import torch
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunOptions
-from megatron.data.t5 import replace_runs
+from megatron.data.t5 import replace_spans
 from megatron.errors import UserError
 from megatron.inference.fill import Filler
 from megatron.models.bert import BertModel, BertResult
@@ -103,7 +103,7 @@ def train_t5(tokenizer: Tokenizer, sentence: str) -> Filler:
     for _ in range(STEPS):
         optimizer.zero_grad()
         for runs in ([[1, 2], [5]], [[0], [3, 4]], [[1, 2, 3]]):
-            left, hidden = replace_runs(text, runs, sentinels)
+            left, hidden = replace_spans(text, runs, sentinels)
             encoder = torch.tensor([[*left, *tokenizer.encoder_end]])
             decoder = torch.tensor([[tokenizer.decoder_start, *hidden]])
             labels = torch.tensor([[*hidden, tokenizer.eos]])
