@@ -47,9 +47,9 @@ from megatron.finetuning.distillation import (
     Distillation,
     GPTInputs,
     GPTTeacher,
-    known_of_files,
     split_message,
     student_losses,
+    top_log_probs_of,
 )
 from megatron.kernels.attention import Segments, number_segments
 from megatron.models.build import build_model
@@ -181,10 +181,10 @@ class GPTRecipe:
         if self.teacher is not None:
             if hidden is not None:
                 hidden, theirs = split_message(hidden, self.teacher.hidden)
-            theirs = self.teacher.run_beside(part, inputs, theirs)
+            theirs = self.teacher.run_paired(part, inputs, theirs)
         knowledge: Tensor | TopLogProbs | None = theirs
         if config.distillation.logits_load_dir is not None and part.part.head:
-            knowledge = known_of_files(batch, layout.context)
+            knowledge = top_log_probs_of(batch, layout.context)
         result = part(
             mine.tokens,
             mine.position_ids,
@@ -230,11 +230,11 @@ def losses_ahead(
         layout: The ranks of this process.
     """
     main, *further = layout.context.size * sums
-    losses = {LOSS_NAMES[0]: main / inputs.counted}
+    losses = {LOSS_NAMES[0]: main / inputs.num_labels}
     weight, by_token = config.model.mtp_loss_weight, config.training.calculate_per_token_loss
     names = ahead_names(config.model.mtp_num_layers)
-    for name, total, counted in zip(names, further, inputs.counted_ahead, strict=True):
-        trained = weight * total / (inputs.counted if by_token else counted)
+    for name, total, counted in zip(names, further, inputs.num_labels_ahead, strict=True):
+        trained = weight * total / (inputs.num_labels if by_token else counted)
         losses[name] = (total / counted).detach() + (trained - trained.detach())
     return losses
 

@@ -42,19 +42,19 @@ class GPTInputs(NamedTuple):
     """The part of a micro-batch that a GPT reads on this context rank.
 
     Attributes:
-        mine: This rank's tokens, labels, loss mask and positions.
+        local: This rank's tokens, labels, loss mask and positions.
         documents: The documents of the batch, if attention does not cross their boundaries.
-        counted: The number of labels that count toward the loss in the whole micro-batch, at least
-            1.
-        ahead: The same as `mine`, for each depth of multi-token prediction.
-        counted_ahead: The same as `counted`, for each depth.
+        num_labels: The number of labels that count toward the loss in the whole micro-batch, at
+            least 1.
+        ahead: The same as `local`, for each depth of multi-token prediction.
+        num_labels_ahead: The same as `num_labels`, for each depth.
     """
 
-    mine: TokenBatch
+    local: TokenBatch
     documents: Segments | None
-    counted: Tensor
+    num_labels: Tensor
     ahead: tuple[TokenBatch, ...] = ()
-    counted_ahead: tuple[Tensor, ...] = ()
+    num_labels_ahead: tuple[Tensor, ...] = ()
 
 
 class GPTTeacher(NamedTuple):
@@ -94,11 +94,11 @@ class GPTTeacher(NamedTuple):
         Returns:
             Hidden states [s, b, h]; from the last part, logits [b, s, v/t].
         """
-        mine = inputs.mine
-        result: Tensor = part(mine.tokens, mine.position_ids, None, inputs.documents, hidden)
+        local = inputs.local
+        result: Tensor = part(local.tokens, local.position_ids, None, inputs.documents, hidden)
         return result
 
-    def run_beside(
+    def run_paired(
         self, student: nn.Module, inputs: GPTInputs, hidden: Tensor | None = None
     ) -> Tensor:
         """Run the part of the teacher that is paired with a part of the student, as `run` does."""
@@ -164,20 +164,20 @@ class Distillation(Extras):
             print_line(f"  teacher: {teacher.name}, {teacher.description}")
 
 
-def split_message(message: Tensor, theirs: int) -> tuple[Tensor, Tensor]:
+def split_message(message: Tensor, teacher_width: int) -> tuple[Tensor, Tensor]:
     """Return the student's and the teacher's hidden states, [s, b, h] each, in a pipeline message.
 
     The gradient of the message is zero for the teacher's states.
 
     Args:
         message: Both hidden states side by side.
-        theirs: The width of the teacher's hidden states.
+        teacher_width: The width of the teacher's hidden states.
     """
-    student, teacher = message.split((message.shape[-1] - theirs, theirs), dim=-1)
+    student, teacher = message.split((message.shape[-1] - teacher_width, teacher_width), dim=-1)
     return student.contiguous(), teacher.detach().contiguous()
 
 
-def known_of_files(batch: Batch, context: Axis) -> TopLogProbs | None:
+def top_log_probs_of(batch: Batch, context: Axis) -> TopLogProbs | None:
     """Return the teacher's top-k log-probabilities for this context rank's tokens [b, s].
 
     The result is `None` for held-out samples, which have no files of logits.
@@ -191,7 +191,7 @@ def known_of_files(batch: Batch, context: Axis) -> TopLogProbs | None:
 def student_losses(
     logits: Tensor,
     batch: TokenBatch,
-    knowledge: Tensor | TopLogProbs,
+    teacher_output: Tensor | TopLogProbs,
     vocabulary: VocabularyPart,
     options: DistillationConfig,
 ) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ def student_losses(
     Args:
         logits: The student's logits [b, s, v/t]. Their gradient overwrites them.
         batch: This context rank's labels and loss mask.
-        knowledge: The teacher's logits [b, s, v/t], or its top k for these tokens.
+        teacher_output: The teacher's logits [b, s, v/t], or its top k for these tokens.
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
         options: The weights and the temperature.
     """
@@ -213,15 +213,15 @@ def student_losses(
         return x.transpose(0, 1)
 
     weight: Tensor | float = options.kd_loss_alpha
-    if isinstance(knowledge, TopLogProbs):
-        weight = weight * (knowledge.ids >= 0).any(-1)
-        knowledge = TopLogProbs(*map(by_position, knowledge))
+    if isinstance(teacher_output, TopLogProbs):
+        weight = weight * (teacher_output.ids >= 0).any(-1)
+        teacher_output = TopLogProbs(*map(by_position, teacher_output))
     else:
-        knowledge = by_position(knowledge)
+        teacher_output = by_position(teacher_output)
     losses = distillation_losses(
         by_position(logits),
         by_position(batch.labels),
-        knowledge,
+        teacher_output,
         vocabulary,
         temperature=options.kd_temperature,
         reuse_logits=True,

@@ -69,13 +69,15 @@ def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> 
     """
     rows, length = trained.shape
     positions = local_positions(length, axis, trained.device)
-    places = (torch.arange(rows, device=trained.device)[:, None] * length + positions).flatten()
+    token_indices = (
+        torch.arange(rows, device=trained.device)[:, None] * length + positions
+    ).flatten()
     # On every rank, tokens are in the order of their documents, so that each document is a range.
-    bounds = torch.searchsorted(places, ends)
-    counted = trained.double()
-    local = _sums(-losses.double() * counted[:, positions], bounds)
+    bounds = torch.searchsorted(token_indices, ends)
+    is_counted = trained.double()
+    local = _sums(-losses.double() * is_counted[:, positions], bounds)
     # Each rank's gradient goes to all ranks, because its loss depends on tokens of all of them.
-    return DocumentSums(reduce_from(copy_to(local, axis), axis), _sums(counted, ends))
+    return DocumentSums(reduce_from(copy_to(local, axis), axis), _sums(is_counted, ends))
 
 
 def _sums(values: Tensor, bounds: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ from megatron.data.preferences import DESIRABLE, PAIRS, REFERENCE
 from megatron.finetuning.preferences import (
     Pairs,
     PreferenceRecipe,
-    at_segments,
     means_over_pairs,
-    pairs_of,
+    pair_values,
     run_documents,
+    values_at_segments,
 )
 from megatron.models.gpt import GPTModel
 from megatron.parallel.collectives import all_reduce
@@ -35,8 +35,8 @@ from megatron.training.recipe import Batch
 _DESIRABLE, _UNDESIRABLE = "rewards/chosen", "rewards/rejected"  # TRL's names
 _MARGINS, _SHARE = "rewards/margins", "desirable"
 # The logged values of each kind of answer are means over the answers of that kind.
-_NOTHING = 1e-6  # a smaller fraction means that a batch has no answers of a kind
-_OF_KIND = {
+_MIN_SHARE = 1e-6  # a smaller fraction means that a batch has no answers of a kind
+_KIND_OF_METRIC = {
     _DESIRABLE: True,
     "logps/chosen": True,
     _UNDESIRABLE: False,
@@ -84,17 +84,19 @@ def kto_losses(
 
 
 @torch.no_grad()
-def divergence_of(others: Tensor, is_answer: Tensor, layout: Layout) -> Tensor:
+def estimate_divergence(log_ratios: Tensor, is_answer: Tensor, layout: Layout) -> Tensor:
     """Return the mean log-ratio of answers to other prompts, or 0 if it is negative.
 
     Collective over the data-parallel processes, each of which has a micro-batch.
 
     Args:
-        others: The log-ratios of the answers to other prompts in the micro-batch, [P].
+        log_ratios: The log-ratios of the answers to other prompts in the micro-batch, [P].
         is_answer: Which entries to include, [P].
         layout: The ranks of this process.
     """
-    sums = torch.stack((torch.where(is_answer, others, 0).sum(), is_answer.sum().to(others.dtype)))
+    sums = torch.stack(
+        (torch.where(is_answer, log_ratios, 0).sum(), is_answer.sum().to(log_ratios.dtype))
+    )
     total, count = all_reduce(sums, layout.data)
     return (total / count.clamp(min=1)).clamp(min=0)
 
@@ -116,15 +118,15 @@ class KTORecipe(PreferenceRecipe):
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model. The last part returns the losses."""
-        found = run_documents(part, batch, hidden, tokenizer, layout)
-        if isinstance(found, Tensor):
-            return found
-        is_answer = at_segments(batch, PAIRS)[:-1] > 0
-        desirable = at_segments(batch, DESIRABLE)[:-1] > 0
-        policy = pairs_of(found.log_probs, is_answer)
-        reference = pairs_of(at_segments(batch, REFERENCE), is_answer)
+        output = run_documents(part, batch, hidden, tokenizer, layout)
+        if isinstance(output, Tensor):
+            return output
+        is_answer = values_at_segments(batch, PAIRS)[:-1] > 0
+        desirable = values_at_segments(batch, DESIRABLE)[:-1] > 0
+        policy = pair_values(output.log_probs, is_answer)
+        reference = pair_values(values_at_segments(batch, REFERENCE), is_answer)
         ratios = Pairs(*(x - y for x, y in zip(policy, reference, strict=True)))
-        divergence = divergence_of(ratios.rejected.detach(), is_answer, layout)
+        divergence = estimate_divergence(ratios.rejected.detach(), is_answer, layout)
         result = kto_losses(config.preferences, ratios.chosen, divergence, desirable)
         log_probs = policy.chosen.detach()
         rewards = [torch.where(kind, result.rewards, 0) for kind in (desirable, ~desirable)]
@@ -143,8 +145,8 @@ class KTORecipe(PreferenceRecipe):
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
         """Return the values to log, with those of each kind of answer averaged over that kind."""
         shares = {True: losses[_SHARE], False: 1 - losses[_SHARE]}
-        found = dict(losses)
-        for name, kind in _OF_KIND.items():
-            found[name] = losses[name] / shares[kind] if shares[kind] > _NOTHING else 0.0
-        found[_MARGINS] = found[_DESIRABLE] - found[_UNDESIRABLE]
-        return found
+        values = dict(losses)
+        for name, kind in _KIND_OF_METRIC.items():
+            values[name] = losses[name] / shares[kind] if shares[kind] > _MIN_SHARE else 0.0
+        values[_MARGINS] = values[_DESIRABLE] - values[_UNDESIRABLE]
+        return values

@@ -64,7 +64,7 @@ class Pairs(NamedTuple):
         """The value for the chosen answer minus that for the rejected one, [P]."""
         return self.chosen - self.rejected
 
-    def over(self, divisors: Pairs) -> Pairs:
+    def divided_by(self, divisors: Pairs) -> Pairs:
         """Return these values divided by `divisors`, where divisors below 1 count as 1."""
         return Pairs(*(x / n.clamp(min=1) for x, n in zip(self, divisors, strict=True)))
 
@@ -94,29 +94,29 @@ def pair_losses(
     """
     beta, smoothing = options.preference_beta, options.preference_label_smoothing
     if reference is None:
-        scores = policy.over(tokens)
+        scores = policy.divided_by(tokens)
     else:
         scores = Pairs(*(x - y for x, y in zip(policy, reference, strict=True)))
     match options.preference_loss:
         case "dpo":
-            losses = smoothed(beta * scores.difference, smoothing)
+            losses = dpo_loss(beta * scores.difference, smoothing)
         case "ipo":
             # Azar et al., 2023, arXiv:2310.12036, with mean log-probabilities, as its authors do.
-            losses = (scores.over(tokens).difference - 1 / (2 * beta)) ** 2
+            losses = (scores.divided_by(tokens).difference - 1 / (2 * beta)) ** 2
         case "hinge":  # SLiC-HF (Zhao et al., 2023, arXiv:2305.10425)
             losses = torch.relu(1 - beta * scores.difference)
         case "robust":
-            losses = robust(beta * scores.difference, smoothing)
+            losses = robust_dpo_loss(beta * scores.difference, smoothing)
         case "simpo":
-            losses = smoothed(beta * scores.difference - options.simpo_gamma, smoothing)
+            losses = dpo_loss(beta * scores.difference - options.simpo_gamma, smoothing)
         case "orpo":
-            losses = -scores.chosen - beta * F.logsigmoid(log_odds(scores))
+            losses = -scores.chosen - beta * F.logsigmoid(log_odds_ratio(scores))
         case loss:
             raise AssertionError(f"{loss} is not a loss of log-probabilities")
     return PairLosses(losses, Pairs(*(beta * score.detach() for score in scores)))
 
 
-def smoothed(margin: Tensor, smoothing: float) -> Tensor:
+def dpo_loss(margin: Tensor, smoothing: float) -> Tensor:
     """Return -log sigmoid(margin), or its mean if a fraction `smoothing` of the labels is wrong.
 
     This is the loss of direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290)
@@ -126,7 +126,7 @@ def smoothed(margin: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
-def robust(margin: Tensor, smoothing: float) -> Tensor:
+def robust_dpo_loss(margin: Tensor, smoothing: float) -> Tensor:
     """Return an unbiased estimate of DPO's loss if a fraction `smoothing` of the labels is wrong.
 
     The estimate is that of Chowdhury et al., 2024, arXiv:2403.00409.
@@ -135,7 +135,7 @@ def robust(margin: Tensor, smoothing: float) -> Tensor:
     return (wrong - (1 - smoothing) * F.logsigmoid(margin)) / (1 - 2 * smoothing)
 
 
-def log_odds(means: Pairs) -> Tensor:
+def log_odds_ratio(means: Pairs) -> Tensor:
     """Return the log odds ratio of the chosen to the rejected answers, [P].
 
     The odds of ORPO (Hong et al., 2024, arXiv:2403.07691) are p / (1 - p), where log p is the mean
@@ -149,11 +149,13 @@ def log_odds(means: Pairs) -> Tensor:
 
 def log1mexp(x: Tensor) -> Tensor:
     """Return log(1 - exp(x)) for x below 0, without losing precision at either end."""
-    near = x > -math.log(2)
+    is_near_zero = x > -math.log(2)
     # Each formula gets only inputs for which its gradient is finite: where `torch.where` selects
     # the other formula, it multiplies this gradient by 0, and 0 x infinity is NaN.
-    small = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
-    return torch.where(near, small, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+    small = torch.log(-torch.expm1(torch.where(is_near_zero, x, -1.0)))
+    return torch.where(
+        is_near_zero, small, torch.log1p(-torch.exp(torch.where(is_near_zero, -1.0, x)))
+    )
 
 
 class PreferenceRecipe(ComparingRecipe):
@@ -203,14 +205,14 @@ class PreferenceRecipe(ComparingRecipe):
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model. The last part returns the losses."""
-        found = run_documents(part, batch, hidden, tokenizer, layout)
-        if isinstance(found, Tensor):
-            return found
-        is_pair = at_segments(batch, PAIRS)[:-1] > 0
-        policy, tokens = (pairs_of(sums, is_pair) for sums in found)
+        output = run_documents(part, batch, hidden, tokenizer, layout)
+        if isinstance(output, Tensor):
+            return output
+        is_pair = values_at_segments(batch, PAIRS)[:-1] > 0
+        policy, tokens = (pair_values(sums, is_pair) for sums in output)
         reference = None
         if config.preferences.needs_reference:
-            reference = pairs_of(at_segments(batch, REFERENCE), is_pair)
+            reference = pair_values(values_at_segments(batch, REFERENCE), is_pair)
         result = pair_losses(config.preferences, policy, tokens, reference)
         values = {
             **_reward_metrics(result),
@@ -237,11 +239,11 @@ class RewardRecipe(PreferenceRecipe):
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model. The last part returns the losses."""
-        found = run_part(part, batch, hidden, tokenizer, layout)
+        output = run_part(part, batch, hidden, tokenizer, layout)
         if not part.part.head:
-            return found
-        is_pair = at_segments(batch, PAIRS)[:-1] > 0
-        rewards = pairs_of(last_values(found, batch, layout), is_pair)
+            return output
+        is_pair = values_at_segments(batch, PAIRS)[:-1] > 0
+        rewards = pair_values(last_token_scores(output, batch, layout), is_pair)
         losses = -F.logsigmoid(rewards.difference)
         centering = config.preferences.center_rewards_coefficient
         if centering:  # Eisenstein et al., 2023, arXiv:2312.09244
@@ -266,7 +268,8 @@ def means_over_pairs(values: Mapping[str, Tensor], is_pair: Tensor) -> dict[str,
     """Return the mean of each metric over the pairs of a micro-batch, or 0 if there are none."""
     count = is_pair.sum().clamp(min=1)
     return {
-        name: (torch.where(is_pair, each, 0).sum() / count).float() for name, each in values.items()
+        name: (torch.where(is_pair, metric, 0).sum() / count).float()
+        for name, metric in values.items()
     }
 
 
@@ -303,14 +306,14 @@ def run_part(
         tokenizer: The run's tokenizer.
         layout: The ranks of this process.
     """
-    whole = make_batch(batch, eod=tokenizer.eod)
-    mine = context_part(whole, layout.context)
-    documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest_segment(batch))
-    result: Tensor = part(mine.tokens, mine.position_ids, mine.labels, documents, hidden)
+    full = make_batch(batch, eod=tokenizer.eod)
+    local = context_part(full, layout.context)
+    documents = Segments.of(batch[SEGMENT_ENDS], full.tokens, longest_segment(batch))
+    result: Tensor = part(local.tokens, local.position_ids, local.labels, documents, hidden)
     return result
 
 
-def at_segments(batch: Batch, name: str) -> Tensor:
+def values_at_segments(batch: Batch, name: str) -> Tensor:
     """Return the values [k] of one of the batch's arrays [b, s] at each segment's first token.
 
     Empty segments after the last token have the values of that token, at which no pair begins.
@@ -319,7 +322,7 @@ def at_segments(batch: Batch, name: str) -> Tensor:
     return values[batch[SEGMENT_ENDS][:-1].clamp(max=len(values) - 1)]
 
 
-def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
+def pair_values(values: Tensor, is_pair: Tensor) -> Pairs:
     """Return the values of each pair's answers, given a value for each of k segments.
 
     The results have the shape [k - 1]. It does not depend on the number of pairs, because the host
@@ -334,7 +337,7 @@ def pairs_of(values: Tensor, is_pair: Tensor) -> Pairs:
     return Pairs(torch.where(is_pair, values[:-1], -1.0), torch.where(is_pair, values[1:], -1.0))
 
 
-def last_values(scores: Tensor, batch: Batch, layout: Layout) -> Tensor:
+def last_token_scores(scores: Tensor, batch: Batch, layout: Layout) -> Tensor:
     """Return the score at the last token of each segment, fp64 [k]. Collective over context ranks.
 
     Args:

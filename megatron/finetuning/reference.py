@@ -29,7 +29,7 @@ from megatron.data.preferences import PAIRS, PreferenceDataset, preference_membe
 from megatron.data.sample import Sample
 from megatron.durable import replace_file, writing_to
 from megatron.errors import CheckpointError
-from megatron.finetuning.preferences import at_segments, run_documents
+from megatron.finetuning.preferences import run_documents, values_at_segments
 from megatron.models.adapters import without_adapters
 from megatron.optimizer.norms import is_counted_here, sum_over_model
 from megatron.parallel.collectives import all_reduce, broadcast
@@ -60,8 +60,8 @@ class ReferenceLogProbs(Extras):
         if not options.needs_reference or not members:
             return
         resumes = run.progress.iteration > 0
-        target = file_of(run.config, run.config.checkpoint.save)
-        source = file_of(run.config, run.config.checkpoint.load) if resumes else target
+        target = log_probs_path(run.config, run.config.checkpoint.save)
+        source = log_probs_path(run.config, run.config.checkpoint.load) if resumes else target
         data = data_digest(run.config, members)
         is_base = _is_base(run, source if resumes else None)
         weights = ""
@@ -70,41 +70,43 @@ class ReferenceLogProbs(Extras):
                 run, lambda name: not (is_base and is_adapter_parameter(name))
             )
             weights = str(checksum)
-        kept = _read_shared(run, source, data, weights, sum(member.pairs for member in members))
-        if kept is None and resumes and not is_base:
+        log_probs = _read_shared(
+            run, source, data, weights, sum(member.pairs for member in members)
+        )
+        if log_probs is None and resumes and not is_base:
             raise CheckpointError(
                 f"{_FLAG}: {source or 'no file'} does not contain the reference model's "
                 "log-probabilities for this data, and they cannot be computed from weights that "
                 "are already trained: give the run's data, and the file that it wrote with "
                 f"{_FLAG}; or start again from the reference model with --finetune"
             )
-        if kept is None:
+        if log_probs is None:
             if run.layout.world.rank == 0:
                 count = sum(member.packing.rows for member in members)
-                off = " with the adapters off" if is_base else ""
+                note = " with the adapters off" if is_base else ""
                 print_line(
-                    f"  computing the reference model's log-probabilities of {count} rows{off} ..."
+                    f"  computing the reference model's log-probabilities of {count} rows{note} ..."
                 )
             with without_adapters(run.parts if is_base else ()):
-                kept = np.concatenate([reference_of(run, member) for member in members])
+                log_probs = np.concatenate([compute_reference(run, member) for member in members])
             source = None
         if target not in (None, source) and run.layout.world.rank == 0:
             assert target is not None
             if source is None:
-                _write(target, kept, data, weights)
+                _write(target, log_probs, data, weights)
             else:  # the run continues in another folder
                 replace_file(target, source.read_bytes())
         start = 0
         for member in members:
-            member.reference = kept[start : start + member.pairs]
+            member.reference = log_probs[start : start + member.pairs]
             start += member.pairs
 
 
-def file_of(config: RunConfig, folder: str | None) -> Path | None:
+def log_probs_path(config: RunConfig, folder: str | None) -> Path | None:
     """Return the file of the log-probabilities next to the checkpoints in `folder`, if any."""
-    named = config.preferences.reference_log_probs
-    if named is not None:
-        return Path(named)
+    path = config.preferences.reference_log_probs
+    if path is not None:
+        return Path(path)
     return None if folder is None else Path(folder) / FILE_NAME
 
 
@@ -140,28 +142,28 @@ def _is_base(run: Run, source: Path | None) -> bool:
     base = str(weights_checksum(run, lambda name: not is_adapter_parameter(name)))
     is_base = torch.ones(1, dtype=torch.int64, device=run.device.torch_device)
     if run.layout.world.rank == 0 and source is not None and source.exists():
-        held = _load(source)
-        is_base.fill_(held is not None and held.weights == base)
+        stored = _load(source)
+        is_base.fill_(stored is not None and stored.weights == base)
     return bool(broadcast(is_base, run.layout.world).item())
 
 
 @torch.no_grad()
-def weights_checksum(run: Run, counts: Callable[[str], bool]) -> int:
+def weights_checksum(run: Run, includes: Callable[[str], bool]) -> int:
     """Return a checksum of the model's weights. Collective.
 
     It is a sum over the bits of all weights, so it does not depend on the layout.
 
     Args:
         run: The run.
-        counts: A function that returns whether the parameter with a given name is included.
+        includes: A function that returns whether the parameter with a given name is included.
     """
     shards = run.gradients.shares_weights
     total = torch.zeros(1, dtype=torch.int64, device=run.device.torch_device)
     for name, parameter in run.named_parameters():
-        if counts(name) and is_counted_here(parameter, run.layout, is_sharded=shards):
-            held = run.gradients.part(parameter) if shards else parameter
-            kind = {4: torch.int32, 2: torch.int16, 8: torch.int64}[held.element_size()]
-            total += held.detach().view(kind).sum(dtype=torch.int64)
+        if includes(name) and is_counted_here(parameter, run.layout, is_sharded=shards):
+            weight = run.gradients.part(parameter) if shards else parameter
+            kind = {4: torch.int32, 2: torch.int16, 8: torch.int64}[weight.element_size()]
+            total += weight.detach().view(kind).sum(dtype=torch.int64)
     return int(sum_over_model(total, run.layout, over_replicas=shards).item())
 
 
@@ -181,12 +183,12 @@ class _OnePass:
 
 
 @torch.no_grad()
-def reference_of(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
+def compute_reference(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
     """Return the log-probabilities of a dataset's answers under the run's current weights, [P, 2].
 
     The columns are those of the chosen and the rejected answers. Collective.
     """
-    found = np.zeros((dataset.pairs, 3))  # chosen, rejected, and how many times they were computed
+    sums = np.zeros((dataset.pairs, 3))  # chosen, rejected, and how many times they were computed
     contributes = run.layout.tensor.is_first and run.layout.context.is_first
 
     def forward(
@@ -201,11 +203,11 @@ def reference_of(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
         if isinstance(result, Tensor):
             return result
         if contributes:
-            places = np.concatenate([dataset.row(row) for row in batch["id"].tolist()])
-            first = at_segments(batch, PAIRS).nonzero().squeeze(1)
+            pair_indices = np.concatenate([dataset.row(row) for row in batch["id"].tolist()])
+            first = values_at_segments(batch, PAIRS).nonzero().squeeze(1)
             values = result.log_probs[torch.stack((first, first + 1), dim=1)].cpu().numpy()
-            found[places, :2] += values
-            found[places, 2] += 1
+            sums[pair_indices, :2] += values
+            sums[pair_indices, 2] += 1
         return {"loss": result.log_probs.sum().float()}
 
     for part in run.parts:
@@ -215,23 +217,23 @@ def reference_of(run: Run, dataset: PreferenceDataset) -> NDArray[np.float64]:
     for _ in range(len(rows) // run.batches.global_batch):
         count = run.batches.global_batch // run.batches.samples_per_pass
         Passes(run, batches, count, forward=DirectForward(forward)).forward()
-    total = torch.from_numpy(found).to(run.device.torch_device)
-    whole: NDArray[np.float64] = all_reduce(total, run.layout.world).cpu().numpy()
-    return whole[:, :2] / whole[:, 2:]
+    total = torch.from_numpy(sums).to(run.device.torch_device)
+    reduced: NDArray[np.float64] = all_reduce(total, run.layout.world).cpu().numpy()
+    return reduced[:, :2] / reduced[:, 2:]
 
 
 def _read_shared(
     run: Run, path: Path | None, data: str, weights: str, pairs: int
 ) -> NDArray[np.float64] | None:
     """Return the values that rank 0 reads from a file, or `None` if they do not match the run."""
-    kept = _read(path, data, weights, pairs) if run.layout.world.rank == 0 else None
+    log_probs = _read(path, data, weights, pairs) if run.layout.world.rank == 0 else None
     device = run.device.torch_device
-    is_kept = torch.tensor([kept is not None], dtype=torch.int64, device=device)
-    if not broadcast(is_kept, run.layout.world).item():
+    is_usable = torch.tensor([log_probs is not None], dtype=torch.int64, device=device)
+    if not broadcast(is_usable, run.layout.world).item():
         return None
     values = torch.zeros(pairs, 2, dtype=torch.float64, device=device)
-    if kept is not None:
-        values.copy_(torch.from_numpy(kept))
+    if log_probs is not None:
+        values.copy_(torch.from_numpy(log_probs))
     shared: NDArray[np.float64] = broadcast(values, run.layout.world).cpu().numpy()
     return shared
 
@@ -239,18 +241,18 @@ def _read_shared(
 def _read(path: Path | None, data: str, weights: str, pairs: int) -> NDArray[np.float64] | None:
     if path is None or not path.exists():
         return None
-    held = _load(path)
-    if held is None:
+    stored = _load(path)
+    if stored is None:
         print_line(f"WARNING: {path}: not a file of log-probabilities; it will be replaced")
         return None
-    fits = held.values.shape == (pairs, 2) and held.values.dtype == np.float64
-    if not fits or held.data != data or (weights and held.weights != weights):
+    fits = stored.values.shape == (pairs, 2) and stored.values.dtype == np.float64
+    if not fits or stored.data != data or (weights and stored.weights != weights):
         print_line(f"  {path} is for other data or weights; it will be replaced")
         return None
-    return held.values
+    return stored.values
 
 
-class _Held(NamedTuple):
+class _StoredLogProbs(NamedTuple):
     """The contents of a file: the log-probabilities, and the checksums of data and weights."""
 
     values: NDArray[np.float64]
@@ -258,11 +260,11 @@ class _Held(NamedTuple):
     weights: str
 
 
-def _load(path: Path) -> _Held | None:
+def _load(path: Path) -> _StoredLogProbs | None:
     """Return the contents of a file, or `None` if it is not a file of log-probabilities."""
     try:
-        with np.load(path, allow_pickle=False) as held:
-            return _Held(held["values"], str(held["data"]), str(held["weights"]))
+        with np.load(path, allow_pickle=False) as file:
+            return _StoredLogProbs(file["values"], str(file["data"]), str(file["weights"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 

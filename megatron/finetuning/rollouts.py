@@ -113,12 +113,12 @@ class Prompts:
 
     def record(self, i: int) -> Mapping[str, Any]:
         """Return the line with the prompt of sample i."""
-        epoch, place = divmod(i, len(self.records))
+        epoch, position = divmod(i, len(self.records))
         if epoch not in self._orders:
             self._orders.clear()
             random = np.random.RandomState([self.seed, epoch])
             self._orders[epoch] = random.permutation(len(self.records))
-        return self.records[int(self._orders[epoch][place])]
+        return self.records[int(self._orders[epoch][position])]
 
 
 def read_prompts(path: str) -> list[dict[str, Any]]:
@@ -198,8 +198,10 @@ class RolloutRecipe(ComparingRecipe):
         """Run one micro-batch through the model, and return its losses."""
         if self.reference is not None:
             with torch.no_grad():
-                known = token_log_probs(self.reference.parts[0], batch, tokenizer, layout)
-            batch = {**batch, REFERENCE_LOG_PROBS: known}
+                reference_log_probs = token_log_probs(
+                    self.reference.parts[0], batch, tokenizer, layout
+                )
+            batch = {**batch, REFERENCE_LOG_PROBS: reference_log_probs}
         return self.losses(token_log_probs(part, batch, tokenizer, layout), batch)
 
 
@@ -225,13 +227,13 @@ def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: 
     logits: Tensor = part(rows.tokens, rows.position_ids, None, documents)
     vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)
     assert part.output is not None, "a rule refuses pipelines"
-    found = log_probs_of(logits, rows.labels, vocabulary, part.output.form)
-    found = found.view_as(batch[TRAINED])
-    return torch.where(batch[TRAINED] > 0, found.double(), 0.0)
+    log_probs = label_log_probs(logits, rows.labels, vocabulary, part.output.cross_entropy)
+    log_probs = log_probs.view_as(batch[TRAINED])
+    return torch.where(batch[TRAINED] > 0, log_probs.double(), 0.0)
 
 
-def log_probs_of(
-    logits: Tensor, labels: Tensor, vocabulary: VocabularyPart, form: CrossEntropy
+def label_log_probs(
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyPart, cross_entropy: CrossEntropy
 ) -> Tensor:
     """Return log softmax(logits)[label] over the vocabulary without its padding, fp32 [b, s].
 
@@ -239,17 +241,17 @@ def log_probs_of(
         logits: This tensor rank's part of the logits, [b, s, v/t]. Their gradient overwrites them.
         labels: The labels, [b, s].
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
-        form: The implementation, a kernel or plain PyTorch.
+        cross_entropy: The implementation, a kernel or plain PyTorch.
     """
-    real, axis = vocabulary.real(logits.shape[-1]), vocabulary.axis
+    num_real, axis = vocabulary.real(logits.shape[-1]), vocabulary.axis
     if axis.size == 1:
-        logits = logits[..., :real]
-    elif real < logits.shape[-1]:
-        is_padding = torch.arange(logits.shape[-1], device=logits.device) >= real
+        logits = logits[..., :num_real]
+    elif num_real < logits.shape[-1]:
+        is_padding = torch.arange(logits.shape[-1], device=logits.device) >= num_real
         # Use a finite value, because a rank may hold nothing but padding, and inf - inf is nan.
         logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
     losses = vocabulary_cross_entropy(
-        logits.transpose(0, 1), labels.t(), axis, form=form, reuse_logits=True
+        logits.transpose(0, 1), labels.t(), axis, form=cross_entropy, reuse_logits=True
     )
     return -losses.t()
 
@@ -260,16 +262,16 @@ class Rollouts(Extras):
     Args:
         sampling: How answers are sampled. Temperature 1 without top-k or top-p samples from the
             distribution that is trained.
-        group: The number of answers to each prompt.
+        group_size: The number of answers to each prompt.
         updates: The number of updates that learn from answers generated with the same weights.
         at_once: The number of answers that a process generates concurrently (`AnswerGenerator`).
     """
 
     def __init__(
-        self, sampling: Sampling, *, group: int, updates: int = 1, at_once: int = 256
+        self, sampling: Sampling, *, group_size: int, updates: int = 1, at_once: int = 256
     ) -> None:
         """Store the settings."""
-        self._sampling, self._group, self._updates = sampling, group, updates
+        self._sampling, self._group_size, self._updates = sampling, group_size, updates
         self._at_once = at_once
 
     def judge(self, run: Run, groups: Sequence[Group]) -> list[list[Judged]]:
@@ -302,20 +304,20 @@ class Rollouts(Extras):
         """Yield this rank's micro-batches. Answers are generated when the first is needed."""
         prompts, axis = run.datasets[0], run.layout.data
         assert isinstance(prompts, Prompts), "a RolloutRecipe reads them"
-        place = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)
-        passes = iter(SingleSampler(*place, axis.rank, axis.size))
+        sampler_args = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)
+        passes = iter(SingleSampler(*sampler_args, axis.rank, axis.size))
         while True:
             # A resumed run continues to the point at which an uninterrupted run would generate new
             # answers.
             updates = self._updates - run.progress.iteration % self._updates
             count = run.batches.micro_batches_at(run.progress.consumed_samples)
-            mine = list(islice(passes, updates * count))
-            if not mine:
+            local_batches = list(islice(passes, updates * count))
+            if not local_batches:
                 raise DataError(
                     f"all {len(prompts)} samples of the run have been used: make the run longer"
                 )
-            numbers = [number for one in mine for number in one]
-            groups = self._answer(run, [(i, prompts.record(i)) for i in numbers])
+            indices = [index for batch in local_batches for index in batch]
+            groups = self._answer(run, [(i, prompts.record(i)) for i in indices])
             judged = self.judge(run, groups)
             for group, verdicts in zip(groups, judged, strict=True):
                 for text, verdict in zip(group.texts, verdicts, strict=True):
@@ -325,67 +327,74 @@ class Rollouts(Extras):
                             f"{group.record['prompt'][:60]!r} is {verdict.reward}: return a number"
                         )
             rows = {
-                i: row_of(run, i, group, verdicts)
-                for i, group, verdicts in zip(numbers, groups, judged, strict=True)
+                i: new_row(run, i, group, verdicts)
+                for i, group, verdicts in zip(indices, groups, judged, strict=True)
             }
-            for one in mine:
-                yield collate([rows[i] for i in one])
+            for batch in local_batches:
+                yield collate([rows[i] for i in batch])
 
     def _answer(self, run: Run, records: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Group]:
         """Return the answers to numbered prompts. Collective over a copy of the model."""
-        how, group, room = self._sampling, self._group, run.config.data.seq_length
+        sampling, group_size, row_length = (
+            self._sampling,
+            self._group_size,
+            run.config.data.seq_length,
+        )
         requests = []
-        for number, record in records:
+        for index, record in records:
             prompt = self._generator.encode(record["prompt"])
-            needed = group * (len(prompt) + how.max_new_tokens)
-            if needed > room:
+            needed = group_size * (len(prompt) + sampling.max_new_tokens)
+            if needed > row_length:
                 raise DataError(
                     f"the prompt {record['prompt'][:60]!r} has {len(prompt)} tokens: with "
-                    f"{group} answers of up to {how.max_new_tokens} it needs a row of {needed}, "
-                    f"and --seq-length is {room}: raise it, or generate fewer or shorter answers"
+                    f"{group_size} answers of up to {sampling.max_new_tokens} it needs a row of "
+                    f"{needed}, and --seq-length is {row_length}: raise it, or generate fewer or "
+                    "shorter answers"
                 )
-            requests += [(f"{number}/{i}", prompt, how) for i in range(group)]
+            requests += [(f"{index}/{i}", prompt, sampling) for i in range(group_size)]
         answers = self._generator.answer(requests)
         groups = []
-        for at, (_, record) in enumerate(records):
-            found = answers[at * group : (at + 1) * group]
-            for one in found:
-                if one.problem:
-                    raise DataError(f"the prompt {record['prompt'][:60]!r}: {one.problem}")
+        for position, (_, record) in enumerate(records):
+            group_answers = answers[position * group_size : (position + 1) * group_size]
+            for answer in group_answers:
+                if answer.problem:
+                    raise DataError(f"the prompt {record['prompt'][:60]!r}: {answer.problem}")
             texts = [
-                run.tokenizer.detokenize([t for t in one.tokens if t not in how.stop_tokens])
-                for one in found
+                run.tokenizer.detokenize(
+                    [t for t in answer.tokens if t not in sampling.stop_tokens]
+                )
+                for answer in group_answers
             ]
-            groups.append(Group(record, requests[at * group][1], found, texts))
+            groups.append(Group(record, requests[position * group_size][1], group_answers, texts))
         return groups
 
 
-def row_of(run: Run, number: int, group: Group, verdicts: Sequence[Judged]) -> Sample:
+def new_row(run: Run, index: int, group: Group, verdicts: Sequence[Judged]) -> Sample:
     """Return a row with all answers to a prompt, each preceded by a copy of it.
 
     Args:
         run: The run.
-        number: The index of the sample.
+        index: The index of the sample.
         group: The prompt and its answers, which fit in a row.
         verdicts: The values that the loss needs for each answer.
     """
     length = run.config.data.seq_length
     text = np.full(length + 1, padding_token(run.tokenizer), np.int64)
     trained = np.zeros(length, np.int64)
-    old, advantages, weights, rewards = (np.zeros(length) for _ in range(4))
+    old_log_probs, advantages, weights, rewards = (np.zeros(length) for _ in range(4))
     ends, end = [], 0
     for answer, verdict in zip(group.answers, verdicts, strict=True):
-        start, at = end, end + len(group.prompt)
-        end = at + len(answer.tokens)
+        start, answer_start = end, end + len(group.prompt)
+        end = answer_start + len(answer.tokens)
         text[start:end] = [*group.prompt, *answer.tokens]
         ends.append(end)
-        predicts = slice(at - 1, end - 1)  # labels are one token ahead
+        predicts = slice(answer_start - 1, end - 1)  # labels are one token ahead
         trained[predicts] = 1
-        old[predicts] = answer.log_probs
+        old_log_probs[predicts] = answer.log_probs
         advantages[predicts], weights[predicts] = verdict.advantage, verdict.weight
         rewards[start] = verdict.reward / len(verdicts)
     if end < length:
         ends.append(length)
-    parts: dict[str, Any] = {OLD_LOG_PROBS: old, ADVANTAGES: advantages, WEIGHTS: weights}
+    parts: dict[str, Any] = {OLD_LOG_PROBS: old_log_probs, ADVANTAGES: advantages, WEIGHTS: weights}
     parts |= {TRAINED: trained, REWARDS: rewards, SEGMENT_ENDS: np.array(ends)}
-    return {"text": text, **parts, "id": number}
+    return {"text": text, **parts, "id": index}

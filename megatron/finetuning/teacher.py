@@ -61,7 +61,7 @@ from megatron.training.passes import message_shape
 from megatron.training.recipe import Batch
 from megatron.training.run import Progress
 
-_SAY_EVERY = 60.0  # seconds between lines about the progress of writing
+_REPORT_SECONDS = 60.0  # seconds between lines about the progress of writing
 
 
 def open_teacher(
@@ -131,9 +131,9 @@ def load_teacher(
     """
     reader, saved = open_teacher(folder, config, flag=flag, layout=layout)
     _check_tokenizer(reader, saved.tokenizer, tokenizer, f"{flag} {folder}")
-    ours, parallel = config.model, replace(config.parallel, zero_stage=0)
+    student, parallel = config.model, replace(config.parallel, zero_stage=0)
     if layout.pipeline.size > 1:
-        parts = len(plan_model(ours, parallel))
+        parts = len(plan_model(student, parallel))
         layers, stages = saved.model.num_layers, layout.pipeline.size
         parallel = with_layout(parallel, layout_of(even_parts(layers, parts)))
         if not possible_plan(saved.model, parallel):
@@ -142,12 +142,12 @@ def load_teacher(
                 f"--pipeline-model-parallel-size {stages} empty: use fewer stages, or a teacher "
                 "with more layers"
             )
-    theirs = replace(
+    teacher_config = replace(
         config,
         model=replace(
             saved.model,
-            use_flash_attn=ours.use_flash_attn,
-            masked_softmax_fusion=ours.masked_softmax_fusion,
+            use_flash_attn=student.use_flash_attn,
+            masked_softmax_fusion=student.masked_softmax_fusion,
             attention_dropout=0.0,
             hidden_dropout=0.0,
         ),
@@ -158,33 +158,37 @@ def load_teacher(
     # Recorded passes (CUDA graphs) include the teacher's passes.
     shapes = (rules_parallel.layout, rules_parallel.tensor_parallel, rules_model.positions)
     rules = (*shapes, rules_parallel.graphs)
-    problems = find_problems(theirs, layout.world.size, rules=rules)
+    problems = find_problems(teacher_config, layout.world.size, rules=rules)
     if problems:
         remedy = "change the layout or length of this run, or use another teacher"
-        found = (line.rpartition(": ")[0] for line in problems)  # without the student's remedy
+        reasons = (line.rpartition(": ")[0] for line in problems)  # without the student's remedy
         raise ConfigError(
             [
-                f"{flag} {folder}: the teacher does not fit this run: {one}: {remedy}"
-                for one in found
+                f"{flag} {folder}: the teacher does not fit this run: {reason}: {remedy}"
+                for reason in reasons
             ]
         )
     rows = padded_vocab_size(
-        tokenizer.vocab_size, ours.make_vocab_size_divisible_by, layout.tensor.size
+        tokenizer.vocab_size, student.make_vocab_size_divisible_by, layout.tensor.size
     )
     padded = PaddedReader(reader, rows=rows, entries=tokenizer.vocab_size)
-    context, pipeline = run_context(theirs, layout, device), layout.pipeline
-    held = parts_of_stage(plan_model(theirs.model, parallel), pipeline.rank, pipeline.size)
-    models = [build_model(GPTModel, theirs, context, rows, part) for part in held]
-    whole = ("model.",) if pipeline.size == 1 else ()
-    restore(padded, model_state(models), prefixes=whole, cast=True)
-    kind = str(config.precision.weight_dtype).removeprefix("torch.")
-    size = f"{saved.model.num_layers} layers, hidden size {saved.model.hidden_size}, {kind}"
+    context, pipeline = run_context(teacher_config, layout, device), layout.pipeline
+    local_parts = parts_of_stage(
+        plan_model(teacher_config.model, parallel), pipeline.rank, pipeline.size
+    )
+    models = [build_model(GPTModel, teacher_config, context, rows, part) for part in local_parts]
+    required = ("model.",) if pipeline.size == 1 else ()
+    restore(padded, model_state(models), prefixes=required, cast=True)
+    dtype = str(config.precision.weight_dtype).removeprefix("torch.")
+    size = f"{saved.model.num_layers} layers, hidden size {saved.model.hidden_size}, {dtype}"
     for model in models:
         model.requires_grad_(False).eval()
     return GPTTeacher(models, f"{folder}, iteration {reader.iteration}", size)
 
 
-def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, shown: str) -> None:
+def _check_tokenizer(
+    reader: Reader, config: TokenizerConfig, tokenizer: Tokenizer, prefix: str
+) -> None:
     """Refuse a teacher with a different tokenizer.
 
     Checkpoints that this package wrote have a fingerprint. For other checkpoints, the vocabulary
@@ -199,15 +203,18 @@ def _check_tokenizer(reader: Reader, theirs: TokenizerConfig, ours: Tokenizer, s
     )
     fingerprint = reader.meta.get("tokenizer")
     if fingerprint is not None:
-        if fingerprint != ours.fingerprint():
+        if fingerprint != tokenizer.fingerprint():
             raise CheckpointError(
-                f"{shown}: the teacher has a different tokenizer (fingerprint {fingerprint}, here "
-                f"{ours.fingerprint()}): {remedy}"
+                f"{prefix}: the teacher has a different tokenizer (fingerprint {fingerprint}, here "
+                f"{tokenizer.fingerprint()}): {remedy}"
             )
-    elif theirs.tokenizer_type is not None:
-        other = build_tokenizer(theirs)
-        if other.fingerprint() != ours.fingerprint() and other.vocab != ours.vocab:
-            raise CheckpointError(f"{shown}: the teacher has a different tokenizer: {remedy}")
+    elif config.tokenizer_type is not None:
+        teacher_tokenizer = build_tokenizer(config)
+        if (
+            teacher_tokenizer.fingerprint() != tokenizer.fingerprint()
+            and teacher_tokenizer.vocab != tokenizer.vocab
+        ):
+            raise CheckpointError(f"{prefix}: the teacher has a different tokenizer: {remedy}")
 
 
 def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layout: Layout) -> None:
@@ -227,12 +234,12 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
         StorageError: A file cannot be written.
         CheckpointError: There is no such teacher.
     """
-    asked = config.distillation
-    assert asked.logits_save_dir is not None
-    folder = Path(asked.logits_save_dir)
+    options = config.distillation
+    assert options.logits_save_dir is not None
+    folder = Path(options.logits_save_dir)
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
-    source, flag = asked.teacher_load, "--teacher-load"
+    source, flag = options.teacher_load, "--teacher-load"
     if source is None:
         source, flag = config.checkpoint.load, "--load"
     assert source is not None, "a rule asks for it"
@@ -276,7 +283,7 @@ class _Writer(NamedTuple):
     layout: Layout
     channel: PipelineChannel | None
 
-    def top_of(
+    def top_tokens(
         self, batches: Iterator[Batch], sizes: Sequence[int], device: torch.device
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
         """Return the top k tokens of each sample of a file, on the CPU, and each sample's digest.
@@ -294,18 +301,18 @@ class _Writer(NamedTuple):
         schedule = forward_only(make_schedule(kind, stages, len(parts), len(sizes)))
         tops: list[dict[str, Tensor]] = []
         digests: list[int] = []
-        read: list[Batch] = []
+        read_batches: list[Batch] = []
 
         def step(part: GPTModel, micro_batch: int, hidden: Tensor | None) -> Tensor:
-            if micro_batch == len(read):
-                read.append(next(batches))
-            batch = {name: x.to(device) for name, x in read[micro_batch].items()}
+            if micro_batch == len(read_batches):
+                read_batches.append(next(batches))
+            batch = {name: x.to(device) for name, x in read_batches[micro_batch].items()}
             inputs = self.recipe.inputs(batch, self.config, self.tokenizer, layout)
             result = self.teacher.run(part, inputs, hidden)
             if part.part.head:
-                texts = read[micro_batch]["text"]
+                texts = read_batches[micro_batch]["text"]
                 digests.extend(digest_of_tokens({"text": row.numpy()}) for row in texts)
-                tops.extend(self._top(result))
+                tops.extend(self._batch_top_tokens(result))
             return result
 
         def shape(micro_batch: int) -> tuple[int, int, int]:
@@ -319,23 +326,23 @@ class _Writer(NamedTuple):
         )
         return tops, digests
 
-    def _top(self, logits: Tensor) -> list[dict[str, Tensor]]:
+    def _batch_top_tokens(self, logits: Tensor) -> list[dict[str, Tensor]]:
         """Return the most likely tokens of each sample, given a batch of logits [b, s, v/t]."""
-        asked = self.config.distillation
-        assert asked.logits_save_top_k is not None
+        options = self.config.distillation
+        assert options.logits_save_top_k is not None
         top = top_log_probs(
             logits.flatten(0, 1),
             VocabularyPart(self.layout.tensor, self.tokenizer.vocab_size),
-            k=asked.logits_save_top_k,
-            p=asked.logits_save_top_p,
-            min_k=asked.logits_save_top_p_min_k,
-            temperature=asked.kd_temperature,
+            k=options.logits_save_top_k,
+            p=options.logits_save_top_p,
+            min_k=options.logits_save_top_p_min_k,
+            temperature=options.kd_temperature,
         )
         context = self.layout.context
         parts = (all_gather(part.unflatten(0, logits.shape[:2]), context) for part in top)
-        whole = [join_sequence(part.chunk(context.size), dim=1).cpu() for part in parts]
+        full = [join_sequence(part.chunk(context.size), dim=1).cpu() for part in parts]
         names = (TOP_IDS, TOP_VALUES, TOP_REST)
-        return [dict(zip(names, one, strict=True)) for one in zip(*whole, strict=True)]
+        return [dict(zip(names, tensors, strict=True)) for tensors in zip(*full, strict=True)]
 
 
 def _write_missing(
@@ -345,15 +352,23 @@ def _write_missing(
     layout, config = writer.layout, writer.config
     device = next(writer.teacher.parts[0].parameters())
     files = header.files()
-    here = {samples.start for samples in missing_files(folder, header)}
+    missing_starts = {samples.start for samples in missing_files(folder, header)}
     # All processes use rank 0's list of missing files, because processes that share a model must
     # work on the same files.
-    is_missing = torch.tensor([samples.start in here for samples in files], device=device.device)
+    is_missing = torch.tensor(
+        [samples.start in missing_starts for samples in files], device=device.device
+    )
     broadcast(is_missing, layout.world)
-    missing = [one for one, lacks in zip(files, is_missing.tolist(), strict=True) if lacks]
-    mine = missing[layout.data.rank :: layout.data.size]
-    each = config.training.micro_batch_size
-    micro_batches = [list(one[i : i + each]) for one in mine for i in range(0, len(one), each)]
+    missing = [
+        file for file, lacks_file in zip(files, is_missing.tolist(), strict=True) if lacks_file
+    ]
+    local_files = missing[layout.data.rank :: layout.data.size]
+    micro_batch = config.training.micro_batch_size
+    micro_batches = [
+        list(file[i : i + micro_batch])
+        for file in local_files
+        for i in range(0, len(file), micro_batch)
+    ]
     batches = build_loader(
         dataset,
         micro_batches,
@@ -361,12 +376,12 @@ def _write_missing(
         seed=config.training.seed,
         pin_memory=device.is_cuda,
     )
-    said = time.monotonic()
-    for number, samples in enumerate(mine):
-        sizes = [min(each, len(samples) - i) for i in range(0, len(samples), each)]
-        tops, digests = writer.top_of(batches, sizes, device.device)
+    last_report = time.monotonic()
+    for index, samples in enumerate(local_files):
+        sizes = [min(micro_batch, len(samples) - i) for i in range(0, len(samples), micro_batch)]
+        tops, digests = writer.top_tokens(batches, sizes, device.device)
         if tops and layout.tensor.is_first and layout.context.is_first:
             write_file(header.path(folder, samples.start), header, tops, digests)
-        if layout.world.rank == 0 and time.monotonic() - said > _SAY_EVERY:
-            said = time.monotonic()
-            print_line(f"  {number + 1} of this process's {len(mine)} files are written")
+        if layout.world.rank == 0 and time.monotonic() - last_report > _REPORT_SECONDS:
+            last_report = time.monotonic()
+            print_line(f"  {index + 1} of this process's {len(local_files)} files are written")

@@ -27,7 +27,7 @@ from megatron.finetuning.rollouts import (
     WEIGHTS,
     Group,
     Judged,
-    row_of,
+    new_row,
 )
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
@@ -283,7 +283,7 @@ def test_a_row_holds_each_answer_after_a_copy_of_its_prompt(tmp_path: Path) -> N
     run = _build(Layout.single(), tmp_path, ["--seq-length", "64"])
     answers = [GeneratedAnswer([7, 11], [-0.5, -0.25]), GeneratedAnswer([8], [-1.0])]
     group = Group({}, (1, 2, 3), answers, ["7", "8"])
-    row = row_of(run, 5, group, [Judged(1.0, 2.0, 0.25), Judged(0.0, -2.0, 0.5)])
+    row = new_row(run, 5, group, [Judged(1.0, 2.0, 0.25), Judged(0.0, -2.0, 0.5)])
     assert row["text"][:10].tolist() == [1, 2, 3, 7, 11, 1, 2, 3, 8, 11]  # then padding
     assert row[SEGMENT_ENDS].tolist() == [5, 9, 64]
     assert row[TRAINED][:9].tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 0]

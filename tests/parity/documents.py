@@ -66,7 +66,7 @@ class OneByOne(GPTRecipe):
         sums = torch.stack(losses).sum(0)
         if not depths:
             return {"lm loss": sums / counted[0]}
-        inputs = GPTInputs(one, None, counted[0], counted_ahead=tuple(counted[1:]))
+        inputs = GPTInputs(one, None, counted[0], num_labels_ahead=tuple(counted[1:]))
         return losses_ahead(sums, inputs, config, layout)
 
 
