@@ -164,7 +164,7 @@ class ConversationEncoder:
         named = {text for name, text in self.special if name in template}
         for token in sorted(named | {text for text in added if text in template}):
             try:
-                is_known = len(self.tokenizer.tokenize_spelled(token)) == 1
+                is_known = len(self.tokenizer.tokenize_with_special(token)) == 1
             except DataError:  # e.g. NullTokenizer, used for records without messages
                 continue
             if not is_known:
@@ -182,7 +182,7 @@ class ConversationEncoder:
     def fingerprint(self) -> str:
         """Return a string that identifies everything that determines examples, except the files."""
         options = self.options._replace(tokenizer=TokenizerConfig(), special=None)
-        tokenizer = (self.tokenizer.fingerprint(), self.tokenizer.spelling)
+        tokenizer = (self.tokenizer.fingerprint(), self.tokenizer.special_spacing)
         settings = (_VERSION, tuple(options)[1:], self.special, *tokenizer)
         return repr(settings)
 
@@ -279,7 +279,7 @@ class ConversationEncoder:
                 tokens, trained = encode(self.tokenizer, text, spans)
             else:
                 ((start, _),) = spans
-                tokenize = self.tokenizer.tokenize_spelled
+                tokenize = self.tokenizer.tokenize_with_special
                 tokens, trained = _completion_mask(tokenize(text[:start]), tokenize(text))
         if self.options.train_on_inputs:
             trained = np.ones(len(tokens), np.bool_)

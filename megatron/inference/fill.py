@@ -59,7 +59,7 @@ class Filler:
                 window.
         """
         model, tokenizer = self.model, self.tokenizer
-        first, *following = [tokenizer.tokenize_spelled(part) for part in text.split(MARK)]
+        first, *following = [tokenizer.tokenize_with_special(part) for part in text.split(MARK)]
         if not following:
             raise UserError(
                 f"--text {text!r} has nothing to fill in: write {MARK} in place of words"

@@ -298,7 +298,7 @@ class SampleInbox:
             RequestError: The prompt has no tokens, or leaves no room for an answer.
         """
         eod = self.tokenizer.eod
-        tokens = (eod,) if prompt is None else tuple(self.tokenizer.tokenize_open(prompt))
+        tokens = (eod,) if prompt is None else tuple(self.tokenizer.tokenize_unterminated(prompt))
         longest = min(self.limits.max_length, self.limits.cache_tokens)
         room = longest - len(tokens)
         if room < 1:

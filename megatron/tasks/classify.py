@@ -236,10 +236,10 @@ class TextSamples:
         self, first: str, second: str | None, limit: int | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         tokenizer = self._tokenizer
-        ids = [tokenizer.cls, *tokenizer.tokenize_spelled(first)[:limit], tokenizer.sep]
+        ids = [tokenizer.cls, *tokenizer.tokenize_with_special(first)[:limit], tokenizer.sep]
         types = [0] * len(ids)
         if second is not None:
-            second_ids = [*tokenizer.tokenize_spelled(second), tokenizer.sep]
+            second_ids = [*tokenizer.tokenize_with_special(second), tokenizer.sep]
             ids, types = ids + second_ids, types + [1] * len(second_ids)
         if len(ids) > self._length:
             ids, types = [*ids[: self._length - 1], tokenizer.sep], types[: self._length]

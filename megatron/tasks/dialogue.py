@@ -201,7 +201,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, output: SampleFil
     remaining = prompts[JsonExchange(layout.world).gather(output.done if output else 0)[0] :]
     requests = [
         GenerationRequest(
-            loaded.tokenizer.tokenize_open(text), task_options.out_seq_length, until=("\n",)
+            loaded.tokenizer.tokenize_unterminated(text), task_options.out_seq_length, until=("\n",)
         )
         for text in remaining
     ]

@@ -25,7 +25,7 @@ class HarnessModel(TemplateLM):
         self._workers = workers
         self._window = loaded.config.data.seq_length
         # Some tokenizers begin every text with a special token.
-        self._start = self._tokenizer.tokenize_open("")
+        self._start = self._tokenizer.tokenize_unterminated("")
 
     @property
     def eot_token_id(self) -> int:
@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Return a text's ids, without the start token if `add_special_tokens` is False."""
-        ids = self._tokenizer.tokenize_open(string)
+        ids = self._tokenizer.tokenize_unterminated(string)
         return ids[len(self._start) :] if add_special_tokens is False else ids
 
     def _loglikelihood_tokens(

@@ -63,7 +63,7 @@ def prepare_wikitext(
     path = paths[0]
     raw = read_text(path, "--valid-data")
     name = detokenizer_for(path, options.detokenizer)
-    tokens = np.array(tokenizer.tokenize_open(DETOKENIZERS[name](raw)))
+    tokens = np.array(tokenizer.tokenize_unterminated(DETOKENIZERS[name](raw)))
     words = count_words(raw)
     if len(tokens) < 2:
         raise DataError(f"--valid-data {path}: this file has no text to predict: give another file")
@@ -112,10 +112,10 @@ def prepare_perplexity(
     samples: list[Sample] = []
     documents = tokens = words = size = 0
     detokenize = DETOKENIZERS[detokenizer_for(paths[0], options.detokenizer)]
-    prefix_ids = tokenizer.tokenize_open("")
+    prefix_ids = tokenizer.tokenize_unterminated("")
     start = prefix_ids[-1:] or [tokenizer.eod]
     for text in read_documents(paths):
-        ids = tokenizer.tokenize_open(detokenize(text))[len(prefix_ids) :]
+        ids = tokenizer.tokenize_unterminated(detokenize(text))[len(prefix_ids) :]
         documents, tokens = documents + 1, tokens + len(ids)
         words, size = words + len(text.split()), size + len(text.encode())
         document = np.array([*start, *ids])
@@ -148,7 +148,7 @@ def prepare_lambada(
     detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0
     for i, text in enumerate(map(detokenize, read_documents(paths))):
-        tokens = tokenizer.tokenize_open(text)
+        tokens = tokenizer.tokenize_unterminated(text)
         context, target = tokens[:-1], tokens[-1:]
         if options.strict_lambada:
             word = text.rsplit(maxsplit=1)[-1] if text.split() else ""
@@ -206,8 +206,8 @@ def encode_pair(
 
     With some tokenizers, a continuation that is encoded alone would begin with a start token.
     """
-    context_ids = tokenizer.tokenize_open(context)
-    ids = tokenizer.tokenize_open(context + continuation)
+    context_ids = tokenizer.tokenize_unterminated(context)
+    ids = tokenizer.tokenize_unterminated(context + continuation)
     if ids[: len(context_ids)] != context_ids:
         # A token across the boundary belongs to the continuation.
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(context_ids, ids, strict=False))

@@ -140,9 +140,9 @@ def pad_texts(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int)
 def ids_of_passage(title: str, text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of `title [SEP] text`."""
     return [
-        *tokenizer.tokenize_spelled(title),
+        *tokenizer.tokenize_with_special(title),
         tokenizer.sep,
-        *tokenizer.tokenize_spelled(text),
+        *tokenizer.tokenize_with_special(text),
     ]
 
 

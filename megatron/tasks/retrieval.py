@@ -334,7 +334,7 @@ def _query_vectors(
         loaded.vectors(
             loaded.model.queries,
             [
-                loaded.tokenizer.tokenize_spelled(question.text)
+                loaded.tokenizer.tokenize_with_special(question.text)
                 for question in questions[start : start + size]
             ],
         )

@@ -183,7 +183,7 @@ class TextRows:
 
     def question(self, text: str) -> list[int]:
         """Return the tokens of a question."""
-        return self._tokenizer.tokenize_spelled(text)
+        return self._tokenizer.tokenize_with_special(text)
 
     def passage(self, title_and_text: tuple[str, str]) -> list[int]:
         """Return the tokens of a passage, given as title and text."""

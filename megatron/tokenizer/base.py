@@ -43,8 +43,8 @@ class Tokenizer(ABC):
         text_vocab_size: The number of entries in the tokenizer's files, without appended ones.
         appended_ids: The ids that `tokenize` appends to every text, such as `</s>`.
         additional_special_tokens_ids: The ids of T5's sentinels, whether appended or not.
-        spelling: A description of any setting that changes the ids of `tokenize_spelled` but is
-            not covered by `fingerprint`.
+        special_spacing: A description of any setting that changes the ids of
+            `tokenize_with_special` but is not covered by `fingerprint`.
         has_t5_sentinels: Whether the sentinels belong to T5's own vocabulary, as opposed to being
             appended by Megatron. If so, the other special tokens are also used as in T5: the
             decoder begins with padding, and both texts end with `eos`.
@@ -57,11 +57,11 @@ class Tokenizer(ABC):
         mask: The id that replaces a masked token.
     """
 
-    _where_named = ""  # added to error messages: another place where a special token can be named
+    _special_token_hint = ""  # added to error messages: where else a special token can be named
     _vocab: Mapping[str, int]
     appended_ids: tuple[int, ...] = ()
     has_t5_sentinels = False
-    spelling = ""
+    special_spacing = ""
     eod, bos, eos = _SpecialId(), _SpecialId(), _SpecialId()
     cls, sep, pad, mask = _SpecialId(), _SpecialId(), _SpecialId(), _SpecialId()
 
@@ -98,12 +98,12 @@ class Tokenizer(ABC):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
 
-    def tokenize_open(self, text: str) -> list[int]:
+    def tokenize_unterminated(self, text: str) -> list[int]:
         """Return the ids of a text that will be continued or scored, without `appended_ids`."""
         ids = self.tokenize(text)
         return ids[: len(ids) - len(self.appended_ids)]
 
-    def tokenize_spelled(self, text: str) -> list[int]:
+    def tokenize_with_special(self, text: str) -> list[int]:
         """Return the ids of a text whose special tokens are already written out; none are added."""
         return self.tokenize(text)
 
@@ -118,7 +118,7 @@ class Tokenizer(ABC):
         return self.tokenize_batch(texts)
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_spelled`, and the range of characters that each covers.
+        """Return the ids from `tokenize_with_special`, and the characters that each covers.
 
         Returns:
             The ids, and the start and end (exclusive) of each in characters, `[tokens, 2]`.
@@ -171,7 +171,7 @@ class Tokenizer(ABC):
             raise ConfigError(
                 f"--tokenizer-type {self.kind} has no {name} token (it has: {known}); choose a "
                 "tokenizer with one, for example BertWordPieceLowerCase for cls, sep, pad, mask"
-                f"{self._where_named}"
+                f"{self._special_token_hint}"
             )
         return self._special_ids[name]
 
@@ -189,26 +189,26 @@ class ByteTokenizer(Tokenizer):
         """The special tokens, as written in a text, and their ids."""
 
     @cached_property
-    def _spelling(self) -> re.Pattern[str]:
+    def _special_pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.special_texts, key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
-    def tokenize_spelled(self, text: str) -> list[int]:
+    def tokenize_with_special(self, text: str) -> list[int]:
         """Return the ids of a text in which special tokens are spelled out."""
         ids: list[int] = []
         # With one group, split() returns text and special tokens alternately.
-        for number, part in enumerate(self._spelling.split(text)):
-            ids += [self.special_texts[part]] if number % 2 else self.tokenize(part)
+        for index, part in enumerate(self._special_pattern.split(text)):
+            ids += [self.special_texts[part]] if index % 2 else self.tokenize(part)
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_spelled`, and the range of characters that each covers."""
+        """Return the ids from `tokenize_with_special`, and the characters that each covers."""
         import numpy as np
 
-        ids = self.tokenize_spelled(text)
+        ids = self.tokenize_with_special(text)
         lengths = np.array([len(self.bytes_of(index)) for index in ids], np.int64)
         ends = np.cumsum(lengths)
         data = np.frombuffer(text.encode(), np.uint8)
         # The number of characters that begin before each byte (10xxxxxx continues a character).
-        begun = np.concatenate([[0], np.cumsum(data & 0xC0 != 0x80)])
-        return ids, np.stack([begun[ends - lengths + 1] - 1, begun[ends]], 1)
+        characters_begun = np.concatenate([[0], np.cumsum(data & 0xC0 != 0x80)])
+        return ids, np.stack([characters_begun[ends - lengths + 1] - 1, characters_begun[ends]], 1)

@@ -14,7 +14,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import digest
 
-_MOST_RANKS = 64  # largest tensor-parallel size considered for the padding of a vocabulary
+_MAX_TENSOR_PARALLEL = 64  # largest tensor-parallel size considered for the padding of a vocabulary
 # The module and class of each tokenizer type. A module is imported only when its type is built, so
 # that no type loads the libraries of the others.
 _CLASSES = {
@@ -50,13 +50,13 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     kind = config.tokenizer_type
     if kind is None or kind not in TOKENIZER_NEEDS:
         raise ConfigError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_NEEDS)}")
-    misfits = list(tokenizer_problems(config))
-    if misfits:
-        raise ConfigError(misfits)
+    problems = list(tokenizer_problems(config))
+    if problems:
+        raise ConfigError(problems)
     module, name = _CLASSES[kind]
-    found = importlib.import_module(f"megatron.tokenizer.{module}")
-    tokenizer: Tokenizer = getattr(found, name)(config)
-    tokenizer.tokenize_open("0")  # some libraries report a damaged file only on first use
+    imported = importlib.import_module(f"megatron.tokenizer.{module}")
+    tokenizer: Tokenizer = getattr(imported, name)(config)
+    tokenizer.tokenize_unterminated("0")  # some libraries report a damaged file only on first use
     return tokenizer
 
 
@@ -95,7 +95,7 @@ def vocabulary_multiple(rows: int) -> int:
     Args:
         rows: Number of rows in the word embedding.
     """
-    return rows if rows % _MOST_RANKS == 0 else 1
+    return rows if rows % _MAX_TENSOR_PARALLEL == 0 else 1
 
 
 class NullTokenizer(Tokenizer):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MAX_TEMPLATE = 1 << 20  # bytes
 _MAX_TEXT = 1 << 26  # characters of a rendered text, or of a string that a template repeats
 _MAX_BITS = 1 << 12  # bits of a product of integers
-_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 Span = tuple[int, int]  # start and end (exclusive), in characters
@@ -126,8 +126,8 @@ class ChatTemplate:
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
 
-        def strftime_now(form: str) -> str:
-            return (date or datetime.now()).strftime(form)
+        def strftime_now(format_string: str) -> str:
+            return (date or datetime.now()).strftime(format_string)
 
         environment = _Sandbox(
             trim_blocks=True,
@@ -270,17 +270,17 @@ def trained_text(
         text = template.render(messages, inputs, add_generation_prompt=False)
         start = template.render(messages[: chat.prompt], inputs)
         if not text.startswith(start):
-            raise _misfit("the prompt", text, start)
+            raise _mismatch("the prompt", text, start)
         return text, [(len(start), len(text))]
-    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    chosen = [
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    selected = [
         turn
         for turn in range(len(turns))
         if turn not in chat.untrained and not (last_only and turn + 1 < len(turns))
     ]
     text, marks = template.render_marked(messages, inputs)
     if template.has_marks:
-        if len(chosen) == len(turns):
+        if len(selected) == len(turns):
             return text, marks
         if len(marks) != len(turns):
             raise DataError(
@@ -288,17 +288,17 @@ def trained_text(
                 f"assistant has {len(turns)} turns, so individual turns cannot be selected: mark "
                 "each turn once"
             )
-        return text, [marks[turn] for turn in chosen]
-    return text, [_added_text(template, chat, turns[turn], text) for turn in chosen]
+        return text, [marks[turn] for turn in selected]
+    return text, [_added_text(template, chat, turns[turn], text) for turn in selected]
 
 
-def _added_text(template: ChatTemplate, chat: Chat, at: int, text: str) -> Span:
+def _added_text(template: ChatTemplate, chat: Chat, index: int, text: str) -> Span:
     """Return the span that a turn of the assistant adds to the text of the messages before it.
 
     Args:
         template: The template.
         chat: The conversation.
-        at: The number of the turn's message.
+        index: The number of the turn's message.
         text: The text of the whole conversation.
 
     Raises:
@@ -306,31 +306,31 @@ def _added_text(template: ChatTemplate, chat: Chat, at: int, text: str) -> Span:
             messages follow.
     """
     messages, inputs = chat.messages, chat.inputs
-    start = template.render(messages[:at], inputs)
+    start = template.render(messages[:index], inputs)
     if not text.startswith(start):
-        raise _misfit(f"the messages before message {at + 1}", text, start)
-    if at + 1 == len(messages):
+        raise _mismatch(f"the messages before message {index + 1}", text, start)
+    if index + 1 == len(messages):
         return len(start), len(text)
-    through = template.render(messages[: at + 1], inputs, add_generation_prompt=False)
-    if text.startswith(through) and through.startswith(start):
-        return len(start), len(through)
+    text_through = template.render(messages[: index + 1], inputs, add_generation_prompt=False)
+    if text.startswith(text_through) and text_through.startswith(start):
+        return len(start), len(text_through)
     # Some templates drop the reasoning before an answer once another message follows.
-    answer = str(messages[at].get("content", "")).strip()
-    added = through[through.rfind(answer) :] if answer else through
+    answer = str(messages[index].get("content", "")).strip()
+    added = text_through[text_through.rfind(answer) :] if answer else text_through
     after = text[len(start) :].lstrip()
     if not after.startswith(added):
-        raise _misfit(f"message {at + 1}", text, through)
+        raise _mismatch(f"message {index + 1}", text, text_through)
     return len(start), len(text) - len(after) + len(added)
 
 
-def _misfit(what: str, text: str, start: str) -> DataError:
+def _mismatch(part: str, text: str, start: str) -> DataError:
     """Return the error for a text that does not begin with the text of its first messages."""
-    at = len(commonprefix([text, start]))
+    index = len(commonprefix([text, start]))
     return DataError(
-        f"the chat template writes {what} differently when more messages follow "
-        f"({start[at : at + 30]!r} becomes {text[at : at + 30]!r}), so it does not show which text "
-        "to train on: put {% generation %} and {% endgeneration %} around the assistant's text in "
-        "the template and give it with --chat-template, or try --last-turn-only"
+        f"the chat template writes {part} differently when more messages follow "
+        f"({start[index : index + 30]!r} becomes {text[index : index + 30]!r}), so it does not "
+        "show which text to train on: put {% generation %} and {% endgeneration %} around the "
+        "assistant's text in the template and give it with --chat-template, or try --last-turn-only"
     )
 
 
@@ -377,7 +377,7 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
     Raises:
         ConfigError: A file cannot be read, or is not a template.
     """
-    path, flag = _beside(tokenizer_model, "chat_template.jinja"), "the tokenizer's"
+    path, flag = _sibling_path(tokenizer_model, "chat_template.jinja"), "the tokenizer's"
     if chat_template is not None:
         path, flag = Path(chat_template), "--chat-template"
     if path is not None:
@@ -387,11 +387,13 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
         except ConfigError as error:
             raise ConfigError(f"{flag} {path}: {error}") from error
         return text
-    found = _settings(tokenizer_model).get("chat_template")
-    if isinstance(found, list):  # several named templates
-        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
-        found = named[-1].get("template") if named else None
-    return found if isinstance(found, str) else None
+    template = _settings(tokenizer_model).get("chat_template")
+    if isinstance(template, list):  # several named templates
+        defaults = [
+            each for each in template if isinstance(each, dict) and each.get("name") == "default"
+        ]
+        template = defaults[-1].get("template") if defaults else None
+    return template if isinstance(template, str) else None
 
 
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
@@ -404,8 +406,11 @@ def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
         ConfigError: The file cannot be read or is not JSON.
     """
     settings = _settings(tokenizer_model)
-    found = {name: settings.get(name) for name in _TOKENS}
-    texts = {n: e.get("content") if isinstance(e, dict) else e for n, e in found.items()}
+    entries = {name: settings.get(name) for name in _TOKEN_NAMES}
+    texts = {
+        name: entry.get("content") if isinstance(entry, dict) else entry
+        for name, entry in entries.items()
+    }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -424,7 +429,7 @@ def added_tokens(tokenizer_model: str | None) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _beside(tokenizer_model: str | None, name: str) -> Path | None:
+def _sibling_path(tokenizer_model: str | None, name: str) -> Path | None:
     """Return the path of a file next to the tokenizer, or `None` if there is no such file."""
     if tokenizer_model is None:
         return None
@@ -434,7 +439,7 @@ def _beside(tokenizer_model: str | None, name: str) -> Path | None:
 
 
 def _settings(tokenizer_model: str | None) -> dict[str, Any]:
-    path = _beside(tokenizer_model, "tokenizer_config.json")
+    path = _sibling_path(tokenizer_model, "tokenizer_config.json")
     if path is None:
         return {}
     try:
@@ -444,21 +449,21 @@ def _settings(tokenizer_model: str | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _read(what: str, path: Path) -> str:
+def _read(flag: str, path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_TEMPLATE + 1)
         if len(data) > _MAX_TEMPLATE:
             raise ConfigError(
-                f"{what} {path} is larger than {_MAX_TEMPLATE:,} bytes: give a smaller file"
+                f"{flag} {path} is larger than {_MAX_TEMPLATE:,} bytes: give a smaller file"
             )
         return data.decode("utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{what} {path} cannot be read ({error.strerror}): give another file"
+            f"{flag} {path} cannot be read ({error.strerror}): give another file"
         ) from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{what} {path}:{line}: not UTF-8 (byte {error.start}): convert the file"
+            f"{flag} {path}:{line}: not UTF-8 (byte {error.start}): convert the file"
         ) from error

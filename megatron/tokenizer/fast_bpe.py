@@ -38,7 +38,7 @@ GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 # gigatoken never forgets a word that it has seen. It takes about 20 MB of memory after 75 MB of
 # English, but eight times the input's size for random letters. Building a fresh encoder takes
 # 0.2 s, which adds 5% to the time at this interval (in characters).
-_FORGET_AFTER = 256 << 20
+_RESET_AFTER = 256 << 20
 
 
 @cache
@@ -49,9 +49,9 @@ def byte_of_character() -> Mapping[str, int]:
     U+0100 and up, so a space is U+0120 and a newline is U+010A.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    spelled = {chr(0x100 + i): byte for i, byte in enumerate(others)}
-    return MappingProxyType({chr(byte): byte for byte in printable} | spelled)
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
+    mapped = {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}
+    return MappingProxyType({chr(byte): byte for byte in printable} | mapped)
 
 
 def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key: str) -> Encoder:
@@ -73,7 +73,7 @@ def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key
     pipeline = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}, "model": model}
     encoder = GigatokenEncoder(partial(load_hf_json, orjson.dumps(pipeline)))
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # the cache is optional
-        _keep_compiled(key, vocab, merges, end, encoder.backend)
+        _cache_compiled(key, vocab, merges, end, encoder.backend)
     return encoder
 
 
@@ -114,7 +114,7 @@ class GigatokenEncoder:
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of each text."""
         with self._lock:
-            if self._characters > _FORGET_AFTER:
+            if self._characters > _RESET_AFTER:
                 self.backend = self._load()
                 self._characters = 0
             self._characters += sum(map(len, texts))
@@ -150,7 +150,7 @@ class TiktokenEncoder:
 Encoder = GigatokenEncoder | TiktokenEncoder
 
 
-def _keep_compiled(
+def _cache_compiled(
     key: str, vocab: Mapping[str, int], merges: Sequence[str], end: int, encoder: Any
 ) -> None:
     """Write a compiled file, provided that it can represent the encoder.

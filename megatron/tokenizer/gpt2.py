@@ -24,7 +24,7 @@ class GPT2Tokenizer(ByteTokenizer):
     """GPT2BPETokenizer: `--vocab-file` (json) and `--merge-file`.
 
     Special tokens in a document are ordinary text: `<|endoftext|>` is split like any other word.
-    In a conversation, or any text passed to `tokenize_spelled`, it is a special token.
+    In a conversation, or any text passed to `tokenize_with_special`, it is a special token.
 
     Raises:
         DataError: A file is missing, damaged, or does not fit the other.
@@ -73,8 +73,8 @@ class GPT2Tokenizer(ByteTokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; padding ids outside the vocabulary become U+FFFD."""
-        of_entry = self._bytes_of_entry
-        return b"".join([of_entry.get(int(i), _UNKNOWN) for i in ids]).decode("utf-8", "replace")
+        entry_bytes = self._bytes_of_entry
+        return b"".join([entry_bytes.get(int(i), _UNKNOWN) for i in ids]).decode("utf-8", "replace")
 
     def bytes_of(self, index: int) -> bytes:
         """Return the bytes that an id stands for."""
@@ -105,10 +105,10 @@ def _parse_merges(file: VocabularyFile) -> list[str]:
         del merges[0]
     while merges and not merges[-1]:
         merges.pop()
-    for number, line in enumerate(merges):
+    for index, line in enumerate(merges):
         if line.count(" ") != 1:
             raise DataError(
-                f"{file}: merge {number + 1} is {line[:40]!r}; expected two pieces separated by a "
+                f"{file}: merge {index + 1} is {line[:40]!r}; expected two pieces separated by a "
                 "space (GPT-2's merges.txt)"
             )
     return merges

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # The entries that may end a document if no tokenizer_config.json names one.
-_COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
+_COMMON_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -40,7 +40,7 @@ class HuggingFaceTokenizer(Tokenizer):
         DataError: The file is damaged.
     """
 
-    _where_named = ", or name it in a tokenizer_config.json next to --tokenizer-model"
+    _special_token_hint = ", or name it in a tokenizer_config.json next to --tokenizer-model"
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Read the file and find its special tokens."""
@@ -48,8 +48,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
         path = _find_file(config.tokenizer_model or "")
         file = VocabularyFile.read("--tokenizer-model", str(path))
-        make = partial(Pipeline.from_str, file.text())
-        self._tokenizer = Library(file, "a Hugging Face tokenizer.json", make)
+        build = partial(Pipeline.from_str, file.text())
+        self._tokenizer = Library(file, "a Hugging Face tokenizer.json", build)
         # A corpus is never truncated or padded, even if the file asks for it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -79,7 +79,9 @@ class HuggingFaceTokenizer(Tokenizer):
             entry = entry.get("content") if isinstance(entry, dict) else entry
             if isinstance(entry, str) and entry in self._vocab:
                 ids[name] = self._vocab[entry]
-        common = next((self._vocab[entry] for entry in _COMMON_ENDS if entry in self._vocab), None)
+        common = next(
+            (self._vocab[entry] for entry in _COMMON_END_TOKENS if entry in self._vocab), None
+        )
         end = ids.get("eos", common)
         return ids if end is None else {**ids, "eod": end}
 
@@ -88,13 +90,13 @@ class HuggingFaceTokenizer(Tokenizer):
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
-    def tokenize_spelled(self, text: str) -> list[int]:
+    def tokenize_with_special(self, text: str) -> list[int]:
         """Return the ids of a text, without the file's post-processing."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_spelled`, and the range of characters that each covers."""
+        """Return the ids from `tokenize_with_special`, and the characters that each covers."""
         import numpy as np
 
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -104,8 +106,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the ids of each sentence, without the file's post-processing."""
         import numpy as np
 
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int64) for one in encoded]
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens spelled out."""
@@ -123,25 +125,25 @@ class HuggingFaceTokenizer(Tokenizer):
         return 2 if decoder is None else _growth(json.loads(decoder.__getstate__()))
 
 
-def _find_file(given: str) -> Path:
+def _find_file(name: str) -> Path:
     """Return the path of the tokenizer.json that a file, a folder or a cached model names.
 
     Raises:
         ConfigError: There is no such file.
     """
-    path = Path(given)
+    path = Path(name)
     if path.is_dir():
         path /= "tokenizer.json"
-    elif not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given):
+    elif not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         from huggingface_hub import try_to_load_from_cache  # offline; `tokenizers` requires it
         from huggingface_hub.utils import HFValidationError
 
         with contextlib.suppress(HFValidationError):
-            found = try_to_load_from_cache(given, "tokenizer.json")
-            path = Path(found) if isinstance(found, str) else path
+            cached_path = try_to_load_from_cache(name, "tokenizer.json")
+            path = Path(cached_path) if isinstance(cached_path, str) else path
     if not path.is_file():
         raise ConfigError(
-            f"--tokenizer-model {given}: there is no tokenizer.json; give a local file or folder, "
+            f"--tokenizer-model {name}: there is no tokenizer.json; give a local file or folder, "
             "or the name of a model in Hugging Face's cache (nothing is downloaded; "
             "`hf download NAME tokenizer.json tokenizer_config.json` fills the cache)"
         )

@@ -19,16 +19,16 @@ class Library:
     Args:
         file: The flag and path that messages show.
         kind: The kind of file that the library expects, for messages.
-        make: A function that builds the object.
+        build: A function that builds the object.
 
     Raises:
         DataError: The library rejects the file.
     """
 
-    def __init__(self, file: object, kind: str, make: Callable[[], Any]) -> None:
+    def __init__(self, file: object, kind: str, build: Callable[[], Any]) -> None:
         """Build the object."""
         problem = f"{file}: not {kind}, or damaged; give another file"
-        self._object = _call(problem, make)
+        self._object = _call(problem, build)
         self._problem = (
             f"{file}: the tokenizer failed; if it fails on every text, give another file"
         )

@@ -40,41 +40,43 @@ class GPTSentencePieceTokenizer(Tokenizer):
         from sentencepiece import SentencePieceProcessor
 
         file = VocabularyFile.read("--tokenizer-model", config.tokenizer_model)
-        make = partial(SentencePieceProcessor, model_proto=file.data)
-        model = self._model = Library(file, "a SentencePiece model (.model)", make)
+        build = partial(SentencePieceProcessor, model_proto=file.data)
+        model = self._model = Library(file, "a SentencePiece model (.model)", build)
         self._file = file
         settings_path = Path(config.tokenizer_model or "").parent / "tokenizer_config.json"
         if settings_path.is_file():
             settings = VocabularyFile.read("--tokenizer-model", str(settings_path)).json()
             if isinstance(settings, dict) and settings.get("legacy") is True:
-                self.spelling = "a space after special tokens"
+                self.special_spacing = "a space after special tokens"
         # Whether every space of a text becomes part of a token, as in Llama's model.
         self._keeps_spaces = len(model.encode_as_ids("   ")) > 0
-        self._pieces: int = model.get_piece_size()
-        vocab = self._vocab = {model.id_to_piece(i): i for i in range(self._pieces)}
-        own, extra = find_sentinels(vocab), extra_ids(config.vocab_extra_ids)
-        self._entry_of: dict[int, str] = {}  # appended entries that are recognized in text
-        special = self._find_special_ids(file, own, extra)
-        self._pattern = re.compile("(" + "|".join(map(re.escape, self._entry_of.values())) + ")")
-        key = digest(file.data, str(len(extra)))
-        sentinels = [vocab[entry] for entry in extra] or own
+        self._num_pieces: int = model.get_piece_size()
+        vocab = self._vocab = {model.id_to_piece(i): i for i in range(self._num_pieces)}
+        model_sentinels, extra_sentinels = find_sentinels(vocab), extra_ids(config.vocab_extra_ids)
+        self._appended_entries: dict[int, str] = {}  # appended entries that are recognized in text
+        special = self._find_special_ids(file, model_sentinels, extra_sentinels)
+        self._appended_pattern = re.compile(
+            "(" + "|".join(map(re.escape, self._appended_entries.values())) + ")"
+        )
+        key = digest(file.data, str(len(extra_sentinels)))
+        sentinels = [vocab[entry] for entry in extra_sentinels] or model_sentinels
         super().__init__(type(self).__name__, key, special, len(vocab), sentinels)
         self.has_t5_sentinels = bool(sentinels)
 
     def _find_special_ids(
-        self, file: VocabularyFile, own: list[int], extra: list[str]
+        self, file: VocabularyFile, model_sentinels: list[int], extra_sentinels: list[str]
     ) -> dict[str, int]:
-        if extra and own:
+        if extra_sentinels and model_sentinels:
             raise ConfigError(
-                f"--vocab-extra-ids {len(extra)}: {file} has its own {len(own)} sentinels: drop "
-                "--vocab-extra-ids"
+                f"--vocab-extra-ids {len(extra_sentinels)}: {file} has its own "
+                f"{len(model_sentinels)} sentinels: drop --vocab-extra-ids"
             )
-        if extra:
-            self._append(extra[::-1])
-        ids = self._own_ids()
+        if extra_sentinels:
+            self._append(extra_sentinels[::-1])
+        ids = self._model_special_ids()
         return {**ids, "eod": ids["eos"]} if "eos" in ids else ids
 
-    def _own_ids(self) -> dict[str, int]:
+    def _model_special_ids(self) -> dict[str, int]:
         """Return the model's ids of `pad`, `bos` and `eos`, omitting any that it lacks."""
         model = self._model
         ids = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
@@ -84,25 +86,25 @@ class GPTSentencePieceTokenizer(Tokenizer):
         """Append the entries that the model lacks, and recognize all of them in text."""
         for entry in entries:
             self._vocab.setdefault(entry, len(self._vocab))
-        self._entry_of = {self._vocab[entry]: entry for entry in entries}
+        self._appended_entries = {self._vocab[entry]: entry for entry in entries}
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text, in which appended special tokens are recognized."""
-        if not self._entry_of:
+        if not self._appended_entries:
             whole: list[int] = self._model.encode_as_ids(text)
             return whole
         ids: list[int] = []
         # With one group, split() returns text and special tokens alternately.
-        for i, part in enumerate(self._pattern.split(text)):
+        for i, part in enumerate(self._appended_pattern.split(text)):
             ids += [self._vocab[part]] if i % 2 else self._model.encode_as_ids(part)
         return ids
 
-    def tokenize_spelled(self, text: str) -> list[int]:
+    def tokenize_with_special(self, text: str) -> list[int]:
         """Return the ids of a text in which special tokens are spelled out."""
         return list(self.tokenize_spans(text)[0])
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_spelled`, and the range of characters that each covers.
+        """Return the ids from `tokenize_with_special`, and the characters that each covers.
 
         The parts between special tokens are tokenized as in `transformers` 5. The model puts a
         space before the text, and also before each part if tokenizer_config.json has
@@ -115,42 +117,45 @@ class GPTSentencePieceTokenizer(Tokenizer):
         spans: list[tuple[int, int]] = []
         begin = 0
         # With one group, split() returns text and special tokens alternately.
-        for number, part in enumerate(self._spelled.split(text)):
-            if number % 2:
+        for index, part in enumerate(self._special_pattern.split(text)):
+            if index % 2:
                 ids.append(self._vocab[part])
                 spans.append((begin, begin + len(part)))
             elif part:
-                is_prefixed = (number == 0 or bool(self.spelling)) and not part.startswith(" ")
+                may_prefix = index == 0 or bool(self.special_spacing)
+                is_prefixed = may_prefix and not part.startswith(" ")
                 uses_prefix = is_prefixed or not self._keeps_spaces
                 pieces = _pieces_of(self._model if uses_prefix else self._without_prefix, part)
                 ids += [piece.id for piece in pieces]
                 # Models that remove spaces omit leading spaces.
-                at = begin + max(part.find("".join(piece.surface for piece in pieces)), 0)
+                position = begin + max(part.find("".join(piece.surface for piece in pieces)), 0)
                 for piece in pieces:
-                    spans.append((at, at + len(piece.surface)))
-                    at += len(piece.surface)
+                    spans.append((position, position + len(piece.surface)))
+                    position += len(piece.surface)
             begin += len(part)
         bounds = np.array(spans, np.int64).reshape(-1, 2)
         starts, ends = bounds[:, 0], bounds[:, 1]
         # A token for one byte of a character, or for a space that the model added, covers no
         # characters of its own: it gets the end of the next token that does.
-        through = np.minimum(np.searchsorted(ends, starts, "right"), max(len(ends) - 1, 0))
-        return ids, np.stack([starts, ends[through]], 1)
+        covering = np.minimum(np.searchsorted(ends, starts, "right"), max(len(ends) - 1, 0))
+        return ids, np.stack([starts, ends[covering]], 1)
 
     @cached_property
     def _without_prefix(self) -> Library:
         """The same model, except that it puts no space before a text."""
         from sentencepiece import SentencePieceProcessor
 
-        make = partial(SentencePieceProcessor, model_proto=self._file.data + _NO_PREFIX)
-        return Library(self._file, "a SentencePiece model (.model)", make)
+        build = partial(SentencePieceProcessor, model_proto=self._file.data + _NO_PREFIX)
+        return Library(self._file, "a SentencePiece model (.model)", build)
 
     @cached_property
-    def _spelled(self) -> re.Pattern[str]:
+    def _special_pattern(self) -> re.Pattern[str]:
         """A pattern that matches every special token, the model's own and the appended ones."""
         model = self._model
-        own = (i for i in range(self._pieces) if model.is_control(i) or model.is_unknown(i))
-        entries = {*map(model.id_to_piece, own), *self._entry_of.values()}
+        special_ids = (
+            i for i in range(self._num_pieces) if model.is_control(i) or model.is_unknown(i)
+        )
+        entries = {*map(model.id_to_piece, special_ids), *self._appended_entries.values()}
         return re.compile("(" + "|".join(map(re.escape, sorted(entries, key=len)[::-1])) + ")")
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -158,17 +163,17 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
         Appended special tokens are included, with spaces around them.
         """
-        if not self._entry_of:
-            ids = [int(i) for i in ids if int(i) < self._pieces]
+        if not self._appended_entries:
+            ids = [int(i) for i in ids if int(i) < self._num_pieces]
             plain: str = self._model.decode_ids(ids)
             return plain
         text = ""
         pending: list[int] = []
         for i in map(int, ids):
-            if i in self._entry_of:
-                text += f"{self._model.decode_ids(pending)} {self._entry_of[i]} "
+            if i in self._appended_entries:
+                text += f"{self._model.decode_ids(pending)} {self._appended_entries[i]} "
                 pending = []
-            elif i < self._pieces:
+            elif i < self._num_pieces:
                 pending.append(i)
         return f"{text}{self._model.decode_ids(pending)}"
 
@@ -208,12 +213,14 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
             self.has_t5_sentinels = False
 
     def _find_special_ids(
-        self, file: VocabularyFile, own: list[int], extra: list[str]
+        self, file: VocabularyFile, model_sentinels: list[int], extra_sentinels: list[str]
     ) -> dict[str, int]:
         names = ("cls", "sep", "eod", "mask", "pad", "bos", "eos")
         entries = {name: f"<{name.upper()}>" for name in names}
-        entries |= {name: self._model.id_to_piece(i) for name, i in self._own_ids().items()}
-        self._append([*entries.values(), *extra])
+        entries |= {
+            name: self._model.id_to_piece(i) for name, i in self._model_special_ids().items()
+        }
+        self._append([*entries.values(), *extra_sentinels])
         return {name: self._vocab[entry] for name, entry in entries.items()}
 
 

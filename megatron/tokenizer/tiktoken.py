@@ -17,7 +17,7 @@ from megatron.tokenizer.library import Library
 _END = "<|endoftext|>"
 _TEKKEN_SPECIAL = ("<unk>", "<s>", "</s>")
 _TEKKEN_VOCAB_SIZE = 1 << 17
-_ENDS = (_END, "<|end_of_text|>", "</s>", "<eos>")
+_END_TOKENS = (_END, "<|end_of_text|>", "</s>", "<eos>")
 
 # The pattern that splits text into words, for each value of --tiktoken-pattern.
 SPLITS: Mapping[str, str] = {
@@ -66,20 +66,20 @@ class TikTokenizer(ByteTokenizer):
         import tiktoken
 
         file = VocabularyFile.read("--tokenizer-model", config.tokenizer_model)
-        read = _read_tekken if file.path.endswith(".json") else _read_ranks
-        ranks, special, split, size = read(config, file)
-        make = partial(
+        reader = _read_tekken if file.path.endswith(".json") else _read_ranks
+        ranks, special, split, size = reader(config, file)
+        build = partial(
             tiktoken.Encoding,
             file.path,
             pat_str=SPLITS[split],
             mergeable_ranks=ranks,
             special_tokens=special,
         )
-        self._encoding = Library(file, "a rank file or Tekken json", make)
+        self._encoding = Library(file, "a rank file or Tekken json", build)
         self._ranks, self._special_tokens = ranks, special
         self._used_ids = frozenset((*ranks.values(), *special.values()))
         ids = {name: special[t] for name, t in (("bos", "<s>"), ("eos", "</s>")) if t in special}
-        ids["eod"] = next((special[t] for t in _ENDS if t in special), min(special.values()))
+        ids["eod"] = next((special[t] for t in _END_TOKENS if t in special), min(special.values()))
         key = digest(file.data, split, repr(sorted(special.items())), str(size))
         super().__init__("TikTokenizer", key, ids, size)
 
@@ -113,13 +113,13 @@ class TikTokenizer(ByteTokenizer):
 def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
     """Read a rank file, which has a line `base64 rank` for each piece."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.data.splitlines()):
+    for index, line in enumerate(file.data.splitlines()):
         try:
             piece, rank = line.split()
             ranks[base64.b64decode(piece, validate=True)] = int(rank)
         except ValueError:  # or binascii.Error, which is a ValueError
             raise DataError(
-                f"{file}:{number + 1}: expected a line `base64 rank` (or a file that ends in "
+                f"{file}:{index + 1}: expected a line `base64 rank` (or a file that ends in "
                 f".json), found {line[:40]!r}"
             ) from None
     _check_bytes(file, ranks)

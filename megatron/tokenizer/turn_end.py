@@ -11,7 +11,7 @@ from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import TRAINING_DATE, Chat, ChatTemplate, trained_text
 
-_SECONDS = 5.0  # the time limit for a template to render two messages
+_TIME_LIMIT = 5.0  # seconds for a template to render two messages
 _ANSWER = "Yes"
 _MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content": _ANSWER}]
 
@@ -34,7 +34,7 @@ def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer)
     process.start()
     sender.close()
     try:
-        return cast("int | None", receiver.recv()) if receiver.poll(_SECONDS) else None
+        return cast("int | None", receiver.recv()) if receiver.poll(_TIME_LIMIT) else None
     except EOFError:  # the process has died
         return None
     finally:
@@ -50,8 +50,8 @@ def _send_turn_end(
         template = ChatTemplate(source, special, TRAINING_DATE)
         text, spans = trained_text(template, Chat(_MESSAGES))
         start, stop = spans[-1]
-        rest = text[text.index(_ANSWER, start) + len(_ANSWER) : stop].strip()
-        ids = tokenizer.tokenize_spelled(rest) if rest else ()
+        ending = text[text.index(_ANSWER, start) + len(_ANSWER) : stop].strip()
+        ids = tokenizer.tokenize_with_special(ending) if ending else ()
         end = int(ids[0]) if len(ids) == 1 else None
     except (UserError, ValueError, IndexError, MemoryError):
         pass  # this is reported when conversations are rendered with the template

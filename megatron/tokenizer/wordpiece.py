@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _UNKNOWN = "[UNK]"
-_LONGEST_WORD = 200  # characters; a longer word is unknown, as in Google's BERT and in Yuan
+_MAX_WORD_LENGTH = 200  # characters; a longer word is unknown, as in Google's BERT and in Yuan
 
 _YUAN_UNKNOWN, _SPACE, _NEWLINE, _CONTINUES = "<unk>", "\u2582", "\u2583", "##"
 _WHITE = str.maketrans(" \n", _SPACE + _NEWLINE)
@@ -55,9 +55,9 @@ class WordPieceTokenizer(Tokenizer):
         if kind == "BertWordPieceTokenizer":
             is_cased = any(entry.isascii() and entry.istitle() for entry in vocab)
             kind = "BertWordPieceCase" if is_cased else "BertWordPieceLowerCase"
-        entries = len(vocab)
-        make = partial(wordpiece_pipeline, vocab, lower_case="LowerCase" in kind)
-        self._tokenizer = Library(file, "a BERT vocabulary", make)
+        num_entries = len(vocab)
+        build = partial(wordpiece_pipeline, vocab, lower_case="LowerCase" in kind)
+        self._tokenizer = Library(file, "a BERT vocabulary", build)
         sentinels = extra_ids(config.vocab_extra_ids)
         for entry in ("[BOS]", "[EOS]", *sentinels):
             vocab.setdefault(entry, len(vocab))
@@ -65,7 +65,7 @@ class WordPieceTokenizer(Tokenizer):
         special = {name: vocab[entry] for name, entry in names.items()}
         key = digest(file.data, str(config.vocab_extra_ids))
         super().__init__(kind, key, special, len(vocab), [vocab[entry] for entry in sentinels])
-        self.text_vocab_size = entries
+        self.text_vocab_size = num_entries
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text, without [CLS] and [SEP]."""
@@ -76,8 +76,8 @@ class WordPieceTokenizer(Tokenizer):
         """Return the ids of many texts, one array per text, computed on all cores."""
         import numpy as np
 
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int64) for one in encoded]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the words separated by single spaces; the original spacing is lost."""
@@ -92,7 +92,7 @@ def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
     from tokenizers.normalizers import BertNormalizer
     from tokenizers.pre_tokenizers import BertPreTokenizer
 
-    model = WordPiece(dict(vocab), unk_token=_UNKNOWN, max_input_chars_per_word=_LONGEST_WORD)
+    model = WordPiece(dict(vocab), unk_token=_UNKNOWN, max_input_chars_per_word=_MAX_WORD_LENGTH)
     pipeline = Pipeline(model)
     pipeline.normalizer = BertNormalizer(lowercase=lower_case)
     pipeline.pre_tokenizer = BertPreTokenizer()
@@ -143,7 +143,7 @@ class EncDecTokenizer(Tokenizer):
 
     def _match(self, word: str) -> tuple[int, ...]:
         """Return the ids of a word's longest entries, from left to right."""
-        if len(word) > _LONGEST_WORD:
+        if len(word) > _MAX_WORD_LENGTH:
             return (self._vocab[_YUAN_UNKNOWN],)
         ids, start = [], 0
         while start < len(word):
@@ -161,34 +161,34 @@ class EncDecTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with spaces between words except next to Chinese characters."""
-        return "".join(self._spelled([int(i) for i in ids])).translate(
+        return "".join(self._spaced_entries([int(i) for i in ids])).translate(
             str.maketrans(_SPACE + _NEWLINE, " \n")
         )
 
-    def _spelled(self, ids: Sequence[int]) -> Iterator[str]:
+    def _spaced_entries(self, ids: Sequence[int]) -> Iterator[str]:
         entries, latin = self.inv_vocab, self._is_latin
-        before = False  # whether the previous entry has no Chinese characters
+        follows_latin = False  # whether the previous entry has no Chinese characters
         for index in ids:
             entry = entries.get(index, _YUAN_UNKNOWN)
             is_latin = entry != _NEWLINE and (index not in entries or latin[index])
-            if before and entry.startswith(_CONTINUES):
+            if follows_latin and entry.startswith(_CONTINUES):
                 yield entry[len(_CONTINUES) :]
             else:
-                yield f" {entry}" if before and is_latin else entry
-            before = is_latin
+                yield f" {entry}" if follows_latin and is_latin else entry
+            follows_latin = is_latin
 
 
 def _has_chinese(text: str) -> bool:
     return any("\u4e00" <= character <= "\u9fff" for character in text)
 
 
-def _parse_vocab(file: VocabularyFile, required: Sequence[str], wanted: str) -> dict[str, int]:
+def _parse_vocab(file: VocabularyFile, required: Sequence[str], expected: str) -> dict[str, int]:
     """Return the id of each entry, after checking that the required entries are present."""
     vocab = file.entries()
     missing = [entry for entry in required if entry not in vocab]
     if missing:
         raise DataError(
-            f"{file}: no entry {', '.join(missing)}; give {wanted} (text, one entry per line)"
+            f"{file}: no entry {', '.join(missing)}; give {expected} (text, one entry per line)"
         )
     return vocab
 

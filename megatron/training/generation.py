@@ -86,7 +86,7 @@ class AnswerGenerator:
         """Return the tokens of a prompt, which is a user's turn with --sft and a chat template."""
         if self._template is not None:
             text = self._template.render([{"role": "user", "content": text}])
-        return tuple(self._run.tokenizer.tokenize_spelled(text))
+        return tuple(self._run.tokenizer.tokenize_with_special(text))
 
     def answer(
         self, requests: Sequence[tuple[str, tuple[int, ...], Sampling]]

@@ -98,7 +98,7 @@ def train_t5(tokenizer: Tokenizer, sentence: str) -> Filler:
         T5Model, tokenizer, architecture="t5", decoder_num_layers=1, bert_binary_head=False
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    text = np.array(tokenizer.tokenize_spelled(sentence))
+    text = np.array(tokenizer.tokenize_with_special(sentence))
     sentinels = tuple(tokenizer.additional_special_tokens_ids)
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -201,7 +201,7 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
 def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     """A request that the engine refuses anyway is an error, not an empty answer."""
     written: list[GeneratedText] = []
-    tokenizer: Any = SimpleNamespace(eod=0, tokenize_open=lambda text: [1] * len(text))
+    tokenizer: Any = SimpleNamespace(eod=0, tokenize_unterminated=lambda text: [1] * len(text))
     limits = EngineLimits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
     prompts = iter([(0, "x" * 4), (1, "x" * 10)])
     inbox = SampleInbox(prompts, tokenizer, greedy(99), limits, written.append, max_in_progress=4)

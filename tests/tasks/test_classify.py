@@ -31,7 +31,7 @@ def test_samples_are_laid_out_and_cut_as_in_megatron():
     class Letters:
         cls, sep, pad = 1, 2, 0
 
-        def tokenize_spelled(self, text):
+        def tokenize_with_special(self, text):
             return [ord(letter) for letter in text]
 
     def rows(first, second, length):

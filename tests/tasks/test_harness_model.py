@@ -51,7 +51,7 @@ class _Text:
     def __init__(self, start: list[int]) -> None:
         self._start = start
 
-    def tokenize_open(self, text: str) -> list[int]:
+    def tokenize_unterminated(self, text: str) -> list[int]:
         return [*self._start, *map(ord, text)]
 
 

@@ -283,7 +283,7 @@ def test_a_text_s_own_first_token_is_not_scored(tmp_path):
 
         eod = 0
 
-        def tokenize_open(self, text):
+        def tokenize_unterminated(self, text):
             return [1, *(ord(letter) for letter in text)]
 
     (tmp_path / "corpus.jsonl").write_text('{"text": "ab"}')
@@ -303,7 +303,7 @@ def test_a_pair_is_encoded_as_one_text():
     class Merging:
         """Characters, except that `ab` is one token and every text begins with 0."""
 
-        def tokenize_open(self, text):
+        def tokenize_unterminated(self, text):
             return [0, *(ord(sign) for sign in text.replace("ab", "c"))]
 
     assert encode_pair(Merging(), "xa", "y") == ([0, ord("x"), ord("a")], [ord("y")])

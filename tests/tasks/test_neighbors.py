@@ -172,7 +172,7 @@ def test_any_text_is_scored_with_the_neighbors_of_its_chunks(recording):
     nobody, expected = retriever.texts.tokens(np.full((1, 2), -1)), {"": 0.0, ", no neighbors": 0.0}
     count = 0
     for line in Path("texts.jsonl").read_text().splitlines():
-        ids = np.array([tokenizer.eod, *tokenizer.tokenize_open(json.loads(line)["text"])])
+        ids = np.array([tokenizer.eod, *tokenizer.tokenize_unterminated(json.loads(line)["text"])])
         for sample in windows(ids, 256, 100):
             length = len(sample.tokens) - 1
             whole = -(-length // 64)

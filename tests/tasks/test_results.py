@@ -163,10 +163,10 @@ class _Letters:
 
     cls, sep, pad = 1, 2, 0
 
-    def tokenize_open(self, text: str) -> list[int]:
+    def tokenize_unterminated(self, text: str) -> list[int]:
         return list(map(ord, text))
 
-    tokenize_spelled = tokenize_open
+    tokenize_with_special = tokenize_unterminated
 
 
 def _prepare(prepare: Any, tmp_path: Path, text: str, window: int, **options: Any) -> Any:

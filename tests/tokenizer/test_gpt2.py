@@ -239,7 +239,7 @@ def test_a_compiled_tokenizer_knows_its_vocabulary(tiny, cache_folder):
 def test_encoder_forgets_and_goes_on(tiny, monkeypatch):
     tokenizer = build_tokenizer(tiny)
     expected = tokenizer.tokenize("once upon a time")
-    monkeypatch.setattr("megatron.tokenizer.fast_bpe._FORGET_AFTER", 10)
+    monkeypatch.setattr("megatron.tokenizer.fast_bpe._RESET_AFTER", 10)
     backend = tokenizer._encoder.backend
     assert tokenizer.tokenize("once upon a time") == expected
     assert tokenizer.tokenize("once upon a time") == expected
@@ -334,7 +334,7 @@ def test_damaged_files_are_named(tmp_path, vocab, merges, message):
 def test_small_good_pair(tmp_path, cache_folder):
     tokenizer = build_tokenizer(write_pair(tmp_path, GOOD, "#version: 0.2\na b\n"))
     assert tokenizer.tokenize("abab") == [256, 256]
-    assert tokenizer.tokenize_spelled("ab<|endoftext|>") == [256, 257]
+    assert tokenizer.tokenize_with_special("ab<|endoftext|>") == [256, 257]
     assert 257 not in tokenizer.tokenize("ab<|endoftext|>")
     assert tokenizer.detokenize([256, 257, 258]) == "ab<|endoftext|>\ufffd"
 

@@ -208,11 +208,11 @@ def tokenizer_folder(tmp_path: Path) -> Path:
 def test_a_text_that_goes_on_has_no_end_behind_it(tokenizer_folder):
     import json
 
-    assert build("NullTokenizer", vocab_size=9).tokenize_open("1 2") == [1, 2]
+    assert build("NullTokenizer", vocab_size=9).tokenize_unterminated("1 2") == [1, 2]
     path = tokenizer_folder / "tokenizer.json"
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(path))
-    assert tokenizer.tokenize_open("hello world") == [0, 3, 4]
-    assert tokenizer.tokenize_open("") == [0]
+    assert tokenizer.tokenize_unterminated("hello world") == [0, 3, 4]
+    assert tokenizer.tokenize_unterminated("") == [0]
     described = json.loads(path.read_text())
     template = described["post_processor"]
     template["single"].append({"SpecialToken": {"id": "</s>", "type_id": 0}})
@@ -220,9 +220,9 @@ def test_a_text_that_goes_on_has_no_end_behind_it(tokenizer_folder):
     path.write_text(json.dumps(described))
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(path))
     assert tokenizer.tokenize("hello world") == [0, 3, 4, 1]
-    assert tokenizer.tokenize_open("hello world") == [0, 3, 4]
-    assert tokenizer.tokenize_open("hello<|turn|>") == [0, 3, 6], "this one is of the text"
-    assert tokenizer.tokenize_open("") == [0]
+    assert tokenizer.tokenize_unterminated("hello world") == [0, 3, 4]
+    assert tokenizer.tokenize_unterminated("hello<|turn|>") == [0, 3, 6], "this one is of the text"
+    assert tokenizer.tokenize_unterminated("") == [0]
 
 
 def test_huggingface_file_and_folder(tokenizer_folder):
@@ -302,7 +302,7 @@ def test_the_growth_of_a_text_by_a_regular_expression_is_not_bounded(tokenizer_f
 def test_the_characters_of_huggingface_s_tokens(tokenizer_folder):
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder))
     ids, spans = tokenizer.tokenize_spans("hello<|turn|>  world")
-    assert ids == tokenizer.tokenize_spelled("hello<|turn|>  world") == [3, 6, 4]
+    assert ids == tokenizer.tokenize_with_special("hello<|turn|>  world") == [3, 6, 4]
     assert spans.tolist() == [[0, 5], [5, 13], [15, 20]]
     assert tokenizer.tokenize_spans("")[1].shape == (0, 2)
 
@@ -371,9 +371,9 @@ def test_spelled_special_tokens_and_the_characters_that_tokens_cover(tmp_path):
     names = ("<s>", "<s>>", "<|endoftext|>")
     tokenizer = build("TikTokenizer", tokenizer_model=model, tokenizer_special_tokens=names)
     text = "ab<s>><s>é"
-    assert tokenizer.tokenize_spelled(text) == [256, 258, 257, *"é".encode()]
+    assert tokenizer.tokenize_with_special(text) == [256, 258, 257, *"é".encode()]
     ids, spans = tokenizer.tokenize_spans(text)
-    assert ids == tokenizer.tokenize_spelled(text)
+    assert ids == tokenizer.tokenize_with_special(text)
     assert spans.tolist() == [[0, 2], [2, 6], [6, 9], [9, 10], [9, 10]]
     assert tokenizer.detokenize([256, 999, 258]) == "ab<s>>"
 

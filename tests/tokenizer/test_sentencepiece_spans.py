@@ -97,7 +97,7 @@ def test_a_llama_s_text_begins_with_a_token(folder: Path) -> None:
         TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model)
     )
     assert llama.tokenize("Hello") == [llama.bos, *plain.tokenize("Hello")]
-    assert llama.tokenize_spelled("Hello") == plain.tokenize("Hello")
+    assert llama.tokenize_with_special("Hello") == plain.tokenize("Hello")
     assert plain.detokenize([*plain.tokenize("Hello"), plain.vocab_size]) == "Hello"
 
 
@@ -106,7 +106,7 @@ def test_models_that_remove_spaces_spell_as_they_tokenize(shared_data: Path) -> 
     flags = TokenizerConfig(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=model)
     tokenizer = build_tokenizer(flags)
     for text in ("Hello world", " world", "a  b ", " a  b  c "):
-        assert tokenizer.tokenize_spelled(text) == tokenizer.tokenize(text)
+        assert tokenizer.tokenize_with_special(text) == tokenizer.tokenize(text)
     ids, bounds = tokenizer.tokenize_spans("  x</s> a")
     assert [tokenizer.inv_vocab[i] for i in ids] == ["▁", "x", "</s>", "▁", "a"]
     assert bounds.tolist() == [[2, 3], [2, 3], [3, 7], [8, 9], [8, 9]]

@@ -342,5 +342,5 @@ def _single_token(tokenizer: Tokenizer, text: str) -> frozenset[int]:
 
     In GPT-2's vocabulary, a newline is token 198 and a double newline is token 628.
     """
-    ids = tokenizer.tokenize_open(text)
+    ids = tokenizer.tokenize_unterminated(text)
     return frozenset(token for token in ids[-1:] if tokenizer.detokenize([token]) == text)

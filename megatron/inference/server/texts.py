@@ -181,7 +181,11 @@ def _prepare(setup: Setup) -> Callable[[Job], Result]:
         tokenizer = build_tokenizer(setup.tokenizer)
 
         def run_job(job: Job) -> Result:
-            tokenize = tokenizer.tokenize_spelled if job.parses_special else tokenizer.tokenize_open
+            tokenize = (
+                tokenizer.tokenize_with_special
+                if job.parses_special
+                else tokenizer.tokenize_unterminated
+            )
             return Result(ids=tuple(tuple(tokenize(text)) for text in job.texts))
 
     with contextlib.suppress(OSError):  # systems without /proc do not limit address spaces
