@@ -104,11 +104,11 @@ def _check_generation(words: list[str]) -> None:
 
 def _check_curl(words: list[str]) -> None:
     """Check that the text generation server would accept the request."""
-    from megatron.inference.server.megatron_api import read_contract
+    from megatron.inference.server.megatron_api import parse_request
 
     (url,) = [word for word in words if word.startswith("http://localhost:5000/")]
     if url.endswith("/api"):
-        read_contract(json.loads(words[words.index("-d") + 1]))
+        parse_request(json.loads(words[words.index("-d") + 1]))
 
 
 def _network(*_: object) -> dict[str, int]:

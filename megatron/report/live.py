@@ -23,8 +23,8 @@ from starlette.types import ASGIApp
 from megatron.command import print_line
 from megatron.config.generation import ServerConfig
 from megatron.errors import DataError
-from megatron.inference.server.address import take_address, url_of
-from megatron.inference.server.front import protocol_with
+from megatron.inference.server.address import open_listener, url_of
+from megatron.inference.server.front import timed_protocol
 from megatron.inference.server.middleware import Guard
 from megatron.inference.server.settings import ServerLimits
 from megatron.report.page import as_json, page_data, render
@@ -117,10 +117,10 @@ def serve(paths: Sequence[Path], port: int) -> None:
         DataError: One of `paths` does not exist.
     """
     runs = LiveRuns(paths)
-    listener = take_address(ServerConfig(port=port))
+    listener = open_listener(ServerConfig(port=port))
     config = uvicorn.Config(
         build_app(runs),
-        http=protocol_with(ServerLimits(connections=256)),
+        http=timed_protocol(ServerLimits(connections=256)),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -197,7 +197,7 @@ def test_a_file_system_without_owners_is_reported(
 
 
 def test_a_digest_does_not_depend_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_PIECE", 1000)
+    monkeypatch.setattr(cache_module, "_HASH_BLOCK", 1000)
     arrays = (np.arange(12345, dtype=np.int32), np.empty((0, 2)))
     found = set()
     for cores in (1, 2, 7):

@@ -459,7 +459,7 @@ def _spoil(folder: Path, saved: str, change: str) -> None:
             tensors["rest"][0, 3] += 0.1
         else:
             tensors["ids"] = torch.full_like(tensors["ids"], 5000)
-            parts = files._parts_of(tensors, 0)
+            parts = files._sample_tensors(tensors, 0)
             tensors["checks"][0] = files._digest(*parts)
         data = to_bytes(tensors)
     (folder / files.HEADER).write_text(json.dumps(header))

@@ -33,7 +33,7 @@ def as_cached(prefix: Path, target: Path) -> None:
 
 def test_an_old_dataset_converts_and_trains(tmp_path, monkeypatch):
     """A run's samples are the same before and after."""
-    monkeypatch.setattr(indexed, "_DOCUMENTS", 33)
+    monkeypatch.setattr(indexed, "_MAX_DOCUMENTS", 33)
     monkeypatch.setattr(indexed, "_CHUNK", 100)
     write_random(tmp_path / "a")
     as_cached(tmp_path / "a", tmp_path / "old")

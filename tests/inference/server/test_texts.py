@@ -257,7 +257,7 @@ def test_a_process_is_timed_while_it_works_and_not_while_it_waits(
     monkeypatch.setattr(texts, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0)))
     reads = SimpleNamespace(read=lambda *_: during("read", next(messages)))
     monkeypatch.setattr(texts, "os", reads)
-    monkeypatch.setattr(texts, "_write", lambda result: None)
+    monkeypatch.setattr(texts, "_write_result", lambda result: None)
     monkeypatch.setattr(
         texts, "_prepare", lambda _: during("prepare", lambda job: during("work", Result()))
     )
