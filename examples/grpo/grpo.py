@@ -139,7 +139,7 @@ class GRPORollouts(Rollouts):
     def __init__(self, options: argparse.Namespace, recipe: GRPO, reward: Reward) -> None:
         """Store the options, the recipe and the reward function."""
         sampling = Sampling(max_new_tokens=options.answer_tokens)
-        sizes = {"group": options.group_size, "updates": options.updates_per_rollout}
+        sizes = {"group_size": options.group_size, "updates": options.updates_per_rollout}
         super().__init__(sampling, **sizes, at_once=options.answers_at_once)
         self._options, self._recipe, self._reward = options, recipe, reward
 

@@ -118,32 +118,33 @@ def build_engine(
     torch_device, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
     head_size = plan.head_size or _UNUSED_HEAD
     library = find_library(torch_device)
-    has_slopes = loaded.config.model.position_embedding_type == "alibi"
+    model_config = loaded.config.model
+    has_slopes = model_config.position_embedding_type == "alibi"
     paged = choose_paged_attention(
         *(library.library, head_size, dtype),
         latent=_latent_sizes(plan),
-        batch_invariant=loaded.config.model.batch_invariant_mode,
+        batch_invariant=model_config.batch_invariant_mode,
         has_slopes=has_slopes,
-        chunk_remainder=(loaded.config.model.attention_chunk_size or 0) % options.block_size,
+        chunk_remainder=(model_config.attention_chunk_size or 0) % options.block_size,
     )
     speculation = options.speculation
     reads_states = speculation is not None and speculation.method == "mtp"
-    check_speculation(loaded.config.model, speculation)
+    check_speculation(model_config, speculation)
     memory = make_cache(loaded, options, paged, device)
     no_graphs_reason = _why_no_graphs(options, device, paged, replica)
     channel = channel or stage_channel(loaded, device)
     max_sequences, block_size = options.max_sequences, options.block_size
     vocab_size = loaded.tokenizer.vocab_size
-    graphs = None
+    graphs, graph_status = None, f"off ({no_graphs_reason})"
     if not no_graphs_reason:
+        graph_status = "recorded when first needed"
         max_rows = max_sequences * (1 + (speculation.num_speculative_tokens if speculation else 0))
         graphs = DecodeGraphs(
             model, memory, device, max_rows, loaded.adapters, keeps_states=reads_states
         )
     cache_tokens = memory.blocks * block_size
-    cache_size = f"{memory.size_bytes / 1e9:.3g} GB{' on rank 0' * (replica.size > 1)}"
     has_row_product = choose_row_product(torch_device) is not None
-    is_bounded = loaded.config.model.attn_logit_softcapping is not None
+    is_bounded = model_config.attn_logit_softcapping is not None
     chunks = describe_chunks(
         head_size, dtype, torch_device, is_bounded=is_bounded, has_slopes=has_slopes
     )
@@ -159,8 +160,8 @@ def build_engine(
             block_size=block_size,
             max_sequences=max_sequences,
             max_tokens=max(max_sequences, options.max_step_tokens),
-            has_states=bool(loaded.config.model.has_states),
-            snapshots=_snapshots(options) if loaded.config.model.has_states else 0,
+            has_states=bool(model_config.has_states),
+            snapshots=_snapshots(options) if model_config.has_states else 0,
             trained_context=plan.trained_context,
             dynamic_context=plan.dynamic_context,
         ),
@@ -177,20 +178,20 @@ def build_engine(
             ("attention", f"new tokens: {paged.name}; prompts: {chunks}"),
             ("products", "cuBLASLt, independent of the batch" if has_row_product else "PyTorch"),
             ("other kernels", str(library)),
-            (
-                "CUDA graphs",
-                f"off ({no_graphs_reason})" if no_graphs_reason else "recorded when first needed",
-            ),
-            (
-                "cache",
-                f"{cache_tokens:,} tokens, {memory.blocks:,} blocks of {block_size}"
-                f"{' and states' * bool(memory.states)}: {cache_size}",
-            ),
+            ("CUDA graphs", graph_status),
+            ("cache", _describe_cache(memory, block_size, replica)),
             ("batch", f"up to {max_sequences:,} sequences"),
             *([("drafts", describe_speculation(speculation))] if speculation else []),
         ],
         drafter=None if speculation is None else new_drafter(executor, speculation),
     )
+
+
+def _describe_cache(memory: CacheMemory, block_size: int, replica: Axis) -> str:
+    size = f"{memory.size_bytes / 1e9:.3g} GB{' on rank 0' * (replica.size > 1)}"
+    states = " and states" * bool(memory.states)
+    tokens = f"{memory.blocks * block_size:,} tokens"
+    return f"{tokens}, {memory.blocks:,} blocks of {block_size}{states}: {size}"
 
 
 def stage_channel(loaded: Loaded, device: Device) -> PipelineChannel:

@@ -31,8 +31,8 @@ _MAX_SPAN_TOKENS = 20  # maximum number of tokens that a T5 fills in for one `[M
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
-class Prediction(NamedTuple):
-    """Text for one `[MASK]`, and the probability that the model gives them."""
+class FilledText(NamedTuple):
+    """Text for one `[MASK]`, and the probability that the model gives it."""
 
     text: str
     probability: float
@@ -46,7 +46,7 @@ class Filler:
     tokenizer: Tokenizer
     config: ModelRun
 
-    def fill(self, text: str, *, top: int = 1) -> list[list[Prediction]]:
+    def fill(self, text: str, *, top: int = 1) -> list[list[FilledText]]:
         """Return the best predictions for each `[MASK]` of a text, the most likely first.
 
         Args:
@@ -90,7 +90,7 @@ class Filler:
     @torch.no_grad()
     def _predict_tokens(
         self, model: BertModel, ids: Sequence[int], top: int
-    ) -> list[list[Prediction]]:
+    ) -> list[list[FilledText]]:
         """Return the `top` most likely tokens in place of each mask token of a text."""
         tokenizer, text_of = self.tokenizer, self.tokenizer.detokenize
         tokens = _to_batch(ids, model)
@@ -101,7 +101,7 @@ class Filler:
         best = logits.float().softmax(dim=-1).topk(top)
         return [
             [
-                Prediction(text_of([token]), probability)
+                FilledText(text_of([token]), probability)
                 for token, probability in zip(*pair, strict=True)
             ]
             for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -110,7 +110,7 @@ class Filler:
     @torch.no_grad()
     def _predict_spans(
         self, model: T5Model, ids: Sequence[int], sentinels: Sequence[int], limit: int
-    ) -> list[list[Prediction]]:
+    ) -> list[list[FilledText]]:
         """Return the words for each sentinel of a text, always taking the most likely token.
 
         The decoder may only write in the format on which it was trained: the sentinels in order,
@@ -129,7 +129,7 @@ class Filler:
         longest = min(_MAX_SPAN_TOKENS, (limit - 1) // len(sentinels) - 1)
         special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
         ends = {*tokenizer.additional_special_tokens_ids, tokenizer.eos}
-        spans: list[list[Prediction]] = []
+        spans: list[list[FilledText]] = []
         for sentinel, next_sentinel in zip(sentinels, [*sentinels[1:], tokenizer.eos], strict=True):
             decoder.append(sentinel)
             start, probability = len(decoder), 1.0
@@ -144,7 +144,7 @@ class Filler:
                 if int(token) == next_sentinel:
                     break
                 decoder.append(int(token))
-            spans.append([Prediction(tokenizer.detokenize(decoder[start:]), probability)])
+            spans.append([FilledText(tokenizer.detokenize(decoder[start:]), probability)])
         return spans
 
 
