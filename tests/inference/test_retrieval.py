@@ -77,7 +77,7 @@ def test_each_token_attends_to_the_neighbors_of_the_chunk_that_it_reads():
             return attend(query, key, value)
 
     of_chunks = SimpleNamespace(layers={3: memory}, sizes=SimpleNamespace(chunk=m, keys=keys))
-    unused = "memory positions lengths slots outputs singles chunks neighbors ending"
+    unused = "memory positions lengths slots outputs singles chunks neighbors ending_blocks"
     step = RetroStepCache(
         **dict.fromkeys(unused.split()),
         chunk_memory=of_chunks,
