@@ -41,7 +41,7 @@ class BuildWithKernels(build_py):
         asked = os.environ.get("MEGATRON_CUDA_ARCHS", "").replace(",", " ").split()
         for architecture in asked or build.detect_architectures():
             try:
-                name = build.looked_up_as(architecture)
+                name = build.canonical_architecture(architecture)
                 build.build(name, folder, print_to_stderr, print_to_stderr)
             except Exception as error:  # the package works without kernels
                 print_to_stderr(f"fused kernels: not compiled for {architecture}: {error}")

@@ -69,7 +69,7 @@ def test_the_kernels_are_compiled_for_gpus_that_nvrtc_knows_by_name():
     asked = re.search(r'MEGATRON_CUDA_ARCHS="(.*)"', FILE.read_text())
     assert asked is not None
     names = asked[1].split()
-    assert names == [build.looked_up_as(text) for text in names]
+    assert names == [build.canonical_architecture(text) for text in names]
 
 
 def test_the_health_check_asks_the_server_s_own_route():

@@ -51,7 +51,7 @@ from megatron.parallel.adapter_stack import (
     AdapterRows,
     AdapterStack,
     ExpertAdapterStack,
-    StackedFactors,
+    LayerAdapter,
 )
 from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 
@@ -145,7 +145,7 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
         return loaded
     context = serving_context(loaded.config, loaded.layout, device)
     rows = AdapterRows(tuple(adapter.name for adapter in opened))
-    factors: dict[str, list[StackedFactors]] = defaultdict(list)
+    factors: dict[str, list[LayerAdapter]] = defaultdict(list)
     layers = dict(linear_layers(loaded.model))
     for index, adapter in enumerate(opened, 1):
         adapted = {name: layers[name] for name in adapter.files.targets if name in layers}
@@ -162,7 +162,7 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
         restore(PaddedReader(adapter.files.reader, rows=count, entries=size), entries, cast=True)
         for name, linear in adapted.items():
             assert isinstance(linear.adapter, Adapter | ExpertAdapter)
-            stacked = StackedFactors.of(index, linear.adapter, linear.weight)
+            stacked = LayerAdapter.of(index, linear.adapter, linear.weight)
             factors[name].append(stacked)
             linear.adapter = None
             # In a batch, zero times infinity would affect other requests.

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.amax import NO_HANDOVERS, Handover, Handovers, zero_for
+from megatron.kernels.amax import NO_FUSED_AMAXES, FusedAmax, FusedAmaxes, zero_for
 from megatron.kernels.library import (
     DTYPE_CODES,
     VECTOR_BYTES,
     Kernel,
     KernelLibrary,
     operator,
-    takes,
+    supports,
 )
 from megatron.kernels.plans import (
     KernelLaunch,
@@ -124,7 +124,7 @@ Activation = Callable[..., Tensor]
 def choose_activation(
     name: str,
     library: KernelLibrary | None = None,
-    handovers: Handovers = NO_HANDOVERS,
+    fused_amaxes: FusedAmaxes = NO_FUSED_AMAXES,
     *,
     fuses_gelu: bool = True,
     clamp: float | None = None,
@@ -135,7 +135,7 @@ def choose_activation(
     Args:
         name: The name, as in `ModelConfig.activation`.
         library: The fused kernels; `None` means PyTorch's operations.
-        handovers: Where to store the amaxes of the result and of the gradient of x. Only kernels
+        fused_amaxes: Where to store the amaxes of the result and of the gradient of x. Only kernels
             measure them.
         fuses_gelu: Whether GELU may use the fused kernels; False with --no-bias-gelu-fusion.
         clamp: The limit on both halves of a gated activation's input (`clamped_gate`); `None` for
@@ -147,7 +147,7 @@ def choose_activation(
     plain = _FORMULAS[name]
     if library is None or name not in KINDS or (plain in (gelu, gelu_tanh) and not fuses_gelu):
         return plain
-    return partial(fused_activation, library, plain, handovers=handovers)
+    return partial(fused_activation, library, plain, fused_amaxes=fused_amaxes)
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -204,17 +204,17 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def clamped_gate(
-    form: Callable[[Tensor], Tensor],
+    activation: Callable[[Tensor], Tensor],
     x: Tensor,
     bias: Tensor | None = None,
     *,
     clamp: float | None,
     offset: float,
 ) -> Tensor:
-    """Split [..., 2 f] into gate and up; return form(gate) * (up + offset) [..., f] (GPT-OSS).
+    """Split [..., 2 f] into gate and up; return activation(gate) * (up + offset) (GPT-OSS).
 
     Args:
-        form: The function that is applied to the gate.
+        activation: The function that is applied to the gate.
         x: The gate and up, [..., 2 f].
         bias: The bias [2 f], which is added first, or `None`.
         clamp: The largest value of the gate, and the largest magnitude of up; `None` for no limit.
@@ -223,7 +223,7 @@ def clamped_gate(
     gate, up = _add(x, bias).chunk(2, dim=-1)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return form(gate) * (up + offset)
+    return activation(gate) * (up + offset)
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -236,7 +236,7 @@ def fused_activation(
     x: Tensor,
     bias: Tensor | None = None,
     *,
-    handovers: Handovers = NO_HANDOVERS,
+    fused_amaxes: FusedAmaxes = NO_FUSED_AMAXES,
 ) -> Tensor:
     """Apply an activation with a kernel, or with PyTorch if the kernel does not support the tensor.
 
@@ -247,12 +247,12 @@ def fused_activation(
         plain: The function, as implemented in PyTorch: gelu, gelu_tanh, squared_relu or swiglu.
         x: The input [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
-        handovers: The handovers for the amaxes of the result and of the gradient of x.
+        fused_amaxes: Where to store the amaxes of the result and of the gradient of x.
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
-    if not takes(x, bias) or columns * x.element_size() % VECTOR_BYTES:
+    if not supports(x, bias) or columns * x.element_size() % VECTOR_BYTES:
         return plain(x, bias)
-    out: Tensor = _apply(library, x, bias, KINDS[plain.__name__], handovers)
+    out: Tensor = _apply(library, x, bias, KINDS[plain.__name__], fused_amaxes)
     return out
 
 
@@ -262,7 +262,7 @@ def activation_forward(
     x: Tensor,
     bias: Tensor | None,
     kind: int,
-    handovers: Handovers = NO_HANDOVERS,
+    fused_amaxes: FusedAmaxes = NO_FUSED_AMAXES,
 ) -> Tensor:
     """Compute an activation with one kernel.
 
@@ -271,7 +271,7 @@ def activation_forward(
         x: The input [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
         kind: The formula, as a value of `KINDS`.
-        handovers: The handovers for the amaxes of the result and, in the backward pass, of the
+        fused_amaxes: Where to store the amaxes of the result and, in the backward pass, of the
             gradient of x.
 
     Returns:
@@ -281,7 +281,7 @@ def activation_forward(
     columns = x.shape[-1] // (2 if kind == KINDS["swiglu"] else 1)
     out = x.new_empty(*x.shape[:-1], columns)
     sizes = (x.numel() // x.shape[-1], columns, kind, DTYPE_CODES[x.dtype])
-    library.launch(ACTIVATION_FORWARD, x, bias, out, zero_for(out, handovers.forward), *sizes)
+    library.launch(ACTIVATION_FORWARD, x, bias, out, zero_for(out, fused_amaxes.forward), *sizes)
     return out
 
 
@@ -292,7 +292,7 @@ def activation_backward(
     x: Tensor,
     bias: Tensor | None,
     kind: int,
-    handover: Handover | None = None,
+    fused_amax: FusedAmax | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of an activation's input and of its bias.
 
@@ -302,7 +302,7 @@ def activation_backward(
         x: The input of `activation_forward`.
         bias: The bias of `activation_forward`, or `None`.
         kind: The formula, as a value of `KINDS`.
-        handover: The handover for the amax of x's gradient.
+        fused_amax: Where to store the amax of x's gradient.
 
     Returns:
         The gradients of x and of the bias (`None` without a bias).
@@ -317,7 +317,7 @@ def activation_backward(
     columns = grad.shape[-1]
     library.launch(
         ACTIVATION_BACKWARD,
-        *(x, bias, grad.contiguous(), grad_x, grad_bias, partials, zero_for(grad_x, handover)),
+        *(x, bias, grad.contiguous(), grad_x, grad_bias, partials, zero_for(grad_x, fused_amax)),
         *(PARTIALS * blocks, blocks, grad.numel() // columns, columns, kind),
         DTYPE_CODES[x.dtype],
     )
@@ -325,15 +325,15 @@ def activation_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.library, x, bias, ctx.kind, *handovers = inputs
-    ctx.handover = handovers[0].backward if handovers else None
+    ctx.library, x, bias, ctx.kind, *fused_amaxes = inputs
+    ctx.fused_amax = fused_amaxes[0].backward if fused_amaxes else None
     ctx.save_for_backward(x, bias)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias = ctx.saved_tensors
     grad_x, grad_bias = activation_backward(
-        ctx.library, grad, x, bias, ctx.kind, handover=ctx.handover
+        ctx.library, grad, x, bias, ctx.kind, fused_amax=ctx.fused_amax
     )
     return None, grad_x, None if bias is None else grad_bias, None, None
 

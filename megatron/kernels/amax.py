@@ -1,19 +1,20 @@
-"""Handovers, which pass a tensor's largest magnitude (amax) from a kernel to a cast.
+"""Fused amaxes: the largest magnitude of a tensor, passed from the kernel that wrote it to a cast.
 
 A cast to fp8 needs the amax of its tensor first. Measuring it takes another pass over memory,
 unless the kernel that writes the tensor measures it on the way. A linear layer therefore owns two
-handovers (`Handovers`): one for the amax of its input, which its forward pass takes, and one for
-the amax of its output's gradient, which its backward pass takes. The kernel that writes such a
-tensor receives the handover and stores the amax there:
+objects (`FusedAmaxes`): one for the amax of its input, which its forward pass reads, and one for
+the amax of its output's gradient, which its backward pass reads. The kernel that writes such a
+tensor receives the object and stores the amax there:
 
     normalization       forward: for the layer after it; backward: for the layer before it
     activation          forward: for the second matrix of the MLP; backward: for the first matrix
     split and rotate    backward: for the projection to queries, keys and values
 
-A handover holds one amax at a time. The layer takes it in the same pass in which the kernel stored
-it, before another micro-batch or a recomputation stores the next one. If an operation between the
-two changes the tensor's values (dropout, for example), the kernel must not receive the handover.
-If parts are gathered over ranks in between, the number of elements changes. `take` then returns
+A `FusedAmax` holds one amax at a time. The layer reads it in the same pass in which the kernel
+stored it, before another micro-batch or a recomputation stores the next one. If an operation
+between the two changes the tensor's values (dropout, for example), the kernel must not receive the
+object.
+If parts are gathered over ranks in between, the number of elements changes. `pop` then returns
 `None`, and the cast measures its tensor itself.
 """
 
@@ -68,55 +69,55 @@ class Zeros:
         self._vectors = torch.empty(0)
 
 
-class Handover:
+class FusedAmax:
     """The memory through which a kernel passes the amax of a tensor to the layer that casts it.
 
     Args:
         zeros: The supply of zeros for the kernel.
     """
 
-    _left: tuple[Tensor, int] | None  # the amax and its tensor's number of elements
+    _stored: tuple[Tensor, int] | None  # the amax and its tensor's number of elements
 
     def __init__(self, zeros: Zeros) -> None:
-        """Create an empty handover."""
+        """Create an object without an amax."""
         self._zeros = zeros
         self.forget()
 
-    def measure(self, x: Tensor) -> Tensor:
+    def allocate(self, x: Tensor) -> Tensor:
         """Return a zeroed scalar, fp32 [], in which the kernel that writes x stores x's amax."""
         amax = self._zeros.new(x.device)
-        self._left = amax, x.numel()
+        self._stored = amax, x.numel()
         return amax
 
-    def take(self, x: Tensor) -> Tensor | None:
+    def pop(self, x: Tensor) -> Tensor | None:
         """Return the amax of x, fp32 [], or `None` if no kernel has stored it."""
         if is_traced(x):
             return None  # traced kernels store nothing
-        left = self._left
+        stored = self._stored
         self.forget()
-        return left[0] if left is not None and left[1] == x.numel() else None
+        return stored[0] if stored is not None and stored[1] == x.numel() else None
 
     def forget(self) -> None:
         """Discard the stored amax, if any."""
-        self._left = None
+        self._stored = None
 
 
-class Handovers(NamedTuple):
-    """The handovers of a layer, or of a kernel between two layers.
+class FusedAmaxes(NamedTuple):
+    """The amaxes of a layer, or of a kernel between two layers.
 
     Attributes:
-        forward: The handover for the layer's input or the kernel's result, if any.
-        backward: The handover for the gradient of the layer's output or of the kernel's argument,
-            if any.
+        forward: The amax of the layer's input or the kernel's result, if any.
+        backward: The amax of the gradient of the layer's output or of the kernel's argument, if
+            any.
     """
 
-    forward: Handover | None = None
-    backward: Handover | None = None
+    forward: FusedAmax | None = None
+    backward: FusedAmax | None = None
 
 
-NO_HANDOVERS = Handovers()
+NO_FUSED_AMAXES = FusedAmaxes()
 
 
-def zero_for(x: Tensor, handover: Handover | None) -> Tensor | None:
-    """Return a zero in which the kernel writing x stores x's amax; `None` without a handover."""
-    return None if handover is None else handover.measure(x)
+def zero_for(x: Tensor, fused_amax: FusedAmax | None) -> Tensor | None:
+    """Return a zero in which the kernel writing x stores x's amax; `None` if none is read."""
+    return None if fused_amax is None else fused_amax.allocate(x)

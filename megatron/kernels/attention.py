@@ -127,23 +127,23 @@ class Segments:
         if (self.longest or self.shape[1]) <= chunk:
             return self
         return self.shared(
-            ("chunks", chunk), lambda: replace(self, ends=self._cut(chunk), longest=chunk)
+            ("chunks", chunk), lambda: replace(self, ends=self._chunk_ends(chunk), longest=chunk)
         )
 
-    def _cut(self, chunk: int) -> Tensor:
+    def _chunk_ends(self, chunk: int) -> Tensor:
         """Return the ends of all chunks. Their number is an upper bound; unused ones are empty."""
         starts, stops = self.ends[:-1], self.ends[1:]
         counts = (stops - starts + chunk - 1) // chunk
         total = counts.cumsum(0, dtype=torch.int32)
-        most = len(starts) + self.shape[0] * self.shape[1] // chunk
-        number = torch.arange(most, device=starts.device, dtype=torch.int32)
-        segment = torch.searchsorted(total, number, right=True).clamp(max=len(starts) - 1)
-        inside = number - (total - counts)[segment]
-        ends = torch.minimum(starts[segment] + (inside + 1) * chunk, stops[segment])
+        max_chunks = len(starts) + self.shape[0] * self.shape[1] // chunk
+        index = torch.arange(max_chunks, device=starts.device, dtype=torch.int32)
+        segment = torch.searchsorted(total, index, right=True).clamp(max=len(starts) - 1)
+        chunk_in_segment = index - (total - counts)[segment]
+        ends = torch.minimum(starts[segment] + (chunk_in_segment + 1) * chunk, stops[segment])
         return F.pad(ends, (1, 0))
 
     @cached_property
-    def places(self) -> Tensor:
+    def token_positions(self) -> Tensor:
         """The position of each token in its segment, int64 [b, s]."""
         tokens = torch.arange(self.shape[0] * self.shape[1], device=self.ends.device)
         return tokens.view(self.shape) - self.ends[number_segments(self.ends, self.shape)]
@@ -210,15 +210,15 @@ class AttentionOptions(NamedTuple):
         """Return whether the window hides any of this many keys from a query."""
         return self.window is not None and keys > self.window + 1
 
-    def seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
+    def visible_keys(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Return which keys each query sees under `causal` and the window, bool [queries, keys].
 
         The queries are those of the last tokens.
         """
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
         if self.causal:
-            seen = seen.tril(keys - queries)
-        return seen if self.window is None else seen.triu(keys - queries - self.window)
+            visible = visible.tril(keys - queries)
+        return visible if self.window is None else visible.triu(keys - queries - self.window)
 
     def mask_of(self, query: Tensor, key: Tensor) -> Tensor | None:
         """Return the mask as a tensor that includes the window and the biases of `slopes`.
@@ -234,9 +234,11 @@ class AttentionOptions(NamedTuple):
         if self.slopes is None:
             return mask
         if mask is None:
-            mask = self.seen(queries, keys, device)[None, None]
-        places = torch.arange(keys, device=device)
-        return add_slopes(mask, self.slopes, places - places[keys - queries :, None], query.dtype)
+            mask = self.visible_keys(queries, keys, device)[None, None]
+        positions = torch.arange(keys, device=device)
+        return add_slopes(
+            mask, self.slopes, positions - positions[keys - queries :, None], query.dtype
+        )
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Return the mask as a tensor that includes the window. If `None`, `causal` decides."""
@@ -244,9 +246,9 @@ class AttentionOptions(NamedTuple):
         if not self.is_limited(keys):
             return mask
         if mask is None:
-            return self.seen(queries, keys, device)[None, None]
+            return self.visible_keys(queries, keys, device)[None, None]
         assert not mask.is_floating_point(), "windows are not supported for T5"
-        return mask & self._replace(causal=False).seen(queries, keys, device)
+        return mask & self._replace(causal=False).visible_keys(queries, keys, device)
 
 
 def add_slopes(mask: Tensor, slopes: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
@@ -291,21 +293,21 @@ def choose_attention(
             softmax_in_fp32=by_layer or precision.attention_softmax_in_fp32,
         )
         return AttentionChoice("plain", "--no-masked-softmax-fusion", function)
-    plain = _needs_scores(model, precision, device)
-    if plain:
-        return AttentionChoice("plain", plain, attention_reference)
+    reason_for_scores = _needs_scores(model, precision, device)
+    if reason_for_scores:
+        return AttentionChoice("plain", reason_for_scores, attention_reference)
     name, reason, fused = "fused", "scaled_dot_product_attention on CPU", fused_attention
-    repeats = torch.are_deterministic_algorithms_enabled()
-    first = f"first of {'' if repeats else 'cuDNN, '}flash, efficient that fits"
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    fallbacks = f"first of {'' if is_deterministic else 'cuDNN, '}flash, efficient that fits"
     if model.use_flash_attn:
         assert Device(device).is_gpu, "a rule refuses a CPU"
         package = find_flash_package(device)
-        name, reason = "flash", f"--use-flash-attn: {first}"
+        name, reason = "flash", f"--use-flash-attn: {fallbacks}"
         if package is not None:
             reason = f"--use-flash-attn: FlashAttention {package.release} where it fits"
         fused = partial(flash_attention, package=package)
     elif Device(device).is_gpu:
-        reason, fused = first, gpu_attention
+        reason, fused = fallbacks, gpu_attention
     if model.softmax_type != "vanilla":
         reason = f"the flash kernel, with its result scaled for --softmax-type {model.softmax_type}"
     if model.position_embedding_type == "alibi":
@@ -322,8 +324,8 @@ def _needs_scores(model: ModelConfig, precision: PrecisionConfig, device: torch.
         return ""
     if model.position_embedding_type == "alibi":
         return f"--softmax-type {model.softmax_type}: no kernel with sinks adds biases"
-    misfit = flash_misfit(model.kv_channels, precision.weight_dtype, device)
-    return misfit and f"--softmax-type {model.softmax_type}: {misfit}"
+    problem = flash_problem(model.kv_channels, precision.weight_dtype, device)
+    return problem and f"--softmax-type {model.softmax_type}: {problem}"
 
 
 def attention_reference(
@@ -395,14 +397,14 @@ def masked_softmax(
     scores = scores * factor
     if mask is None and causal:
         queries, keys = scores.shape[-2:]
-        everything = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
-        mask = everything.tril(keys - queries)
+        all_pairs = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        mask = all_pairs.tril(keys - queries)
     if mask is not None:
         scores = scores.masked_fill(~mask, MASKED)
     if sinks is None:
         return scores.softmax(dim=-1).to(dtype)
-    last = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, last), dim=-1).softmax(dim=-1)[..., :-1].to(dtype)
+    sink_column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink_column), dim=-1).softmax(dim=-1)[..., :-1].to(dtype)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -415,8 +417,8 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
     mask = options.mask_of(query, key)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     # Kernels that support a mask or fp32 do not support groups. Copying the keys costs little.
-    share = mask is None and query.dtype != torch.float32
-    if not share:
+    shares_heads = mask is None and query.dtype != torch.float32
+    if not shares_heads:
         key, value = _expand_groups(query, key, value)
     out = F.scaled_dot_product_attention(
         query,
@@ -426,7 +428,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
         dropout_p=options.dropout,
         is_causal=options.causal and mask is None,
         scale=options.scale,
-        enable_gqa=share and key.shape[1] != query.shape[1],
+        enable_gqa=shares_heads and key.shape[1] != query.shape[1],
     )
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -451,12 +453,12 @@ def gpu_attention(
         package: The flash-attn-4 package, which runs if it supports the arguments.
     """
     mask = options.mask
-    if package is not None and package.takes(query, options):
+    if package is not None and package.supports(query, options):
         return package(query, key, value, options)
-    misfit = flash_misfit(query.shape[-1], query.dtype, query.device)
+    problem = flash_problem(query.shape[-1], query.dtype, query.device)
     has_bias = options.slopes is not None
     has_bias |= isinstance(mask, Tensor) and mask.is_floating_point()
-    if not (misfit or has_bias or options.softcap is not None or isinstance(mask, Tensor)):
+    if not (problem or has_bias or options.softcap is not None or isinstance(mask, Tensor)):
         is_special = options.sinks is not None or options.is_limited(len(key))
         if is_special or mask is not None:
             return _flash_kernel(query, key, value, options)
@@ -468,7 +470,7 @@ def gpu_attention(
 flash_attention = partial(gpu_attention, holds_scores=False)
 
 
-def flash_misfit(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
+def flash_problem(head_size: int, dtype: torch.dtype, device: torch.device) -> str:
     """Return why PyTorch's flash kernel cannot run, or "" if it can."""
     if not Device(device).has_flash:
         return f"no flash kernel on {device.type}"
@@ -484,23 +486,23 @@ class _FlashCall(NamedTuple):
     dropout (`torch.nn.attention.varlen`), and have no gradient for sinks.
 
     Attributes:
-        places: The ends of the query and key segments, both `None` for whole samples, and the
+        segments: The ends of the query and key segments, both `None` for whole samples, and the
             lengths of the longest query and key segments.
         dropout: The probability of dropping an attention weight.
         causal: Whether a query attends only to its own token and earlier ones.
-        factors: The scale, and the window if there is one, keyed by the kernel's argument names.
+        options: The scale, and the window if there is one, keyed by the kernel's argument names.
     """
 
-    places: tuple[Tensor | None, Tensor | None, int, int]
+    segments: tuple[Tensor | None, Tensor | None, int, int]
     dropout: float
     causal: bool
-    factors: dict[str, Any]
+    options: dict[str, Any]
 
     def forward(self, *heads: Tensor) -> tuple[Tensor, ...]:
         """Return the result, the log-sum-exp of each query, and the seed and offset of dropout."""
-        rest, debug = (self.dropout, self.causal), False
+        settings, debug = (self.dropout, self.causal), False
         results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
-            *heads, *self.places, *rest, debug, **self.factors
+            *heads, *self.segments, *settings, debug, **self.options
         )
         return results[:4]
 
@@ -513,8 +515,8 @@ class _FlashCall(NamedTuple):
         """
         *tensors, seed, offset = saved
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            *(grad, *tensors, *self.places, self.dropout, self.causal, seed, offset),
-            **self.factors,
+            *(grad, *tensors, *self.segments, self.dropout, self.causal, seed, offset),
+            **self.options,
         )
         return gradients
 
@@ -530,10 +532,10 @@ class _FlashWithSinks(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, call: _FlashCall
     ) -> Tensor:
-        out, logsumexp, *drawn = call.forward(query, key, value)
+        out, logsumexp, *rng_state = call.forward(query, key, value)
         share, logsumexp = leave_to_sinks(logsumexp, sinks)
         out = (out * _by_token(share)).to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, logsumexp, *drawn, sinks)
+        ctx.save_for_backward(query, key, value, out, logsumexp, *rng_state, sinks)
         ctx.call = call
         return out
 
@@ -585,14 +587,16 @@ def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, options: AttentionO
     """Attend with the flash kernel, which skips keys in other documents or before the window."""
     (length, samples), segments = query.shape[:2], options.mask
     heads = [x.transpose(0, 1) for x in (query, key, value)]  # [b, s, n or g, d]
-    factors: dict[str, Any] = {"scale": options.scale}
+    kernel_options: dict[str, Any] = {"scale": options.scale}
     if options.window is not None:
-        factors["window_size_left"] = options.window
-    call = _FlashCall((None, None, length, len(key)), options.dropout, options.causal, factors)
+        kernel_options["window_size_left"] = options.window
+    call = _FlashCall(
+        (None, None, length, len(key)), options.dropout, options.causal, kernel_options
+    )
     if isinstance(segments, Segments):
         ends, longest = segments.ends, segments.longest or length
         heads = [x.flatten(0, 1) for x in heads]
-        call = call._replace(places=(ends, ends, longest, longest), causal=segments.causal)
+        call = call._replace(segments=(ends, ends, longest, longest), causal=segments.causal)
     if options.sinks is None:
         out = call.forward(*heads)[0]
     else:
@@ -604,10 +608,10 @@ def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, options: AttentionO
 
 def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat each key-value head [b, g, s, d] for the query heads that share it."""
-    times = query.shape[1] // key.shape[1]
-    if times == 1:
+    repeats = query.shape[1] // key.shape[1]
+    if repeats == 1:
         return key, value
-    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
 
 class FlashPackage(NamedTuple):
@@ -621,7 +625,7 @@ class FlashPackage(NamedTuple):
     function: Callable[..., Any]
     release: str
 
-    def takes(self, query: Tensor, options: AttentionOptions) -> bool:
+    def supports(self, query: Tensor, options: AttentionOptions) -> bool:
         """Return whether the package is fast here: 16 bits, one sample, no option but a window."""
         return (
             query.dtype in (torch.float16, torch.bfloat16)

@@ -42,7 +42,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Tensor,
+    visible: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
     """Attend within b sequences, with all scores in memory. Autograd computes the backward pass.
@@ -51,7 +51,7 @@ def attend(
         query: The queries [b, n, q, d].
         key: The keys [b, g, keys, d], starting with the first token of each sequence.
         value: The values [b, g, keys, d].
-        seen: bool, broadcast to [b, 1, q, keys]: True where a query may attend. With slopes, the
+        visible: bool, broadcast to [b, 1, q, keys]: True where a query may attend. With slopes, the
             last of these keys must be the query's own.
         options: The options for turning scores into weights. Mask, `causal` and window are ignored.
 
@@ -59,32 +59,34 @@ def attend(
         The result [b, n, q, d].
     """
     queries, keys = query.shape[2], key.shape[2]
-    times = query.shape[1] // key.shape[1]
-    if times > 1:
-        key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-    more = -keys % _KEYS
-    key, value = (F.pad(x, (0, 0, 0, more)) for x in (key, value))
-    seen = F.pad(seen, (0, more))
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    padding = -keys % _KEYS
+    key, value = (F.pad(x, (0, 0, 0, padding)) for x in (key, value))
+    visible = F.pad(visible, (0, padding))
     if queries < _ROWS:
         query = F.pad(query, (0, 0, 0, _ROWS - queries))
-        if seen.shape[2] > 1:
-            seen = F.pad(seen, (0, 0, 0, _ROWS - queries), value=True)
+        if visible.shape[2] > 1:
+            visible = F.pad(visible, (0, 0, 0, _ROWS - queries), value=True)
     scores = query @ key.transpose(2, 3) * (options.scale or 1 / math.sqrt(query.shape[3]))
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     if options.slopes is None:
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     else:
-        places = torch.arange(seen.shape[-1], device=seen.device)
-        own = (seen * places).amax(-1, keepdim=True)
-        biases = add_slopes(seen, options.slopes, (places - own).squeeze(1), scores.dtype)
+        positions = torch.arange(visible.shape[-1], device=visible.device)
+        query_positions = (visible * positions).amax(-1, keepdim=True)
+        biases = add_slopes(
+            visible, options.slopes, (positions - query_positions).squeeze(1), scores.dtype
+        )
         scores = scores + biases
     if options.sinks is None:
         weights = scores.softmax(dim=-1)
     else:  # as a separate block of keys before the others, so that sums keep their order
-        first = scores.new_full((*scores.shape[:-1], _KEYS), torch.finfo(scores.dtype).min)
-        first[..., 0] = options.sinks.unsqueeze(-1)
-        weights = torch.cat((first, scores), dim=-1).softmax(dim=-1)[..., _KEYS:]
+        sink_block = scores.new_full((*scores.shape[:-1], _KEYS), torch.finfo(scores.dtype).min)
+        sink_block[..., 0] = options.sinks.unsqueeze(-1)
+        weights = torch.cat((sink_block, scores), dim=-1).softmax(dim=-1)[..., _KEYS:]
     weights = F.dropout(weights, options.dropout)
     parts = zip(weights.split(_KEYS, dim=3), value.split(_KEYS, dim=2), strict=True)
     out = torch.zeros_like(query)
@@ -106,14 +108,15 @@ def batch_invariant_attention(
         for size, *rows in zip(sizes, *(x.split(sizes) for x in tokens), strict=True):
             if size:
                 q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows)  # [1, n or g, size, d]
-                seen = options._replace(causal=mask.causal).seen(size, size, query.device)
-                out = attend(q, k, v, seen[None, None], options)
+                segment_options = options._replace(causal=mask.causal)
+                visible = segment_options.visible_keys(size, size, query.device)
+                out = attend(q, k, v, visible[None, None], options)
                 parts.append(out.squeeze(0).transpose(0, 1))
         length, samples = query.shape[:2]
         return torch.cat(parts).unflatten(0, (samples, length)).transpose(0, 1).flatten(2)
     mask = options.allowed(len(query), len(key), query.device)
     if mask is None:
-        mask = options.seen(len(query), len(key), query.device)[None, None]
+        mask = options.visible_keys(len(query), len(key), query.device)[None, None]
     assert mask.dtype == torch.bool, "a rule refuses relative positions"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     out = attend(query, key, value, mask, options)

@@ -40,10 +40,10 @@ BUILD_LIMIT = 240
 PROGRESS = 30  # seconds between progress lines
 LOCK_LIMIT = 300  # seconds to wait for another process that is building
 LOCK_PATIENCE = 20.0  # seconds until this process prints that it is waiting
-LEFT_AFTER = 3600.0  # seconds after which an unchanged scratch folder counts as abandoned
+ABANDONED_AFTER = 3600.0  # seconds after which an unchanged scratch folder counts as abandoned
 _SCRATCH = "compiling-"
 
-Say = Callable[[str], None]
+LineWriter = Callable[[str], None]
 
 
 class BuildError(Exception):
@@ -68,7 +68,7 @@ class Compiler:
         number = 10 * major + minor
         if number in self.architectures:
             return architecture
-        older = [known for known in self.architectures if known < number]
+        older = [supported for supported in self.architectures if supported < number]
         if not older:
             raise BuildError(f"NVRTC {self.version} cannot compile for {architecture}: update CUDA")
         return f"compute_{max(older)}"
@@ -83,27 +83,29 @@ def find_compiler(release: str = "") -> Compiler:
     Raises:
         BuildError: There is no NVRTC, or it cannot be loaded.
     """
-    found = find_libraries(release)
-    if not found:
+    libraries = find_libraries(release)
+    if not libraries:
         package = "nvidia-cuda-nvrtc-cu12" if release == "12" else "nvidia-cuda-nvrtc"
         raise BuildError(
             "found no NVRTC (libnvrtc.so), which normally comes with PyTorch for CUDA: "
             f"pip install {package}, or set CUDA_HOME to a CUDA toolkit"
         )
     try:
-        said = json.loads(_output(*_command("describe", str(found[0]))))
-        return Compiler(found[0], said["version"], frozenset(said["architectures"]))
+        description = json.loads(_output(*_command("describe", str(libraries[0]))))
+        return Compiler(
+            libraries[0], description["version"], frozenset(description["architectures"])
+        )
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
         text = str(getattr(error, "stderr", "") or error).strip()
         raise BuildError(
-            f"{found[0]} does not work ({text}): reinstall its package, or set CUDA_HOME to a CUDA "
-            "toolkit"
+            f"{libraries[0]} does not work ({text}): reinstall its package, or set CUDA_HOME to a "
+            "CUDA toolkit"
         ) from None
 
 
-def _command(*words: str) -> list[str]:
+def _command(*arguments: str) -> list[str]:
     """Return the command that runs NVRTC in a separate process (`nvrtc.main`)."""
-    return [*module_command("megatron.kernels.nvrtc"), *words]
+    return [*module_command("megatron.kernels.nvrtc"), *arguments]
 
 
 def _output(*command: str) -> str:
@@ -120,7 +122,7 @@ def _capability(architecture: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def looked_up_as(architecture: str) -> str:
+def canonical_architecture(architecture: str) -> str:
     """Return the name that libraries use for "sm_90", "90" or "9.0", which is "sm_90a"."""
     return name_of(*_capability(architecture))
 
@@ -130,13 +132,15 @@ def digest() -> str:
     return sources.digest(FLAGS)
 
 
-def find_built(architecture: str, folder: Path, say: Say, version: str = "*") -> Path | None:
+def find_built(
+    architecture: str, folder: Path, report: LineWriter, version: str = "*"
+) -> Path | None:
     """Return an intact library in `folder` that was built from these sources, or `None`.
 
     Args:
         architecture: The GPU architecture, such as "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
-        say: A function that prints one line about each library that is not used.
+        report: A function that prints one line about each library that is not used.
         version: The version of NVRTC that built the library; "*" accepts any.
     """
     reasons = []
@@ -148,7 +152,7 @@ def find_built(architecture: str, folder: Path, say: Say, version: str = "*") ->
         else:
             return path
     for reason in reasons:
-        say(reason)
+        report(reason)
     return None
 
 
@@ -172,14 +176,21 @@ def _digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-def build(architecture: str, folder: Path, say: Say, say_waiting: Say, release: str = "") -> Path:
+def build(
+    architecture: str,
+    folder: Path,
+    report: LineWriter,
+    report_waiting: LineWriter,
+    release: str = "",
+) -> Path:
     """Find or build the library in `folder`. One process builds it while the others wait.
 
     Args:
         architecture: The name of the GPU architecture, such as "sm_90a".
         folder: The folder in which libraries are cached.
-        say: A function that prints one line.
-        say_waiting: A function that prints one line if another process takes a long time to build.
+        report: A function that prints one line.
+        report_waiting: A function that prints one line if another process takes a long time to
+            build.
         release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
 
     Raises:
@@ -190,59 +201,63 @@ def build(architecture: str, folder: Path, say: Say, say_waiting: Say, release: 
     started = time.time()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / f"{stem}.lock", say_waiting):
-            found = find_built(architecture, folder, say_nothing, compiler.version)
-            if found is not None:
-                return found
+        with _alone(folder / f"{stem}.lock", report_waiting):
+            existing = find_built(architecture, folder, discard_line, compiler.version)
+            if existing is not None:
+                return existing
             failed = folder / f"{stem}.failed"
             if failed.exists() and failed.stat().st_mtime >= started:
                 raise BuildError(failed.read_text(encoding="utf-8"))  # another process just tried
             try:
-                made = _make(compiler, architecture, folder / stem, say)
+                built = _make(compiler, architecture, folder / stem, report)
             except BuildError as error:
                 replace_file(failed, str(error).encode())
                 raise
             failed.unlink(missing_ok=True)
-            return made
+            return built
     except OSError as error:
         raise BuildError(
             f"cannot write to {folder} ({error.strerror}): set MEGATRON_CACHE to another folder"
         ) from None
 
 
-def _make(compiler: Compiler, architecture: str, stem: Path, say: Say) -> Path:
+def _make(compiler: Compiler, architecture: str, stem: Path, report: LineWriter) -> Path:
     """Compile a library and store it as `stem` with its digest appended."""
     count = len(sources.source_files())
-    say(
+    report(
         f"fused kernels: compiling {count} CUDA files for {architecture} with NVRTC "
         f"{compiler.version}; this is done once and takes less than a minute"
     )
     started = time.monotonic()
     # Killed builds may have left files, and another build may be running.
-    for left in stem.parent.glob(f"{_SCRATCH}*"):
+    for abandoned in stem.parent.glob(f"{_SCRATCH}*"):
         with suppress(FileNotFoundError):  # another process may remove it too
-            if time.time() - left.stat().st_mtime > LEFT_AFTER:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - abandoned.stat().st_mtime > ABANDONED_AFTER:
+                shutil.rmtree(abandoned, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=stem.parent, prefix=_SCRATCH) as scratch:
-        kept = keep(compile_sources(compiler, architecture, Path(scratch), say=say), stem)
-    say(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, stored as {kept}")
-    return kept
+        stored = keep(compile_sources(compiler, architecture, Path(scratch), report=report), stem)
+    report(f"fused kernels: compiled in {time.monotonic() - started:.0f} s, stored as {stored}")
+    return stored
 
 
-def keep(made: Path, stem: Path) -> Path:
+def keep(path: Path, stem: Path) -> Path:
     """Rename a library to `stem` with its digest appended, and return its path.
 
     No process ever sees a partial library, even if the machine crashes.
     """
-    with made.open("rb") as file:
-        kept = stem.with_name(f"{stem.name}-{_digest_of(file.read())}.bin")
+    with path.open("rb") as file:
+        stored = stem.with_name(f"{stem.name}-{_digest_of(file.read())}.bin")
         os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())
-    return made.replace(kept)
+    return path.replace(stored)
 
 
 def compile_sources(
-    compiler: Compiler, architecture: str, scratch: Path, *more_flags: str, say: Say | None = None
+    compiler: Compiler,
+    architecture: str,
+    scratch: Path,
+    *extra_flags: str,
+    report: LineWriter | None = None,
 ) -> Path:
     """Compile all sources in parallel and join them.
 
@@ -250,8 +265,8 @@ def compile_sources(
         compiler: The NVRTC.
         architecture: The name of the GPU architecture, such as "sm_90a".
         scratch: The folder for compiled sources and the library.
-        more_flags: Additional flags for NVRTC.
-        say: A function that prints a line every half minute; `None` prints nothing.
+        extra_flags: Additional flags for NVRTC.
+        report: A function that prints a line every half minute; `None` prints nothing.
 
     Returns:
         The path of the library.
@@ -260,47 +275,47 @@ def compile_sources(
         BuildError: NVRTC fails (the message contains its first error) or takes too long.
     """
     target = compiler.target(architecture)
-    made = {source: scratch / f"{source.stem}.bin" for source in sources.source_files()}
+    outputs = {source: scratch / f"{source.stem}.bin" for source in sources.source_files()}
     commands = [
-        _command("compile", str(compiler.path), str(source), target, str(output), *more_flags)
-        for source, output in made.items()
+        _command("compile", str(compiler.path), str(source), target, str(output), *extra_flags)
+        for source, output in outputs.items()
     ]
-    _run(commands, [path.name for path in made.values()], _Clock(say or say_nothing))
-    for path in made.values():
+    _run(commands, [path.name for path in outputs.values()], _Clock(report or discard_line))
+    for path in outputs.values():
         if not path.is_file():
             raise BuildError(f"NVRTC ended without an error but did not produce {path}")
     library = scratch / "library"
-    replace_file(library, join([path.read_bytes() for path in made.values()]))
+    replace_file(library, join([path.read_bytes() for path in outputs.values()]))
     return library
 
 
 def join(compiled: Sequence[bytes]) -> bytes:
     """Return the content of a library, made from the output of `nvrtc.main` for each source."""
     kernels, codes = {}, []
-    for place, content in enumerate(compiled):
+    for index, content in enumerate(compiled):
         names, _, code = content.partition(b"\n")
-        kernels.update({kernel: (place, name) for kernel, name in json.loads(names).items()})
+        kernels.update({kernel: (index, name) for kernel, name in json.loads(names).items()})
         codes.append(code)
-    head = {"sizes": [len(code) for code in codes], "kernels": kernels}
-    return json.dumps(head).encode() + b"\n" + b"".join(codes)
+    header = {"sizes": [len(code) for code in codes], "kernels": kernels}
+    return json.dumps(header).encode() + b"\n" + b"".join(codes)
 
 
 def split(content: bytes) -> tuple[list[bytes], Mapping[str, tuple[int, str]]]:
     """Return the binaries in a library, and each kernel's binary (by index) and compiled name."""
-    head, _, rest = content.partition(b"\n")
-    index = json.loads(head)
+    header, _, binaries = content.partition(b"\n")
+    index = json.loads(header)
     codes, start = [], 0
     for size in index["sizes"]:
-        codes.append(rest[start : start + size])
+        codes.append(binaries[start : start + size])
         start += size
-    return codes, {kernel: (place, name) for kernel, (place, name) in index["kernels"].items()}
+    return codes, {kernel: (binary, name) for kernel, (binary, name) in index["kernels"].items()}
 
 
 class _Clock:
     """The clock of a build, which prints progress and stops a build that hangs."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, report: LineWriter) -> None:
+        self._report = report
         self._started = time.monotonic()
         self._next_line = self._started + PROGRESS
 
@@ -318,22 +333,22 @@ class _Clock:
             )
         if now >= self._next_line:
             self._next_line = now + PROGRESS
-            self._say(
+            self._report(
                 f"fused kernels: still compiling after {seconds:.0f} s, {len(unfinished)} file(s) "
                 f"to go; the run continues without them after {BUILD_LIMIT} s"
             )
 
 
-def _run(commands: Sequence[list[str]], makes: Sequence[str], clock: _Clock) -> list[str]:
+def _run(commands: Sequence[list[str]], outputs_of: Sequence[str], clock: _Clock) -> list[str]:
     """Run commands in parallel, one per core, and return the output of each.
 
     Args:
         commands: The commands.
-        makes: The name of the file that each command creates, for messages.
+        outputs_of: The name of the file that each command creates, for messages.
         clock: The clock that stops them if they take too long.
     """
     waiting, running = list(range(len(commands))), dict[int, subprocess.Popen[str]]()
-    said = [""] * len(commands)
+    logs = [""] * len(commands)
     with ExitStack() as files:
         outputs = [
             files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
@@ -354,13 +369,13 @@ def _run(commands: Sequence[list[str]], makes: Sequence[str], clock: _Clock) -> 
                     )
                 for i in [i for i, process in running.items() if process.poll() is not None]:
                     outputs[i].seek(0)
-                    said[i] = outputs[i].read()
+                    logs[i] = outputs[i].read()
                     if code := running.pop(i).returncode:
-                        lines = said[i].splitlines()
+                        lines = logs[i].splitlines()
                         errors = [line for line in lines if "error" in line.lower()]
                         reason = next(iter(errors + lines), f"exit code {code}")
                         raise BuildError(f"NVRTC failed: {reason.strip()}")
-                clock.check([makes[i] for i in (*running, *waiting)])
+                clock.check([outputs_of[i] for i in (*running, *waiting)])
                 time.sleep(0.02)
         except OSError as error:
             raise BuildError(f"{commands[0][0]} does not run ({error.strerror})") from None
@@ -369,11 +384,11 @@ def _run(commands: Sequence[list[str]], makes: Sequence[str], clock: _Clock) -> 
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return said
+    return logs
 
 
 @contextmanager
-def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
+def _alone(path: Path, report_waiting: LineWriter) -> Iterator[None]:
     """Hold the lock file inside the block.
 
     On a file system without locks, continue without the lock. Files are renamed into place, so
@@ -383,7 +398,7 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
 
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o644), "rb") as file:
-        started, said = time.monotonic(), False
+        started, has_reported = time.monotonic(), False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -392,9 +407,9 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
                 waited = time.monotonic() - started
                 if waited > LOCK_LIMIT:
                     break
-                if waited > LOCK_PATIENCE and not said:
-                    said = True
-                    say_waiting(
+                if waited > LOCK_PATIENCE and not has_reported:
+                    has_reported = True
+                    report_waiting(
                         f"fused kernels: another process is compiling them and holds {path}; "
                         f"this one continues without them after {LOCK_LIMIT} s"
                     )
@@ -404,18 +419,20 @@ def _alone(path: Path, say_waiting: Say) -> Iterator[None]:
         yield
 
 
-def say_nothing(line: str) -> None:
+def discard_line(line: str) -> None:
     """Print nothing. Used instead of `errors.print_to_stderr` when another process prints."""
 
 
 def detect_architectures() -> list[str]:
     """Return the architectures of this machine's GPUs, or an empty list without a driver."""
     try:
-        said = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+        output = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     except (OSError, subprocess.SubprocessError):
         return []
-    found = {name_of(int(a), int(b)) for a, b in re.findall(r"^\s*(\d+)\.(\d+)", said, re.M)}
-    return sorted(found)
+    architectures = {
+        name_of(int(a), int(b)) for a, b in re.findall(r"^\s*(\d+)\.(\d+)", output, re.M)
+    }
+    return sorted(architectures)
 
 
 def name_of(major: int, minor: int) -> str:

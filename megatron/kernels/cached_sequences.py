@@ -37,8 +37,9 @@ class Singles:
         blocks = torch.arange(chunk // self.block_size, device=self.tables.device)
         starts = chunk_starts(self.lengths, chunk)
         # A chunk may be longer than its sequence.
-        found = (starts[:, None] // self.block_size + blocks).clamp(max=self.tables.shape[1] - 1)
-        return Singles(self.tables.gather(1, found), self.lengths - starts, chunk, self.block_size)
+        columns = (starts[:, None] // self.block_size + blocks).clamp(max=self.tables.shape[1] - 1)
+        tables = self.tables.gather(1, columns)
+        return Singles(tables, self.lengths - starts, chunk, self.block_size)
 
 
 def chunk_starts(lengths: Tensor, chunk: int) -> Tensor:
@@ -63,16 +64,18 @@ class Chunks:
     sizes: tuple[int, ...]
     ends: Tensor
     slots: Tensor | None
-    _divided: dict[int, Chunks] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _by_chunk_size: dict[int, Chunks] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def within(self, chunk: int) -> Chunks:
         """Return the chunks of this many tokens that have new tokens, each as a separate sequence.
 
         All layers use the same chunks, which are therefore computed once.
         """
-        if chunk not in self._divided:
-            self._divided[chunk] = self._divide(chunk)
-        return self._divided[chunk]
+        if chunk not in self._by_chunk_size:
+            self._by_chunk_size[chunk] = self._divide(chunk)
+        return self._by_chunk_size[chunk]
 
     def first_tokens(self, before: int) -> Tensor:
         """Return, for every token, the index of its sequence's first new token, int64 [l].
@@ -80,24 +83,24 @@ class Chunks:
         Args:
             before: The number of tokens that precede those of these sequences in the step.
         """
-        new, known = self.ends.long()
+        new_ends, total_ends = self.ends.long()
         total = sum(self.starts) + sum(self.sizes)
-        return (new[:-1] + before).repeat_interleave(known.diff(), output_size=total)
+        return (new_ends[:-1] + before).repeat_interleave(total_ends.diff(), output_size=total)
 
     def _divide(self, chunk: int) -> Chunks:
-        starts, sizes, kept, before = [], [], [], 0
+        starts, sizes, ranges, before = [], [], [], 0
         for start, size in zip(self.starts, self.sizes, strict=True):
             first = start // chunk * chunk
-            kept.append(range(before + first, before + start + size))
-            for at in range(first, start + size, chunk):
-                begin = max(start, at)
-                starts.append(begin - at)
-                sizes.append(min(start + size, at + chunk) - begin)
+            ranges.append(range(before + first, before + start + size))
+            for chunk_start in range(first, start + size, chunk):
+                begin = max(start, chunk_start)
+                starts.append(begin - chunk_start)
+                sizes.append(min(start + size, chunk_start + chunk) - begin)
             before += start + size
         lengths = [*map(add, starts, sizes)]
         ends = torch.tensor([[0, *sizes], [0, *lengths]], dtype=torch.int32).cumsum(1)
         slots = self.slots
         if slots is not None:
-            slots = torch.cat([slots[part.start : part.stop] for part in kept])
+            slots = torch.cat([slots[part.start : part.stop] for part in ranges])
         ends = ends.int().to(self.ends.device)
         return Chunks(tuple(starts), tuple(sizes), ends, slots)

@@ -68,8 +68,8 @@ class _Gradient(NamedTuple):
             return []
         threads = constant("cross_entropy.cu", "kGradientThreads")
         kernel = instance("gradient_kernel", FLOATS[self.dtype])
-        given = (*self[:3], self.size, self.maxima, self.sums, self.upstream)
-        return [KernelLaunch(kernel, (self.rows,), (threads,), given)]
+        parameters = (*self[:3], self.size, self.maxima, self.sums, self.upstream)
+        return [KernelLaunch(kernel, (self.rows,), (threads,), parameters)]
 
 
 STATISTICS = Kernel.of("cross_entropy_statistics", _Statistics)
@@ -141,9 +141,9 @@ def statistics_reference(logits: Tensor, labels: Tensor, *, in_16_bits: bool = F
     for part in _row_chunks(logits):
         differences = logits[part] - shift[part, None]
         sums[part] = differences.exp_().sum(dim=-1, dtype=torch.float32)
-    mine = (labels >= 0) & (labels < logits.shape[1])
-    picked = logits.gather(1, torch.where(mine, labels, 0)[:, None])[:, 0].float()
-    return Statistics(maxima.float(), sums, picked.where(mine, 0.0))
+    is_local = (labels >= 0) & (labels < logits.shape[1])
+    targets = logits.gather(1, torch.where(is_local, labels, 0)[:, None])[:, 0].float()
+    return Statistics(maxima.float(), sums, targets.where(is_local, 0.0))
 
 
 def gradient_reference(
@@ -158,12 +158,12 @@ def gradient_reference(
 ) -> None:
     """Compute `CrossEntropy.gradient` in PyTorch, a few rows at a time."""
     shift = maxima.to(logits.dtype) if in_16_bits else maxima
-    mine = (labels >= 0) & (labels < logits.shape[1])
-    places, at_label = torch.where(mine, labels, 0)[:, None], -(upstream * mine)[:, None]
+    is_local = (labels >= 0) & (labels < logits.shape[1])
+    columns, at_label = torch.where(is_local, labels, 0)[:, None], -(upstream * is_local)[:, None]
     scale = (upstream / sums)[:, None]
     for part in _row_chunks(logits):
         chunk = (logits[part] - shift[part, None]).exp_().mul_(scale[part])
-        chunk.scatter_add_(1, places[part], at_label[part].to(chunk.dtype))
+        chunk.scatter_add_(1, columns[part], at_label[part].to(chunk.dtype))
         out[part] = chunk
 
 

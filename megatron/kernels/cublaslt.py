@@ -31,7 +31,7 @@ _TRANSPOSED = 1
 _TRANSPOSE_A, _EPILOGUE, _BIAS, SCALE_A, SCALE_B = 3, 7, 8, 17, 18  # attributes of an operation
 _WITH_BIAS = 4
 _PREFERRED_WORKSPACE, _PREFERRED_REDUCTION, _PREFERRED_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-_KIND, _CUT, _REDUCTION = 0, 2, 3  # attributes of an algorithm
+_KIND, _SPLIT_K, _REDUCTION = 0, 2, 3  # attributes of an algorithm
 _NO_REDUCTION, _REDUCTION_IN_FP32 = 0, 2
 ALIGNMENT = 16  # alignment of addresses in bytes
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -97,7 +97,7 @@ class CublasLt:
             self._set("cublasLtMatmulDesc", operation, _EPILOGUE, ctypes.c_int32(_WITH_BIAS))
         return Problem(operation, *(self._layout(matrix) for matrix in (right, left, out)))
 
-    def choices(
+    def algorithms(
         self, problem: Problem, gpu: int, count: int, *, workspace: int, whole: bool = False
     ) -> list[Algorithm]:
         """Return algorithms for a product, the one expected to be fastest first.
@@ -110,48 +110,48 @@ class CublasLt:
             whole: Whether to return only algorithms that do not split k into parts.
         """
         preference = self._create("cublasLtMatmulPreferenceCreate")
-        wanted: list[tuple[int, Any]] = [(_PREFERRED_WORKSPACE, ctypes.c_uint64(workspace))]
-        wanted += [(key, ctypes.c_uint32(ALIGNMENT)) for key in _PREFERRED_ALIGNMENTS]
+        preferences: list[tuple[int, Any]] = [(_PREFERRED_WORKSPACE, ctypes.c_uint64(workspace))]
+        preferences += [(key, ctypes.c_uint32(ALIGNMENT)) for key in _PREFERRED_ALIGNMENTS]
         if whole:
-            wanted.append((_PREFERRED_REDUCTION, ctypes.c_uint32(_NO_REDUCTION)))
-        for attribute, value in wanted:
-            self._set("cublasLtMatmulPreference", preference, attribute, value)
-        found, results = ctypes.c_int(), (Algorithm * count)()
+            preferences.append((_PREFERRED_REDUCTION, ctypes.c_uint32(_NO_REDUCTION)))
+        for attribute, setting in preferences:
+            self._set("cublasLtMatmulPreference", preference, attribute, setting)
+        count_found, results = ctypes.c_int(), (Algorithm * count)()
         self._call(
             "cublasLtMatmulAlgoGetHeuristic",
             *(self._handle(gpu), *problem, problem.out),
-            *(preference, count, results, ctypes.byref(found)),
+            *(preference, count, results, ctypes.byref(count_found)),
         )
         self._call("cublasLtMatmulPreferenceDestroy", preference)
-        return [result for result in results[: found.value] if not result.state]
+        return [result for result in results[: count_found.value] if not result.state]
 
     def kind(self, algorithm: Algorithm) -> int:
         """Return the id of the kernel family to which an algorithm belongs."""
         return self._attribute(algorithm, _KIND)
 
-    def cut(self, algorithm: Algorithm) -> int:
+    def split_k(self, algorithm: Algorithm) -> int:
         """Return the number of parts into which an algorithm splits k."""
-        return self._attribute(algorithm, _CUT)
+        return self._attribute(algorithm, _SPLIT_K)
 
-    def with_cut(
-        self, problem: Problem, gpu: int, algorithm: Algorithm, cut: int, *, workspace: int
+    def with_split_k(
+        self, problem: Problem, gpu: int, algorithm: Algorithm, split_k: int, *, workspace: int
     ) -> Algorithm | None:
         """Return a variant of an algorithm that splits k into a different number of parts.
 
         The result is `None` if the algorithm cannot do this, or needs more workspace.
         """
-        changed, checked = Algorithm.from_buffer_copy(algorithm), Algorithm()
-        reduction = _NO_REDUCTION if cut == 1 else _REDUCTION_IN_FP32
-        for attribute, value in ((_CUT, cut), (_REDUCTION, reduction)):
-            self._set("cublasLtMatmulAlgoConfig", ctypes.byref(changed), attribute, value)
-        results = (ctypes.byref(changed), ctypes.byref(checked))
+        variant, checked = Algorithm.from_buffer_copy(algorithm), Algorithm()
+        reduction = _NO_REDUCTION if split_k == 1 else _REDUCTION_IN_FP32
+        for attribute, value in ((_SPLIT_K, split_k), (_REDUCTION, reduction)):
+            self._set("cublasLtMatmulAlgoConfig", ctypes.byref(variant), attribute, value)
+        results = (ctypes.byref(variant), ctypes.byref(checked))
         status = self._library.cublasLtMatmulAlgoCheck(
             self._handle(gpu), *problem, problem.out, *results
         )
         if status or checked.workspace > workspace:
             return None
-        changed.workspace = checked.workspace
-        return changed
+        variant.workspace = checked.workspace
+        return variant
 
     def set_pointer(self, problem: Problem, attribute: int, tensor: Tensor) -> None:
         """Set an attribute of the operation to the address of a tensor, such as a scale."""
@@ -173,16 +173,16 @@ class CublasLt:
         gpu = out.get_device()
         if bias is not None:
             self.set_pointer(problem, _BIAS, bias)
-        needed, here, room = algorithm.workspace, out.data_ptr(), 0
-        if needed:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=out.device)
-            room = workspace.data_ptr()
+        workspace_bytes, out_pointer, workspace_pointer = algorithm.workspace, out.data_ptr(), 0
+        if workspace_bytes:
+            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=out.device)
+            workspace_pointer = workspace.data_ptr()
         self._call(
             "cublasLtMatmul",
             *(self._handle(gpu), problem.operation),
             *(_ONE, right.data_ptr(), problem.right, left.data_ptr(), problem.left),
-            *(_ONE if accumulate else _ZERO, here, problem.out, here, problem.out),
-            *(ctypes.byref(algorithm), room, needed, stream_handle(gpu)),
+            *(_ONE if accumulate else _ZERO, out_pointer, problem.out, out_pointer, problem.out),
+            *(ctypes.byref(algorithm), workspace_pointer, workspace_bytes, stream_handle(gpu)),
         )
 
     def _handle(self, gpu: int) -> ctypes.c_void_p:
@@ -196,14 +196,14 @@ class CublasLt:
         return self._create("cublasLtMatrixLayoutCreate", _TYPES[matrix.dtype], *sizes)
 
     def _create(self, function: str, *arguments: Any) -> ctypes.c_void_p:
-        made = ctypes.c_void_p()
-        self._call(function, ctypes.byref(made), *arguments)
-        return made
+        handle = ctypes.c_void_p()
+        self._call(function, ctypes.byref(handle), *arguments)
+        return handle
 
-    def _set(self, kind: str, thing: Any, attribute: int, value: Any) -> None:
+    def _set(self, kind: str, target: Any, attribute: int, value: Any) -> None:
         value = ctypes.c_int32(value) if isinstance(value, int) else value
         size = ctypes.c_size_t(ctypes.sizeof(value))
-        self._call(f"{kind}SetAttribute", thing, attribute, ctypes.byref(value), size)
+        self._call(f"{kind}SetAttribute", target, attribute, ctypes.byref(value), size)
 
     def _attribute(self, algorithm: Algorithm, attribute: int) -> int:
         value, written = ctypes.c_int32(), ctypes.c_size_t()

@@ -66,20 +66,20 @@ def chunked_delta_rule(
     )
     decayed = decay.cumsum(-1)  # log decay since the chunk began, the token's own included
     between = decayed.unsqueeze(-1) - decayed.unsqueeze(-2)  # from a token [j] to a later one [i]
-    seen = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
+    visible = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
     from_start, to_end = decayed.exp(), (decayed[..., -1:] - decayed).exp()
     if documents is not None:
         document = _in_chunks(documents, size)[:, None, None]  # [b, 1, 1, chunks, tokens]
         last = document[..., -1:]
         before = torch.cat((document[..., :1, :1], last[..., :-1, :]), dim=-2)
-        seen = seen & (document.unsqueeze(-1) == document.unsqueeze(-2))
+        visible = visible & (document.unsqueeze(-1) == document.unsqueeze(-2))
         from_start = from_start * (document == before)  # the tokens that the state reaches
         to_end = to_end * (document == last)  # the tokens whose updates reach the next chunk
-    weights = between.masked_fill(~seen, -torch.inf).exp()
+    weights = between.masked_fill(~visible, -torch.inf).exp()
     system = rate.unsqueeze(-1) * weights * (key @ key.mT)  # only its lower triangle is read
-    known = torch.cat((values, from_start.unsqueeze(-1) * key), dim=-1) * rate.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    updates, erased = solved.split((value.shape[3], key.shape[-1]), dim=-1)
+    targets = torch.cat((values, from_start.unsqueeze(-1) * key), dim=-1) * rate.unsqueeze(-1)
+    solution = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+    updates, erased = solution.split((value.shape[3], key.shape[-1]), dim=-1)
     attended = weights * (query @ key.mT)
     reading, writing = from_start.unsqueeze(-1) * query, (to_end.unsqueeze(-1) * key).mT
     if state is None:
@@ -89,8 +89,8 @@ def chunked_delta_rule(
     for index in range(values.shape[3]):
         update = updates[:, :, :, index] - erased[:, :, :, index] @ state
         outputs.append(reading[:, :, :, index] @ state + attended[:, :, :, index] @ update)
-        kept = from_start[:, :, :, index, -1, None, None]
-        state = kept * state + writing[:, :, :, index] @ update
+        remaining = from_start[:, :, :, index, -1, None, None]
+        state = remaining * state + writing[:, :, :, index] @ update
     output = torch.stack(outputs, dim=3).flatten(3, 4)[:, :, :, :length]  # [b, m, r, s, d]
     return output.flatten(1, 2).permute(2, 0, 1, 3).to(value.dtype), state.flatten(1, 2)
 

@@ -19,7 +19,7 @@ from megatron.kernels.plans import KernelLaunch, Number, PlanError, Pointer
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # By default, a block gets 48 KiB, including its static part (at most 16 KiB here).
-_UNASKED_SHARED = 32 * 1024
+_DEFAULT_SHARED = 32 * 1024
 
 
 class DriverError(RuntimeError):
@@ -72,7 +72,7 @@ class Driver:
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[tuple[int, int], int] = {}
         # Without this lock, the smaller of two threads' sizes could win.
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         for name in ("cuLibraryLoadData", "cuLibraryGetKernel"):
             getattr(loaded, name).restype = ctypes.c_int
         self.call("cuInit", 0)
@@ -103,8 +103,8 @@ class Driver:
                 CUDA.
         """
         library = ctypes.c_void_p()
-        nothing = (None, None, 0) * 2
-        self.call("cuLibraryLoadData", ctypes.byref(library), code, *nothing)
+        no_options = (None, None, 0) * 2
+        self.call("cuLibraryLoadData", ctypes.byref(library), code, *no_options)
         return library
 
     def find(self, library: ctypes.c_void_p, name: str) -> int:
@@ -130,15 +130,15 @@ class Driver:
             self._contexts[gpu] = context
         self.call("cuCtxSetCurrent", context)
 
-    def ask_for_shared(self, kernel: int, gpu: int, count: int) -> None:
+    def allow_shared_memory(self, kernel: int, gpu: int, count: int) -> None:
         """Allow a kernel's blocks to use this many bytes of dynamic shared memory.
 
         Raises:
             DriverError: The GPU has less.
         """
-        if count <= _UNASKED_SHARED:
+        if count <= _DEFAULT_SHARED:
             return
-        with self._asking:
+        with self._lock:
             if count > self._shared.get((kernel, gpu), 0):
                 handle = ctypes.c_void_p(kernel)
                 self.call("cuKernelSetAttribute", _MAX_DYNAMIC_SHARED, count, handle, gpu)
@@ -155,14 +155,14 @@ class PreparedLaunches:
         picks: For each packed value, its index among the call's values and an offset; `None` if the
             values are packed unchanged.
         calls: The arguments of the driver's launch function, for each launch.
-        kept: The objects to which these arguments point.
+        keep_alive: The objects to which these arguments point.
     """
 
     packer: struct.Struct
     values: ctypes.Array[ctypes.c_char]
     picks: Sequence[tuple[int, int]] | None
     calls: Sequence[tuple[Any, ...]]
-    kept: Sequence[Any]
+    keep_alive: Sequence[Any]
 
     def write(self, values: Sequence[Any]) -> None:
         """Write a call's tensors and numbers into the memory that the launches read."""
@@ -190,7 +190,7 @@ def prepare(
     launches: Sequence[KernelLaunch],
     handles: Sequence[int],
     letters: Sequence[str],
-    places: Sequence[int],
+    indices: Sequence[int],
     target: LaunchTarget,
 ) -> PreparedLaunches:
     """Prepare a plan's launches, so that calls only have to write values and launch.
@@ -199,7 +199,7 @@ def prepare(
         launches: The launches that a plan has returned.
         handles: The handle of each launch's kernel.
         letters: The letters of each kernel's parameters (`sources.parameters`).
-        places: The indices, among an operation's arguments, of the values that calls will provide.
+        indices: The indices, among an operation's arguments, of the values that calls will provide.
         target: The GPU and stream on which the plan will run.
 
     Raises:
@@ -207,7 +207,7 @@ def prepare(
     """
     slots: dict[tuple[int, int, str], int] = {}
     constants: list[bytes] = []
-    wanted: list[list[int]] = []  # per launch: slots, or constants as negative numbers
+    parameter_slots: list[list[int]] = []  # per launch: slots, or constants as negative numbers
     for launch, kinds in zip(launches, letters, strict=True):
         if len(kinds) != len(launch.parameters):
             raise PlanError(f"{launch.kernel} takes {len(kinds)} parameters")
@@ -217,24 +217,24 @@ def prepare(
                 if isinstance(parameter, Pointer) != (letter == "P"):
                     raise PlanError(f"{launch.kernel}: {parameter} for a parameter {letter!r}")
                 offset = parameter.offset if isinstance(parameter, Pointer) else 0
-                slot = (places.index(parameter.place), offset, letter)
+                slot = (indices.index(parameter.index), offset, letter)
                 row.append(slots.setdefault(slot, len(slots)))
             else:
                 constants.append(_constant(launch.kernel, letter, parameter))
                 row.append(-len(constants))
-        wanted.append(row)
+        parameter_slots.append(row)
     packer = struct.Struct("=" + "".join({"P": "Q", "f": "f4x"}.get(s[2], s[2]) for s in slots))
     # The values and then the constants, in one allocation. With expert parallelism the number of
     # rows changes in every pass, and with an allocation for each constant, preparing took twice as
     # long.
     values = ctypes.create_string_buffer(bytes(packer.size) + b"".join(constants))
     start = ctypes.addressof(values)
-    after = start + packer.size
-    kept: list[Any] = []
+    constants_start = start + packer.size
+    keep_alive: list[Any] = []
     calls = []
-    for launch, handle, row in zip(launches, handles, wanted, strict=True):
+    for launch, handle, row in zip(launches, handles, parameter_slots, strict=True):
         parameters = (ctypes.c_void_p * len(row))(
-            *(start + 8 * i if i >= 0 else after + 8 * (-i - 1) for i in row)
+            *(start + 8 * i if i >= 0 else constants_start + 8 * (-i - 1) for i in row)
         )
         early = launch.early and target.overlaps
         config = LaunchConfig(
@@ -245,11 +245,11 @@ def prepare(
             attributes=ctypes.addressof(_EARLY_ATTRIBUTE) if early else None,
             attribute_count=int(early),
         )
-        kept += (parameters, config)
+        keep_alive += (parameters, config)
         calls.append((ctypes.addressof(config), handle, ctypes.addressof(parameters), None))
-    picks = [(place, offset) for place, offset, _ in slots]
-    straight = picks == [(i, 0) for i in range(len(places))]
-    return PreparedLaunches(packer, values, None if straight else picks, calls, kept)
+    picks = [(index, offset) for index, offset, _ in slots]
+    is_identity = picks == [(i, 0) for i in range(len(indices))]
+    return PreparedLaunches(packer, values, None if is_identity else picks, calls, keep_alive)
 
 
 def _constant(kernel: str, letter: str, value: int | float | None) -> bytes:

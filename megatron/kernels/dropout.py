@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.device import Device
-from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operator, takes
+from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operator, supports
 from megatron.kernels.plans import (
     KernelLaunch,
     Pointer,
@@ -46,9 +46,9 @@ class _BiasDropoutAddForward(NamedTuple):
         shape = column_shape(
             self.rows, self.columns // GROUP, constant("dropout.cu", "kRowsAtOnce")
         )
-        given = (*self[:8], 65536 / (65536 - self.drop))
+        parameters = (*self[:8], 65536 / (65536 - self.drop))
         kernel = instance("bias_dropout_add_forward_kernel", stream, weights)
-        return [KernelLaunch(kernel, shape.grid, (shape.threads,), given)]
+        return [KernelLaunch(kernel, shape.grid, (shape.threads,), parameters)]
 
 
 class _BiasDropoutAddBackward(NamedTuple):
@@ -134,8 +134,8 @@ def fused_bias_dropout_add(
     """
     drop = round(probability * 65536)
     fits = (
-        takes(x, bias)
-        and takes(residual)
+        supports(x, bias)
+        and supports(residual)
         and residual.dtype in (x.dtype, torch.float32)
         and residual.shape == x.shape
         and x.shape[-1] % GROUP == 0
@@ -223,8 +223,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (seed,) = ctx.saved_tensors
-    about = (ctx.drop, ctx.dtype, ctx.has_bias)
-    grad_x, grad_bias = bias_dropout_add_backward(ctx.library, grad, seed, *about)
+    settings = (ctx.drop, ctx.dtype, ctx.has_bias)
+    grad_x, grad_bias = bias_dropout_add_backward(ctx.library, grad, seed, *settings)
     return None, grad_x, grad_bias if ctx.has_bias else None, grad, None, None
 
 

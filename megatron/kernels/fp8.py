@@ -87,7 +87,7 @@ class _Cast(NamedTuple):
     y: Pointer  # [size] in fp8
     amax: Pointer
     inverse: Pointer  # the factor that restores x
-    found: Pointer | None  # initially zero; raised to the largest magnitude of x
+    running_amax: Pointer | None  # initially zero; raised to the largest magnitude of x
     size: int
     dtype: int
     fp8: int
@@ -96,14 +96,16 @@ class _Cast(NamedTuple):
         """Return the kernel launches."""
         if self.size == 0:
             return []
-        kernel = instance("cast_kernel", FLOATS[self.dtype], self.fp8, self.found is not None)
+        kernel = instance(
+            "cast_kernel", FLOATS[self.dtype], self.fp8, self.running_amax is not None
+        )
         grid = (divide_up(self.size, 8 * constant("fp8.cu", "kCastInFlight") * _THREADS),)
         return [
             KernelLaunch(
                 kernel,
                 grid,
                 (_THREADS,),
-                (self.x, self.y, self.size, self.amax, self.inverse, self.found),
+                (self.x, self.y, self.size, self.amax, self.inverse, self.running_amax),
                 early=True,
             )
         ]
@@ -125,9 +127,9 @@ class _CastRows(NamedTuple):
         if self.rows == 0:
             return []
         vectors, name = divide_up(self.columns, 8), FLOATS[self.dtype]
-        held = 8 if SIZES[name] == 2 else 3  # kRowVectors in fp8.cu
-        most = constant("fp8.cu", "kMostRowThreads") // WARP
-        warps = min(divide_up(vectors, WARP * held), most)
+        vectors_per_thread = 8 if SIZES[name] == 2 else 3  # kRowVectors in fp8.cu
+        max_warps = constant("fp8.cu", "kMostRowThreads") // WARP
+        warps = min(divide_up(vectors, WARP * vectors_per_thread), max_warps)
         turns = divide_up(vectors, warps * WARP)  # then use as few warps as possible
         block = (divide_up(vectors, turns * WARP) * WARP, _ROWS_OF_WARPS if warps == 1 else 1)
         kernel = instance("cast_rows_kernel", name, self.fp8)
@@ -160,7 +162,7 @@ class _CastTranspose(NamedTuple):
     amax_columns: Pointer | None
     inverse: Pointer
     inverse_columns: Pointer | None
-    found: Pointer | None  # with one scale: initially zero; raised to the largest magnitude of x
+    running_amax: Pointer | None  # with one scale; initially zero; raised to the amax of x
     matrices: int
     rows: int
     columns: int
@@ -175,10 +177,10 @@ class _CastTranspose(NamedTuple):
         scales = (self.amax, self.amax_columns, self.inverse, self.inverse_columns)
         return [
             KernelLaunch(
-                instance("cast_transpose_kernel", name, self.fp8, self.found is not None),
+                instance("cast_transpose_kernel", name, self.fp8, self.running_amax is not None),
                 (*_tiles(self.rows, self.columns), self.matrices),
                 (_THREADS,),
-                (*self[:3], self.rows, self.columns, *scales, self.found),
+                (*self[:3], self.rows, self.columns, *scales, self.running_amax),
                 shared=constant("fp8_transpose.cu", "kTile") ** 2 * SIZES[name],
                 early=True,
             )
@@ -238,9 +240,9 @@ class Fp8(NamedTuple):
 
 def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
     """Return the `Fp8.inverse` of casts with one scale, for each of `amaxes`: fp32 [n]."""
-    held = amaxes.clamp(min=SMALLEST)
+    clamped = amaxes.clamp(min=SMALLEST)
     # A GPU divides by a Python number by multiplying with its inverse, which would round twice.
-    return held / torch.full_like(held, torch.finfo(fp8).max)
+    return clamped / torch.full_like(clamped, torch.finfo(fp8).max)
 
 
 def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) -> Fp8Casts:
@@ -258,7 +260,7 @@ class Fp8Casts:
 
     Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2.
 
-    If the scale comes from a different tensor, callers pass `found`, fp32 []. It becomes the
+    If the scale comes from a different tensor, callers pass `running_amax`, fp32 []. It becomes the
     maximum of its old value and the largest magnitude of x, where nan counts as the largest. Values
     of x that are not finite then become nan, because clamping would turn inf into a finite number.
     """
@@ -273,31 +275,31 @@ class Fp8Casts:
         amax: Tensor,
         fp8: torch.dtype,
         *,
-        found: Tensor | None = None,
+        running_amax: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Fp8:
         """Cast x with one scale, for any m. The values are written to `into` [m, k] if given."""
         values = torch.empty_like(x, dtype=fp8) if into is None else into
-        return Fp8(values, self._cast(x, amax, values, found))
+        return Fp8(values, self._cast(x, amax, values, running_amax))
 
-    def _cast(self, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None) -> Tensor:
+    def _cast(self, x: Tensor, amax: Tensor, values: Tensor, running_amax: Tensor | None) -> Tensor:
         """Write x to `values` in 8 bits and return the inverse scale."""
         largest = torch.finfo(values.dtype).max
-        held = amax.float().clamp(min=SMALLEST)
+        clamped = amax.float().clamp(min=SMALLEST)
         # Dividing a Python number by a tensor would round twice.
-        factor = torch.full_like(held, largest) / held
+        factor = torch.full_like(clamped, largest) / clamped
         scaled = (x.float() * factor).clamp(-largest, largest)
-        if found is not None:
-            found.copy_(torch.maximum(found, self.amax(x)))
+        if running_amax is not None:
+            running_amax.copy_(torch.maximum(running_amax, self.amax(x)))
             scaled = scaled.masked_fill(~x.isfinite(), math.nan)
         values.copy_(scaled)
-        return held / largest
+        return clamped / largest
 
     def cast_transpose(
-        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, running_amax: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
         """Cast x and its transpose [k, m] with the same scale."""
-        whole = self.cast(x, amax, fp8, found=found)
+        whole = self.cast(x, amax, fp8, running_amax=running_amax)
         return whole, self.transpose(whole)
 
     def forget(self) -> None:
@@ -336,18 +338,20 @@ class KernelCasts(Fp8Casts):
         fp8_amax(self.library, x, result)
         return result
 
-    def _cast(self, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None) -> Tensor:
+    def _cast(self, x: Tensor, amax: Tensor, values: Tensor, running_amax: Tensor | None) -> Tensor:
         _check(x)
-        inverse: Tensor = fp8_cast(self.library, x, amax, values, found)
+        inverse: Tensor = fp8_cast(self.library, x, amax, values, running_amax)
         return inverse
 
     def cast_transpose(
-        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, found: Tensor | None = None
+        self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, running_amax: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
         """Cast x and its transpose with one scale."""
         _check(x, rows=True)
-        values, turned, inverse, _ = fp8_cast_transpose(self.library, x, amax, None, fp8, found)
-        return Fp8(values, inverse), Fp8(turned, inverse)
+        values, transposed, inverse, _ = fp8_cast_transpose(
+            self.library, x, amax, None, fp8, running_amax
+        )
+        return Fp8(values, inverse), Fp8(transposed, inverse)
 
     def transpose(self, matrix: Fp8) -> Fp8:
         """Return the transpose of a matrix with one scale."""
@@ -365,10 +369,10 @@ class KernelCasts(Fp8Casts):
         shapes = (*x.shape[:-1], 1), (*x.shape[:-2], x.shape[-1], 1)
         of_rows, of_columns = (self._zeros(x, math.prod(shape)).view(shape) for shape in shapes)
         fp8_amax_both(self.library, x, of_rows, of_columns)
-        values, turned, inverse, inverse_turned = fp8_cast_transpose(
+        values, transposed, inverse, inverse_transposed = fp8_cast_transpose(
             self.library, x, of_rows, of_columns, fp8, None
         )
-        return Fp8(values, inverse), Fp8(turned, inverse_turned)
+        return Fp8(values, inverse), Fp8(transposed, inverse_transposed)
 
     def _zeros(self, x: Tensor, size: int | None = None) -> Tensor:
         """Return fp32 zeros, [] or [size], in which a kernel will store the largest magnitudes."""
@@ -404,14 +408,14 @@ def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns
     library.launch(AMAX_BOTH, x, of_rows, of_columns, *_sizes(x), DTYPE_CODES[x.dtype])
 
 
-@operator("values", "found")
+@operator("values", "running_amax")
 def fp8_cast(
-    library: KernelLibrary, x: Tensor, amax: Tensor, values: Tensor, found: Tensor | None
+    library: KernelLibrary, x: Tensor, amax: Tensor, values: Tensor, running_amax: Tensor | None
 ) -> Tensor:
     """Write x to `values` in 8 bits and return the inverse scale."""
     inverse = torch.empty_like(amax)
     codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[values.dtype])
-    library.launch(CAST, x, values, amax, inverse, found, *codes)
+    library.launch(CAST, x, values, amax, inverse, running_amax, *codes)
     return inverse
 
 
@@ -425,31 +429,33 @@ def fp8_cast_rows(library: KernelLibrary, x: Tensor, fp8: torch.dtype) -> tuple[
     return values, inverse
 
 
-@operator("found")
+@operator("running_amax")
 def fp8_cast_transpose(
     library: KernelLibrary,
     x: Tensor,
     amax: Tensor,
     amax_columns: Tensor | None,
     fp8: torch.dtype,
-    found: Tensor | None,
+    running_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return x and its transpose in 8 bits, and their inverse scales.
 
     Without `amax_columns`, the first scale applies to both, and the second is `None`.
     """
-    values, turned = torch.empty_like(x, dtype=fp8), x.new_empty(x.mT.shape, dtype=fp8)
+    values, transposed = torch.empty_like(x, dtype=fp8), x.new_empty(x.mT.shape, dtype=fp8)
     inverse = torch.empty_like(amax)
-    inverse_turned = None if amax_columns is None else torch.empty_like(amax_columns)
-    scales = (inverse, inverse if inverse_turned is None else inverse_turned)
+    inverse_transposed = None if amax_columns is None else torch.empty_like(amax_columns)
+    scales = (inverse, inverse if inverse_transposed is None else inverse_transposed)
     codes = (*_sizes(x), DTYPE_CODES[x.dtype], FP8_CODES[fp8])
-    library.launch(CAST_TRANSPOSE, x, values, turned, amax, amax_columns, *scales, found, *codes)
-    return values, turned, inverse, inverse_turned
+    library.launch(
+        CAST_TRANSPOSE, x, values, transposed, amax, amax_columns, *scales, running_amax, *codes
+    )
+    return values, transposed, inverse, inverse_transposed
 
 
 @operator()
 def fp8_transpose(library: KernelLibrary, matrix: Tensor) -> Tensor:
     """Return the transpose of an 8-bit matrix."""
-    turned = matrix.new_empty(matrix.shape[::-1])
-    library.launch(TRANSPOSE, matrix, turned, *matrix.shape)
-    return turned
+    transposed = matrix.new_empty(matrix.shape[::-1])
+    library.launch(TRANSPOSE, matrix, transposed, *matrix.shape)
+    return transposed

@@ -122,11 +122,11 @@ class LibraryProduct(Fp8Product):
         with Device(into.device).as_current():
             if key not in self._plans:
                 problem = library.problem(*matrices)
-                found = library.choices(problem, gpu, 1, workspace=_WORKSPACE_BYTES)
-                if not found:
+                algorithms = library.algorithms(problem, gpu, 1, workspace=_WORKSPACE_BYTES)
+                if not algorithms:
                     shape = list(left.values.shape)
                     raise CublasLtError(f"cuBLASLt has no algorithm to multiply {shape}")
-                self._plans[key] = problem, found[0]
+                self._plans[key] = problem, algorithms[0]
             problem, algorithm = self._plans[key]
             library.set_pointer(problem, SCALE_A, right.inverse)
             library.set_pointer(problem, SCALE_B, left.inverse)

@@ -21,12 +21,12 @@ from megatron.kernels.library import (
     Kernel,
     KernelLibrary,
     operator,
-    takes,
+    supports,
 )
 from megatron.kernels.plans import WARP, KernelLaunch, Pointer, divide_up, vector_size
 from megatron.kernels.sources import FLOATS, constant, instance
 
-Factors = tuple[Tensor, ...]
+WeightOperand = tuple[Tensor, ...]
 
 
 def _threads_of(columns: int, name: str) -> int:
@@ -39,7 +39,7 @@ class _CombineRows(NamedTuple):
     """The sum of each token's rows, multiplied by weights."""
 
     rows: Pointer  # [n, columns]
-    place: Pointer  # int64 [tokens, chosen]
+    row_of_choice: Pointer  # int64 [tokens, chosen]
     weights: Pointer | None  # fp32 [tokens, chosen]
     out: Pointer  # [tokens, columns], of the type of rows
     tokens: int
@@ -67,7 +67,7 @@ class _CombineRowsBackward(NamedTuple):
     grad: Pointer
     rows: Pointer  # [row_count, columns], like rows_grad
     order: Pointer  # int64 [row_count]
-    place: Pointer  # int64 [tokens, chosen]
+    row_of_choice: Pointer  # int64 [tokens, chosen]
     weights: Pointer  # fp32 [tokens, chosen]
     rows_grad: Pointer
     weights_grad: Pointer  # like weights; written only where a choice has a row
@@ -80,8 +80,10 @@ class _CombineRowsBackward(NamedTuple):
         """Return the kernel launches."""
         name = FLOATS[self.dtype]
         kernel = instance("combine_rows_backward_kernel", name)
-        given = (*self[:7], self.chosen, self.columns)
-        return [KernelLaunch(kernel, (self.row_count,), (_threads_of(self.columns, name),), given)]
+        parameters = (*self[:7], self.chosen, self.columns)
+        return [
+            KernelLaunch(kernel, (self.row_count,), (_threads_of(self.columns, name),), parameters)
+        ]
 
 
 class _TakeGradient(NamedTuple):
@@ -112,12 +114,12 @@ class Grouping(NamedTuple):
     Attributes:
         order: The choice that belongs to each row, int64 [n]. Choice c belongs to token c // k.
             Choices without an expert come last, if they have rows.
-        place: The row of each choice, int64 [T, k]; -1 for a choice without an expert.
+        row_of_choice: The row of each choice, int64 [T, k]; -1 for a choice without an expert.
         ends: The end of each expert's rows, int32 [experts].
     """
 
     order: Tensor
-    place: Tensor
+    row_of_choice: Tensor
     ends: Tensor
 
     @classmethod
@@ -132,12 +134,12 @@ class Grouping(NamedTuple):
         dtype = torch.int16 if experts < 2**15 else torch.int64
         keys = torch.where(choices >= 0, choices, experts).flatten().to(dtype)
         keys, order = keys.sort(stable=True)
-        numbers = torch.arange(len(order), device=order.device)
-        place = torch.empty_like(order).scatter_(0, order, numbers).view_as(choices)
-        place = place.masked_fill_(choices < 0, -1)
-        every = torch.arange(experts, device=order.device, dtype=dtype)
-        ends = torch.searchsorted(keys, every, right=True)
-        return cls(order, place, ends.int())
+        rows = torch.arange(len(order), device=order.device)
+        row_of_choice = torch.empty_like(order).scatter_(0, order, rows).view_as(choices)
+        row_of_choice = row_of_choice.masked_fill_(choices < 0, -1)
+        all_experts = torch.arange(experts, device=order.device, dtype=dtype)
+        ends = torch.searchsorted(keys, all_experts, right=True)
+        return cls(order, row_of_choice, ends.int())
 
     def first(self, rows: int) -> Grouping:
         """Return this grouping without the rows of choices that have no expert.
@@ -150,7 +152,7 @@ class Grouping(NamedTuple):
     @property
     def tokens(self) -> Tensor:
         """The token of each row, int64 [n]."""
-        return self.order // self.place.shape[1]
+        return self.order // self.row_of_choice.shape[1]
 
     def expert_of_row(self) -> Tensor:
         """Return each row's expert, int64 [n]. For rows without one it is the number of experts."""
@@ -160,12 +162,12 @@ class Grouping(NamedTuple):
     def per_choice(self, rows: Tensor) -> Tensor:
         """Return the row of each choice, [n, h] -> [T, k, h]; 0 for choices without an expert."""
         if not len(rows):
-            return rows.new_zeros(*self.place.shape, rows.shape[1])
-        absent = (self.place < 0).unsqueeze(-1)
-        return rows[self.place.clamp(min=0)].masked_fill(absent, 0)
+            return rows.new_zeros(*self.row_of_choice.shape, rows.shape[1])
+        absent = (self.row_of_choice < 0).unsqueeze(-1)
+        return rows[self.row_of_choice.clamp(min=0)].masked_fill(absent, 0)
 
 
-def spread(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
+def permute(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
     """Copy tokens to the rows of their experts: [T, h] -> [n, h].
 
     Args:
@@ -174,12 +176,12 @@ def spread(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None) 
         library: Compiled kernels, for the sum in the backward pass; `None` means PyTorch's
             operations.
     """
-    rows: Tensor = _Spread.apply(x, Spreading(grouping, library))
+    rows: Tensor = _Permute.apply(x, Permutation(grouping, library))
     return rows
 
 
-class Spreading(NamedTuple):
-    """The map of `spread`, and its gradient, for callers with their own backward pass.
+class Permutation(NamedTuple):
+    """The map of `permute`, and its gradient, for callers with their own backward pass.
 
     Attributes:
         grouping: The rows of the tokens.
@@ -198,25 +200,25 @@ class Spreading(NamedTuple):
         return _sums(grad, self.grouping, self.library)
 
 
-def unite(rows: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
-    """Add up each token's rows, [n, h] -> [T, h], as the counterpart of `spread`.
+def unpermute(rows: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
+    """Add up each token's rows, [n, h] -> [T, h], as the counterpart of `permute`.
 
     Args:
         rows: The rows, in the order of the grouping.
         grouping: The rows of the tokens.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
-    result: Tensor = _Unite.apply(rows, grouping, library)
+    result: Tensor = _Unpermute.apply(rows, grouping, library)
     return result
 
 
 def _sums(rows: Tensor, grouping: Grouping, library: KernelLibrary | None) -> Tensor:
     if library is not None and _fits(rows):
-        return combine_rows(library, rows.contiguous(), grouping.place, None)
+        return combine_rows(library, rows.contiguous(), grouping.row_of_choice, None)
     return grouping.per_choice(rows).sum(1)
 
 
-class _Unite(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, grouping: Grouping, library: KernelLibrary | None
@@ -229,18 +231,18 @@ class _Unite(torch.autograd.Function):
         return grad.index_select(0, ctx.grouping.tokens), None, None
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spreading: Spreading) -> Tensor:
-        ctx.spreading = spreading
-        return spreading.forward(x)
+    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return permutation.forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.spreading.backward(grad), None
+        return ctx.permutation.backward(grad), None
 
 
-def collect(
+def combine(
     rows: Tensor, weights: Tensor, grouping: Grouping, library: KernelLibrary | None = None
 ) -> Tensor:
     """Return the weighted sum of each token's rows: [n, h] -> [T, h] in the rows' type.
@@ -251,11 +253,11 @@ def collect(
         grouping: The rows of the tokens.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
-    result: Tensor = _Collect.apply(rows, weights, grouping, library)
+    result: Tensor = _Combine.apply(rows, weights, grouping, library)
     return result
 
 
-class _Collect(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor, grouping: Grouping, library: KernelLibrary | None
@@ -264,9 +266,9 @@ class _Collect(torch.autograd.Function):
         ctx.save_for_backward(rows, weights)
         ctx.grouping = grouping
         if ctx.library is not None:
-            return combine_rows(ctx.library, rows.contiguous(), grouping.place, weights)
-        each = grouping.per_choice(rows).float()  # [T, k, h]
-        return torch.einsum("tk,tkh->th", weights, each).to(rows.dtype)
+            return combine_rows(ctx.library, rows.contiguous(), grouping.row_of_choice, weights)
+        choice_rows = grouping.per_choice(rows).float()  # [T, k, h]
+        return torch.einsum("tk,tkh->th", weights, choice_rows).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -274,40 +276,45 @@ class _Collect(torch.autograd.Function):
         grouping: Grouping = ctx.grouping
         if ctx.library is not None:
             rows_grad, weights_grad = combine_rows_backward(
-                ctx.library, grad.contiguous(), rows, grouping.order, grouping.place, weights
+                ctx.library,
+                grad.contiguous(),
+                rows,
+                grouping.order,
+                grouping.row_of_choice,
+                weights,
             )
             return rows_grad, weights_grad, None, None
-        each = grouping.per_choice(rows).float()
-        weights_grad = torch.einsum("th,tkh->tk", grad.float(), each)
-        kept = torch.where(grouping.place >= 0, weights, 0).flatten()[grouping.order]
-        rows_grad = grad[grouping.tokens].float() * kept.unsqueeze(-1)
+        choice_rows = grouping.per_choice(rows).float()
+        weights_grad = torch.einsum("th,tkh->tk", grad.float(), choice_rows)
+        row_weights = torch.where(grouping.row_of_choice >= 0, weights, 0).flatten()[grouping.order]
+        rows_grad = grad[grouping.tokens].float() * row_weights.unsqueeze(-1)
         return rows_grad.to(rows.dtype), weights_grad, None, None
 
 
 def _fits(rows: Tensor) -> bool:
     """Return whether kernels support these rows."""
-    return takes(rows) and rows.shape[1] * rows.element_size() % VECTOR_BYTES == 0
+    return supports(rows) and rows.shape[1] * rows.element_size() % VECTOR_BYTES == 0
 
 
 @operator()
 def combine_rows(
-    library: KernelLibrary, rows: Tensor, place: Tensor, weights: Tensor | None
+    library: KernelLibrary, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None
 ) -> Tensor:
     """Add up each token's rows with one kernel, in fp32 and in the order of the choices.
 
     Args:
         library: Compiled kernels.
         rows: The rows [n, h], contiguous.
-        place: The row of each choice, int64 [T, k]; -1 for none.
+        row_of_choice: The row of each choice, int64 [T, k]; -1 for none.
         weights: The weight of each choice, fp32 [T, k]; `None` means 1.
 
     Returns:
         The sums [T, h] in the rows' type.
     """
-    tokens, chosen = place.shape
+    tokens, chosen = row_of_choice.shape
     out = rows.new_empty(tokens, rows.shape[1])
     sizes = (tokens, chosen, rows.shape[1], DTYPE_CODES[rows.dtype])
-    library.launch(COMBINE_ROWS, rows, place.contiguous(), weights, out, *sizes)
+    library.launch(COMBINE_ROWS, rows, row_of_choice.contiguous(), weights, out, *sizes)
     return out
 
 
@@ -317,7 +324,7 @@ def combine_rows_backward(
     grad: Tensor,
     rows: Tensor,
     order: Tensor,
-    place: Tensor,
+    row_of_choice: Tensor,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `combine_rows`' rows and weights.
@@ -327,7 +334,7 @@ def combine_rows_backward(
         grad: Gradient of the sums, [T, h], contiguous.
         rows: The rows [n, h] of `combine_rows`.
         order: The choice of each row, int64 [n].
-        place: The row of each choice, int64 [T, k]; -1 for none.
+        row_of_choice: The row of each choice, int64 [T, k]; -1 for none.
         weights: The weights of `combine_rows`.
 
     Returns:
@@ -336,8 +343,16 @@ def combine_rows_backward(
     rows_grad, weights_grad = torch.empty_like(rows), torch.zeros_like(weights)
     library.launch(
         COMBINE_ROWS_BACKWARD,
-        *(grad, rows, order, place.contiguous(), weights.contiguous(), rows_grad, weights_grad),
-        *(len(order), place.shape[1], rows.shape[1], DTYPE_CODES[rows.dtype]),
+        *(
+            grad,
+            rows,
+            order,
+            row_of_choice.contiguous(),
+            weights.contiguous(),
+            rows_grad,
+            weights_grad,
+        ),
+        *(len(order), row_of_choice.shape[1], rows.shape[1], DTYPE_CODES[rows.dtype]),
     )
     return rows_grad, weights_grad
 
@@ -349,16 +364,16 @@ class GroupedProduct:
     without an expert are arbitrary.
     """
 
-    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
+    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, WeightOperand]:
         """Return the outputs [n, out] and the weights in the form that the backward pass uses.
 
         This waits for the device.
         """
-        return _one_by_one(rows, weight.mT, ends), (weight,)
+        return _product_per_expert(rows, weight.mT, ends), (weight,)
 
-    def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: WeightOperand, ends: Tensor) -> Tensor:
         """Return the rows' gradient from the outputs' gradient. This waits for the device."""
-        return _one_by_one(grad, weight[0], ends)
+        return _product_per_expert(grad, weight[0], ends)
 
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
@@ -369,7 +384,7 @@ class GroupedProduct:
         """
         if not accumulate:
             into.zero_()
-        for expert, span in _occupied(ends):
+        for expert, span in _non_empty(ends):
             into[expert].add_(grad[span].t() @ rows[span])
 
     def forget(self) -> None:
@@ -387,11 +402,11 @@ class LibraryGroupedProduct(GroupedProduct):
         """Store the kernels."""
         self._library = library
 
-    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
+    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, WeightOperand]:
         """Return the outputs and the weights."""
         return torch._grouped_mm(rows, weight.mT, offs=ends), (weight,)
 
-    def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: WeightOperand, ends: Tensor) -> Tensor:
         """Return the rows' gradient, given the outputs' gradient."""
         return torch._grouped_mm(grad, weight[0], offs=ends)
 
@@ -428,14 +443,14 @@ class Fp8GroupedProduct(GroupedProduct):
         self._in_16_bits = in_16_bits
         self._weight: tuple[Fp8, Fp8] | None = None
 
-    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Factors]:
+    def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, WeightOperand]:
         """Return the outputs and the transposed weights in 8 bits."""
         if self._weight is None:
             self._weight = self._casts.cast_transpose_rows(weight, E4M3)
         by_out, by_in = self._weight
         return self._multiply(rows, by_out, ends), by_in
 
-    def input_gradient(self, grad: Tensor, weight: Factors, ends: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: WeightOperand, ends: Tensor) -> Tensor:
         """Return the rows' gradient, given the outputs' gradient."""
         return self._multiply(grad, Fp8(*weight), ends)
 
@@ -449,22 +464,22 @@ class Fp8GroupedProduct(GroupedProduct):
         """Discard the weights in 8 bits."""
         self._weight = None
 
-    def _multiply(self, rows: Tensor, factors: Fp8, ends: Tensor) -> Tensor:
+    def _multiply(self, rows: Tensor, weights: Fp8, ends: Tensor) -> Tensor:
         """Multiply each expert's rows by the transpose of its matrix: [n, a] -> [n, b].
 
-        `factors` holds the matrices, [experts, b, a].
+        `weights` holds the matrices, [experts, b, a].
         """
         left = self._casts.cast_rows(rows, E4M3)
         if not Device(rows.device).is_gpu:
-            factor = factors.dequantized().mT
-            return _one_by_one(left.dequantized(), factor, ends).to(rows.dtype)
+            matrices = weights.dequantized().mT
+            return _product_per_expert(left.dequantized(), matrices, ends).to(rows.dtype)
         if not len(rows):
-            return rows.new_empty(0, factors.values.shape[1])
+            return rows.new_empty(0, weights.values.shape[1])
         return torch._scaled_grouped_mm(
             left.values,
-            factors.values.mT,
+            weights.values.mT,
             left.inverse.squeeze(-1),
-            factors.inverse.squeeze(-1),
+            weights.inverse.squeeze(-1),
             offs=ends,
             out_dtype=rows.dtype,
             use_fast_accum=True,
@@ -505,7 +520,7 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
     library.launch(TAKE_GRADIENT, value, into, *sizes)
 
 
-def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
+def _non_empty(ends: Tensor) -> list[tuple[int, slice]]:
     """Return each expert that has rows, with the slice of its rows. This waits for the device.
 
     When text is generated for one request, a token uses only a few experts, such as 8 of 128, and
@@ -516,9 +531,9 @@ def _occupied(ends: Tensor) -> list[tuple[int, slice]]:
     return [(expert, slice(start, stop)) for expert, (start, stop) in spans if start < stop]
 
 
-def _one_by_one(x: Tensor, factors: Tensor, ends: Tensor) -> Tensor:
+def _product_per_expert(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply expert rows [n, a] by their matrices [experts, a, b]. This waits for the device."""
-    out = x.new_zeros(len(x), factors.shape[2])
-    for expert, rows in _occupied(ends):
-        torch.mm(x[rows], factors[expert], out=out[rows])
+    out = x.new_zeros(len(x), matrices.shape[2])
+    for expert, rows in _non_empty(ends):
+        torch.mm(x[rows], matrices[expert], out=out[rows])
     return out

@@ -32,10 +32,10 @@ from megatron.kernels.build import (
     PREBUILT,
     BuildError,
     build,
+    discard_line,
     find_built,
     name_of,
     read_built,
-    say_nothing,
     split,
 )
 from megatron.kernels.driver import Driver, DriverError, LaunchTarget, PreparedLaunches, prepare
@@ -46,7 +46,7 @@ OLDEST_CAPABILITY = (8, 0)  # the first with bf16 and asynchronous copies
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in common.cuh
 VECTOR_BYTES = 16  # the size of a kernel's reads and writes
 
-MOST_PLANS = 4096  # per thread; every new size adds one
+MAX_PLANS = 4096  # per thread; every new size adds one
 EARLY_CAPABILITY = (9, 0)  # the first with programmatic dependent launch
 
 Argument = Tensor | int | float | None
@@ -80,10 +80,10 @@ class Kernel:
             arguments: A named tuple. Its fields have types in `KINDS`, optionally with `None`, and
                 its `plan` returns the launches.
         """
-        types = [get_args(each) or (each,) for each in get_type_hints(arguments).values()]
-        kinds = "".join(KINDS[each] for options in types for each in options if each in KINDS)
+        types = [get_args(hint) or (hint,) for hint in get_type_hints(arguments).values()]
+        kinds = "".join(KINDS[hint] for union in types for hint in union if hint in KINDS)
         assert len(kinds) == len(types), f"{name}: {types}"
-        return cls(name, kinds, lambda *given: arguments(*given).plan())
+        return cls(name, kinds, lambda *values: arguments(*values).plan())
 
 
 class _Thread(threading.local):
@@ -126,7 +126,7 @@ class KernelLibrary:
         """
         self._driver.make_current(gpu)
         for name in self._kernels:
-            self._find(name)
+            self._handle_of(name)
 
     def launch(self, kernel: Kernel, *arguments: Argument) -> None:
         """Run a kernel on PyTorch's current stream for the first tensor's device.
@@ -163,7 +163,7 @@ class KernelLibrary:
         prepared = plans.get(key)
         if prepared is None:
             prepared = self._prepare(kernel, arguments, tensor, stream)
-            if len(plans) >= MOST_PLANS:
+            if len(plans) >= MAX_PLANS:
                 plans.clear()
             plans[key] = prepared
         prepared.write(values)
@@ -177,37 +177,39 @@ class KernelLibrary:
         self, kernel: Kernel, arguments: Sequence[Argument], tensor: Tensor, stream: int
     ) -> PreparedLaunches:
         """Call a kernel's plan and prepare its launches."""
-        seen: list[Pointer | Number | int | None] = []
-        for place, (kind, value) in enumerate(zip(kernel.kinds, arguments, strict=True)):
+        plan_arguments: list[Pointer | Number | int | None] = []
+        for index, (kind, value) in enumerate(zip(kernel.kinds, arguments, strict=True)):
             if kind == "i":
                 if not isinstance(value, int):
                     raise KernelError(f"{kernel.name} takes an integer, not {type(value).__name__}")
-                seen.append(value)
+                plan_arguments.append(value)
             elif kind == "d":
-                seen.append(Number(place))
+                plan_arguments.append(Number(index))
             else:
-                seen.append(None if value is None else Pointer(place))
-        places = [place for place, x in enumerate(seen) if isinstance(x, Pointer | Number)]
+                plan_arguments.append(None if value is None else Pointer(index))
+        indices = [
+            index for index, x in enumerate(plan_arguments) if isinstance(x, Pointer | Number)
+        ]
         device = Device(tensor.device)
         overlaps = device.is_gpu and device.capability >= EARLY_CAPABILITY
         target = LaunchTarget(tensor.get_device(), stream, overlaps)
         try:
-            launches = kernel.plan(*seen)
-            handles = [self._find(launch.kernel) for launch in launches]
+            launches = kernel.plan(*plan_arguments)
+            handles = [self._handle_of(launch.kernel) for launch in launches]
             for launch, handle in zip(launches, handles, strict=True):
-                self._driver.ask_for_shared(handle, target.gpu, launch.shared)
+                self._driver.allow_shared_memory(handle, target.gpu, launch.shared)
             letters = [parameters()[launch.kernel.partition("<")[0]] for launch in launches]
-            return prepare(launches, handles, letters, places, target)
+            return prepare(launches, handles, letters, indices, target)
         except (PlanError, DriverError) as error:
             raise KernelError(f"{kernel.name}: {error}") from None
 
-    def _find(self, name: str) -> int:
+    def _handle_of(self, name: str) -> int:
         handle = self._handles.get(name)
         if handle is None:
             if name not in self._kernels:
                 raise PlanError(f"{name} is not among the compiled kernels")
-            place, compiled = self._kernels[name]
-            handle = self._handles[name] = self._driver.find(self._loaded[place], compiled)
+            binary, compiled = self._kernels[name]
+            handle = self._handles[name] = self._driver.find(self._loaded[binary], compiled)
         return handle
 
 
@@ -283,17 +285,17 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in _REAL_TYPES
 
 
-def takes(x: Tensor, *others: Tensor | None) -> bool:
+def supports(x: Tensor, *more: Tensor | None) -> bool:
     """Return whether kernels support these tensors: not empty, aligned, of one supported type."""
     return (
         x.dtype in DTYPE_CODES
         and x.numel() > 0
-        and all(y is None or y.dtype == x.dtype for y in others)
-        and aligned(x, *others)
+        and all(y is None or y.dtype == x.dtype for y in more)
+        and aligned(x, *more)
     )
 
 
-def aligned(x: Tensor, *others: Tensor | None) -> bool:
+def aligned(x: Tensor, *more: Tensor | None) -> bool:
     """Return whether 16-byte accesses may start at each tensor's first element.
 
     Traced tensors have no address. They count as aligned, because an `Operator` copies unaligned
@@ -302,7 +304,7 @@ def aligned(x: Tensor, *others: Tensor | None) -> bool:
     if is_traced(x):
         return True
     return not (x.data_ptr() % VECTOR_BYTES) and all(
-        y is None or not y.data_ptr() % VECTOR_BYTES for y in others
+        y is None or not y.data_ptr() % VECTOR_BYTES for y in more
     )
 
 
@@ -410,12 +412,12 @@ def _schema(function: Callable[..., Any], changes: Sequence[str]) -> str:
     """Return a function's schema, "name(str library, Tensor x, Tensor(b!) out, ...) -> ..."."""
     types = dict(function.__annotations__)  # as text; `inspect.signature` takes 1 ms for all
     count = types.pop("return").count("Tensor")
-    needed = list(types.items())[1 : len(types) - len(function.__defaults__ or ())]
+    required = list(types.items())[1 : len(types) - len(function.__defaults__ or ())]
     arguments = ["str library"]
-    for place, (name, annotation) in enumerate(needed):
+    for index, (name, annotation) in enumerate(required):
         kind = _SCHEMA_TYPES.get(annotation, annotation)
         if name in changes:
-            kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + place)}!)")
+            kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + index)}!)")
         arguments.append(f"{kind} {name}")
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
     return f"{function.__name__}({', '.join(arguments)}) -> {results}"
@@ -447,15 +449,15 @@ def find_library(device: torch.device) -> LibraryChoice:
     raises an error. Without a library, PyTorch's slower operations are used, and on a GPU a printed
     line says why.
     """
-    ours = Device(device)
-    if not ours.is_gpu:
-        return LibraryChoice(None, f"no kernels for {ours.type}")
-    if ours.capability < OLDEST_CAPABILITY:
-        reason = f"{ours.name} is older than compute capability 8.0"
+    gpu_device = Device(device)
+    if not gpu_device.is_gpu:
+        return LibraryChoice(None, f"no kernels for {gpu_device.type}")
+    if gpu_device.capability < OLDEST_CAPABILITY:
+        reason = f"{gpu_device.name} is older than compute capability 8.0"
     else:
-        architecture = name_of(*ours.capability)
+        architecture = name_of(*gpu_device.capability)
         try:
-            return LibraryChoice(_load(find_or_build(architecture), ours), architecture)
+            return LibraryChoice(_load(find_or_build(architecture), gpu_device), architecture)
         except (BuildError, OSError) as error:  # OSError: the file system has failed
             reason = str(error)
     if local_rank() == 0:
@@ -487,8 +489,8 @@ def find_or_build(architecture: str) -> Path:
     Raises:
         BuildError: There is no file, and it cannot be compiled.
     """
-    say = print_to_stderr if local_rank() == 0 else say_nothing
-    installed = find_built(architecture, PREBUILT, say)
+    report = print_to_stderr if local_rank() == 0 else discard_line
+    installed = find_built(architecture, PREBUILT, report)
     if installed is not None:
         return installed
     try:
@@ -500,6 +502,6 @@ def find_or_build(architecture: str) -> Path:
             f"{error.filename} cannot hold compiled kernels ({error.strerror}): set MEGATRON_CACHE "
             "to another folder"
         ) from None
-    return find_built(architecture, folder, say) or build(
-        architecture, folder, print_to_stderr, say, cuda_release()
+    return find_built(architecture, folder, report) or build(
+        architecture, folder, print_to_stderr, report, cuda_release()
     )

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.amax import NO_HANDOVERS, Handover, Handovers, zero_for
+from megatron.kernels.amax import NO_FUSED_AMAXES, FusedAmax, FusedAmaxes, zero_for
 from megatron.kernels.library import (
     DTYPE_CODES,
     VECTOR_BYTES,
     Kernel,
     KernelLibrary,
     operator,
-    takes,
+    supports,
 )
 from megatron.kernels.plans import (
     SIZES,
@@ -133,7 +133,7 @@ ADD_NORM_FORWARD = Kernel.of("add_norm_forward", _AddNormForward)
 ADD_NORM_BACKWARD = Kernel.of("add_norm_backward", _AddNormBackward)
 
 
-# (residual, delta, weight, bias, epsilon, handovers) -> (sum, normalized sum), as in `add_norm`
+# (residual, delta, weight, bias, epsilon, fused_amaxes) -> (sum, normalized sum), as in `add_norm`
 AddNorm = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -171,7 +171,7 @@ def add_norm(
     weight: Tensor,
     bias: Tensor | None,
     epsilon: float,
-    handovers: Handovers = NO_HANDOVERS,
+    fused_amaxes: FusedAmaxes = NO_FUSED_AMAXES,
 ) -> tuple[Tensor, Tensor]:
     """Add to the residual stream and normalize the sum with PyTorch's operations.
 
@@ -181,7 +181,7 @@ def add_norm(
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
-        handovers: The handovers for the amaxes of the normalized sum and of delta's gradient. Only
+        fused_amaxes: Where to store the amaxes of the normalized sum and of delta's gradient. Only
             the kernel measures these amaxes.
 
     Returns:
@@ -198,7 +198,7 @@ def fused_add_norm(
     weight: Tensor,
     bias: Tensor | None,
     epsilon: float,
-    handovers: Handovers = NO_HANDOVERS,
+    fused_amaxes: FusedAmaxes = NO_FUSED_AMAXES,
 ) -> tuple[Tensor, Tensor]:
     """Add and normalize with one kernel, with the arguments of `add_norm`.
 
@@ -208,15 +208,15 @@ def fused_add_norm(
     """
     hidden, dtype = weight.numel(), weight.dtype
     fits = (
-        takes(weight, delta, bias)
-        and takes(residual)
+        supports(weight, delta, bias)
+        and supports(residual)
         and residual.dtype in (dtype, torch.float32)
         and hidden % (VECTOR_BYTES // dtype.itemsize) == 0
         and hidden <= LONGEST_ROW[dtype.itemsize]
     )
     if not fits:
         return add_norm(residual, delta, weight, bias, epsilon)
-    total, normal, *_ = _apply(library, residual, delta, weight, bias, epsilon, handovers)
+    total, normal, *_ = _apply(library, residual, delta, weight, bias, epsilon, fused_amaxes)
     # When traced without a delta, the operator returns no sum, because results may not be
     # arguments.
     return total if total.numel() else residual, normal
@@ -230,7 +230,7 @@ def add_norm_forward(
     weight: Tensor,
     bias: Tensor | None,
     epsilon: float,
-    handovers: Handovers = NO_HANDOVERS,
+    fused_amaxes: FusedAmaxes = NO_FUSED_AMAXES,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Add and normalize with one kernel.
 
@@ -241,7 +241,7 @@ def add_norm_forward(
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
-        handovers: The handovers for the amaxes of the normalized sum and, in the backward pass, of
+        fused_amaxes: Where to store the amaxes of the normalized sum and, in the backward pass, of
             delta's gradient.
 
     Returns:
@@ -260,7 +260,7 @@ def add_norm_forward(
         ADD_NORM_FORWARD,
         *(residual, delta, weight, bias, total, normal),
         *(None if bias is None else moments[1], moments),
-        zero_for(normal, handovers.forward),
+        zero_for(normal, fused_amaxes.forward),
         *(rows, hidden, DTYPE_CODES[residual.dtype], DTYPE_CODES[weight.dtype], epsilon),
     )
     return total, normal, moments
@@ -275,7 +275,7 @@ def add_norm_backward(
     weight: Tensor,
     moments: Tensor,
     round_for_delta: bool,
-    handover: Handover | None = None,
+    fused_amax: FusedAmax | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Compute the gradients of `add_norm`'s arguments deterministically.
 
@@ -287,7 +287,7 @@ def add_norm_backward(
         weight: The weight [h].
         moments: The moments that `add_norm_forward` returned.
         round_for_delta: Whether to also return the sum's gradient in the weight's type.
-        handover: The handover for the amax of the sum's gradient in the weight's type.
+        fused_amax: Where to store the amax of the sum's gradient in the weight's type.
 
     Returns:
         The gradients of the sum in its own type, of the sum in the weight's type (`None` unless
@@ -308,7 +308,7 @@ def add_norm_backward(
         *(total, grad_normal, grad_total, weight),
         *(None if kinds == 1 else moments[1], moments),
         *(grad, grad_delta, grad_weight, grad_bias, partials),
-        zero_for(grad if grad_delta is None else grad_delta, handover),
+        zero_for(grad if grad_delta is None else grad_delta, fused_amax),
         *(blocks, device.block_memory, rows, hidden),
         *(DTYPE_CODES[total.dtype], DTYPE_CODES[weight.dtype]),
     )
@@ -316,9 +316,9 @@ def add_norm_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.library, residual, delta, weight, bias, _, *handovers = inputs
+    ctx.library, residual, delta, weight, bias, _, *fused_amaxes = inputs
     total, _, moments = output
-    ctx.handover = handovers[0].backward if handovers else None
+    ctx.fused_amax = fused_amaxes[0].backward if fused_amaxes else None
     ctx.added, ctx.has_bias = delta is not None, bias is not None
     ctx.save_for_backward(total if ctx.added else residual, weight, moments)
     ctx.set_materialize_grads(False)
@@ -335,7 +335,7 @@ def _differentiate(
     grad, grad_delta, grad_weight, grad_bias = add_norm_backward(
         ctx.library,
         *(grad_normal, grad_total, total, weight, moments, rounds),
-        handover=ctx.handover if ctx.added else None,
+        fused_amax=ctx.fused_amax if ctx.added else None,
     )
     for_delta = (grad_delta if rounds else grad) if ctx.added else None
     return None, grad, for_delta, grad_weight, grad_bias if ctx.has_bias else None, None, None

@@ -47,13 +47,13 @@ def find_libraries(release: str = "") -> list[Path]:
     ]
     packages.sort(key=lambda path: (_release(path) == release, _release(path)), reverse=True)
     home = cuda_home()
-    asked = _in_toolkit(home) if home else []
-    return [*asked, *packages, *_in_toolkit(Path("/usr/local/cuda"))]
+    in_cuda_home = _in_toolkit(home) if home else []
+    return [*in_cuda_home, *packages, *_in_toolkit(Path("/usr/local/cuda"))]
 
 
 def _release(path: Path) -> str:
-    found = re.search(r"\.so\.(\d+)", path.name)
-    return found[1] if found else ""
+    match = re.search(r"\.so\.(\d+)", path.name)
+    return match[1] if match else ""
 
 
 def _in_toolkit(home: Path) -> list[Path]:
@@ -86,9 +86,9 @@ class Nvrtc:
         """Return the architectures for which it can compile: 80, 90, ..."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
-        found = (ctypes.c_int * count.value)()
-        self._call("nvrtcGetSupportedArchs", found)
-        return list(found)
+        architectures = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", architectures)
+        return list(architectures)
 
     def compile(
         self, source: Path, architecture: str, flags: Sequence[str]
@@ -114,19 +114,19 @@ class Nvrtc:
         names = [name.encode() for name in instances()[source.stem]]
         for name in names:
             self._call("nvrtcAddNameExpression", program, name)
-        words = [*FLAGS, *flags, f"--gpu-architecture={architecture}", f"-I{source.parent}"]
-        options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
-        result = self._loaded.nvrtcCompileProgram(program, len(words), options)
-        said = self._bytes("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
+        arguments = [*FLAGS, *flags, f"--gpu-architecture={architecture}", f"-I{source.parent}"]
+        options = (ctypes.c_char_p * len(arguments))(*(word.encode() for word in arguments))
+        result = self._loaded.nvrtcCompileProgram(program, len(arguments), options)
+        log = self._bytes("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
         if result:
-            raise CompileError(said or self._error(result))
+            raise CompileError(log or self._error(result))
         lowered = {}
         for name in names:
             pointer = ctypes.c_char_p()
             self._call("nvrtcGetLoweredName", program, name, ctypes.byref(pointer))
             lowered[name.decode()] = (pointer.value or b"").decode()
         kind = "CUBIN" if architecture.startswith("sm_") else "PTX"
-        return lowered, self._bytes(f"nvrtcGet{kind}", program), said
+        return lowered, self._bytes(f"nvrtcGet{kind}", program), log
 
     def _bytes(self, function: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()
@@ -149,19 +149,19 @@ def main() -> int:
 
     `compile` writes a line of JSON with the kernels' names in the compiled code, and then the code.
     """
-    command, library, *words = sys.argv[1:]
+    command, library, *arguments = sys.argv[1:]
     try:
         nvrtc = Nvrtc(library)
         if command == "describe":
-            known = {"version": nvrtc.version(), "architectures": nvrtc.architectures()}
-            print(json.dumps(known))
+            description = {"version": nvrtc.version(), "architectures": nvrtc.architectures()}
+            print(json.dumps(description))
             return 0
-        source, architecture, output, *flags = words
-        names, code, said = nvrtc.compile(Path(source), architecture, flags)
+        source, architecture, output, *flags = arguments
+        names, code, log = nvrtc.compile(Path(source), architecture, flags)
     except (CompileError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(said, file=sys.stderr)
+    print(log, file=sys.stderr)
     replace_file(Path(output), json.dumps(names).encode() + b"\n" + code)
     return 0
 

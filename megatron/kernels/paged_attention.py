@@ -27,7 +27,7 @@ from megatron.kernels.attention import (
     AttentionFunction,
     AttentionOptions,
     add_slopes,
-    flash_misfit,
+    flash_problem,
     fused_attention,
     gpu_attention,
     leave_to_sinks,
@@ -89,14 +89,14 @@ class _PagedAttention(NamedTuple):
             shared = warps * min(self.per_group, heads) * self.head_size * 4
         sizes = (*self[9:14], self.window)  # from groups to block_size
         grid = (self.parts, self.groups * divide_up(self.per_group, heads), self.rows)
-        given = (*self[:8], *sizes, self.scale, self.softcap)  # tensors first
-        launches = [KernelLaunch(kernel, grid, (threads,), given, shared=shared)]
+        parameters = (*self[:8], *sizes, self.scale, self.softcap)  # tensors first
+        launches = [KernelLaunch(kernel, grid, (threads,), parameters, shared=shared)]
         if self.parts > 1:
             join = instance("join_parts_kernel", name)
             heads_and_rows = (self.groups * self.per_group, self.rows)
             tensors = (self.partial, self.lengths, self.out, self.sinks)
-            joined = (*tensors, self.head_size, self.parts, self.window)
-            launches.append(KernelLaunch(join, heads_and_rows, (self.head_size,), joined))
+            join_parameters = (*tensors, self.head_size, self.parts, self.window)
+            launches.append(KernelLaunch(join, heads_and_rows, (self.head_size,), join_parameters))
         return launches
 
 
@@ -136,15 +136,15 @@ class _LatentAttention(NamedTuple):
         shared = products * columns * padded * 2 + PART // 16 * products * 256 + PART * 8
         grid = (self.parts, divide_up(self.heads, products * columns), self.rows)
         sizes = (*self[8:13], self.window)  # from heads to block_size
-        given = (*self[:7], *sizes, self.scale, self.softcap)  # tensors first
-        launches = [KernelLaunch(kernel, grid, (warps * WARP,), given, shared=shared)]
+        parameters = (*self[:7], *sizes, self.scale, self.softcap)  # tensors first
+        launches = [KernelLaunch(kernel, grid, (warps * WARP,), parameters, shared=shared)]
         if self.parts > 1:
             threads = min(self.rank, _JOIN_THREADS)
             grid = (self.heads, self.rows, divide_up(self.rank, threads))
             tensors = (self.partial, self.lengths, self.out, self.sinks)
-            joined = (*tensors, self.rank, self.parts, self.window)
+            join_parameters = (*tensors, self.rank, self.parts, self.window)
             join = instance("join_parts_kernel", name)
-            launches.append(KernelLaunch(join, grid, (threads,), joined))
+            launches.append(KernelLaunch(join, grid, (threads,), join_parameters))
         return launches
 
 
@@ -164,8 +164,8 @@ class _AppendToCache(NamedTuple):
         threads = min(
             divide_up(self.width, WARP) * WARP, constant("append_to_cache.cu", "kThreads")
         )
-        given = (self.key, self.value, self.keys, self.values, self.slots, self.width)
-        return [KernelLaunch("append_to_cache_kernel", (self.tokens,), (threads,), given)]
+        parameters = (self.key, self.value, self.keys, self.values, self.slots, self.width)
+        return [KernelLaunch("append_to_cache_kernel", (self.tokens,), (threads,), parameters)]
 
 
 PAGED_ATTENTION = Kernel.of("paged_attention", _PagedAttention)
@@ -257,14 +257,14 @@ def choose_paged_attention(
             reason = "--attention-chunk-size: no kernel divides blocks of the cache"
         return PagedAttention(reason)
     if latent is not None:
-        most = constant("latent_attention.cu", "kMostRank")
+        max_rank = constant("latent_attention.cu", "kMostRank")
         fits = dtype.itemsize == 2 and latent.width % 8 == latent.rank % 8 == 0
-        if dtype not in DTYPE_CODES or not fits or latent.rank > most:
+        if dtype not in DTYPE_CODES or not fits or latent.rank > max_rank:
             sizes = f"{latent.rank} and {latent.width - latent.rank} channels"
             return PagedAttention(f"no fused kernel for latent vectors of {sizes} in {dtype}")
         return FusedPaged(library)
-    vectors, rest = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
-    if rest or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
+    vectors, remainder = divmod(head_size * dtype.itemsize, VECTOR_BYTES)
+    if remainder or vectors > LARGEST_VECTORS or dtype not in DTYPE_CODES:
         return PagedAttention(f"no fused kernel for heads of {head_size} in {dtype}")
     return FusedPaged(library)
 
@@ -304,17 +304,17 @@ class PagedAttention:
             The results [u, n, d], which are undefined for sequences without tokens.
         """
         # The heads of a group are passed as positions, which share keys, so that no key is copied.
-        key, value, seen = self._collected(keys, values, singles, options)
+        key, value, visible = self._gathered(keys, values, singles, options)
         by_group = query.unflatten(1, (keys.shape[1], -1))
         if options.slopes is not None:
-            places = torch.arange(key.shape[2], device=key.device)
-            distances = (places + 1 - singles.lengths[:, None])[:, None]  # [u, 1, l]
-            seen = add_slopes(seen, options.slopes, distances, query.dtype)  # [u, n, 1, l]
-            seen = seen.view(*by_group.shape[:3], -1)
+            positions = torch.arange(key.shape[2], device=key.device)
+            distances = (positions + 1 - singles.lengths[:, None])[:, None]  # [u, 1, l]
+            visible = add_slopes(visible, options.slopes, distances, query.dtype)  # [u, n, 1, l]
+            visible = visible.view(*by_group.shape[:3], -1)
         if options.softcap is not None or options.sinks is not None:
-            return _with_scores(by_group, key, value, seen, options).flatten(1, 2)
+            return _with_scores(by_group, key, value, visible, options).flatten(1, 2)
         out = F.scaled_dot_product_attention(
-            by_group, key, value, attn_mask=seen, scale=options.scale
+            by_group, key, value, attn_mask=visible, scale=options.scale
         )
         return out.flatten(1, 2)
 
@@ -342,7 +342,7 @@ class PagedAttention:
         mixed = self.singles(heads.absorbed(query), vectors, values, singles, options)
         return heads.values(mixed)
 
-    def _collected(
+    def _gathered(
         self, keys: Tensor, values: Tensor, singles: Singles, options: AttentionOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sequences' keys and values [u, g, l, d] and their visibility [u, 1, 1, l].
@@ -353,16 +353,16 @@ class PagedAttention:
         starts = torch.zeros_like(lengths)
         if options.chunk is not None:
             starts, longest = chunk_starts(lengths, options.chunk), min(longest, options.chunk)
-        places = torch.arange(longest, device=keys.device)
+        offsets = torch.arange(longest, device=keys.device)
         # A chunk may be longer than its sequence.
-        at = (starts + places).clamp(max=singles.tables.shape[1] * size - 1)  # [u, l]
-        slots = singles.tables.gather(1, at // size).long() * size + at % size
+        positions = (starts + offsets).clamp(max=singles.tables.shape[1] * size - 1)  # [u, l]
+        slots = singles.tables.gather(1, positions // size).long() * size + positions % size
         key, value = (x[slots].transpose(1, 2) for x in (keys, values))  # [u, g, l, d]
         lengths = lengths - starts
-        seen = places < lengths
+        visible = offsets < lengths
         if options.window is not None:
-            seen &= places >= lengths - 1 - options.window
-        return key, value, seen[:, None, None]
+            visible &= offsets >= lengths - 1 - options.window
+        return key, value, visible[:, None, None]
 
     def chunks(
         self,
@@ -412,8 +412,8 @@ class BatchInvariantPaged(PagedAttention):
         options: AttentionOptions,
     ) -> Tensor:
         """Attend with one query per sequence."""
-        key, value, seen = self._collected(keys, values, singles, options)
-        return attend(query.unsqueeze(2), key, value, seen, options).squeeze(2)
+        key, value, visible = self._gathered(keys, values, singles, options)
+        return attend(query.unsqueeze(2), key, value, visible, options).squeeze(2)
 
     def latent_singles(
         self,
@@ -424,15 +424,15 @@ class BatchInvariantPaged(PagedAttention):
         options: AttentionOptions,
     ) -> Tensor:
         """Attend with one query per sequence, computing keys and values as training does."""
-        latent, _, seen = self._collected(vectors, vectors[..., :0], singles, options)
+        latent, _, visible = self._gathered(vectors, vectors[..., :0], singles, options)
         sequences, _, length, _ = latent.shape
-        numbers = torch.arange(sequences, device=latent.device)
-        tokens = partial(numbers.repeat_interleave, length)
+        indices = torch.arange(sequences, device=latent.device)
+        tokens = partial(indices.repeat_interleave, length)
         key, value = (
             x.unflatten(0, (sequences, length)).transpose(1, 2)
             for x in heads.expanded(latent.flatten(0, 2), tokens)
         )
-        return attend(query.unsqueeze(2), key, value, seen, options).squeeze(2)
+        return attend(query.unsqueeze(2), key, value, visible, options).squeeze(2)
 
     def chunks(
         self,
@@ -450,11 +450,11 @@ class BatchInvariantPaged(PagedAttention):
             key, value = (x[chunks.slots] for x in cache)  # [l, g, d]
         lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
         parts = []
-        each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
-        for rows in each:
+        splits = query.split(chunks.sizes), key.split(lengths), value.split(lengths)
+        for rows in zip(*splits, strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows)  # [1, n or g, tokens, d]
-            seen = options.seen(q.shape[2], k.shape[2], query.device)
-            out = attend(q, k, v, seen[None, None], options)
+            visible = options.visible_keys(q.shape[2], k.shape[2], query.device)
+            out = attend(q, k, v, visible[None, None], options)
             parts.append(out.squeeze(0).transpose(0, 1).flatten(1))
         return torch.cat(parts)
 
@@ -614,13 +614,14 @@ def chunk_attention(
         chunks = chunks.within(options.chunk)
     if chunks.slots is not None:
         key, value = (x[chunks.slots] for x in cached)  # [l, g, d]
-    misfit = flash_misfit(query.shape[-1], query.dtype, query.device)
-    if not misfit and options.softcap is None and options.slopes is None:
+    problem = flash_problem(query.shape[-1], query.dtype, query.device)
+    if not problem and options.softcap is None and options.slopes is None:
         return _flash_chunks(query, key, value, chunks, options)
     attend = gpu_attention if Device(query.device).is_gpu else fused_attention
     lengths = [start + size for start, size in zip(chunks.starts, chunks.sizes, strict=True)]
-    each = zip(query.split(chunks.sizes), key.split(lengths), value.split(lengths), strict=True)
-    return torch.cat([_one_chunk(*tensors, attend, options) for tensors in each])
+    splits = query.split(chunks.sizes), key.split(lengths), value.split(lengths)
+    chunk_tensors = zip(*splits, strict=True)
+    return torch.cat([_one_chunk(*tensors, attend, options) for tensors in chunk_tensors])
 
 
 def describe_chunks(
@@ -632,10 +633,10 @@ def describe_chunks(
     has_slopes: bool = False,
 ) -> str:
     """Describe for the start-up panel which kernels `chunk_attention` uses, and why."""
-    misfit = flash_misfit(head_size, dtype, device)
+    problem = flash_problem(head_size, dtype, device)
     if is_bounded or has_slopes:
-        misfit = f"flash kernels do not {'bound' if is_bounded else 'add biases to'} scores"
-    return f"PyTorch's, one sequence at a time ({misfit})" if misfit else "flash, all in one"
+        problem = f"flash kernels do not {'bound' if is_bounded else 'add biases to'} scores"
+    return f"PyTorch's, one sequence at a time ({problem})" if problem else "flash, all in one"
 
 
 def _with_scores(
@@ -654,8 +655,8 @@ def _with_scores(
     scores = (query @ key.transpose(2, 3)).float() * (options.scale or query.shape[-1] ** -0.5)
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    biased = mask.is_floating_point()
-    scores = scores + mask if biased else scores.masked_fill(~mask, -math.inf)
+    has_biases = mask.is_floating_point()
+    scores = scores + mask if has_biases else scores.masked_fill(~mask, -math.inf)
     total = scores.logsumexp(-1)  # [u, g, n/g]
     if options.sinks is not None:
         total = total.logaddexp(options.sinks.float().view(query.shape[1:3]))
@@ -668,13 +669,13 @@ def _flash_chunks(
     longest = max(map(add, chunks.starts, chunks.sizes))
     # If the kernel knew that no sequence has more than one query, it would change the order of
     # keys.
-    most = max(2, *chunks.sizes)
+    max_queries = max(2, *chunks.sizes)
     dropout, causal, debug = 0.0, True, False
-    places = (*chunks.ends, most, longest)
+    segments = (*chunks.ends, max_queries, longest)
     parts = (query, key, value)
     window = {} if options.window is None else {"window_size_left": options.window}
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        *parts, *places, dropout, causal, debug, scale=options.scale, **window
+        *parts, *segments, dropout, causal, debug, scale=options.scale, **window
     )
     if options.sinks is not None:
         share, _ = leave_to_sinks(logsumexp, options.sinks)  # [n, s]
@@ -692,8 +693,8 @@ def _one_chunk(
     """Attend from the queries [c, n, d] of the last c of l tokens to the keys [l, g, d]."""
     mask, length = None, len(key)
     if length > len(query):
-        places = torch.arange(length, device=query.device)
-        mask = (places <= places[-len(query) :].unsqueeze(1))[None, None]  # [1, 1, c, l]
+        positions = torch.arange(length, device=query.device)
+        mask = (positions <= positions[-len(query) :].unsqueeze(1))[None, None]  # [1, 1, c, l]
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     options = options._replace(mask=mask, causal=mask is None)
     return attend(query, key, value, options).squeeze(1)

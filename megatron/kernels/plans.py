@@ -27,11 +27,11 @@ class Pointer:
     """A tensor argument.
 
     Attributes:
-        place: Its index among the operation's arguments.
+        index: Its index among the operation's arguments.
         offset: The number of bytes from the tensor's first element to the kernel's first.
     """
 
-    place: int
+    index: int
     offset: int = 0
 
     def after(self, count: int) -> Pointer:
@@ -47,7 +47,7 @@ class Strided(Pointer):
 class Number:
     """A floating-point argument, identified by its index among the operation's arguments."""
 
-    place: int
+    index: int
 
 
 # The letter of an argument in `library.Kernel.kinds`, by the type of the argument's field.
@@ -135,22 +135,22 @@ def row_threads(elements: int) -> int:
     return 256 if elements == 8 else 512
 
 
-def row_shape(columns: int, weights: str, fewest: int) -> RowShape:
+def row_shape(columns: int, weights: str, min_elements: int) -> RowShape:
     """Return the division of rows among threads.
 
     Args:
         columns: The number of elements in a row.
         weights: The weights' type.
-        fewest: The preferred number of elements per thread, 8 or 16. If there are not enough
+        min_elements: The preferred number of elements per thread, 8 or 16. If there are not enough
             threads, each has more.
 
     Raises:
         PlanError: The row is too long.
     """
-    most = 32 if SIZES[weights] == 2 else 16
+    max_elements = 32 if SIZES[weights] == 2 else 16
     for elements in (8, 16, 32):
         fits = divide_up(columns, elements) <= row_threads(elements)
-        if fewest <= elements <= most and fits and columns > 0:
+        if min_elements <= elements <= max_elements and fits and columns > 0:
             threads = divide_up(divide_up(columns, elements), WARP) * WARP
             return RowShape(elements, threads, 4 if threads == WARP else 1)
     raise PlanError(f"rows of {columns} elements of type {weights}")

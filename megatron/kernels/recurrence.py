@@ -69,7 +69,7 @@ class RecurrenceKernels:
     rms_norm: _Function
 
     @staticmethod
-    def takes(projected: Tensor, states: tuple[Tensor, ...] | None) -> bool:
+    def supports(projected: Tensor, states: tuple[Tensor, ...] | None) -> bool:
         """Return whether the kernels run for these tokens; otherwise the references do.
 
         Compilers trace the references, because the package's functions break their graphs.
@@ -318,11 +318,11 @@ def choose_recurrence(
     """Choose the implementation of recurrent mixers. Call this once, when a model is built."""
     if not model.has_states:
         return RecurrenceChoice(reason="the model has no recurrent layers")
-    found = find_recurrence(device)
-    misfit = _size_misfit(model)
+    choice = find_recurrence(device)
+    problem = _unsupported_sizes(model)
     if precision.weight_dtype not in _HALF:
-        misfit = f"{_DISTRIBUTION} rounds the operands of fp32 products to TF32"
-    return RecurrenceChoice(reason=misfit) if found.kernels is not None and misfit else found
+        problem = f"{_DISTRIBUTION} rounds the operands of fp32 products to TF32"
+    return RecurrenceChoice(reason=problem) if choice.kernels is not None and problem else choice
 
 
 def find_recurrence(device: torch.device) -> RecurrenceChoice:
@@ -334,7 +334,7 @@ def find_recurrence(device: torch.device) -> RecurrenceChoice:
         release, reason = "", "faster with fla-core: pip install 'megatron[mixers]'"
     if not Device(device).is_gpu:
         return RecurrenceChoice()
-    if release and _numbers(release) < _OLDEST_RELEASE:
+    if release and _version_numbers(release) < _OLDEST_RELEASE:
         oldest = ".".join(map(str, _OLDEST_RELEASE))
         reason = f"{_DISTRIBUTION} {release} is older than {oldest}: upgrade it"
     elif capability < _OLDEST_CAPABILITY:
@@ -351,7 +351,7 @@ def find_recurrence(device: torch.device) -> RecurrenceChoice:
     return RecurrenceChoice(f"{_DISTRIBUTION} {release}", functions, kernels)
 
 
-def _size_misfit(model: ModelConfig) -> str:
+def _unsupported_sizes(model: ModelConfig) -> str:
     """Return why the package does not support the sizes of a mixer's heads, or "" if it does."""
     keys, values = {}, {}
     if model.has_mamba:
@@ -382,16 +382,19 @@ def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
 
     scan, rule = simple.chunk_simple_gla, gated.chunk_gated_delta_rule
     reason = "chunk_simple_gla, chunk_gated_delta_rule"
-    first_broken, first_right = _BROKEN_TRITON
-    if capability[0] == _HOPPER and first_broken <= _numbers(triton.__version__) < first_right:
+    first_broken, first_fixed = _BROKEN_TRITON
+    if (
+        capability[0] == _HOPPER
+        and first_broken <= _version_numbers(triton.__version__) < first_fixed
+    ):
         from fla.ops.gla import chunk_gla
         from fla.ops.kda import chunk_kda
 
         # `fused_chunk_simple_gla` is no substitute: the errors of its decays' gradients add up over
         # a sequence. After 4096 tokens they were 67% of the rates' gradient; with chunk_gla, 0.4%.
         scan, rule = _by_channel(chunk_gla), _by_channel(chunk_kda)
-        right = ".".join(map(str, first_right))
-        reason = f"chunk_gla, chunk_kda: the usual kernels need Triton {right} on this GPU, not "
+        fixed = ".".join(map(str, first_fixed))
+        reason = f"chunk_gla, chunk_kda: the usual kernels need Triton {fixed} on this GPU, not "
         reason += triton.__version__
     kernels = RecurrenceKernels(
         simple_gla=scan,
@@ -413,7 +416,7 @@ def _by_channel(function: _Function) -> _Function:
     return by_head
 
 
-def _numbers(release: str) -> tuple[int, ...]:
+def _version_numbers(release: str) -> tuple[int, ...]:
     """Return the numbers at the start of a version, such as (3, 7, 1)."""
-    found = re.match(r"\d+(\.\d+)*", release)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", release)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.amax import Handover, zero_for
+from megatron.kernels.amax import FusedAmax, zero_for
 from megatron.kernels.library import (
     DTYPE_CODES,
     VECTOR_BYTES,
@@ -23,7 +23,7 @@ from megatron.kernels.library import (
     KernelLibrary,
     aligned,
     operator,
-    takes,
+    supports,
 )
 from megatron.kernels.plans import (
     KernelLaunch,
@@ -41,11 +41,11 @@ _THREADS = 192  # per block with several rows, approximately
 class _SplitRotate(NamedTuple):
     """The split of a fused projection into heads that are rotated, or its reverse.
 
-    Without `others` there are only queries, and without cosine and sine nothing rotates. The
-    backward pass goes from heads to `fused` and rotates back.
+    Without `key_value_heads` there are only queries, and without cosine and sine nothing rotates.
+    The backward pass goes from heads to `fused` and rotates back.
     """
 
-    fused: Pointer  # [positions, batch, groups, per_group + others, d]
+    fused: Pointer  # [positions, batch, groups, per_group + key_value_heads, d]
     cosine: Pointer | None  # fp32 [positions, rotary]; the second half repeats the first
     sine: Pointer | None  # like cosine
     query: Strided  # [positions, batch, groups * per_group, d]
@@ -65,7 +65,7 @@ class _SplitRotate(NamedTuple):
     batch: int
     groups: int
     per_group: int
-    others: int  # 2 if there are keys and values, otherwise 0
+    key_value_heads: int  # 2 if there are keys and values, otherwise 0
     head_size: int
     rotary: int
     backward: int
@@ -74,16 +74,16 @@ class _SplitRotate(NamedTuple):
     def plan(self) -> list[KernelLaunch]:
         """Return the kernel launch."""
         name = FLOATS[self.dtype]
-        most = constant("rope.cu", "kMostThreads")
+        max_threads = constant("rope.cu", "kMostThreads")
         pairs = self.head_size // (2 * vector_size(name))
-        if not 1 <= pairs <= most:
+        if not 1 <= pairs <= max_threads:
             raise PlanError(f"heads of {self.head_size} channels of type {name}")
         rows = self.positions * self.batch
-        heads = self.groups * (self.per_group + self.others)
+        heads = self.groups * (self.per_group + self.key_value_heads)
         shares = divide_up(heads, constant("rope.cu", "kHeadsAtOnce"))
-        lanes = min(most // pairs, shares)
+        lanes = min(max_threads // pairs, shares)
         rows_at_once = max(1, _THREADS // (pairs * lanes))
-        sizes = (self.groups, self.per_group, self.others, self.head_size, self.rotary)
+        sizes = (self.groups, self.per_group, self.key_value_heads, self.head_size, self.rotary)
         return [
             KernelLaunch(
                 instance("split_rotate_kernel", name, bool(self.backward)),
@@ -109,20 +109,20 @@ class Scaling(NamedTuple):
 
     Attributes:
         factor: The divisor of the lowest frequencies, above 0.
-        kept: The smallest number of turns within the original context at which a plane keeps its
-            frequency, at least 1.
+        min_kept_turns: The smallest number of turns within the original context at which a plane
+            keeps its frequency, at least 1.
     """
 
     factor: float
-    kept: float = 4.0
+    min_kept_turns: float = 4.0
 
     def slow_down(self, frequency: Tensor) -> Tensor:
         """Return frequencies [r/2] in radians per token, with the low ones divided."""
         turns = _FIRST_CONTEXT * frequency / (2 * math.pi)
-        if self.kept == _SLOWED_TURNS:
-            kept = (turns >= self.kept).to(turns.dtype)
+        if self.min_kept_turns == _SLOWED_TURNS:
+            kept = (turns >= self.min_kept_turns).to(turns.dtype)
         else:
-            kept = ((turns - _SLOWED_TURNS) / (self.kept - _SLOWED_TURNS)).clamp(0, 1)
+            kept = ((turns - _SLOWED_TURNS) / (self.min_kept_turns - _SLOWED_TURNS)).clamp(0, 1)
         return frequency * (kept + (1 - kept) / self.factor)
 
 
@@ -163,8 +163,8 @@ class Yarn(NamedTuple):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * planes - 1)
         last = last + 0.001 if last == first else last  # as in the paper's code
-        number = torch.arange(planes, dtype=frequency.dtype, device=frequency.device)
-        slowed = ((number - first) / (last - first)).clamp(0, 1)
+        index = torch.arange(planes, dtype=frequency.dtype, device=frequency.device)
+        slowed = ((index - first) / (last - first)).clamp(0, 1)
         return frequency * (1 - slowed + slowed / self.factor)
 
 
@@ -257,7 +257,7 @@ def rotation_table(
     """
     assert rotary_size % 2 == 0, rotary_size
     even = torch.arange(0, rotary_size, 2, dtype=torch.float64, device=device)
-    place = torch.arange(positions, dtype=torch.float64, device=device) / (interpolation or 1)
+    position = torch.arange(positions, dtype=torch.float64, device=device) / (interpolation or 1)
     frequency = base ** -(even / rotary_size)
     if planes is not None:
         frequency[planes:] = 0
@@ -266,10 +266,10 @@ def rotation_table(
     if yarn is not None:
         frequency = yarn.slow_down(frequency, base)
     if long_rope is None:
-        angle = torch.outer(place, frequency)
+        angle = torch.outer(position, frequency)
     else:
         frequencies = frequency / long_rope.both.to(frequency.device)  # [2, r/2]
-        angle = (place[:, None] * frequencies[:, None]).flatten(0, 1)
+        angle = (position[:, None] * frequencies[:, None]).flatten(0, 1)
     angle = angle.repeat(1, 2)
     table = torch.stack((angle.cos(), angle.sin()))
     scaled = yarn or long_rope
@@ -280,11 +280,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate queries or keys [s, b, n, d] by position: computed in fp32, returned in x's dtype."""
     cosine, sine = rotation
     size = cosine.shape[-1]
-    rotary, rest = x[..., :size], x[..., size:]
+    rotary, unrotated = x[..., :size], x[..., size:]
     first, second = rotary.chunk(2, dim=-1)
-    across = torch.cat((-second, first), dim=-1)
-    turned = (rotary * cosine + across * sine).to(x.dtype)
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+    rotated_half = torch.cat((-second, first), dim=-1)
+    rotated = (rotary * cosine + rotated_half * sine).to(x.dtype)
+    return rotated if unrotated.shape[-1] == 0 else torch.cat((rotated, unrotated), dim=-1)
 
 
 # An implementation of `rotate`.
@@ -324,7 +324,7 @@ def split_rotate(
     groups: int,
     head_size: int,
     rotation: Rotation | None,
-    handover: Handover | None = None,
+    fused_amax: FusedAmax | None = None,
     *,
     contiguous: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -336,7 +336,8 @@ def split_rotate(
         groups: The number g of key-value heads.
         head_size: The size d of a head.
         rotation: The cosines and sines; `None` for no rotation.
-        handover: Where to store the amax of the projection's gradient. Only the kernel measures it.
+        fused_amax: Where to store the amax of the projection's gradient. Only the kernel measures
+            it.
         contiguous: Whether heads should be contiguous because that makes the next operation faster.
             Only the kernel respects this.
 
@@ -357,7 +358,7 @@ def fused_split_rotate(
     groups: int,
     head_size: int,
     rotation: Rotation | None,
-    handover: Handover | None = None,
+    fused_amax: FusedAmax | None = None,
     *,
     contiguous: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -372,16 +373,16 @@ def fused_split_rotate(
         return split_rotate(qkv, groups, head_size, rotation)
     cosine, sine = rotation or (None, None)
     inputs = (library, qkv, cosine, sine, groups, head_size)
-    query, key, value = _apply(*inputs, handover, contiguous)
+    query, key, value = _apply(*inputs, fused_amax, contiguous)
     return query, key, value
 
 
 def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
     """Return whether the kernel supports the heads in x. Dimension 0 indexes positions."""
     pair = 2 * VECTOR_BYTES // x.element_size()
-    fits = takes(x) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
+    fits = supports(x) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
     return fits and all(
-        takes(angles)
+        supports(angles)
         and angles.dtype == torch.float32
         and angles.is_contiguous()
         and angles.shape[-1] % pair == 0
@@ -464,7 +465,7 @@ def split_rotate_backward(
     grad_value: Tensor,
     cosine: Tensor | None,
     sine: Tensor | None,
-    handover: Handover | None = None,
+    fused_amax: FusedAmax | None = None,
 ) -> Tensor:
     """Compute the gradient of the fused projection.
 
@@ -475,7 +476,7 @@ def split_rotate_backward(
         grad_value: The gradient of the values, in any layout.
         cosine: The cosines, as for `split_rotate_forward`.
         sine: The sines, of the same shape as the cosines.
-        handover: The handover for the amax of the result.
+        fused_amax: Where to store the amax of the result.
 
     Returns:
         The gradient, in the shape of the projection.
@@ -491,7 +492,7 @@ def split_rotate_backward(
     ]
     s, b, _, head_size = heads[0].shape
     grad = heads[0].new_empty(s, b, sum(x.shape[2] for x in heads) * head_size)
-    amax = zero_for(grad, handover)
+    amax = zero_for(grad, fused_amax)
     _launch(library, grad, (cosine, sine), heads, amax, backward=True)
     return grad
 
@@ -518,13 +519,13 @@ def _launch(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.library, _, cosine, sine, _, _, *others = inputs
-    ctx.handover = others[0] if others else None
+    ctx.library, _, cosine, sine, _, _, *optional = inputs
+    ctx.fused_amax = optional[0] if optional else None
     ctx.save_for_backward(cosine, sine)
 
 
 def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad = split_rotate_backward(ctx.library, *grads, *ctx.saved_tensors, handover=ctx.handover)
+    grad = split_rotate_backward(ctx.library, *grads, *ctx.saved_tensors, fused_amax=ctx.fused_amax)
     return None, grad, *(None,) * 6
 
 
@@ -546,9 +547,9 @@ def _keep_angles(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(cosine, sine)
 
 
-def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _rotate_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad = rotate_heads(ctx.library, grad, *ctx.saved_tensors, True)
     return None, grad, None, None, None
 
 
-_rotate = rotate_heads.differentiate(_turn_back, _keep_angles)
+_rotate = rotate_heads.differentiate(_rotate_back, _keep_angles)

@@ -31,7 +31,7 @@ _CHOICES = 64
 _WORKSPACE_BYTES = 128 * 1024 * 1024
 _FORMATS = (torch.float16, torch.bfloat16)
 GRANULE = ALIGNMENT // 2  # 16-bit elements; a weight's sizes must be multiples of this
-_TRIED_ROWS = (1, 3, 8, 16, 40, 64, 200, 256)
+_TESTED_ROWS = (1, 3, 8, 16, 40, 64, 200, 256)
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class KernelFamily(NamedTuple):
     """Kernels that add in the same order, identified by a family and a number of parts of k."""
 
     kind: int
-    cut: int
+    split_k: int
 
 
 class _Shape(NamedTuple):
@@ -53,7 +53,7 @@ class _Shape(NamedTuple):
     has_bias: bool
 
     @property
-    def is_taken(self) -> bool:
+    def is_aligned(self) -> bool:
         """Whether each row of the matrices starts at an address that the library accepts."""
         return self.n % GRANULE == 0 and self.k % GRANULE == 0
 
@@ -96,19 +96,19 @@ class RowProduct:
         self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         out = x.new_empty(len(x), shape.n)
-        is_whole = family.cut == 1 or len(x) <= _PIECE
+        is_whole = family.split_k == 1 or len(x) <= _PIECE
         pieces = [(x, out)] if is_whole else zip(x.split(_PIECE), out.split(_PIECE), strict=True)
-        for piece, place in pieces:
+        for piece, piece_out in pieces:
             plan = self._plans.get((shape, len(piece)))
             if plan is None:
-                plan = self._plan(shape, family, piece, weight, place)
+                plan = self._plan(shape, family, piece, weight, piece_out)
                 self._plans[shape, len(piece)] = plan
-            self._library.multiply(*plan, piece, weight, place, bias=bias)
+            self._library.multiply(*plan, piece, weight, piece_out, bias=bias)
         return out
 
     def _family(self, shape: _Shape, weight: Tensor, bias: Tensor | None) -> KernelFamily | None:
         """Return the family for a weight, or `None` if none gives batch-independent results."""
-        family = self._tried_family(shape, weight, bias) if shape.is_taken else None
+        family = self._tested_family(shape, weight, bias) if shape.is_aligned else None
         if family is None:
             logger.warning(
                 "text generation: products with weights [%d, %d] may differ in their last bits "
@@ -118,21 +118,21 @@ class RowProduct:
             )
         return family
 
-    def _tried_family(
+    def _tested_family(
         self, shape: _Shape, weight: Tensor, bias: Tensor | None
     ) -> KernelFamily | None:
         generator = torch.Generator(weight.device).manual_seed(1)
         x = torch.randn(_PIECE, shape.k, generator=generator, device=weight.device).to(shape.dtype)
         out = x.new_empty(_TYPICAL_ROWS, shape.n)
         problem = self._library.problem(x[:_TYPICAL_ROWS], weight, out, bias=shape.has_bias)
-        found = self._library.choices(problem, shape.gpu, 1, workspace=_WORKSPACE_BYTES)
-        if not found:
+        algorithms = self._library.algorithms(problem, shape.gpu, 1, workspace=_WORKSPACE_BYTES)
+        if not algorithms:
             return None
-        cut = 1 if self._library.cut(found[0]) == 1 else 2
-        family = KernelFamily(self._library.kind(found[0]), cut)
+        split_k = 1 if self._library.split_k(algorithms[0]) == 1 else 2
+        family = KernelFamily(self._library.kind(algorithms[0]), split_k)
         try:
             whole = self._multiply(shape, family, x, weight, bias)
-            parts = [self._multiply(shape, family, x[:n], weight, bias) for n in _TRIED_ROWS]
+            parts = [self._multiply(shape, family, x[:n], weight, bias) for n in _TESTED_ROWS]
         except CublasLtError:
             return None
         same = all(torch.equal(part, whole[: len(part)]) for part in parts)
@@ -144,21 +144,21 @@ class RowProduct:
         """Return the fastest kernel of the family for this many rows."""
         library, gpu = self._library, shape.gpu
         problem = library.problem(x, weight, out, bias=shape.has_bias)
-        found = []
-        for whole in (True, False) if family.cut == 1 else (False, True):
-            found += library.choices(
+        algorithms = []
+        for whole in (True, False) if family.split_k == 1 else (False, True):
+            algorithms += library.algorithms(
                 problem, gpu, _CHOICES, workspace=_WORKSPACE_BYTES, whole=whole
             )
-        of_kind = [a for a in found if library.kind(a) == family.kind]
+        of_kind = [a for a in algorithms if library.kind(a) == family.kind]
         for algorithm in of_kind:
-            if library.cut(algorithm) == family.cut:
+            if library.split_k(algorithm) == family.split_k:
                 return problem, algorithm
         for algorithm in of_kind:
-            changed = library.with_cut(
-                problem, gpu, algorithm, family.cut, workspace=_WORKSPACE_BYTES
+            variant = library.with_split_k(
+                problem, gpu, algorithm, family.split_k, workspace=_WORKSPACE_BYTES
             )
-            if changed is not None:
-                return problem, changed
+            if variant is not None:
+                return problem, variant
         raise CublasLtError(f"no kernel of {family} for {len(x)} rows of {list(weight.shape)}")
 
 

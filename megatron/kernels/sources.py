@@ -24,8 +24,8 @@ _TYPES = {"int64_t": "q", "int": "i", "unsigned": "I", "float": "f", "double": "
 
 def instance(kernel: str, *arguments: str | int) -> str:
     """Return the C++ name of a kernel with these template arguments."""
-    words = (str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
-    return f"{kernel}<{', '.join(words)}>" if arguments else kernel
+    values = (str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
+    return f"{kernel}<{', '.join(values)}>" if arguments else kernel
 
 
 def _elements(weights: str, fewest: int) -> list[int]:
@@ -132,10 +132,10 @@ def constant(source: str, name: str) -> int:
     Raises:
         ValueError: The source has no such constant.
     """
-    found = re.search(rf"\b{name} = (\d+)\b", (HERE / f"cuda/{source}").read_text(encoding="utf-8"))
-    if found is None:
+    match = re.search(rf"\b{name} = (\d+)\b", (HERE / f"cuda/{source}").read_text(encoding="utf-8"))
+    if match is None:
         raise ValueError(f"{source} has no constant {name}")
-    return int(found[1])
+    return int(match[1])
 
 
 @cache
@@ -145,7 +145,7 @@ def parameters() -> Mapping[str, str]:
     Raises:
         ValueError: A parameter has an unknown type.
     """
-    found = {}
+    letters_of = {}
     for file in source_files():
         text = file.read_text(encoding="utf-8")
         for kernel, listed in re.findall(r"__global__[^;{]*?\b(\w+_kernel)\(([^{]*?)\)\s*\{", text):
@@ -157,5 +157,5 @@ def parameters() -> Mapping[str, str]:
                         f"{file}: {kernel} has a parameter of unknown type: {parameter.strip()}"
                     )
                 letters.append("P" if "*" in parameter else _TYPES[kind])
-            found[kernel] = "".join(letters)
-    return found
+            letters_of[kernel] = "".join(letters)
+    return letters_of

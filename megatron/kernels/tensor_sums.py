@@ -36,8 +36,12 @@ class _TensorSums(NamedTuple):
         """Return the kernel launches."""
         block = (constant("tensor_sums.cu", "kThreads"),)
         kernel = instance("pieces_kernel", FLOATS[self.dtype])
-        given = (self.tensors, self.pieces, self.chunk, self.results)
-        add = [KernelLaunch(kernel, (self.piece_count,), block, given)] if self.piece_count else []
+        parameters = (self.tensors, self.pieces, self.chunk, self.results)
+        add = (
+            [KernelLaunch(kernel, (self.piece_count,), block, parameters)]
+            if self.piece_count
+            else []
+        )
         return [
             *add,
             KernelLaunch(
@@ -63,12 +67,12 @@ class TensorTable:
     Attributes:
         tensors: int64 [tensors, fields + 1]: addresses (0 for `None`), then the size in elements.
         pieces: int64 [pieces, 2]: the tensor and the first element of each block's part.
-        held: The tensors, to keep them alive.
+        referenced: The tensors, to keep them alive.
     """
 
     tensors: Tensor
     pieces: Tensor
-    held: tuple[Sequence[Tensor | None], ...]
+    referenced: tuple[Sequence[Tensor | None], ...]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Tensor | None]], device: torch.device) -> TensorTable:

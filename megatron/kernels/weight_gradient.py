@@ -42,19 +42,21 @@ class _EmbeddingGradient(NamedTuple):
         bits, threads = constant(source, "kBits"), constant(source, "kThreads")
         sorters = 1 << bits
         launches: list[KernelLaunch] = []
-        ordered, following, other = None, self.pairs, self.pairs.after(8 * self.row_count)
+        ordered, next_pairs, spare_pairs = None, self.pairs, self.pairs.after(8 * self.row_count)
         for shift in range(0, self.table_rows.bit_length(), bits):
-            given = (
+            sort_parameters = (
                 None if ordered else self.entries,
                 ordered,
-                following,
+                next_pairs,
                 self.row_count,
                 self.table_rows,
                 shift,
             )
             grid = (divide_up(self.row_count, sorters),)
-            launches.append(KernelLaunch("sort_kernel", grid, (sorters,), given, early=True))
-            ordered, following, other = following, other, following
+            launches.append(
+                KernelLaunch("sort_kernel", grid, (sorters,), sort_parameters, early=True)
+            )
+            ordered, next_pairs, spare_pairs = next_pairs, spare_pairs, next_pairs
         sizes, block = (self.row_count, self.hidden, self.table_rows), (threads,)
         launches.append(
             KernelLaunch(
@@ -67,9 +69,11 @@ class _EmbeddingGradient(NamedTuple):
         )
         if boundaries := (self.row_count - 1) // CHUNK:
             across = divide_up(self.hidden, threads * 4)
-            given_parts = (ordered, self.parts, self.into, *sizes)
+            parts_parameters = (ordered, self.parts, self.into, *sizes)
             launches.append(
-                KernelLaunch("parts_kernel", (boundaries, across), block, given_parts, early=True)
+                KernelLaunch(
+                    "parts_kernel", (boundaries, across), block, parts_parameters, early=True
+                )
             )
         return launches
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.amax import Handovers
+from megatron.kernels.amax import FusedAmaxes
 from megatron.kernels.attention import AttentionOptions, Mask, Segments
 from megatron.kernels.paged_attention import LatentHeads
 from megatron.kernels.rope import Rotation
@@ -258,8 +258,8 @@ class SelfAttention(nn.Module):
             plan, context, layer_number, recompute=recompute_core, site="attention"
         )
         self.output = _output_projection(plan, context)
-        self.handovers = Handovers(
-            self.qkv.products.handovers.forward, self.output.products.handovers.backward
+        self.fused_amaxes = FusedAmaxes(
+            self.qkv.products.fused_amaxes.forward, self.output.products.fused_amaxes.backward
         )
         self.query_norm = self.key_norm = None
         if plan.qk_norm is not None:
@@ -361,7 +361,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             return cache.positions.unsqueeze(1)
         if isinstance(mask, Segments):
-            return split_sequence(mask.places.t(), self.context_axis, dim=0)
+            return split_sequence(mask.token_positions.t(), self.context_axis, dim=0)
         length = len(query) * self.context_axis.size
         return local_positions(length, self.context_axis, query.device).unsqueeze(1)
 
@@ -379,7 +379,7 @@ class SelfAttention(nn.Module):
                 groups // ranks,
                 self.plan.head_size,
                 rotation,
-                self.qkv.products.handovers.backward,
+                self.qkv.products.fused_amaxes.backward,
                 contiguous=self.query_norm is not None,
             )
         per_group = query_parts * self.plan.heads // groups + 2
@@ -440,8 +440,8 @@ class CrossAttention(nn.Module):
             plan, context, layer_number, recompute=recompute_core, site="cross attention"
         )
         self.output = _output_projection(plan, context)
-        self.handovers = Handovers(
-            self.query.products.handovers.forward, self.output.products.handovers.backward
+        self.fused_amaxes = FusedAmaxes(
+            self.query.products.fused_amaxes.forward, self.output.products.fused_amaxes.backward
         )
 
     @staticmethod

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.attention import Mask, Segments, flash_misfit
+from megatron.kernels.attention import Mask, Segments, flash_problem
 from megatron.models.block import LayerStack
 from megatron.models.costs import MicroBatch
 from megatron.models.head import Output
@@ -155,7 +155,7 @@ def _can_pack_samples(plan: ModelPlan, context: BuildContext) -> bool:
             isinstance(layer.mixer, AttentionPlan)
             and layer.mixer.dropout > 0
             and layer.mixer.rotary is None
-            and not flash_misfit(layer.mixer.head_size, context.dtype, context.device)
+            and not flash_problem(layer.mixer.head_size, context.dtype, context.device)
             for layer in plan.layers
         )
     )

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.kernels.amax import NO_HANDOVERS
+from megatron.kernels.amax import NO_FUSED_AMAXES
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
@@ -65,7 +65,7 @@ class Sublayer(Protocol):
 
 
 # A mixer is constructed with (plan, context, layer_number, recompute_core=...) and called with (x,
-# mask, rotation, cache). The residual sum adds its `bias_to_add`. If it has `handovers`, the
+# mask, rotation, cache). The residual sum adds its `bias_to_add`. If it has `fused_amaxes`, the
 # normalizations before and after it store the amaxes of x and of the result's gradient there.
 MIXERS: dict[str, Any] = {
     "attention": SelfAttention,
@@ -284,7 +284,7 @@ class Block(nn.Module):
         assert self.attention is not None, "a rule refuses parallel residuals in hybrid models"
         assert self.mlp is not None, "a rule refuses parallel residuals in hybrid models"
         forward = [
-            getattr(x, "handovers", NO_HANDOVERS).forward for x in (self.attention, self.mlp)
+            getattr(x, "fused_amaxes", NO_FUSED_AMAXES).forward for x in (self.attention, self.mlp)
         ]
         with self.keeping_norm["attention output"]():
             joined, normal = self.attention_norm(stream, forward[0])
@@ -321,18 +321,18 @@ class Block(nn.Module):
         Without dropout, the sum is left to the next normalization.
         """
         norm, output_norm = norms
-        handovers = getattr(sublayer, "handovers", NO_HANDOVERS)
+        fused_amaxes = getattr(sublayer, "fused_amaxes", NO_FUSED_AMAXES)
         with self.keeping_norm.get(site, nullcontext)():
-            joined, normal = norm(stream, handovers.forward)
+            joined, normal = norm(stream, fused_amaxes.forward)
         residual = normal if self.residual_after_norm else joined
         update = self._compute(norm, sublayer, joined, normal, *inputs)
-        bias, handover = sublayer.bias_to_add, handovers.backward
+        bias, fused_amax = sublayer.bias_to_add, fused_amaxes.backward
         if output_norm is not None:
             _, update = output_norm(Stream(update if bias is None else update + bias))
-            bias, handover = None, None  # the next kernel sees the gradient of another tensor
+            bias, fused_amax = None, None  # the next kernel sees the gradient of another tensor
         if not self.training or self.dropout == 0:
             update = update if bias is None else update + bias
-            return Stream(residual, update, handover)
+            return Stream(residual, update, fused_amax)
         with split_region(self.sequence, update.device, self.layer_number, site):
             return Stream(self.bias_dropout_add(update, bias, residual, self.dropout))
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.amax import Handovers
+from megatron.kernels.amax import FusedAmaxes
 from megatron.kernels.delta_rule import chunked_delta_rule, delta_rule_step
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.norm import Norm, Stream
@@ -92,8 +92,8 @@ class GatedDeltaNet(RecurrentMixer):
             init=plan.init.weight(plan.values, plan.hidden, into_residual=True),
             bias=False,
         )
-        self.handovers = Handovers(
-            self.input.products.handovers.forward, self.output.products.handovers.backward
+        self.fused_amaxes = FusedAmaxes(
+            self.input.products.fused_amaxes.forward, self.output.products.fused_amaxes.backward
         )
 
     @staticmethod

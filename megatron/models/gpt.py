@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.attention import Mask, Segments, flash_misfit
+from megatron.kernels.attention import Mask, Segments, flash_problem
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
@@ -217,7 +217,7 @@ def _can_pack_samples(plan: ModelPlan, context: BuildContext, part: ModelPart) -
             isinstance(layer.mixer, AttentionPlan)
             and layer.mixer.alibi is None
             and layer.mixer.softcap is None
-            and not flash_misfit(layer.mixer.head_size, context.dtype, context.device)
+            and not flash_problem(layer.mixer.head_size, context.dtype, context.device)
             and not (isinstance(layer.mlp, MixturePlan) and layer.mlp.router.counts_by_sample)
             for layer in plan.layers
         )

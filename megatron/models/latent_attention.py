@@ -30,7 +30,7 @@ from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.norm import Norm, Stream, new_norm
 from megatron.models.plan import LatentAttentionPlan
 from megatron.parallel.adapter import WHOLE, Adapter
-from megatron.parallel.adapter_stack import AdapterStack, TokenFactors
+from megatron.parallel.adapter_stack import AdapterStack, TokenAdapters
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import copy_to, gather_rows_to
 from megatron.parallel.layers import Linear, Projections, Split
@@ -212,7 +212,7 @@ class LatentAttention(nn.Module):
         absorbed = torch.bmm(nope.transpose(0, 1), to_key)  # [n/t, s, rank]
         if factors is not None:
             up, _ = self._by_head(factors.b)  # [n/t, nope, ranks]
-            low_rank = torch.bmm(nope.transpose(0, 1), up) * factors.used
+            low_rank = torch.bmm(nope.transpose(0, 1), up) * factors.mask
             absorbed = absorbed + low_rank @ factors.a
         return torch.cat((absorbed.transpose(0, 1), rope), dim=2)
 
@@ -231,7 +231,7 @@ class LatentAttention(nn.Module):
         factors = self._adapter_factors(len(mixed))
         if factors is not None:
             _, up = self._by_head(factors.b)  # [n/t, value_size, ranks]
-            low_rank = (by_head @ factors.a.t()) * factors.used
+            low_rank = (by_head @ factors.a.t()) * factors.mask
             out = out + torch.bmm(low_rank, up.transpose(1, 2))
         out = out.transpose(0, 1)
         if factors is not None and factors.ratios is not None:
@@ -262,10 +262,10 @@ class LatentAttention(nn.Module):
         weight, adapter = self.latent_up.weight, self.latent_up.adapter
         return adapter.merged(weight).to(weight.dtype) if isinstance(adapter, Adapter) else weight
 
-    def _adapter_factors(self, tokens: int) -> TokenFactors | None:
+    def _adapter_factors(self, tokens: int) -> TokenAdapters | None:
         """Return the adapter factors of the step's first tokens; `None` if they use no adapter."""
         stack = self.latent_up.adapter
-        return stack.factors(tokens) if isinstance(stack, AdapterStack) else None
+        return stack.for_tokens(tokens) if isinstance(stack, AdapterStack) else None
 
     def _by_head(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
         """Split a dimension like `latent_up`'s rows: [n/t, nope, ..] and [n/t, value_size, ..]."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.amax import NO_HANDOVERS, Handovers
+from megatron.kernels.amax import NO_FUSED_AMAXES, FusedAmaxes
 from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
 from megatron.models.attention import KeyValueCache, SelfAttention
@@ -101,8 +101,8 @@ class Mamba(RecurrentMixer):
             bias=plan.bias,
             adds_bias=not plan.defers_bias,
         )
-        self.handovers = Handovers(
-            self.input.products.handovers.forward, self.output.products.handovers.backward
+        self.fused_amaxes = FusedAmaxes(
+            self.input.products.fused_amaxes.forward, self.output.products.fused_amaxes.backward
         )
 
     @staticmethod
@@ -252,7 +252,7 @@ class AttentionWithMamba(SelfAttention):
         super().__init__(plan, context, layer_number, recompute_core=recompute_core)
         self.mamba = Mamba(plan.mamba, context, layer_number, recompute_core=recompute_core)
         self.output_factors = plan.attention_factor, plan.mamba_factor
-        self.handovers = NO_HANDOVERS
+        self.fused_amaxes = NO_FUSED_AMAXES
 
     @staticmethod
     def matrices(plan: ParallelMambaPlan, split: WeightSplit) -> list[tuple[int, int]]:  # type: ignore[override]

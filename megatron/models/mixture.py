@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.grouped import collect
+from megatron.kernels.grouped import combine
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.mixture_plan import MixturePlan
 from megatron.models.mlp import MLP
@@ -19,7 +19,7 @@ from megatron.models.plan import MLPPlan
 from megatron.models.recompute import checkpointed, discarding_output
 from megatron.models.router import Router, Routing, expert_capacity
 from megatron.parallel.build import BuildContext
-from megatron.parallel.expert_exchange import Arrived, ExpertExchange
+from megatron.parallel.expert_exchange import DispatchedTokens, ExpertExchange
 from megatron.parallel.expert_linear import ExpertLinear
 from megatron.parallel.parameter import ZEROS
 
@@ -158,8 +158,8 @@ class Mixture(nn.Module):
         halves = 2 if self._halves and self.training else 1
         parts = zip(*(x.tensor_split(halves) for x in (tokens, *routing)), strict=True)
         # Samples for training have the same length on all processes.
-        received = [self._exchange.send(*part, equally_many=self.training) for part in parts]
-        waits = [self._exchange.bring_back(self.experts(rows), rows) for rows in received]
+        received = [self._exchange.dispatch(*part, equal_counts=self.training) for part in parts]
+        waits = [self._exchange.combine(self.experts(rows), rows) for rows in received]
         return waits[0] if halves == 1 else lambda: torch.cat([wait() for wait in waits])
 
 
@@ -221,11 +221,13 @@ class Experts(nn.Module):
         self.keeping_inner = context.keeping("moe_act")
         self._library, self._local = context.kernels.library, experts // context.layout.expert.size
 
-    def forward(self, received: Arrived) -> Tensor:
+    def forward(self, received: DispatchedTokens) -> Tensor:
         """Return the weighted sum of the local experts' outputs for each of R tokens, [R, h]."""
         rows, grouping = received.rows(self._local, self._library)  # [n, h]
         with self.keeping_rows():
-            pre_activation = self.up(rows, grouping, received.later)  # [n, f], or [n, 2 f] if gated
+            pre_activation = self.up(
+                rows, grouping, received.deferred_work
+            )  # [n, f], or [n, 2 f] if gated
         with self.keeping_inner():
             inner = self.activation(pre_activation)  # [n, f]
         if self.recomputes_activation and torch.is_grad_enabled():
@@ -234,4 +236,4 @@ class Experts(nn.Module):
                 outputs = self.down(inner, grouping)  # [n, h]
         else:
             outputs = self.down(inner, grouping)
-        return collect(outputs, received.weights, grouping, self._library)
+        return combine(outputs, received.weights, grouping, self._library)

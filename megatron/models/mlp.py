@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.kernels.amax import Handovers
+from megatron.kernels.amax import FusedAmaxes
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.plan import MLPPlan
 from megatron.parallel.build import BuildContext
@@ -42,14 +42,14 @@ class MLP(nn.Module):
             bias=plan.bias,
             adds_bias=not plan.defers_bias,
         )
-        up, down = self.up.products.handovers, self.down.products.handovers
+        up, down = self.up.products.fused_amaxes, self.down.products.fused_amaxes
         self.activation = context.kernels.activation(
             plan.activation,
-            handovers=Handovers(down.forward, up.backward),
+            fused_amaxes=FusedAmaxes(down.forward, up.backward),
             clamp=plan.clamp,
             offset=plan.offset,
         )
-        self.handovers = Handovers(up.forward, down.backward)
+        self.fused_amaxes = FusedAmaxes(up.forward, down.backward)
         self.factor, factors = plan.factor, None
         if plan.gate_factor != 1:
             factors = torch.tensor([[plan.gate_factor], [1.0]], device=context.device)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.kernels.amax import Handover, Handovers
+from megatron.kernels.amax import FusedAmax, FusedAmaxes
 from megatron.kernels.norm import choose_add_norm
 from megatron.models.plan import NormPlan
 from megatron.parallel.build import BuildContext
@@ -28,13 +28,13 @@ class Stream(NamedTuple):
         residual: The hidden states before the last sublayer, [s, b, h].
         update: The output of the last sublayer, [s, b, h]; `None` at the start of a part of the
             model, or if dropout has already added it.
-        handover: The object that passes the amax of the update's gradient, in the backward pass,
+        fused_amax: The object that passes the amax of the update's gradient, in the backward pass,
             to the layer that computed the update. `None` if that layer does not need it.
     """
 
     residual: Tensor
     update: Tensor | None = None
-    handover: Handover | None = None
+    fused_amax: FusedAmax | None = None
 
     def join(self) -> Tensor:
         """Return the hidden states."""
@@ -78,17 +78,17 @@ class Norm(nn.Module):
         """Count the parameters of a normalization over `width` channels."""
         return width * (plan.weight + plan.bias)
 
-    def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, stream: Stream, fused_amax: FusedAmax | None = None) -> tuple[Tensor, Tensor]:
         """Return the joined stream [s, b, h] and the normalized stream in the weight's type.
 
         Args:
             stream: The residual stream.
-            handover: The object that passes the amax of the result to the next layer; `None` if
+            fused_amax: The object that passes the amax of the result to the next layer; `None` if
                 that layer does not need it.
         """
         weight = self.weight + 1 if self.offset else self.weight
-        handovers = Handovers(handover, stream.handover)
-        return self.add_norm(*stream[:2], weight, self.bias, self.epsilon, handovers)
+        fused_amaxes = FusedAmaxes(fused_amax, stream.fused_amax)
+        return self.add_norm(*stream[:2], weight, self.bias, self.epsilon, fused_amaxes)
 
 
 def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> Norm:
@@ -108,12 +108,12 @@ class Joining(nn.Module):
         super().__init__()
         self.dtype = context.compute_dtype
 
-    def forward(self, stream: Stream, handover: Handover | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, stream: Stream, fused_amax: FusedAmax | None = None) -> tuple[Tensor, Tensor]:
         """Return the joined stream [s, b, h], and a copy of it in the weights' type.
 
         Args:
             stream: The residual stream.
-            handover: Not used, because no kernel measures an amax.
+            fused_amax: Not used, because no kernel measures an amax.
         """
         x = stream.join()
         return x, x.to(self.dtype)

@@ -108,7 +108,7 @@ class RecurrentMixer(nn.Module, ABC):
     ) -> RecurrenceKernels | None:
         """Return the kernels that `mix` uses for these tokens, or `None` for plain PyTorch."""
         kernels = self._kernels
-        return kernels if kernels is not None and kernels.takes(projected, states) else None
+        return kernels if kernels is not None and kernels.supports(projected, states) else None
 
     def _continue(
         self, projected: Tensor, states: tuple[Tensor, ...] | None

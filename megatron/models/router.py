@@ -132,12 +132,12 @@ class Router(nn.Module):
         """Return the scores of tokens [s, b, h] before they are normalized, [s, b, experts]."""
         weight, adapter = self.weight.to(x.dtype), self.adapter
         if isinstance(adapter, Adapter):
-            weight = weight + adapter.change(x.dtype)
+            weight = weight + adapter.delta_weight(x.dtype)
         scores = F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
         if isinstance(adapter, AdapterStack):
-            factors = adapter.factors(len(x))
+            factors = adapter.for_tokens(len(x))
             if factors is not None:
-                low_rank = F.linear(x, factors.a.to(x.dtype)) * factors.used.unsqueeze(1)
+                low_rank = F.linear(x, factors.a.to(x.dtype)) * factors.mask.unsqueeze(1)
                 scores = scores + F.linear(low_rank, factors.b.to(x.dtype))
         return scores
 

@@ -29,7 +29,7 @@ class WeightAverage(Protocol):
     count: int
     """Number of updates (EMA) or snapshots (LAWA) that the average has seen."""
 
-    def follow(self, updates: int) -> None:
+    def update(self, updates: int) -> None:
         """Include the weights after an update.
 
         Args:
@@ -39,19 +39,19 @@ class WeightAverage(Protocol):
     def values(self, index: int) -> Tensor:
         """Return the average of the weight with this index, in fp32."""
 
-    def sets(self) -> dict[str, list[Tensor]]:
+    def tensor_sets(self) -> dict[str, list[Tensor]]:
         """Return the tensors to save, one for each weight, by name prefix.
 
         Tensors with the prefix `AVERAGES` may be copies. A checkpoint is loaded into all others in
         place.
         """
 
-    def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
+    def prepare(self, is_saved: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
         """Return the tensors to load from a checkpoint, by name prefix.
 
         Args:
-            held: Function that returns whether the checkpoint contains tensors with a given name
-                prefix.
+            is_saved: Function that returns whether the checkpoint contains tensors with a given
+                name prefix.
             count: The value of `count` in the saved run.
         """
 
@@ -74,7 +74,7 @@ class MovingAverage:
         self._in_one_call = not any(isinstance(weight, PackedTensor) for weight in weights)
 
     @torch.no_grad()
-    def follow(self, updates: int) -> None:
+    def update(self, updates: int) -> None:
         """Move the average toward the weights."""
         self.count += 1
         step = 1 - min(self._decay, 1 - 1 / self.count)
@@ -88,14 +88,14 @@ class MovingAverage:
         """Return the average of the weight with this index."""
         return self._averages[index]
 
-    def sets(self) -> dict[str, list[Tensor]]:
+    def tensor_sets(self) -> dict[str, list[Tensor]]:
         """Return the tensors to save."""
         return {AVERAGES: self._averages} if self.count else {}
 
-    def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
+    def prepare(self, is_saved: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
         """Return the tensors to load."""
-        self.count = count if held(AVERAGES) else 0
-        return self.sets()
+        self.count = count if is_saved(AVERAGES) else 0
+        return self.tensor_sets()
 
 
 class LatestAverage:
@@ -116,7 +116,7 @@ class LatestAverage:
         self._snapshots: list[list[Tensor]] = []  # the newest first
 
     @torch.no_grad()
-    def follow(self, updates: int) -> None:
+    def update(self, updates: int) -> None:
         """Take a snapshot if one is due."""
         if updates % self._interval == 0:
             self.count += 1
@@ -125,30 +125,30 @@ class LatestAverage:
 
     def _add(self) -> list[Tensor]:
         """Return tensors for a new snapshot, those of the oldest snapshot if the window is full."""
-        full = len(self._snapshots) == self._window
-        new = self._snapshots.pop() if full else [new_like(weight) for weight in self._weights]
+        is_full = len(self._snapshots) == self._window
+        new = self._snapshots.pop() if is_full else [new_like(weight) for weight in self._weights]
         self._snapshots.insert(0, new)
         return new
 
     def values(self, index: int) -> Tensor:
         """Return the mean of the weight with this index."""
-        first, *others = [snapshot[index] for snapshot in self._snapshots]
+        first, *remaining = [snapshot[index] for snapshot in self._snapshots]
         total = first.clone()
-        for other in others:
-            total += other
+        for value in remaining:
+            total += value
         return total / len(self._snapshots)
 
-    def sets(self) -> dict[str, list[Tensor]]:
+    def tensor_sets(self) -> dict[str, list[Tensor]]:
         """Return the tensors to save: the mean and the snapshots."""
         if not self._snapshots:
             return {}
         means = {AVERAGES: [self.values(index) for index in range(len(self._weights))]}
         return means | self._by_age()
 
-    def prepare(self, held: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
+    def prepare(self, is_saved: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
         """Return the tensors to load: the newest saved snapshots that fit into the window."""
         self.count, self._snapshots = 0, []
-        while len(self._snapshots) < self._window and held(_snapshot(len(self._snapshots))):
+        while len(self._snapshots) < self._window and is_saved(_snapshot(len(self._snapshots))):
             self._add()
             self.count = count
         return self._by_age()

@@ -69,11 +69,11 @@ def split_groups(
     for name, p in named_parameters:
         if p.requires_grad:
             rule = choose_rule(name, p)
-            for apart, decays in product((False, True), (True, False)):  # in a fixed order
-                members.setdefault((rule, apart, decays), {})
+            for decoupled, decays in product((False, True), (True, False)):  # in a fixed order
+                members.setdefault((rule, decoupled, decays), {})
             members[rule, decouples and is_vocabulary(p), is_decayed(name, p)][name] = p
     return [
-        ParameterGroup(rule, decays, apart, tuple(group), tuple(group.values()))
-        for (rule, apart, decays), group in members.items()
+        ParameterGroup(rule, decays, decoupled, tuple(group), tuple(group.values()))
+        for (rule, decoupled, decays), group in members.items()
         if group
     ]

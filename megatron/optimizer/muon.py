@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.kernels.adam import copy_weights
 from megatron.kernels.library import KernelLibrary
-from megatron.optimizer.update import MatrixPlace, Step, Update, UpdateTensors
+from megatron.optimizer.update import MatrixShard, Step, Update, UpdateTensors
 from megatron.parallel.buckets import row_shards
 from megatron.parallel.collectives import all_gather, all_reduce, all_to_all_rows
 from megatron.parallel.layout import Axis
@@ -84,22 +84,24 @@ class Muon:
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
         """Return a function that updates these tensors."""
         chunks = []
-        for chosen in _chunks(tensors.places):
-            places = [tensors.places[i] for i in chosen]
+        for indices in _chunks(tensors.shards):
+            shards = [tensors.shards[i] for i in indices]
 
-            def pick(all_of_them: Sequence[Tensor], chosen: list[int] = chosen) -> list[Tensor]:
-                picked = ((all_of_them[i], tensors.places[i]) for i in chosen)
-                return [t.view(p.spec.shape) if p.rows is None else t for t, p in picked]
+            def pick(
+                tensors_of_all: Sequence[Tensor], indices: list[int] = indices
+            ) -> list[Tensor]:
+                selected = ((tensors_of_all[i], tensors.shards[i]) for i in indices)
+                return [t.view(p.spec.shape) if p.rows is None else t for t, p in selected]
 
             chunk = UpdateTensors(
                 pick(tensors.weights),
-                [tensors.copies[i] for i in chosen],
+                [tensors.copies[i] for i in indices],
                 pick(tensors.gradients),
                 {name: pick(state) for name, state in tensors.state.items()},
-                places,
+                shards,
             )
-            exchange = RowExchange.plan(places)
-            owned = places if exchange is None else exchange.owned
+            exchange = RowExchange.plan(shards)
+            owned = shards if exchange is None else exchange.owned
             chunks.append(_Chunk(chunk, exchange, _Orthogonalization(self, owned)))
         return partial(self._update, chunks)
 
@@ -176,17 +178,17 @@ class _Chunk:
     orthogonalize: _Orthogonalization
 
 
-def _chunks(places: Sequence[MatrixPlace]) -> list[list[int]]:
+def _chunks(shards: Sequence[MatrixShard]) -> list[list[int]]:
     """Return chunks of limited size, as indices of parameters that are exchanged together."""
     by_rows: dict[Axis | None, list[int]] = {}
-    for i, place in enumerate(places):
-        by_rows.setdefault(place.rows, []).append(i)
+    for i, shard in enumerate(shards):
+        by_rows.setdefault(shard.rows, []).append(i)
     chunks: list[list[int]] = []
     for rows, members in by_rows.items():
         limit = CHUNK if rows is None else CHUNK * rows.size
         filled = limit
         for i in members:
-            size = torch.Size(places[i].spec.shape).numel()
+            size = torch.Size(shards[i].spec.shape).numel()
             if filled + size > limit:
                 chunks.append([])
                 filled = 0
@@ -208,36 +210,36 @@ class RowExchange:
     process with the least work so far.
 
     Args:
-        places: The parameters, the same on all processes of the axis.
+        shards: The parameters, the same on all processes of the axis.
         axis: The processes that each hold some rows of every parameter.
     """
 
-    def __init__(self, places: Sequence[MatrixPlace], axis: Axis) -> None:
+    def __init__(self, shards: Sequence[MatrixShard], axis: Axis) -> None:
         """Choose an owner for each parameter, and count what is sent."""
         self._axis = axis
-        loads, owners = [0] * axis.size, [0] * len(places)
-        for i in sorted(range(len(places)), key=lambda i: -cost_of(places[i].spec)):
+        loads, owners = [0] * axis.size, [0] * len(shards)
+        for i in sorted(range(len(shards)), key=lambda i: -cost_of(shards[i].spec)):
             owners[i] = loads.index(min(loads))
-            loads[owners[i]] += cost_of(places[i].spec)
+            loads[owners[i]] += cost_of(shards[i].spec)
         self.loads = loads
         # In the order of the messages: by owner, then by the parameter's index.
-        self._order = sorted(range(len(places)), key=lambda i: (owners[i], i))
-        self.owned = [places[i] for i in self._order if owners[i] == axis.rank]
-        shards = []  # the elements that each rank holds of each parameter under ZeRO stage 3
-        for place in places:
-            elements = torch.Size(place.spec.shape).numel()
-            shards.append(row_shards(elements // place.spec.shape[-1], elements, axis.size))
+        self._order = sorted(range(len(shards)), key=lambda i: (owners[i], i))
+        self.owned = [shards[i] for i in self._order if owners[i] == axis.rank]
+        row_spans = []  # the elements that each rank holds of each parameter under ZeRO stage 3
+        for shard in shards:
+            elements = torch.Size(shard.spec.shape).numel()
+            row_spans.append(row_shards(elements // shard.spec.shape[-1], elements, axis.size))
         self._sent = [0] * axis.size
         for i in self._order:
-            self._sent[owners[i]] += shards[i][axis.rank].size
-        mine = [shards[i] for i in self._order if owners[i] == axis.rank]
-        self._sizes = [[each[rank].size for each in mine] for rank in range(axis.size)]
+            self._sent[owners[i]] += row_spans[i][axis.rank].size
+        own_sizes = [row_spans[i] for i in self._order if owners[i] == axis.rank]
+        self._sizes = [[sizes[rank].size for sizes in own_sizes] for rank in range(axis.size)]
 
     @classmethod
-    def plan(cls, places: Sequence[MatrixPlace]) -> RowExchange | None:
+    def plan(cls, shards: Sequence[MatrixShard]) -> RowExchange | None:
         """Return the exchange for these parameters, or `None` if each process has all rows."""
-        axis = places[0].rows
-        return None if axis is None else cls(places, axis)
+        axis = shards[0].rows
+        return None if axis is None else cls(shards, axis)
 
     def __call__(self, parts: Sequence[Tensor], change: Callable[[list[Tensor]], None]) -> None:
         """Gather whole parameters, apply `change` to them, and send the rows back.
@@ -250,18 +252,18 @@ class RowExchange:
         """
         counts = [sum(sizes) for sizes in self._sizes]
         sent = torch.cat([parts[i] for i in self._order])
-        arrived = all_to_all_rows(sent, self._axis, self._sent, counts)
+        received = all_to_all_rows(sent, self._axis, self._sent, counts)
         # Views of the received data, by sender and then by parameter.
-        pieces = arrived.split([size for sizes in self._sizes for size in sizes])
-        by_parameter = [pieces[i :: len(self.owned)] for i in range(len(self.owned))]
-        wholes = [torch.cat(pieces) for pieces in by_parameter]
+        parts_received = received.split([size for sizes in self._sizes for size in sizes])
+        by_parameter = [parts_received[i :: len(self.owned)] for i in range(len(self.owned))]
+        wholes = [torch.cat(rows) for rows in by_parameter]
         change([whole.view(p.spec.shape) for whole, p in zip(wholes, self.owned, strict=True)])
         for whole, rows in zip(wholes, by_parameter, strict=True):
             for row, changed in zip(rows, whole.split([r.numel() for r in rows]), strict=True):
                 row.copy_(changed)
-        back = all_to_all_rows(arrived, self._axis, counts, self._sent)
+        returned = all_to_all_rows(received, self._axis, counts, self._sent)
         sizes = [parts[i].numel() for i in self._order]
-        for i, changed in zip(self._order, back.split(sizes), strict=True):
+        for i, changed in zip(self._order, returned.split(sizes), strict=True):
             parts[i].copy_(changed)
 
 
@@ -284,7 +286,7 @@ class _Kind:
     axis: Axis | None
 
 
-def _find(index: int, groups: tuple[int, int, int], rows: slice, tensor: Tensor) -> Tensor:
+def _matrix_view(index: int, groups: tuple[int, int, int], rows: slice, tensor: Tensor) -> Tensor:
     """Return a view of one matrix of a tensor, [groups, rows of a group, columns].
 
     Args:
@@ -301,36 +303,36 @@ class _Orthogonalization:
 
     Args:
         rule: The settings.
-        places: The parameters, in the order in which they are passed.
+        shards: The parameters, in the order in which they are passed.
     """
 
-    def __init__(self, rule: Muon, places: Sequence[MatrixPlace]) -> None:
+    def __init__(self, rule: Muon, shards: Sequence[MatrixShard]) -> None:
         """Sort the matrices of all parameters by shape."""
-        self._rule, self._places = rule, places
-        self._gathers = [rule.tensor_mode == "duplicated" and place.is_divided for place in places]
+        self._rule, self._shards = rule, shards
+        self._gathers = [rule.tensor_mode == "duplicated" and shard.is_split for shard in shards]
         self._batches: dict[_Kind, list[tuple[int, Callable[[Tensor], Tensor]]]] = {}
-        for i, (place, gathers) in enumerate(zip(places, self._gathers, strict=True)):
-            for kind, view in self._split(place, gathers):
+        for i, (shard, gathers) in enumerate(zip(shards, self._gathers, strict=True)):
+            for kind, view in self._split(shard, gathers):
                 self._batches.setdefault(kind, []).append((i, view))
 
     def _split(
-        self, place: MatrixPlace, gathers: bool
+        self, shard: MatrixShard, gathers: bool
     ) -> list[tuple[_Kind, Callable[[Tensor], Tensor]]]:
         """Return the kind of each matrix of a parameter, and a function that returns its view."""
-        spec, ranks = place.spec, place.tensor.size
+        spec, ranks = shard.spec, shard.tensor.size
         assert spec.matrices is not None
         shape, dim = list(spec.shape), spec.split_dim
         split = None if dim is None else dim - len(shape) + 2  # 0 or 1
         if gathers:
             assert dim is not None
             shape[dim] *= ranks
-        is_divided = self._rule.tensor_mode == "distributed" and place.is_divided
+        is_divided = self._rule.tensor_mode == "distributed" and shard.is_split
         *leading, height, columns = shape
         shares = spec.matrices.shares if self._rule.split_qkv else ()
         shares = shares or (height,)
-        groups, rest = divmod(height, sum(shares))
-        assert not rest, f"{height} rows do not divide into groups of {sum(shares)}"
-        found: list[tuple[_Kind, Callable[[Tensor], Tensor]]] = []
+        groups, remainder = divmod(height, sum(shares))
+        assert not remainder, f"{height} rows do not divide into groups of {sum(shares)}"
+        matrices: list[tuple[_Kind, Callable[[Tensor], Tensor]]] = []
         for index in range(torch.Size(leading).numel()):
             start = 0
             for share in shares:
@@ -344,31 +346,31 @@ class _Orthogonalization:
                     columns,
                     self._rule.scale_of(*size),
                     split if is_divided else None,
-                    place.tensor if is_divided else None,
+                    shard.tensor if is_divided else None,
                 )
                 rows_of_group = slice(start, start + share)
-                view = partial(_find, index, (groups, sum(shares), columns), rows_of_group)
-                found.append((kind, view))
+                view = partial(_matrix_view, index, (groups, sum(shares), columns), rows_of_group)
+                matrices.append((kind, view))
                 start += share
-        return found
+        return matrices
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors with their scaled orthogonalizations. Collective over the tensor axis."""
         whole = [
-            self._gather(tensor, place) if gathers else tensor
-            for tensor, place, gathers in zip(tensors, self._places, self._gathers, strict=True)
+            self._gather(tensor, shard) if gathers else tensor
+            for tensor, shard, gathers in zip(tensors, self._shards, self._gathers, strict=True)
         ]
         for kind, members in self._batches.items():
-            most = max(1, CHUNK // (kind.rows * kind.columns))
-            for first in range(0, len(members), most):
-                views = [find(whole[i]) for i, find in members[first : first + most]]
+            limit = max(1, CHUNK // (kind.rows * kind.columns))
+            for first in range(0, len(members), limit):
+                views = [view_of(whole[i]) for i, view_of in members[first : first + limit]]
                 self._batch(kind, views)
-        for tensor, place, changed in zip(tensors, self._places, whole, strict=True):
-            if changed is not tensor:
-                dim = place.spec.split_dim
+        for tensor, shard, updated in zip(tensors, self._shards, whole, strict=True):
+            if updated is not tensor:
+                dim = shard.spec.split_dim
                 assert dim is not None
                 size = tensor.shape[dim]
-                tensor.copy_(changed.narrow(dim, place.tensor.rank * size, size))
+                tensor.copy_(updated.narrow(dim, shard.tensor.rank * size, size))
 
     def _batch(self, kind: _Kind, views: list[Tensor]) -> None:
         """Orthogonalize matrices of one kind in place."""
@@ -385,16 +387,16 @@ class _Orthogonalization:
             split_dim=kind.split_dim,
             axis=kind.axis,
         )
-        found = [each.view_as(view) for each, view in zip(x.unbind(), views, strict=True)]
-        torch._foreach_copy_(views, found)
+        results = [result.view_as(view) for result, view in zip(x.unbind(), views, strict=True)]
+        torch._foreach_copy_(views, results)
         torch._foreach_mul_(views, kind.scale)
 
     @staticmethod
-    def _gather(tensor: Tensor, place: MatrixPlace) -> Tensor:
+    def _gather(tensor: Tensor, shard: MatrixShard) -> Tensor:
         """Return the whole tensor, gathered from the tensor ranks. Collective over them."""
-        dim = place.spec.split_dim
+        dim = shard.spec.split_dim
         assert dim is not None
-        joined = all_gather(tensor.movedim(dim, 0).contiguous(), place.tensor)
+        joined = all_gather(tensor.movedim(dim, 0).contiguous(), shard.tensor)
         return joined.movedim(0, dim).contiguous()
 
 
@@ -422,15 +424,15 @@ def orthogonalize(
         axis: The processes that divide it.
     """
     # Use X^T X or X X^T: the smaller product, or the one that sums over the divided dimension.
-    is_turned = x.shape[1] > x.shape[2] if axis is None else split_dim == 0
-    x = x.mT if is_turned else x
+    is_transposed = x.shape[1] > x.shape[2] if axis is None else split_dim == 0
+    x = x.mT if is_transposed else x
     if axis is None:
         norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     else:  # the norm of whole matrices
         part = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
         norm = all_reduce(part.square_(), axis).sqrt_()
     x = x / norm.clamp_(min=_EPS).to(x.dtype)
-    before = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if precision == "medium" else precision)
     try:
         for a, b, c in islice(cycle(coefficients), steps):
@@ -439,5 +441,5 @@ def orthogonalize(
                 all_reduce(gram, axis)
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     finally:
-        torch.set_float32_matmul_precision(before)
-    return x.mT if is_turned else x
+        torch.set_float32_matmul_precision(previous)
+    return x.mT if is_transposed else x

@@ -80,13 +80,13 @@ def parameters_norm(
         shard: Function that returns this process's shard of a parameter; `None` if parameters are
             whole.
     """
-    held = list(parameters)
+    all_parameters = list(parameters)
     counted = [
         p if shard is None else shard(p)
-        for p in held
+        for p in all_parameters
         if is_counted_here(p, layout, is_sharded=shard is not None)
     ]
-    square = sum_of_squares(counted, held[0].device)
+    square = sum_of_squares(counted, all_parameters[0].device)
     return sum_over_model(square, layout, over_replicas=shard is not None).sqrt().item()
 
 

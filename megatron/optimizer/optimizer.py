@@ -38,7 +38,7 @@ from megatron.optimizer.groups import ParameterGroup
 from megatron.optimizer.norms import is_counted_here, state_sizes, sum_over_model
 from megatron.optimizer.packed import FORMATS, PackedTensor, State, values_of
 from megatron.optimizer.rules import OffloadedUpdate, OverlappedUpdate, on_host
-from megatron.optimizer.update import MatrixPlace, Step, Update, UpdateTensors
+from megatron.optimizer.update import MatrixShard, Step, Update, UpdateTensors
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
@@ -163,7 +163,7 @@ class StepResult:
     zeros: int | None
 
 
-class _HeldWeight(NamedTuple):
+class _OwnedWeight(NamedTuple):
     """The part of a parameter that this process updates, and the fp32 copy of this part."""
 
     name: str
@@ -173,7 +173,7 @@ class _HeldWeight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _OwnPart:
+class _OwnedGroup:
     """The part of a parameter group that this process updates.
 
     Attributes:
@@ -197,7 +197,7 @@ class _OwnPart:
     @classmethod
     def allocate(
         cls, group: ParameterGroup, gradients: Gradients, config: OptimizerConfig
-    ) -> _OwnPart:
+    ) -> _OwnedGroup:
         """Allocate master weights and states for the shard that this process owns."""
         offload = config.optimizer_cpu_offload
 
@@ -256,13 +256,15 @@ class _OwnPart:
                 return list(tensors)
             return [t.view(p.shape) for t, p in zip(tensors, self.parameters, strict=True)]
 
-        parts = shaped(self.parts)
+        parts, shards = shaped(self.parts), list[MatrixShard]()
+        if rule.joins_rows:
+            shards = [_matrix_shard(p, layout, rows=rows) for p in self.parameters]
         tensors = UpdateTensors(
             shaped(self.weights),
             [None if part.dtype == torch.float32 else part for part in parts],
             shaped([gradients.gradient(p) for p in self.parameters]),
             {kind: shaped(state) for kind, state in self.state.items()},
-            [_place(p, layout, rows=rows) for p in self.parameters] if rule.joins_rows else (),
+            shards,
         )
         if config.overlap_cpu_optimizer_d2h_h2d:
             return OverlappedUpdate(rule, tensors, parts, queues=queues)
@@ -271,12 +273,12 @@ class _OwnPart:
         return rule.bind(tensors, library)
 
 
-def _place(parameter: nn.Parameter, layout: Layout, *, rows: bool) -> MatrixPlace:
+def _matrix_shard(parameter: nn.Parameter, layout: Layout, *, rows: bool) -> MatrixShard:
     """Return which processes hold the other parts of a parameter."""
     spec = spec_of(parameter)
     tensor = layout.expert_tensor if spec.is_expert else layout.tensor
     replicas = layout.expert_replica if spec.is_expert else layout.replica
-    return MatrixPlace(spec, tensor, replicas if rows and replicas.size > 1 else None)
+    return MatrixShard(spec, tensor, replicas if rows and replicas.size > 1 else None)
 
 
 class Optimizer:
@@ -320,21 +322,21 @@ class Optimizer:
         self._scale = loss_scale_of(precision)
         self._shared_weights = weights
         self._offload = config.optimizer_cpu_offload
-        self._owned = [_OwnPart.allocate(g, gradients, config) for g in groups]
-        counted = [
+        self._groups = [_OwnedGroup.allocate(g, gradients, config) for g in groups]
+        counted_parameters = [
             p
             for g in groups
             for p in g.parameters
             if is_counted_here(p, layout, is_sharded=gradients.is_sharded)
         ]
-        self._counted_elements = sum(gradients.owned(p).size for p in counted)
-        counted_ids = {id(p) for p in counted}
+        self._counted_elements = sum(gradients.owned(p).size for p in counted_parameters)
+        counted_ids = {id(p) for p in counted_parameters}
         self._device = groups[0].parameters[0].device
         library = find_library(self._device).library
         queues = CopyStream(self._device), CopyStream(self._device)
         self._updates = [
             (own.group, own.bind(gradients, layout, library, config, queues))
-            for own in self._owned
+            for own in self._groups
             if own.weights  # with shards, a process may hold no part of a parameter
         ]
         counted_views = gradients.views(lambda p: id(p) in counted_ids)
@@ -342,13 +344,13 @@ class Optimizer:
             counted_views, self._device, library, counts=count_zeros
         )
         # With a rule that joins rows, a process may own no rows of a parameter.
-        self._held = [
-            _HeldWeight(*member)
-            for own in self._owned
+        self._owned_weights = [
+            _OwnedWeight(*member)
+            for own in self._groups
             for member in zip(own.names, own.parameters, own.parts, own.weights, strict=True)
             if member[2].numel()
         ]
-        self.average = new_average(config, [held.weight for held in self._held])
+        self.average = new_average(config, [owned.weight for owned in self._owned_weights])
         self.steps = 0
         self.reload_masters()
 
@@ -362,7 +364,7 @@ class Optimizer:
         """The loss scale with its state."""
         return self._scale
 
-    def go_back_to(self, scale: LossScale) -> None:
+    def restore_scale(self, scale: LossScale) -> None:
         """Return to an earlier loss scale, because the steps since then do not count."""
         self._scale = scale
 
@@ -433,10 +435,10 @@ class Optimizer:
             gradient_scale=(scale * excess).float().to(device),
             found_nonfinite=flags.max().float().to(device),
         )
-        apart = step if decoupled_lr is None else replace(step, lr=decoupled_lr)
+        decoupled_step = step if decoupled_lr is None else replace(step, lr=decoupled_lr)
         for group, update in self._updates:
             update(
-                apart if group.is_decoupled else step,
+                decoupled_step if group.is_decoupled else step,
                 weight_decay=weight_decay if group.is_decayed else 0.0,
             )
         if self._shared_weights is not None:
@@ -461,18 +463,18 @@ class Optimizer:
     def end_step(self, outcome: Sequence[float]) -> StepResult:
         """Record the outcome of a step from the four values that `begin_step` returned."""
         norm, zeros, nonfinite, spike = outcome
-        found = nonfinite > 0
-        is_spike = spike > 0 and not found
-        overflow = found and self._scale.can_shrink
-        self._scale = self._scale.update(found_overflow=found)
-        applied = not (found or is_spike)
+        is_nonfinite = nonfinite > 0
+        is_spike = spike > 0 and not is_nonfinite
+        overflow = is_nonfinite and self._scale.can_shrink
+        self._scale = self._scale.update(found_overflow=is_nonfinite)
+        applied = not (is_nonfinite or is_spike)
         self.steps += applied
         if self.average is not None and applied:
-            self.average.follow(self.steps)
+            self.average.update(self.steps)
         return StepResult(
             applied=applied,
             grad_norm=norm,
-            found_nonfinite=found,
+            found_nonfinite=is_nonfinite,
             found_spike=is_spike,
             overflow=overflow,
             zeros=int(zeros) if self._count_zeros else None,
@@ -493,7 +495,7 @@ class Optimizer:
         if self._shared_weights is not None:
             self._shared_weights.forget()
         with torch.no_grad():
-            for own in self._owned:
+            for own in self._groups:
                 for part, weight, dtype in zip(own.parts, own.weights, own.formats, strict=True):
                     if dtype == torch.float32 or include_16_bit:
                         if isinstance(weight, PackedTensor):
@@ -507,15 +509,15 @@ class Optimizer:
         assert self.average is not None and self.average.count, "there is no average yet"
         self.wait_for_weights()
         with torch.no_grad():
-            kept = [held.part.clone() for held in self._held]
-            for index, held in enumerate(self._held):
-                held.part.copy_(self.average.values(index))
+            saved = [owned.part.clone() for owned in self._owned_weights]
+            for index, owned in enumerate(self._owned_weights):
+                owned.part.copy_(self.average.values(index))
         self._spread()
         yield
         self.wait_for_weights()
         with torch.no_grad():
-            for part, held in zip(kept, self._held, strict=True):
-                held.part.copy_(part)
+            for part, owned in zip(saved, self._owned_weights, strict=True):
+                owned.part.copy_(part)
         self._spread()
 
     def _spread(self) -> None:
@@ -533,9 +535,9 @@ class Optimizer:
             sets: By name prefix, one tensor for each weight.
         """
         return {
-            f"{prefix}{held.name}": (tensor, held.parameter)
+            f"{prefix}{owned.name}": (tensor, owned.parameter)
             for prefix, tensors in sets.items()
-            for held, tensor in zip(self._held, tensors, strict=True)
+            for owned, tensor in zip(self._owned_weights, tensors, strict=True)
         }
 
     def named_tensors(self) -> dict[str, tuple[Tensor, nn.Parameter]]:
@@ -543,7 +545,7 @@ class Optimizer:
 
         The names are "<parameter>.<state>" for each state of the parameter's update rule (for
         example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. To load a
-        checkpoint, copy into the tensors in place and then call `take_loaded`, because tensors of
+        checkpoint, copy into the tensors in place and then call `encode_loaded`, because tensors of
         packed states are decoded copies. The tensors have the parameter's shape and split. If
         gradients are sharded, they are 1-D and contain the parameter's elements
         `gradients.owned(parameter)`.
@@ -553,7 +555,7 @@ class Optimizer:
             for name, (state, parameter) in self._named_states().items()
         }
 
-    def take_loaded(self, tensors: Mapping[str, Tensor]) -> None:
+    def encode_loaded(self, tensors: Mapping[str, Tensor]) -> None:
         """Encode the packed states after a checkpoint has been loaded.
 
         Args:
@@ -567,7 +569,7 @@ class Optimizer:
 
     def _named_states(self) -> dict[str, tuple[State, nn.Parameter]]:
         tensors: dict[str, tuple[State, nn.Parameter]] = {}
-        for own in self._owned:
+        for own in self._groups:
             members = [
                 (i, name, parameter)
                 for i, (name, parameter) in enumerate(zip(own.names, own.parameters, strict=True))
@@ -587,11 +589,11 @@ class Optimizer:
         The names are Megatron-DeepSpeed's: L1 norm (`weight_l1`), L2 norm and largest magnitude of
         weight, momentum, variance and the square root of the variance.
         """
-        kinds = dict.fromkeys(kind for own in self._owned for kind in own.group.rule.state_names)
+        kinds = dict.fromkeys(kind for own in self._groups for kind in own.group.rule.state_names)
         counted: dict[str, list[State]] = {_CURVES.get(kind, kind): [] for kind in kinds}
         counted["weight"] = []
         is_sharded = self.gradients.is_sharded
-        for own in self._owned:
+        for own in self._groups:
             for i, parameter in enumerate(own.parameters):
                 if is_counted_here(parameter, self._layout, is_sharded=is_sharded):
                     counted["weight"].append(own.weights[i])

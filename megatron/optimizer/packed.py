@@ -45,7 +45,8 @@ class StateFormat:
         normal: The smallest normal number of the codes; 0 for bf16, which has fp32's exponents.
         top: The power of two that the largest code of a block does not exceed; `None` if blocks
             have no scales.
-        least: The exponents of the smallest scales, first for values, then for square roots.
+        min_exponents: The exponents of the smallest scales, first for values, then for square
+            roots.
     """
 
     dtype: torch.dtype
@@ -53,7 +54,7 @@ class StateFormat:
     saved: torch.dtype
     normal: float = 0.0
     top: int | None = None
-    least: tuple[int, int] = (0, 0)
+    min_exponents: tuple[int, int] = (0, 0)
 
 
 FORMATS = {
@@ -91,13 +92,13 @@ class PackedTensor:
         self._roots = roots and form.top is not None
         self._first, self._salt = first, salt
         blocks = -(-like.numel() // BLOCK)
-        place: dict[str, Any] = {"device": like.device}
+        options: dict[str, Any] = {"device": like.device}
         if on_host:
-            place = {"device": "cpu", "pin_memory": like.is_cuda}
-        self._codes = torch.zeros(blocks * BLOCK, dtype=form.dtype, **place)
+            options = {"device": "cpu", "pin_memory": like.is_cuda}
+        self._codes = torch.zeros(blocks * BLOCK, dtype=form.dtype, **options)
         self._scales: Tensor | None = None
         if form.top is not None:
-            self._scales = torch.zeros(blocks, dtype=torch.int8, **place)
+            self._scales = torch.zeros(blocks, dtype=torch.int8, **options)
 
     def numel(self) -> int:
         """Return the number of elements."""
@@ -155,8 +156,8 @@ class PackedTensor:
             sizes *= inverse
             if self._roots:
                 sizes *= inverse
-        drawn = _uniform(whole, self._first + start, self._salt, count)
-        codes = self._rounded(sizes, drawn).copysign_(whole)
+        random = _uniform(whole, self._first + start, self._salt, count)
+        codes = self._rounded(sizes, random).copysign_(whole)
         self._codes[start : start + size] = codes.view(-1)[:size].to(self.form.dtype)
 
     def _scales_of(self, largest: Tensor) -> Tensor:
@@ -167,9 +168,9 @@ class PackedTensor:
         # maximum, the decoded values are encoded with half the scale, which is exact. Twice the
         # scale would not be.
         exponent = exponent - (fraction == 0.5).int() - self.form.top
-        return exponent.clamp_(self.form.least[self._roots], _BIAS - 1)
+        return exponent.clamp_(self.form.min_exponents[self._roots], _BIAS - 1)
 
-    def _rounded(self, sizes: Tensor, drawn: Tensor) -> Tensor:
+    def _rounded(self, sizes: Tensor, random: Tensor) -> Tensor:
         """Return magnitudes, or the square roots that are stored instead, rounded to codes."""
         form = self.form
         numbers = sizes.sqrt() if self._roots else sizes
@@ -180,10 +181,10 @@ class PackedTensor:
         above = (below + unit).view(torch.float32) - shift
         below = below.view(torch.float32) - shift
         if not self._roots:
-            return torch.where(drawn * (above - below) < sizes - below, above, below)
+            return torch.where(random * (above - below) < sizes - below, above, below)
         # The expected square is exact. Only 0 becomes 0.
         low, high = below.square(), above.square()
-        goes_up = (drawn * (high - low) < sizes - low) | ((sizes > 0) & (below == 0))
+        goes_up = (random * (high - low) < sizes - low) | ((sizes > 0) & (below == 0))
         return torch.where(goes_up, above, below)
 
 
@@ -216,9 +217,9 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """Elements [start, end) of the tensors at index `place` of each list."""
+    """Elements [start, end) of the tensors at index `tensor_index` of each list."""
 
-    place: int
+    tensor_index: int
     start: int
     end: int
 
@@ -240,15 +241,15 @@ def packed_adam(
         second: The running means of their squares.
     """
     pieces: list[list[_Part]] = [[]]
-    room = _PIECE
-    for place, gradient in enumerate(gradients):
+    remaining = _PIECE
+    for index, gradient in enumerate(gradients):
         for start in range(0, gradient.numel(), _PIECE):
-            part = _Part(place, start, min(gradient.numel(), start + _PIECE))
-            if part.end - part.start > room:
+            part = _Part(index, start, min(gradient.numel(), start + _PIECE))
+            if part.end - part.start > remaining:
                 pieces.append([])
-                room = _PIECE
+                remaining = _PIECE
             pieces[-1].append(part)
-            room -= part.end - part.start
+            remaining -= part.end - part.start
     return partial(_update, pieces, (weights, copies, gradients, first, second))
 
 
@@ -257,20 +258,25 @@ def _update(
     tensors: tuple[Sequence[Any], ...],
     numbers: AdamNumbers,
 ) -> None:
-    weights, copies, *others = tensors
+    weights, copies, *moments = tensors
     for parts in pieces:
-        updated, *opened = ([_open(s[p.place], p) for p in parts] for s in (weights, *others))
+        updated, *opened = (
+            [_open(s[p.tensor_index], p) for p in parts] for s in (weights, *moments)
+        )
         adam_reference(AdamTensors(updated, [None] * len(parts), *opened), numbers)
-        for states, held in ((weights, updated), *zip(others, opened, strict=True)):
-            for part, values in zip(parts, held, strict=True):
-                state = states[part.place]
+        for states, decoded in ((weights, updated), *zip(moments, opened, strict=True)):
+            for part, values in zip(parts, decoded, strict=True):
+                state = states[part.tensor_index]
                 if isinstance(state, PackedTensor):
                     state.store(values, part.start, numbers.step)
         # The copies are made from the stored values, so that a skipped update leaves them
         # unchanged.
         copy_weights(
-            [_open(weights[part.place], part) for part in parts],
-            [None if copies[p.place] is None else _open(copies[p.place], p) for p in parts],
+            [_open(weights[part.tensor_index], part) for part in parts],
+            [
+                None if copies[p.tensor_index] is None else _open(copies[p.tensor_index], p)
+                for p in parts
+            ],
         )
 
 

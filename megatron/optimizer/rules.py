@@ -53,10 +53,10 @@ class AdamW:
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
         """Return a function that updates these tensors."""
         means = [tensors.state[name] for name in self.state_names]
-        held = (tensors.weights, tensors.copies, tensors.gradients, *means)
-        if any(isinstance(state, PackedTensor) for states in held for state in states):
-            return partial(self._update, packed_adam(*held))
-        return partial(self._update, choose_adam(AdamTensors(*held), library))
+        sequences = (tensors.weights, tensors.copies, tensors.gradients, *means)
+        if any(isinstance(state, PackedTensor) for states in sequences for state in states):
+            return partial(self._update, packed_adam(*sequences))
+        return partial(self._update, choose_adam(AdamTensors(*sequences), library))
 
     def _update(
         self, adam: Callable[[AdamNumbers], None], step: Step, *, weight_decay: float
@@ -195,12 +195,12 @@ class OffloadedUpdate:
         """Allocate host memory for the gradients."""
         self.received = [(on_host(g, g.dtype), g) for g in tensors.gradients]
         self.sent = list(zip(parts, tensors.weights, strict=True))
-        held = replace(
+        host_tensors = replace(
             tensors,
             copies=[None] * len(tensors.weights),
             gradients=[received for received, _ in self.received],
         )
-        self.on_host = rule.bind(held, None)
+        self.on_host = rule.bind(host_tensors, None)
 
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
         """Run the update, and return when the host's work is done."""
@@ -248,7 +248,7 @@ class OverlappedUpdate:
                 copies=tensors.copies[piece],
                 gradients=tensors.gradients[piece],
                 state={name: states[piece] for name, states in tensors.state.items()},
-                places=tensors.places[piece],
+                shards=tensors.shards[piece],
             )
             self._pieces.append(OffloadedUpdate(rule, own, parts[piece]))
 
@@ -258,13 +258,13 @@ class OverlappedUpdate:
         Later work on the device waits for the new weights.
         """
         self._arrivals.wait_for_device()  # the gradients are complete
-        arrived = [
+        arrivals = [
             [self._arrivals.copy(received, gradient) for received, gradient in piece.received]
             for piece in self._pieces
         ]
         self._departures.wait_for_device()  # nothing reads the old weights anymore
         sent = []
-        for piece, copies in zip(self._pieces, arrived, strict=True):
+        for piece, copies in zip(self._pieces, arrivals, strict=True):
             for copied in copies[-1:]:  # a queue finishes its copies in order
                 copied.wait()
             piece.on_host(step, weight_decay=weight_decay)
@@ -273,12 +273,12 @@ class OverlappedUpdate:
             copied.delay_device()
 
 
-def _pieces(sizes: Sequence[int], most: int) -> list[slice]:
-    """Return consecutive slices, each ending as soon as its sizes add up to at least `most`."""
-    pieces, start, held = [], 0, 0
+def _pieces(sizes: Sequence[int], limit: int) -> list[slice]:
+    """Return consecutive slices, each ending as soon as its sizes add up to at least `limit`."""
+    pieces, start, filled = [], 0, 0
     for index, size in enumerate(sizes, 1):
-        held += size
-        if held >= most or index == len(sizes):
+        filled += size
+        if filled >= limit or index == len(sizes):
             pieces.append(slice(start, index))
-            start, held = index, 0
+            start, filled = index, 0
     return pieces

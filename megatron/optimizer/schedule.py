@@ -255,44 +255,46 @@ class Schedules:
                 learning rate for the word embeddings and the output layer, and the flags do not; or
                 it contains an invalid value.
         """
-        given = saved
+        original = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
         decay = saved.get("lr_decay_tokens")
         if decay is not None:  # Megatron-DeepSpeed's lengths in tokens
             warmup = saved.get("lr_warmup_tokens") or 0
             saved |= {"lr_decay_steps": decay, "lr_warmup_steps": warmup, "lr_in_tokens": True}
-        seen: Any = saved.get("num_steps")
-        if not _is_number(seen):
-            what = "no num_steps" if seen is None else f"num_steps {seen!r}, which is not a number"
+        num_steps: Any = saved.get("num_steps")
+        if not _is_number(num_steps):
+            problem = f"num_steps {num_steps!r}, which is not a number"
+            if num_steps is None:
+                problem = "no num_steps"
             raise CheckpointError(
-                f"the checkpoint's opt_param_scheduler has {what}: use --no-load-optim or "
+                f"the checkpoint's opt_param_scheduler has {problem}: use --no-load-optim or "
                 "--finetune to restart the schedule"
             )
-        samples = int(seen)
+        samples = int(num_steps)
         if override:
             return self, samples
-        _check_saved(given)
-        other = self._with_saved(saved)
-        if other.learning_rate.style == "WSD" and other.learning_rate.anneal is None:
+        _check_saved(original)
+        resumed = self._with_saved(saved)
+        if resumed.learning_rate.style == "WSD" and resumed.learning_rate.anneal is None:
             raise CheckpointError(
                 "the checkpoint has a WSD schedule but does not record the decay at its end: "
                 "give --lr-decay-style WSD with --lr-wsd-decay-iters or --lr-wsd-decay-samples"
             )
-        rate = other.learning_rate
+        rate = resumed.learning_rate
         if rate.style == "range-test" and not (rate.step and rate.step_rate):
             raise CheckpointError(
                 "the checkpoint's schedule is a learning-rate range test, but the length and the "
                 "height of its steps are missing: add --override-opt_param-scheduler"
             )
         if not use_checkpoint:
-            _check_equal(self, other)
-        elif self.decoupled is None and other.decoupled is not None:
+            _check_equal(self, resumed)
+        elif self.decoupled is None and resumed.decoupled is not None:
             raise CheckpointError(
                 "the checkpoint's schedule has a learning rate for the word embeddings and the "
                 "output layer, but this run has none: give --decoupled-lr "
-                f"{other.decoupled.peak:g}"
+                f"{resumed.decoupled.peak:g}"
             )
-        return other, samples
+        return resumed, samples
 
     def branched(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
         """Return the schedules of a WSD branch that begins its final decay at a checkpoint.
@@ -311,27 +313,27 @@ class Schedules:
                 different peak or weight decay.
         """
         trunk, samples = self.resumed(saved, use_checkpoint=True)
-        ours, theirs = self.learning_rate, trunk.learning_rate
-        assert ours.anneal is not None, "given by flags"
-        if theirs.style not in ("WSD", "constant"):
+        own_rate, trunk_rate = self.learning_rate, trunk.learning_rate
+        assert own_rate.anneal is not None, "given by flags"
+        if trunk_rate.style not in ("WSD", "constant"):
             raise CheckpointError(
-                f"the checkpoint's run has --lr-decay-style {theirs.style}, without a stable phase "
-                "from which to branch: use --override-opt_param-scheduler instead of "
+                f"the checkpoint's run has --lr-decay-style {trunk_rate.style}, without a stable "
+                "phase from which to branch: use --override-opt_param-scheduler instead of "
                 "--lr-wsd-branch-from"
             )
-        if samples < theirs.warmup:
+        if samples < trunk_rate.warmup:
             raise CheckpointError(
                 f"the checkpoint is at sample {samples:,}, in the warm-up, which ends at "
-                f"{theirs.warmup:,.0f}: give a later one with --lr-wsd-branch-step"
+                f"{trunk_rate.warmup:,.0f}: give a later one with --lr-wsd-branch-step"
             )
-        if theirs.anneal is not None and samples > theirs.decay - theirs.anneal:
+        if trunk_rate.anneal is not None and samples > trunk_rate.decay - trunk_rate.anneal:
             raise CheckpointError(
                 f"the checkpoint is at sample {samples:,}, in the final decay, which began at "
-                f"{theirs.decay - theirs.anneal:,.0f}: give an earlier one with "
+                f"{trunk_rate.decay - trunk_rate.anneal:,.0f}: give an earlier one with "
                 "--lr-wsd-branch-step"
             )
         _check_branch(self, trunk)
-        return self._with_decay(trunk, samples + ours.anneal), samples
+        return self._with_decay(trunk, samples + own_rate.anneal), samples
 
     def resumed_branch(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
         """Return the schedules of a resumed branch, and the samples that they have consumed.
@@ -342,24 +344,24 @@ class Schedules:
         Raises:
             CheckpointError: The flags have a different peak, decay, final rate or weight decay.
         """
-        other, samples = self.resumed(saved, use_checkpoint=True)
-        ours = self._with_decay(other, other.learning_rate.decay)
-        _check_equal(ours, other)
-        _check_branch(self, other)
-        return ours, samples
+        saved_schedules, samples = self.resumed(saved, use_checkpoint=True)
+        branch = self._with_decay(saved_schedules, saved_schedules.learning_rate.decay)
+        _check_equal(branch, saved_schedules)
+        _check_branch(self, saved_schedules)
+        return branch, samples
 
     def _with_decay(self, trunk: Schedules, decay: float) -> Schedules:
         """Return another run's schedules with the final decay and the minimum rate of this one."""
-        ours = self.learning_rate
+        own_rate = self.learning_rate
         rate = replace(
             trunk.learning_rate,
-            minimum=ours.minimum,
+            minimum=own_rate.minimum,
             decay=decay,
             style="WSD",
-            anneal=ours.anneal,
-            anneal_style=ours.anneal_style,
+            anneal=own_rate.anneal,
+            anneal_style=own_rate.anneal_style,
         )
-        ends = (
+        decoupled_rates = (
             (None, None)
             if self.decoupled is None
             else (
@@ -367,7 +369,7 @@ class Schedules:
                 self.decoupled.minimum,
             )
         )
-        return Schedules(rate, trunk.weight_decay, _decoupled(rate, *ends))
+        return Schedules(rate, trunk.weight_decay, _decoupled(rate, *decoupled_rates))
 
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
         """Return these schedules with every saved value in place of our own."""
@@ -463,8 +465,8 @@ def _check_saved(saved: dict[str, Any]) -> None:
     for key, value in saved.items():
         name = _OLD_NAMES.get(key, key)
         if name in _STYLES:
-            words = field_at(_STYLES[name]).info.choices or ()
-            is_known, expected = value in words, f"one of {', '.join(words)}"
+            choices = field_at(_STYLES[name]).info.choices or ()
+            is_known, expected = value in choices, f"one of {', '.join(choices)}"
         elif name in _SWITCHES:
             is_known, expected = value is True, "true"
         else:
@@ -480,17 +482,17 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and isfinite(value)
 
 
-def _check_equal(ours: Schedules, saved: Schedules) -> None:
-    ours_dict, saved_dict = ours.to_dict(0), saved.to_dict(0)
-    if ours.weight_decay.style == "constant":  # a constant has no length
-        ours_dict["wd_incr_steps"] = saved_dict["wd_incr_steps"]
+def _check_equal(current: Schedules, saved: Schedules) -> None:
+    current_values, saved_values = current.to_dict(0), saved.to_dict(0)
+    if current.weight_decay.style == "constant":  # a constant has no length
+        current_values["wd_incr_steps"] = saved_values["wd_incr_steps"]
     differences = [
-        f"{flags} is {ours_dict.get(key, 'unset')} here and {saved_dict.get(key, 'unset')} in the "
-        "checkpoint"
+        f"{flags} is {current_values.get(key, 'unset')} here and "
+        f"{saved_values.get(key, 'unset')} in the checkpoint"
         for key, (_, _, flags) in _FIELDS.items()
-        if ours_dict.get(key) != saved_dict.get(key)
+        if current_values.get(key) != saved_values.get(key)
     ]
-    if ours.learning_rate.in_tokens:
+    if current.learning_rate.in_tokens:
         differences = [line.replace(", in samples,", ", in tokens,") for line in differences]
     if differences:
         raise CheckpointError(
@@ -501,14 +503,14 @@ def _check_equal(ours: Schedules, saved: Schedules) -> None:
         )
 
 
-def _check_branch(ours: Schedules, trunk: Schedules) -> None:
+def _check_branch(branch: Schedules, trunk: Schedules) -> None:
     """Check that a branch agrees with the run from which it branches."""
-    kept = ("peak", "in_tokens")
+    own_fields = ("peak", "in_tokens")
     rate = replace(
-        trunk.learning_rate, **{name: getattr(ours.learning_rate, name) for name in kept}
+        trunk.learning_rate, **{name: getattr(branch.learning_rate, name) for name in own_fields}
     )
-    decay = replace(ours.weight_decay, length=trunk.weight_decay.length)
-    peak = None if ours.decoupled is None else ours.decoupled.peak
+    decay = replace(branch.weight_decay, length=trunk.weight_decay.length)
+    peak = None if branch.decoupled is None else branch.decoupled.peak
     minimum = None if trunk.decoupled is None else trunk.decoupled.minimum
     _check_equal(Schedules(rate, decay, _decoupled(rate, peak, minimum)), trunk)
 

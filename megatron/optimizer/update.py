@@ -31,7 +31,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class MatrixPlace:
+class MatrixShard:
     """The information about a parameter that an update rule for whole matrices needs.
 
     Attributes:
@@ -46,7 +46,7 @@ class MatrixPlace:
     rows: Axis | None
 
     @property
-    def is_divided(self) -> bool:
+    def is_split(self) -> bool:
         """Whether tensor ranks hold different parts of the matrices."""
         return self.spec.split_dim is not None and self.tensor.size > 1
 
@@ -65,14 +65,14 @@ class UpdateTensors:
         gradients: Gradients in fp32 or 16 bits. An update may change them.
         state: State tensors by name, in the weights' shapes, zero at the start. They are in fp32,
             or may be packed for a rule with flags such as --exp-avg-dtype.
-        places: The `MatrixPlace` of each parameter, for a rule with `joins_rows`; otherwise empty.
+        shards: The `MatrixShard` of each parameter, for a rule with `joins_rows`; otherwise empty.
     """
 
     weights: Sequence[Any]
     copies: Sequence[Tensor | None]
     gradients: Sequence[Tensor]
     state: Mapping[str, Sequence[Any]]
-    places: Sequence[MatrixPlace] = ()
+    shards: Sequence[MatrixShard] = ()
 
 
 class Update(Protocol):

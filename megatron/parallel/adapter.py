@@ -72,7 +72,7 @@ class AdaptedLayer(Protocol):
     adapter: Adapter | AdapterStack | None
 
 
-class Factors(nn.Module):
+class AdapterWeights(nn.Module):
     """The weights of one projection's adapter: a [rank, in], b [out, rank], magnitude [out].
 
     Args:
@@ -115,7 +115,7 @@ class Factors(nn.Module):
 
 
 class Adapter(nn.ModuleDict):
-    """The adapter of a linear layer, which contains each adapted projection's factors by name.
+    """The adapter of a linear layer, which contains each adapted projection's weights by name.
 
     Args:
         linear: The layer.
@@ -133,12 +133,12 @@ class Adapter(nn.ModuleDict):
         context: BuildContext,
         site: str,
     ) -> None:
-        """Allocate the factors of the projections."""
-        held = _projections(linear)
+        """Allocate the weights of the projections."""
+        projections = _projections(linear)
         super().__init__(
             {
-                name: Factors(linear, width, plan, context)
-                for name, width in zip(held.names, held.widths, strict=True)
+                name: AdapterWeights(linear, width, plan, context)
+                for name, width in zip(projections.names, projections.widths, strict=True)
                 if name in names
             }
         )
@@ -147,10 +147,10 @@ class Adapter(nn.ModuleDict):
         self.dtype = context.compute_dtype
         # The weight's rows on this rank: groups, and each projection's rows in a group.
         ranks = layout.tensor.size if linear.split == "column" else 1
-        self.groups = max(1, (held.groups or 1) // ranks)
+        self.groups = max(1, (projections.groups or 1) // ranks)
         self.rows = {
             name: width // ranks // self.groups
-            for name, width in zip(held.names, held.widths, strict=True)
+            for name, width in zip(projections.names, projections.widths, strict=True)
         }
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -212,8 +212,8 @@ class Adapter(nn.ModuleDict):
         if not self.plan.is_dora:
             return out
         with torch.no_grad():
-            lengths = self._lengths(weight, self._joined_a(), b)
-        return out * (self._magnitudes(lengths) / lengths).to(out.dtype)
+            norms = self._row_norms(weight, self._joined_a(), b)
+        return out * (self._magnitudes(norms) / norms).to(out.dtype)
 
     @torch.no_grad()
     def start(self, weight: Tensor) -> None:
@@ -228,9 +228,9 @@ class Adapter(nn.ModuleDict):
             weight = weight.full_tensor().to(self.dtype)
         matrix = weight.flatten(0, -2)
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
-        lengths = self._over_inputs(squares).sqrt_()
-        for name, part in self.by_projection(lengths).items():
-            magnitude = self._factors(name).magnitude if name in self else None
+        norms = self._over_inputs(squares).sqrt_()
+        for name, part in self.by_projection(norms).items():
+            magnitude = self._weights_of(name).magnitude if name in self else None
             if isinstance(magnitude, DTensor):
                 mesh, rows = magnitude.device_mesh, part.numel()
                 own = row_shards(rows, rows, mesh.size())[mesh.get_local_rank()]
@@ -238,7 +238,7 @@ class Adapter(nn.ModuleDict):
             elif magnitude is not None:
                 magnitude.copy_(part.flatten())
 
-    def change(self, dtype: torch.dtype) -> Tensor:
+    def delta_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [out, in] that the adapter adds to the weight, ignoring DoRA.
 
         Args:
@@ -256,13 +256,13 @@ class Adapter(nn.ModuleDict):
         a, b = self._joined_a(), self._joined_b()
         matrix = weight.float().flatten(0, -2) + self.plan.scale * (b.float() @ a.float())
         if self.plan.is_dora:
-            lengths = self._lengths(weight, a, b)
-            matrix *= (self._magnitudes(lengths) / lengths)[:, None]
+            norms = self._row_norms(weight, a, b)
+            matrix *= (self._magnitudes(norms) / norms)[:, None]
         return matrix.view(weight.shape)
 
     @torch.no_grad()
-    def factors(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the factors of all projections together, for inference. Collective.
+    def inference_matrices(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the matrices of all projections together, for inference. Collective.
 
         Args:
             weight: The frozen weight.
@@ -274,23 +274,23 @@ class Adapter(nn.ModuleDict):
         a, b = self._joined_a(), self._joined_b()
         ratio = None
         if self.plan.is_dora:
-            lengths = self._lengths(weight, a, b)
-            ratio = self._magnitudes(lengths) / lengths
+            norms = self._row_norms(weight, a, b)
+            ratio = self._magnitudes(norms) / norms
         return a, (self.plan.scale * b.float()).to(b.dtype), ratio
 
-    def _factors(self, name: str) -> Factors:
-        factors = self[name]
-        assert isinstance(factors, Factors)
-        return factors
+    def _weights_of(self, name: str) -> AdapterWeights:
+        weights = self[name]
+        assert isinstance(weights, AdapterWeights)
+        return weights
 
     def _joined_a(self) -> Tensor:
         """Return all A's stacked: [ranks, in]."""
-        adapted: list[Tensor] = [self._factors(name).a for name in self]
+        adapted: list[Tensor] = [self._weights_of(name).a for name in self]
         return adapted[0] if len(adapted) == 1 else torch.cat(adapted)
 
     def _joined_b(self) -> Tensor:
         """Return all B's as the blocks of a matrix [out, ranks]."""
-        adapted = [self._factors(name) for name in self]
+        adapted = [self._weights_of(name) for name in self]
         if len(self.rows) == 1:
             return adapted[0].b
         rank, blocks = self.plan.rank, []
@@ -300,7 +300,7 @@ class Adapter(nn.ModuleDict):
                 continue
             before = list(self).index(name) * rank
             after = (len(adapted) - 1) * rank - before
-            by_group = self._factors(name).b.unflatten(0, (self.groups, rows))
+            by_group = self._weights_of(name).b.unflatten(0, (self.groups, rows))
             blocks.append(F.pad(by_group, (before, after)))
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
@@ -309,19 +309,19 @@ class Adapter(nn.ModuleDict):
         parts = rows.view(self.groups, -1).split(list(self.rows.values()), dim=1)
         return dict(zip(self.rows, parts, strict=True))
 
-    def _magnitudes(self, lengths: Tensor) -> Tensor:
+    def _magnitudes(self, norms: Tensor) -> Tensor:
         """Return each row's trained magnitude [out], or its current norm if it has no adapter."""
         parts = []
-        for name, part in self.by_projection(lengths).items():
+        for name, part in self.by_projection(norms).items():
             if name in self:
-                magnitude = self._factors(name).magnitude
+                magnitude = self._weights_of(name).magnitude
                 assert magnitude is not None
                 parts.append(magnitude.float().view(part.shape))
             else:
                 parts.append(part)
         return torch.cat(parts, dim=1).flatten()
 
-    def _lengths(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def _row_norms(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the norms of the rows of W + scale B A in fp32, [out]. Collective.
 
         They are computed from |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b, which needs
@@ -329,10 +329,10 @@ class Adapter(nn.ModuleDict):
         """
         matrix, scaled = unpacked(weight).flatten(0, -2), self.plan.scale * b.float()
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
-        crossed = self._over_inputs(F.linear(matrix, a).float())
+        cross = self._over_inputs(F.linear(matrix, a).float())
         gram = self._over_inputs(F.linear(a.float(), a.float()))
         squares = self._over_inputs(squares)
-        squares += (scaled * (2 * crossed + scaled @ gram)).sum(1)
+        squares += (scaled * (2 * cross + scaled @ gram)).sum(1)
         return squares.clamp_(min=0).sqrt_()
 
     def _over_inputs(self, x: Tensor) -> Tensor:

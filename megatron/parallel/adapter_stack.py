@@ -47,8 +47,8 @@ class AdapterRows:
 
 
 @dataclass(frozen=True)
-class StackedFactors:
-    """The factors of one adapter in one layer.
+class LayerAdapter:
+    """The matrices of one adapter in one layer.
 
     Attributes:
         index: The adapter, counted from 1.
@@ -64,46 +64,50 @@ class StackedFactors:
     ratio: Tensor | None
 
     @classmethod
-    def of(cls, index: int, adapter: Adapter | ExpertAdapter, weight: Tensor) -> StackedFactors:
-        """Return the factors of an adapter. With DoRA, this is collective.
+    def of(cls, index: int, adapter: Adapter | ExpertAdapter, weight: Tensor) -> LayerAdapter:
+        """Return the matrices of an adapter. With DoRA, this is collective.
 
         Args:
             index: The adapter, counted from 1.
             adapter: The adapter of a layer.
             weight: The layer's frozen weight.
         """
-        return cls(index, *adapter.factors(weight))
+        return cls(index, *adapter.inference_matrices(weight))
 
 
-def _stack(parts: Sequence[StackedFactors]) -> tuple[Tensor, Tensor, Tensor]:
+def _stack(adapters: Sequence[LayerAdapter]) -> tuple[Tensor, Tensor, Tensor]:
     """Return all A's [..., ranks, in], all B's [..., out, ranks] and the adapter of each rank."""
-    first = parts[0]
-    count = sum(part.a.shape[-2] for part in parts)
+    first = adapters[0]
+    count = sum(adapter.a.shape[-2] for adapter in adapters)
     ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` and grouped products support
     a = first.a.new_zeros(*first.a.shape[:-2], ranks, first.a.shape[-1])
     b = first.b.new_zeros(*first.b.shape[:-1], ranks)
     owners = torch.full((ranks,), _NO_OWNER, device=a.device)
     start = 0
-    for part in parts:
-        end = start + part.a.shape[-2]
-        a[..., start:end, :], b[..., start:end], owners[start:end] = part.a, part.b, part.index
+    for adapter in adapters:
+        end = start + adapter.a.shape[-2]
+        a[..., start:end, :], b[..., start:end], owners[start:end] = (
+            adapter.a,
+            adapter.b,
+            adapter.index,
+        )
         start = end
     return a, b, owners
 
 
-class TokenFactors(NamedTuple):
-    """The factors of all adapters of a layer, and those that each token uses.
+class TokenAdapters(NamedTuple):
+    """The matrices of all adapters of a layer, and the ranks that each token uses.
 
     Attributes:
         a: All A's [ranks, in].
         b: All B's, multiplied by their adapters' scales [out, ranks].
-        used: 1 for the ranks of the token's adapter, otherwise 0: [s, ranks].
+        mask: 1 for the ranks of the token's adapter, otherwise 0: [s, ranks].
         ratios: DoRA's factor for each row of the weight, [s, out]; `None` without DoRA.
     """
 
     a: Tensor
     b: Tensor
-    used: Tensor
+    mask: Tensor
     ratios: Tensor | None
 
 
@@ -112,7 +116,7 @@ class AdapterStack(nn.Module):
 
     Args:
         linear: The layer.
-        parts: The adapters that change this layer, at least one.
+        adapters: The adapters that change this layer, at least one.
         rows: The adapters of the tokens.
         products: The implementation of the matrix products.
         layout: The grid of processes as this process sees it.
@@ -127,7 +131,7 @@ class AdapterStack(nn.Module):
     def __init__(
         self,
         linear: AdaptedLayer,
-        parts: Sequence[StackedFactors],
+        adapters: Sequence[LayerAdapter],
         rows: AdapterRows,
         products: Products,
         layout: Layout,
@@ -138,20 +142,20 @@ class AdapterStack(nn.Module):
         super().__init__()
         self._rows, self._products, self._of_outputs = rows, products, of_outputs
         self._sums_over = layout if linear.split == "row" and layout.tensor.size > 1 else None
-        a, b, owners = _stack(parts)
+        a, b, owners = _stack(adapters)
         self.register_buffer("a", a, persistent=False)
         self.register_buffer("b", b, persistent=False)
         self.register_buffer("owners", owners, persistent=False)
         ratios = None
-        if any(part.ratio is not None for part in parts):
+        if any(adapter.ratio is not None for adapter in adapters):
             ratios = b.new_ones(1 + len(rows.names), len(b))
-            for part in parts:
-                if part.ratio is not None:
-                    ratios[part.index] = part.ratio
+            for adapter in adapters:
+                if adapter.ratio is not None:
+                    ratios[adapter.index] = adapter.ratio
         self.register_buffer("ratios", ratios, persistent=False)
 
     @property
-    def _chosen(self) -> Tensor | None:
+    def _adapter_indices(self) -> Tensor | None:
         """The adapter of each token that the layer computes."""
         return self._rows.of_outputs if self._of_outputs else self._rows.of_tokens
 
@@ -171,18 +175,18 @@ class AdapterStack(nn.Module):
         finally:
             self._rows.of_tokens = of_tokens
 
-    def factors(self, count: int) -> TokenFactors | None:
-        """Return the factors and which of them each token uses, or `None` if no token uses any.
+    def for_tokens(self, count: int) -> TokenAdapters | None:
+        """Return the matrices and which ranks each token uses, or `None` if no token uses any.
 
         Args:
             count: The number of tokens to compute, counted from the first token of the step.
         """
-        if self._chosen is None:
+        if self._adapter_indices is None:
             return None
-        chosen = self._chosen[:count]
-        used = (chosen[:, None] == self.owners).to(self.a.dtype)
-        return TokenFactors(
-            self.a, self.b, used, None if self.ratios is None else self.ratios[chosen]
+        indices = self._adapter_indices[:count]
+        mask = (indices[:, None] == self.owners).to(self.a.dtype)
+        return TokenAdapters(
+            self.a, self.b, mask, None if self.ratios is None else self.ratios[indices]
         )
 
     def product(self, x: Tensor, weight: Tensor) -> None:
@@ -198,13 +202,13 @@ class AdapterStack(nn.Module):
             The input, and the low-rank product [s, b, ranks] with zeros for the adapters that a
             token does not use, or `None` if no token uses an adapter.
         """
-        chosen = self._chosen
-        if chosen is None:
+        indices = self._adapter_indices
+        if indices is None:
             return x, None
         low, _ = self._products.forward(LinearCall(x, self.a, training=False))
         if self._sums_over is not None:
             low = sum_over_ranks(low, self._sums_over)
-        return x, torch.where(chosen[:, None, None] == self.owners, low, 0)
+        return x, torch.where(indices[:, None, None] == self.owners, low, 0)
 
     def add_product(self, low: Tensor, out: Tensor, weight: Tensor) -> Tensor:
         """Add the adapters' outputs to the frozen weight's output.
@@ -218,14 +222,14 @@ class AdapterStack(nn.Module):
         out = out.add_(up)
         if self.ratios is None:
             return out
-        return out * self.ratios[self._chosen][:, None]
+        return out * self.ratios[self._adapter_indices][:, None]
 
 
 class ExpertAdapterStack(nn.Module):
     """The adapters of the experts' weights in inference. Each row uses its token's adapter, if any.
 
     Args:
-        parts: The adapters that change this layer, at least one.
+        adapters: The adapters that change this layer, at least one.
         rows: The adapters of the tokens.
         product: The product with each expert's matrix.
     """
@@ -235,12 +239,12 @@ class ExpertAdapterStack(nn.Module):
     owners: Tensor
 
     def __init__(
-        self, parts: Sequence[StackedFactors], rows: AdapterRows, product: GroupedProduct
+        self, adapters: Sequence[LayerAdapter], rows: AdapterRows, product: GroupedProduct
     ) -> None:
-        """Copy the factors into one tensor each."""
+        """Copy the matrices into one tensor each."""
         super().__init__()
         self._rows, self._product = rows, product
-        for name, tensor in zip(("a", "b", "owners"), _stack(parts), strict=True):
+        for name, tensor in zip(("a", "b", "owners"), _stack(adapters), strict=True):
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, rows: Tensor, grouping: Grouping) -> Tensor | None:

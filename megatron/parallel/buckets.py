@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 256  # alignment of every tensor's start: whole vector loads and cache lines
-MOST_PADDING = 0.1  # as a fraction of a bucket whose shards hold whole tensors
+MAX_PADDING = 0.1  # as a fraction of a bucket whose shards hold whole tensors
 BUCKET_BYTES = 64 * 2**20  # large enough that a collective runs at full bandwidth
 
 WireFormat = Literal["fp32", "16 bit", "8 bit"]
@@ -216,11 +216,11 @@ class BucketPlan:
                 f"weights {str(flat.dtype).removeprefix('torch.')} gathered in {flat.wire}, "
                 f"gradients {str(flat.gradient_dtype).removeprefix('torch.')}"
             )
-        for place, (i, j) in enumerate(self.order):
+        for position, (i, j) in enumerate(self.order):
             bucket = self.flats[i].buckets[j]
             names = ", ".join(member.traits.name for member in bucket.members)
             span = f"[{bucket.span.start:,}, {bucket.span.end:,})"
-            lines.append(f"send {place}: buffer {i} bucket {j} {span} {names}")
+            lines.append(f"send {position}: buffer {i} bucket {j} {span} {names}")
         return "\n".join(lines)
 
 
@@ -245,19 +245,19 @@ def plan_buckets(
         bucket_bytes: The minimum size of every bucket except the last.
     """
     stage = zero_stage if any(size > 1 for size in replicas.values()) else 0
-    arranged = list(parameters)[::-1]
+    ordered = list(parameters)[::-1]
     if stage == 2:
-        waves = list(dict.fromkeys(p.waves for p in arranged))
-        arranged.sort(key=lambda p: (waves.index(p.waves), not p.comes_first))
+        waves = list(dict.fromkeys(p.waves for p in ordered))
+        ordered.sort(key=lambda p: (waves.index(p.waves), not p.comes_first))
 
     def is_cast(p: ParameterTraits) -> bool:  # a single process gathers nothing
         return p.gathered_in_8_bits and replicas[p.replica_axis] > 1
 
     by_kind: dict[tuple[Hashable, ...], list[ParameterTraits]] = {}
-    for p in arranged:
+    for p in ordered:
         kind = (p.dtype, is_cast(p), p.replica_axis, p.may_be_idle, p.needs_whole)
         by_kind.setdefault(kind, []).append(p)
-    has_cast = any(is_cast(p) for p in arranged)
+    has_cast = any(is_cast(p) for p in ordered)
     flats = []
     for members in by_kind.values():
         first = members[0]
@@ -279,10 +279,10 @@ def plan_buckets(
         buckets = [
             Bucket(
                 span,
-                tuple(PlannedParameter(members[i], slot) for i, slot in places),
-                members[places[0][0]].waves if stage == 2 else (None,),
+                tuple(PlannedParameter(members[i], slot) for i, slot in slots),
+                members[slots[0][0]].waves if stage == 2 else (None,),
             )
-            for span, places in lay_out(
+            for span, slots in lay_out(
                 [p.elements for p in members],
                 alignment=ALIGNMENT_BYTES // smallest,
                 limit=limit,
@@ -295,14 +295,14 @@ def plan_buckets(
             FlatPlan(first.replica_axis, shards, first.dtype, gradient_dtype, wire, tuple(buckets))
         )
     # Buckets are sent as the backward pass completes them, whichever buffer they belong to.
-    reached = {p.name: (p.may_be_idle, i) for i, p in enumerate(arranged)}
-    places = [(i, j) for i, flat in enumerate(flats) for j in range(len(flat.buckets))]
+    reach_order = {p.name: (p.may_be_idle, i) for i, p in enumerate(ordered)}
+    bucket_ids = [(i, j) for i, flat in enumerate(flats) for j in range(len(flat.buckets))]
 
-    def completed(place: tuple[int, int]) -> tuple[bool, int]:
-        bucket = flats[place[0]].buckets[place[1]]
-        return max(reached[member.traits.name] for member in bucket.members)
+    def completion(bucket_id: tuple[int, int]) -> tuple[bool, int]:
+        bucket = flats[bucket_id[0]].buckets[bucket_id[1]]
+        return max(reach_order[member.traits.name] for member in bucket.members)
 
-    return BucketPlan(stage, tuple(flats), tuple(sorted(places, key=completed)))
+    return BucketPlan(stage, tuple(flats), tuple(sorted(bucket_ids, key=completion)))
 
 
 def lay_out(
@@ -328,7 +328,7 @@ def lay_out(
         ends: The indices of tensors that must end a bucket.
         keeps_whole: Whether each tensor must be within a single shard. If so, tensors are
             distributed over the shards by size, the largest first. A bucket grows until at most
-            `MOST_PADDING` of it is padding. If the last bucket has more padding, it is merged
+            `MAX_PADDING` of it is padding. If the last bucket has more padding, it is merged
             with the one before.
 
     Returns:
@@ -352,16 +352,16 @@ def lay_out(
     start = 0
     for group in groups:
         if keeps_whole:
-            dealt, width = deal([aligned[j] for j in group], shards)
+            assigned, width = deal([aligned[j] for j in group], shards)
             starts = {
-                j: start + shard * width + place
-                for j, (shard, place) in zip(group, dealt, strict=True)
+                j: start + shard * width + offset
+                for j, (shard, offset) in zip(group, assigned, strict=True)
             }
             end = start + shards * width
         else:
-            *places, filled_to = accumulate((aligned[j] for j in group), initial=start)
-            starts = dict(zip(group, places, strict=True))
-            end = start + -(-(filled_to - start) // unit) * unit
+            *offsets, filled_end = accumulate((aligned[j] for j in group), initial=start)
+            starts = dict(zip(group, offsets, strict=True))
+            end = start + -(-(filled_end - start) // unit) * unit
         slots = [(j, Span(starts[j], starts[j] + sizes[j])) for j in group]
         buckets.append((Span(start, end), sorted(slots, key=lambda pair: pair[1].start)))
         start = end
@@ -379,15 +379,15 @@ def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]
         Each tensor's shard and its offset in that shard, and the size of the fullest shard.
     """
     filled = [(0, shard) for shard in range(shards)]
-    dealt = [(0, 0)] * len(sizes)
+    assigned = [(0, 0)] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        place, shard = heapq.heappop(filled)
-        dealt[i] = shard, place
-        heapq.heappush(filled, (place + sizes[i], shard))
-    return dealt, max(end for end, _ in filled)
+        offset, shard = heapq.heappop(filled)
+        assigned[i] = shard, offset
+        heapq.heappush(filled, (offset + sizes[i], shard))
+    return assigned, max(end for end, _ in filled)
 
 
 def is_even(sizes: Sequence[int], shards: int) -> bool:
     """Return whether whole tensors can be distributed over shards with little padding."""
-    most = sum(sizes) / (1 - MOST_PADDING)
-    return max(sizes) * shards <= most and deal(sizes, shards)[1] * shards <= most
+    max_elements = sum(sizes) / (1 - MAX_PADDING)
+    return max(sizes) * shards <= max_elements and deal(sizes, shards)[1] * shards <= max_elements

@@ -24,7 +24,7 @@ from megatron.kernels.amax import Zeros
 from megatron.kernels.attention import (
     AttentionChoice,
     choose_attention,
-    flash_misfit,
+    flash_problem,
     fused_attention,
 )
 from megatron.kernels.batch_invariant import batch_invariant_attention, batch_invariant_product
@@ -72,7 +72,7 @@ class Kernels:
             of the number of context-parallel ranks.
         recurrence: The kernels of mixers that carry states from token to token.
         activation: A function that returns the implementation of an MLP's activation, given its
-            name and `handovers`.
+            name and `fused_amaxes`.
         rotate: The kernel that rotates heads.
         split_rotate: The kernel that splits queries, keys and values, and rotates them.
         bias_dropout_add: The kernel that adds an update to the residual stream.
@@ -269,7 +269,7 @@ def choose_kernels(
     """
     library = find_library(device).library
     attention = attention_over(layout.context, cp_comm_type, model, precision, device)
-    chosen = Kernels(
+    kernels = Kernels(
         library=library,
         attention=attention,
         own_attention=choose_attention(model, precision, device),
@@ -281,9 +281,9 @@ def choose_kernels(
     )
     if model.batch_invariant_mode:
         products = RowByRow(batch_invariant_product)
-        return replace(chosen, new_products=lambda: products, output_products=products)
+        return replace(kernels, new_products=lambda: products, output_products=products)
     if precision.fp8_format is None:
-        return chosen
+        return kernels
     form = Fp8Format(
         values=E4M3,
         gradients=E5M2 if precision.fp8_format == "hybrid" else E4M3,
@@ -294,10 +294,10 @@ def choose_kernels(
     casts = choose_fp8_casts(library, zeros)
     product = choose_fp8_product(device)
     # Only casts that scale a whole tensor by its own largest magnitude need this.
-    handed = zeros if precision.fp8_recipe == "tensorwise" else None
+    amax_zeros = zeros if precision.fp8_recipe == "tensorwise" else None
     return replace(
-        chosen,
-        new_products=lambda: Fp8Products(form, casts, product, handed),
+        kernels,
+        new_products=lambda: Fp8Products(form, casts, product, amax_zeros),
         expert_casts=casts,
     )
 
@@ -336,21 +336,21 @@ def attention_over(
     if comm_type == "a2a":
         choice = choose_attention(model, precision, device)
         reason = f"{choice.reason}; all-to-all over {axis.size} context ranks"
-        spread = partial(ulysses_attention, axis=axis, attend=choice.function)
-        return AttentionChoice(choice.name, reason, spread)
+        function = partial(ulysses_attention, axis=axis, attend=choice.function)
+        return AttentionChoice(choice.name, reason, function)
     head_size, dtype = model.kv_channels, precision.weight_dtype
-    misfit = flash_misfit(head_size, dtype, device)
-    if model.use_flash_attn and misfit:
-        raise ConfigError(f"--use-flash-attn: {misfit}: drop the flag")
+    unsupported = flash_problem(head_size, dtype, device)
+    if model.use_flash_attn and unsupported:
+        raise ConfigError(f"--use-flash-attn: {unsupported}: drop the flag")
     block = choose_block(head_size, dtype, device)
     if not model.use_flash_attn and not model.masked_softmax_fusion:
         block = plain_block("--no-masked-softmax-fusion")
     reason = f"{block.reason}; ring of {axis.size} context ranks"
-    plain = {
+    unfused = {
         "--window-size": model.window_size is not None,
         "--position-embedding-type alibi": model.position_embedding_type == "alibi",
     }
-    special = [name for name, is_used in plain.items() if is_used]
-    if special and block.name != "plain":
-        reason = f"{reason}; plain in layers with {' or '.join(special)}"
+    unfused_flags = [name for name, is_used in unfused.items() if is_used]
+    if unfused_flags and block.name != "plain":
+        reason = f"{reason}; plain in layers with {' or '.join(unfused_flags)}"
     return AttentionChoice(block.name, reason, partial(ring_attention, axis=axis, block=block))

@@ -114,9 +114,9 @@ def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int])
 
 def start_all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> InTransit:
     """Start the exchange of `all_to_all_rows`."""
-    forth = partial(_start_all_to_all, axis=axis, sent=sent, received=received)
-    back = partial(_start_all_to_all, axis=axis, sent=received, received=sent)
-    return InTransit(x, Way(forth), Way(back))
+    forward = partial(_start_all_to_all, axis=axis, sent=sent, received=received)
+    backward = partial(_start_all_to_all, axis=axis, sent=received, received=sent)
+    return InTransit(x, Direction(forward), Direction(backward))
 
 
 def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> InTransit:
@@ -138,7 +138,7 @@ def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -
             use.send(step, x)
         return LentRows(use, x, axis)
 
-    return InTransit(x, Way(start), _way_of_sums(axis, exchange))
+    return InTransit(x, Direction(start), _sum_direction(axis, exchange))
 
 
 def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> InTransit:
@@ -151,10 +151,12 @@ def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> I
         axis: The ranks.
         exchange: The exchange over the axis that sends the terms; `None` runs collectives.
     """
-    return InTransit(x, _way_of_sums(axis, exchange), Way(partial(start_all_gather, axis=axis)))
+    return InTransit(
+        x, _sum_direction(axis, exchange), Direction(partial(start_all_gather, axis=axis))
+    )
 
 
-class Way(NamedTuple):
+class Direction(NamedTuple):
     """One direction of a communication.
 
     Attributes:
@@ -174,7 +176,7 @@ def _start_all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int
     return Pending(into, axis.transfer("all-to-all", work))
 
 
-def _way_of_sums(axis: Axis, exchange: Exchange | None) -> Way:
+def _sum_direction(axis: Axis, exchange: Exchange | None) -> Direction:
     def start(x: Tensor) -> Pending | LentRows:
         if exchange is not None and exchange.fits(x.numel() // axis.size, x.dtype):
             parts = x.contiguous().chunk(axis.size)
@@ -185,7 +187,7 @@ def _way_of_sums(axis: Axis, exchange: Exchange | None) -> Way:
         sizes = [len(x) // axis.size] * axis.size
         return _start_all_to_all(x, axis, sizes, sizes)
 
-    return Way(start, lambda parts: parts.unflatten(0, (axis.size, -1)).sum(0))
+    return Direction(start, lambda parts: parts.unflatten(0, (axis.size, -1)).sum(0))
 
 
 class InTransit:
@@ -197,54 +199,54 @@ class InTransit:
 
     Args:
         x: The tensor to send.
-        forth: The communication of the tensor.
-        back: The communication of its gradient.
+        forward: The communication of the tensor.
+        backward: The communication of its gradient.
 
     Attributes:
-        later: Functions that the backward pass calls while the gradient is in transit.
+        deferred_work: Functions that the backward pass calls while the gradient is in transit.
         has_gradient: Whether the backward pass will send a gradient back.
     """
 
-    def __init__(self, x: Tensor, forth: Way, back: Way) -> None:
+    def __init__(self, x: Tensor, forward: Direction, backward: Direction) -> None:
         """Start the communication."""
-        self.later: list[Callable[[], None]] = []
-        self.forth, self.back = forth, back
+        self.deferred_work: list[Callable[[], None]] = []
+        self.forward, self.backward = forward, backward
         self._pending: Pending | LentRows | None = None
-        self._then = _AS_RECEIVED
+        self._row_map = _AS_RECEIVED
         self._handle: Tensor | None = _Send.apply(x, self)
         self.has_gradient = self._handle.requires_grad
 
-    def wait(self, then: RowMap | None = None) -> Tensor:
+    def wait(self, row_map: RowMap | None = None) -> Tensor:
         """Return the received tensor. Call this only once.
 
         Args:
-            then: A map to apply to the received rows; `None` returns them as they are, which
+            row_map: A map to apply to the received rows; `None` returns them as they are, which
                 requires a copy if they are in an exchange's memory.
         """
-        self._then = then or _AS_RECEIVED
+        self._row_map = row_map or _AS_RECEIVED
         handle, self._handle = self._handle, None  # its graph refers to this object
         received: Tensor = _Receive.apply(handle, self)
         return received
 
-    def start_forth(self, x: Tensor) -> None:
+    def start_forward(self, x: Tensor) -> None:
         """Start sending the tensor."""
-        self._pending = self.forth.start(x)
+        self._pending = self.forward.start(x)
 
-    def arrive(self) -> Tensor:
+    def finish_forward(self) -> Tensor:
         """Wait for the tensor, and map its rows."""
-        return self._take(lambda received: self._then.forward(self.forth.finish(received)))
+        return self._read(lambda received: self._row_map.forward(self.forward.finish(received)))
 
-    def start_back(self, grad: Tensor) -> None:
+    def start_backward(self, grad: Tensor) -> None:
         """Start sending the gradient back, and run the work that overlaps with it."""
-        self._pending = self.back.start(self._then.backward(grad))
-        while self.later:
-            self.later.pop()()
+        self._pending = self.backward.start(self._row_map.backward(grad))
+        while self.deferred_work:
+            self.deferred_work.pop()()
 
-    def arrive_back(self) -> Tensor:
+    def finish_backward(self) -> Tensor:
         """Wait for the tensor's gradient."""
-        return self._take(self.back.finish)
+        return self._read(self.backward.finish)
 
-    def _take(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+    def _read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
         pending, self._pending = self._pending, None
         assert pending is not None
         return pending.read(read)
@@ -282,25 +284,25 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transit: InTransit) -> Tensor:
         ctx.transit = transit
-        transit.start_forth(x)
+        transit.start_forward(x)
         return _placeholder(x, x.shape)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         transit: InTransit = ctx.transit
-        return transit.arrive_back(), None
+        return transit.finish_backward(), None
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, transit: InTransit) -> Tensor:
         ctx.transit, ctx.shape = transit, handle.shape
-        return transit.arrive()
+        return transit.finish_forward()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         transit: InTransit = ctx.transit
-        transit.start_back(grad)
+        transit.start_backward(grad)
         return _placeholder(grad, ctx.shape), None
 
 
@@ -426,10 +428,10 @@ def add_over_ranks(tensors: Iterable[Tensor], axis: Axis) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
-        total = all_reduce(torch.cat([tensor.flatten() for tensor in alike]), axis)
-        sizes = [tensor.numel() for tensor in alike]
-        for tensor, part in zip(alike, total.split(sizes), strict=True):
+    for group in by_dtype.values():
+        total = all_reduce(torch.cat([tensor.flatten() for tensor in group]), axis)
+        sizes = [tensor.numel() for tensor in group]
+        for tensor, part in zip(group, total.split(sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 

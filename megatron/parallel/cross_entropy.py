@@ -93,11 +93,11 @@ def join_statistics(
     if axis.size == 1:
         return part.maxima, part.sums, part.sums.log() - (part.targets - part.maxima)
     maxima = all_reduce(part.maxima.clone(), axis, dist.ReduceOp.MAX)
-    mine = (local >= 0) & (local < size)
-    picked = torch.where(mine, part.targets - maxima, 0.0)
+    is_local = (local >= 0) & (local < size)
+    targets = torch.where(is_local, part.targets - maxima, 0.0)
     shifted = part.sums * (part.maxima - maxima).exp()
-    sums, picked = all_reduce(torch.stack((shifted, picked)), axis)
-    return maxima, sums, sums.log() - picked
+    sums, targets = all_reduce(torch.stack((shifted, targets)), axis)
+    return maxima, sums, sums.log() - targets
 
 
 class ChunkedLoss(NamedTuple):
@@ -141,8 +141,10 @@ def linear_cross_entropy(
     """
     mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
     weight = call.weight if slot is None else call.weight.detach()
-    how = _Chunking(communication, form, slot, chunk_logits, torch.is_grad_enabled())
-    return ChunkedLoss(*_LinearCrossEntropy.apply(call.x, weight, call.bias, labels, mask, how))
+    chunking = _Chunking(communication, form, slot, chunk_logits, torch.is_grad_enabled())
+    return ChunkedLoss(
+        *_LinearCrossEntropy.apply(call.x, weight, call.bias, labels, mask, chunking)
+    )
 
 
 class _Chunking(NamedTuple):
@@ -164,20 +166,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         mask: Tensor,
-        how: _Chunking,
+        chunking: _Chunking,
     ) -> tuple[Tensor, Tensor]:
-        form, axis, size = how.form, how.communication.axis, weight.shape[0]
-        gathered = how.communication.start_gather(x).wait()  # [s, b, h]
+        form, axis, size = chunking.form, chunking.communication.axis, weight.shape[0]
+        gathered = chunking.communication.start_gather(x).wait()  # [s, b, h]
         whole = gathered.flatten(0, -2)  # [n, h]
         weights = mask
         local, mask = local_labels(labels, axis, size), mask.reshape(-1).float()  # [n]
         losses = torch.empty_like(mask)
         gradients = None
-        if how.with_gradients:
+        if chunking.with_gradients:
             # A frozen weight needs no gradient. A weight with a slot is detached, but trained.
-            is_trained = how.slot is not None or ctx.needs_input_grad[1]
+            is_trained = chunking.slot is not None or ctx.needs_input_grad[1]
             gradients = _HeadGradients.like(gathered, weight if is_trained else None, bias)
-        for rows in _chunks(whole.shape[0], size, how.chunk_logits):
+        for rows in _chunks(whole.shape[0], size, chunking.chunk_logits):
             logits = F.linear(whole[rows], weight, bias)  # [rows, v/t]
             part = form.statistics(logits, local[rows])
             maxima, sums, losses[rows] = join_statistics(part, local[rows], size, axis)
@@ -188,14 +190,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits  # before the next chunk allocates memory
         if gradients is not None:
             ctx.save_for_backward(gradients.input, gradients.weight, gradients.bias, mask)
-            ctx.how, ctx.dtype = how, weight.dtype
+            ctx.chunking, ctx.dtype = chunking, weight.dtype
         losses = losses.view(labels.shape)
         ctx.mark_non_differentiable(losses)
         return losses, (losses.t() * weights.t()).sum()  # in the order of a batch [b, s]
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        how: _Chunking = ctx.how
+        chunking: _Chunking = ctx.chunking
         input_sum, weight_sum, bias_sum, mask = ctx.saved_tensors
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
         # `grad`, but exactly 0 if no token counts.
@@ -205,12 +207,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # to 0.2%; in fp16, some would be lost.
         input_grad = torch.empty_like(input_sum)
         torch.mul(input_sum, factor.view(1), out=input_grad)
-        summing = how.communication.start_sum(input_grad)
+        summing = chunking.communication.start_sum(input_grad)
         weight_grad = bias_grad = None
-        if how.slot is None and weight_sum is not None:
+        if chunking.slot is None and weight_sum is not None:
             weight_grad = (weight_sum * factor).to(ctx.dtype)
-        elif how.slot is not None:
-            with how.slot() as (into, accumulate):
+        elif chunking.slot is not None:
+            with chunking.slot() as (into, accumulate):
                 if accumulate:
                     into.addcmul_(weight_sum, factor)
                 else:

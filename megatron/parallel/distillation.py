@@ -98,8 +98,8 @@ def distillation_losses(
         parts = (ids.reshape(n, -1).long(), values - total[:, None], rest - total)
     else:
         parts = (teacher.detach().reshape(n, -1),)
-    how = _How(vocabulary, temperature, form, reuse_logits)
-    return DistillationLosses(*_Distillation.apply(logits, labels, how, *parts))
+    options = _Options(vocabulary, temperature, form, reuse_logits)
+    return DistillationLosses(*_Distillation.apply(logits, labels, options, *parts))
 
 
 def top_log_probs(
@@ -136,17 +136,19 @@ def top_log_probs(
         values, order = values.topk(k, dim=1)
         ids, values = ids.gather(1, order), values - log_sum[:, None]
         if p is not None:
-            chances = values.exp()
-            stays = (chances.cumsum(1) - chances < p) | (torch.arange(k, device=x.device) < min_k)
-            ids, values = ids.where(stays, -1), values.where(stays, -torch.inf)
-        _, is_top = _find(ids, axis.rank * size, real)
+            probabilities = values.exp()
+            is_kept = (probabilities.cumsum(1) - probabilities < p) | (
+                torch.arange(k, device=x.device) < min_k
+            )
+            ids, values = ids.where(is_kept, -1), values.where(is_kept, -torch.inf)
+        _, is_top = _locate(ids, axis.rank * size, real)
         all_ids.append(ids)
         all_values.append(values)
         rests.append(_log_sum(x.masked_fill(is_top, -torch.inf), axis) - log_sum)
     return TopLogProbs(torch.cat(all_ids), torch.cat(all_values), torch.cat(rests))
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     """The settings of `distillation_losses`."""
 
     vocabulary: VocabularyPart
@@ -160,51 +162,60 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, how: _How, *teacher: Tensor
+        ctx: Any, logits: Tensor, labels: Tensor, options: _Options, *teacher: Tensor
     ) -> tuple[Tensor, Tensor]:
-        rows, axis = logits.reshape(-1, logits.shape[-1]), how.vocabulary.axis
+        rows, axis = logits.reshape(-1, logits.shape[-1]), options.vocabulary.axis
         n, size = rows.shape
         local = local_labels(labels, axis, size)
-        part = how.form.statistics(rows, local)
+        part = options.form.statistics(rows, local)
         maxima, sums, loss = join_statistics(part, local, size, axis)
         divergence = torch.empty_like(loss)
         # For each token: the log of the student's sum of exponentials, and either the teacher's or,
         # with a top k, the log of the probability outside it.
         notes = torch.empty(2, n, device=rows.device)
-        for some in _chunks(n, size):
-            chunk = _chunk_of(rows, teacher, some, how)
-            divergence[some], notes[0, some], notes[1, some] = chunk.divergence()
+        for chunk_rows in _chunks(n, size):
+            chunk = _chunk_of(rows, teacher, chunk_rows, options)
+            divergence[chunk_rows], notes[0, chunk_rows], notes[1, chunk_rows] = chunk.divergence()
         ctx.save_for_backward(logits, local, maxima, sums, notes, *teacher)
-        ctx.how = how
-        divergence *= how.temperature**2
+        ctx.options = options
+        divergence *= options.temperature**2
         return loss.view(labels.shape), divergence.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, divergence_grad: Tensor) -> tuple[Tensor | None, ...]:
-        how: _How = ctx.how
+        options: _Options = ctx.options
         logits, local, maxima, sums, notes, *teacher = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1])
-        result = rows if how.reuse_logits else torch.empty_like(rows)
-        upstream, factor = grad.reshape(-1), divergence_grad.reshape(-1) * how.temperature
-        for some in _chunks(*rows.shape):
-            chunk = _chunk_of(rows, teacher, some, how)  # before the logits are overwritten
-            towards_teacher = chunk.gradient(*notes[:, some]).mul_(factor[some, None])
-            given = (rows[some], local[some], maxima[some], sums[some], upstream[some])
-            how.form.gradient(*given, result[some])
-            result[some, : towards_teacher.shape[1]] += towards_teacher
-        if how.reuse_logits:  # autograd does not see what kernels write
+        result = rows if options.reuse_logits else torch.empty_like(rows)
+        upstream, factor = grad.reshape(-1), divergence_grad.reshape(-1) * options.temperature
+        for chunk_rows in _chunks(*rows.shape):
+            # The chunk copies the logits before they are overwritten.
+            chunk = _chunk_of(rows, teacher, chunk_rows, options)
+            divergence_part = chunk.gradient(*notes[:, chunk_rows]).mul_(factor[chunk_rows, None])
+            statistics = (
+                rows[chunk_rows],
+                local[chunk_rows],
+                maxima[chunk_rows],
+                sums[chunk_rows],
+                upstream[chunk_rows],
+            )
+            options.form.gradient(*statistics, result[chunk_rows])
+            result[chunk_rows, : divergence_part.shape[1]] += divergence_part
+        if options.reuse_logits:  # autograd does not see what kernels write
             torch.autograd.graph.increment_version(logits)
         return result.view(logits.shape), None, None, *(None for _ in teacher)
 
 
-def _chunk_of(rows: Tensor, teacher: Any, some: slice, how: _How) -> _WholeChunk | _TopChunk:
+def _chunk_of(
+    rows: Tensor, teacher: Any, chunk_rows: slice, options: _Options
+) -> _WholeChunk | _TopChunk:
     """Return the fp32 values of a few tokens."""
-    axis, size = how.vocabulary.axis, rows.shape[1]
-    real = how.vocabulary.real(size)
-    x = rows[some, :real].float() / how.temperature
+    axis, size = options.vocabulary.axis, rows.shape[1]
+    real = options.vocabulary.real(size)
+    x = rows[chunk_rows, :real].float() / options.temperature
     if len(teacher) == 1:
-        return _WholeChunk(x, teacher[0][some, :real].float() / how.temperature, axis)
-    ids, values, rest = (one[some] for one in teacher)
+        return _WholeChunk(x, teacher[0][chunk_rows, :real].float() / options.temperature, axis)
+    ids, values, rest = (tensor[chunk_rows] for tensor in teacher)
     return _TopChunk(x, TopLogProbs(ids, values, rest), axis, axis.rank * size)
 
 
@@ -215,13 +226,17 @@ class _WholeChunk:
         self.x, self.teacher, self.axis = x, teacher, axis
 
     def divergence(self) -> tuple[Tensor, Tensor, Tensor]:
-        ours, theirs = _log_sum(self.x, self.axis), _log_sum(self.teacher, self.axis)
-        wanted = self.teacher - theirs[:, None]
-        terms = wanted.exp().mul_(wanted - (self.x - ours[:, None]))
-        return all_reduce(terms.sum(1), self.axis), ours, theirs
+        student_sum, teacher_sum = _log_sum(self.x, self.axis), _log_sum(self.teacher, self.axis)
+        target = self.teacher - teacher_sum[:, None]
+        terms = target.exp().mul_(target - (self.x - student_sum[:, None]))
+        return all_reduce(terms.sum(1), self.axis), student_sum, teacher_sum
 
-    def gradient(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        return (self.x - ours[:, None]).exp_().sub_((self.teacher - theirs[:, None]).exp_())
+    def gradient(self, student_sum: Tensor, teacher_sum: Tensor) -> Tensor:
+        return (
+            (self.x - student_sum[:, None])
+            .exp_()
+            .sub_((self.teacher - teacher_sum[:, None]).exp_())
+        )
 
 
 class _TopChunk:
@@ -229,38 +244,40 @@ class _TopChunk:
 
     def __init__(self, x: Tensor, teacher: TopLogProbs, axis: Axis, first: int) -> None:
         self.x, self.teacher, self.axis = x, teacher, axis
-        self.places, self.is_top = _find(teacher.ids, first, x.shape[1])
+        self.columns, self.is_top = _locate(teacher.ids, first, x.shape[1])
 
     def divergence(self) -> tuple[Tensor, Tensor, Tensor]:
-        x, (_, wanted, rest) = self.x, self.teacher
-        ours = _log_sum(x, self.axis)
-        beyond = _log_sum(x.masked_fill(self.is_top, -torch.inf), self.axis) - ours
+        x, (_, target, rest) = self.x, self.teacher
+        student_sum = _log_sum(x, self.axis)
+        student_rest = _log_sum(x.masked_fill(self.is_top, -torch.inf), self.axis) - student_sum
         # The additional column collects the entries of other ranks.
-        found = torch.cat((x, x.new_zeros(len(x), 1)), 1).gather(1, self.places) - ours[:, None]
-        counts = (self.places < x.shape[1]) & wanted.isfinite()
-        terms = torch.where(counts, wanted.exp() * (wanted - found), 0.0).sum(1)
-        of_rest = torch.where(rest.isfinite(), rest.exp() * (rest - beyond), 0.0)
-        return all_reduce(terms, self.axis) + of_rest, ours, beyond
+        predicted = (
+            torch.cat((x, x.new_zeros(len(x), 1)), 1).gather(1, self.columns) - student_sum[:, None]
+        )
+        counts = (self.columns < x.shape[1]) & target.isfinite()
+        terms = torch.where(counts, target.exp() * (target - predicted), 0.0).sum(1)
+        of_rest = torch.where(rest.isfinite(), rest.exp() * (rest - student_rest), 0.0)
+        return all_reduce(terms, self.axis) + of_rest, student_sum, student_rest
 
-    def gradient(self, ours: Tensor, beyond: Tensor) -> Tensor:
-        _, wanted, rest = self.teacher
-        ours_now = (self.x - ours[:, None]).exp_()
-        share = torch.where(rest.isfinite(), (rest - beyond).exp(), 0.0)
-        result = ours_now * torch.where(self.is_top, 1.0, 1.0 - share[:, None])
+    def gradient(self, student_sum: Tensor, student_rest: Tensor) -> Tensor:
+        _, target, rest = self.teacher
+        probabilities = (self.x - student_sum[:, None]).exp_()
+        share = torch.where(rest.isfinite(), (rest - student_rest).exp(), 0.0)
+        result = probabilities * torch.where(self.is_top, 1.0, 1.0 - share[:, None])
         result = torch.cat((result, result.new_zeros(len(result), 1)), 1)
-        return result.scatter_add_(1, self.places, -wanted.exp())[:, :-1]
+        return result.scatter_add_(1, self.columns, -target.exp())[:, :-1]
 
 
-def _find(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
+def _locate(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     """Find ids [n, k] among this rank's `real` entries, whose ids begin at `first`.
 
     Returns:
         The index of each id among the entries, [n, k], which is `real` if another rank holds the
         id; and whether each entry is one of its row's ids, [n, real].
     """
-    places = torch.where((ids >= first) & (ids < first + real), ids - first, real)
+    columns = torch.where((ids >= first) & (ids < first + real), ids - first, real)
     hits = torch.zeros(len(ids), real + 1, dtype=torch.bool, device=ids.device)
-    return places, hits.scatter_(1, places, True)[:, :-1]
+    return columns, hits.scatter_(1, columns, True)[:, :-1]
 
 
 def _gather(x: Tensor, filler: float, k: int, axis: Axis) -> Tensor:
@@ -273,11 +290,11 @@ def _gather(x: Tensor, filler: float, k: int, axis: Axis) -> Tensor:
 
 def _log_sum(x: Tensor, axis: Axis) -> Tensor:
     """Return the log-sum-exp of each row, [n]; -inf for rows without entries."""
-    mine = x.logsumexp(1)
+    local = x.logsumexp(1)
     if axis.size == 1:
-        return mine
-    maxima = all_reduce(mine.clone(), axis, dist.ReduceOp.MAX).clamp(min=torch.finfo(x.dtype).min)
-    return maxima + all_reduce((mine - maxima).exp(), axis).log()
+        return local
+    maxima = all_reduce(local.clone(), axis, dist.ReduceOp.MAX).clamp(min=torch.finfo(x.dtype).min)
+    return maxima + all_reduce((local - maxima).exp(), axis).log()
 
 
 def _chunks(rows: int, size: int) -> Iterator[slice]:

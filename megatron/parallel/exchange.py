@@ -83,17 +83,17 @@ class _GroupUse:
     def __init__(self, axis: Axis, rows: Tensor) -> None:
         self._axis = axis
         self._arrived = rows.new_empty((axis.size, *rows.shape))
-        self._kept: list[Tensor] = []
+        self._sent_rows: list[Tensor] = []
         self._sending: list[dist.Work] = []
         self._receiving: dict[int, Transfer] = {}
 
     def send(self, step: int, rows: Tensor) -> None:
         axis, group = self._axis, self._axis.group
-        to, source = ((axis.rank + sign * step) % axis.size for sign in (1, -1))
-        self._kept.append(rows)
+        destination, source = ((axis.rank + sign * step) % axis.size for sign in (1, -1))
+        self._sent_rows.append(rows)
         sent, received = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, rows, axis.ranks[to], group),
+                dist.P2POp(dist.isend, rows, axis.ranks[destination], group),
                 dist.P2POp(dist.irecv, self._arrived[source], axis.ranks[source], group),
             ]
         )
@@ -115,7 +115,7 @@ class _GroupUse:
         assert not self._receiving, "messages were sent, but those received were never read"
         for work in self._sending:
             work.wait()
-        self._kept.clear()
+        self._sent_rows.clear()
 
 
 # The backward pass of a column-parallel layer opens two uses. With a third slot, the next use needs

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.device import AsyncRead
-from megatron.kernels.grouped import Grouping, Spreading, spread, unite
+from megatron.kernels.grouped import Grouping, Permutation, permute, unpermute
 from megatron.kernels.library import KernelLibrary
 from megatron.parallel.collectives import (
     InTransit,
@@ -38,7 +38,7 @@ _NEARLY_ALL = 0.75
 
 
 @dataclass(frozen=True)
-class Arrived:
+class DispatchedTokens:
     """The tokens that use experts of this process. They may still be in transit.
 
     Attributes:
@@ -48,22 +48,22 @@ class Arrived:
         weights: The weights of these choices, fp32 [R, k].
         count: A function that returns how many choices are experts on this process, and may wait
             for the device; `None` if the number is not needed.
-        send_back: A function that starts sending the outputs for these tokens, [R, h], back. It
-            returns a function that waits for the sums for this process's own tokens, [T, h]. `None`
-            without an exchange.
+        return_outputs: A function that starts sending the outputs for these tokens, [R, h], back.
+            It returns a function that waits for the sums for this process's own tokens, [T, h].
+            `None` without an exchange.
     """
 
     tokens: Tensor | InTransit
     choices: Tensor
     weights: Tensor
     count: Callable[[], int] | None = None
-    send_back: Callable[[Tensor], Callable[[], Tensor]] | None = None
+    return_outputs: Callable[[Tensor], Callable[[], Tensor]] | None = None
 
     @property
-    def later(self) -> list[Callable[[], None]] | None:
+    def deferred_work(self) -> list[Callable[[], None]] | None:
         """Functions to run while the tokens' gradients are sent; `None` without an exchange."""
         if isinstance(self.tokens, InTransit) and self.tokens.has_gradient:
-            return self.tokens.later
+            return self.tokens.deferred_work
         return None
 
     def rows(self, experts: int, library: KernelLibrary | None) -> tuple[Tensor, Grouping]:
@@ -77,8 +77,8 @@ class Arrived:
         if self.count is not None:
             grouping = grouping.first(self.count())
         if isinstance(self.tokens, InTransit):
-            return self.tokens.wait(Spreading(grouping, library)), grouping
-        return spread(self.tokens, grouping, library), grouping
+            return self.tokens.wait(Permutation(grouping, library)), grouping
+        return permute(self.tokens, grouping, library), grouping
 
 
 def share_reached(experts: int, chosen: int, ranks: int) -> float:
@@ -133,16 +133,16 @@ class ExpertExchange:
         self._share = layout.tensor.size / (layout.expert.size * layout.expert_tensor.size)
         self._gathers = gathers_all(experts, chosen, layout.expert.size)
 
-    def send(
-        self, tokens: Tensor, choices: Tensor, weights: Tensor, *, equally_many: bool
-    ) -> Arrived:
+    def dispatch(
+        self, tokens: Tensor, choices: Tensor, weights: Tensor, *, equal_counts: bool
+    ) -> DispatchedTokens:
         """Start sending tokens to their experts. Collective over expert and expert tensor ranks.
 
         Args:
             tokens: The tokens, [T, h].
             choices: The experts of each token, int64 [T, k]; -1 for none.
             weights: The weights of the choices, fp32 [T, k].
-            equally_many: Whether T is the same on all processes.
+            equal_counts: Whether T is the same on all processes.
         """
         layout, axis = self._layout, self._layout.expert
         tokens = _scale_gradient(tokens, 1 / self._share)
@@ -155,22 +155,22 @@ class ExpertExchange:
             tokens = copy_to(tokens, layout.expert_tensor)
             weights = copy_to(weights, layout.expert_tensor)
         if axis.size == 1:
-            return Arrived(tokens, choices, weights)
-        send = self._send_to_all if self._gathers and equally_many else self._send_where_needed
+            return DispatchedTokens(tokens, choices, weights)
+        send = self._send_to_all if self._gathers and equal_counts else self._send_where_needed
         return send(axis, tokens, choices, weights)
 
-    def bring_back(self, outputs: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
+    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Callable[[], Tensor]:
         """Start sending this process's sums of outputs back to the tokens' processes.
 
         Args:
             outputs: The weighted sum of each token's outputs, [R, h].
-            arrived: The tokens.
+            dispatched: The tokens.
 
         Returns:
             A function that waits for the sum of each token's outputs, [T, h]. It is collective like
             `send`.
         """
-        finish = None if arrived.send_back is None else arrived.send_back(outputs)
+        finish = None if dispatched.return_outputs is None else dispatched.return_outputs(outputs)
 
         def wait() -> Tensor:
             sums = outputs if finish is None else finish()
@@ -182,58 +182,60 @@ class ExpertExchange:
 
         return wait
 
-    def _send_to_all(self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor) -> Arrived:
+    def _send_to_all(
+        self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor
+    ) -> DispatchedTokens:
         """Gather all tokens. The host waits for the number of rows only when `count` is called.
 
         Before that, the host queues all work that does not depend on the number, so that the device
         is busy while the host wakes up.
         """
         choices = gather_rows_to(choices, axis)
-        choices = self._here(choices, axis.rank)
+        choices = self._local_choices(choices, axis.rank)
         reading = AsyncRead((choices >= 0).sum().view(1))
-        return Arrived(
+        return DispatchedTokens(
             start_gather_rows(tokens, axis, self._exchange),
             choices,
             gather_rows_to(weights, axis),
             count=lambda: int(reading.wait()[0]),
-            send_back=lambda outputs: start_sum_rows(outputs, axis, self._exchange).wait,
+            return_outputs=lambda outputs: start_sum_rows(outputs, axis, self._exchange).wait,
         )
 
     def _send_where_needed(
         self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor
-    ) -> Arrived:
+    ) -> DispatchedTokens:
         """Send each token to the processes of its experts, after the host has read the counts."""
         owners = torch.where(choices >= 0, choices // self.local, -1)
         ranks = torch.arange(axis.size, device=choices.device)
-        goes = (owners.unsqueeze(-1) == ranks).sum(1)  # [T, ranks], a token's experts per rank
-        counts = torch.stack(((goes > 0).sum(0), goes.sum(0)), dim=1)  # [ranks, 2]
-        counts_in = all_to_all_rows(counts, axis, [1] * axis.size, [1] * axis.size)
-        reading = AsyncRead(torch.cat((counts[:, 0], counts_in.t().flatten())))
-        grouping = Grouping.of(torch.where(goes > 0, ranks, -1), axis.size)
-        numbers = [int(number) for number in reading.wait()]
+        on_rank = (owners.unsqueeze(-1) == ranks).sum(1)  # [T, ranks], a token's experts per rank
+        counts = torch.stack(((on_rank > 0).sum(0), on_rank.sum(0)), dim=1)  # [ranks, 2]
+        received_counts = all_to_all_rows(counts, axis, [1] * axis.size, [1] * axis.size)
+        reading = AsyncRead(torch.cat((counts[:, 0], received_counts.t().flatten())))
+        grouping = Grouping.of(torch.where(on_rank > 0, ranks, -1), axis.size)
+        totals = [int(total) for total in reading.wait()]
         sent, received, rows = (
-            numbers[start : start + axis.size] for start in range(0, len(numbers), axis.size)
+            totals[start : start + axis.size] for start in range(0, len(totals), axis.size)
         )
         grouping = grouping.first(sum(sent))
-        to = (grouping.order % axis.size).unsqueeze(1)  # the rank that each row is sent to
-        choices = self._here(spread(choices, grouping), to)
+        destination = (grouping.order % axis.size).unsqueeze(1)  # the rank that each row is sent to
+        choices = self._local_choices(permute(choices, grouping), destination)
 
-        def send_back(outputs: Tensor) -> Callable[[], Tensor]:
+        def return_outputs(outputs: Tensor) -> Callable[[], Tensor]:
             transit = start_all_to_all_rows(outputs, axis, received, sent)
-            return lambda: unite(transit.wait(), grouping, self._library)
+            return lambda: unpermute(transit.wait(), grouping, self._library)
 
         choices = all_to_all_rows(choices, axis, sent, received)
-        weights = all_to_all_rows(spread(weights, grouping), axis, sent, received)
-        rows_of_tokens = spread(tokens, grouping, self._library)
-        return Arrived(
+        weights = all_to_all_rows(permute(weights, grouping), axis, sent, received)
+        rows_of_tokens = permute(tokens, grouping, self._library)
+        return DispatchedTokens(
             start_all_to_all_rows(rows_of_tokens, axis, sent, received),
             choices,
             weights,
             count=lambda: sum(rows),
-            send_back=send_back,
+            return_outputs=return_outputs,
         )
 
-    def _here(self, choices: Tensor, rank: Tensor | int) -> Tensor:
+    def _local_choices(self, choices: Tensor, rank: Tensor | int) -> Tensor:
         """Return choices, numbered from a rank's first expert; -1 for other ranks' experts."""
         choices = choices - rank * self.local
         return torch.where((choices >= 0) & (choices < self.local), choices, -1)

@@ -126,7 +126,7 @@ class ExpertLinear(nn.Module):
         return out + biases[grouping.expert_of_row()]
 
 
-class ExpertFactors(nn.Module):
+class ExpertAdapterWeights(nn.Module):
     """The weights of all experts' adapters: a [experts, rank, in], b [experts, out, rank].
 
     If expert tensor ranks split the inputs, each rank multiplies its part by its part of A, and the
@@ -146,7 +146,7 @@ class ExpertFactors(nn.Module):
         is_divided = context.layout.expert_tensor.size > 1
         self.a = context.new_parameter(
             (experts, plan.rank, inputs),
-            init=Init("uniform", 1 / math.sqrt(inputs)),  # as in PEFT and `Factors`
+            init=Init("uniform", 1 / math.sqrt(inputs)),  # as in PEFT and `AdapterWeights`
             split_dim=2 if is_row else None,
             partial_gradient=not is_row and is_divided,
             is_expert=True,
@@ -174,8 +174,8 @@ class ExpertAdapter(nn.ModuleDict):
     """
 
     def __init__(self, linear: ExpertLinear, plan: AdapterPlan, context: BuildContext) -> None:
-        """Allocate the factors."""
-        super().__init__({WHOLE: ExpertFactors(linear, plan, context)})
+        """Allocate the weights."""
+        super().__init__({WHOLE: ExpertAdapterWeights(linear, plan, context)})
         self.plan = plan
         self._experts = len(linear.weight)
         self._product = choose_grouped_product(
@@ -187,7 +187,7 @@ class ExpertAdapter(nn.ModuleDict):
 
     def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
         """Return the output of the adapters for each expert's rows: [n, in] -> [n, out]."""
-        a, b = self._factors()
+        a, b = self._matrices()
         if self._padding:
             a, b = F.pad(a, (0, 0, 0, self._padding)), F.pad(b, (0, self._padding))
         low: Tensor = _GroupedProduct.apply(rows, a, grouping, self._product, None, None)
@@ -202,26 +202,26 @@ class ExpertAdapter(nn.ModuleDict):
         Args:
             weight: The frozen weight.
         """
-        a, b = self._factors()
+        a, b = self._matrices()
         return weight.float() + self.plan.scale * (b.float() @ a.float()).view(weight.shape)
 
     @torch.no_grad()
-    def factors(self, weight: Tensor) -> tuple[Tensor, Tensor, None]:
+    def inference_matrices(self, weight: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return A [experts, rank, in] and the scaled B [experts, out, rank], for inference.
 
         Args:
             weight: The frozen weight.
         """
-        a, b = self._factors()
+        a, b = self._matrices()
         return a, (self.plan.scale * b.float()).to(b.dtype), None
 
-    def _factors(self) -> tuple[Tensor, Tensor]:
+    def _matrices(self) -> tuple[Tensor, Tensor]:
         """Return A [experts, rank, in] and B [experts, out, rank]."""
-        factors = self[WHOLE]
-        assert isinstance(factors, ExpertFactors)
+        weights = self[WHOLE]
+        assert isinstance(weights, ExpertAdapterWeights)
         # ZeRO stage 3 stores them as matrices.
-        a = factors.a.view(self._experts, self.plan.rank, -1)
-        return a, factors.b.view(self._experts, -1, self.plan.rank)
+        a = weights.a.view(self._experts, self.plan.rank, -1)
+        return a, weights.b.view(self._experts, -1, self.plan.rank)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -235,24 +235,24 @@ class _GroupedProduct(torch.autograd.Function):
         owner: Owner | None,
         later: list[Callable[[], None]] | None,
     ) -> Tensor:
-        out, factors = product.forward(rows, weight, grouping.ends)
-        ctx.save_for_backward(rows, grouping.ends, *factors)
+        out, operand = product.forward(rows, weight, grouping.ends)
+        ctx.save_for_backward(rows, grouping.ends, *operand)
         ctx.product, ctx.owner, ctx.later = product, owner, later
         ctx.like = weight.shape, weight.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends, *factors = ctx.saved_tensors
+        rows, ends, *operand = ctx.saved_tensors
         product: GroupedProduct = ctx.product
         shape, dtype = ctx.like
         owner: Owner | None = ctx.owner
         grad = grad.contiguous()
         input_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = product.input_gradient(grad, tuple(factors), ends)
+            input_grad = product.input_gradient(grad, tuple(operand), ends)
         if owner is not None and owner.weight.requires_grad:
-            owner.take(_WeightGradient(product, grad, rows, ends, shape), ctx.later)
+            owner.accept(_WeightGradient(product, grad, rows, ends, shape), ctx.later)
         elif ctx.needs_input_grad[1]:
             weight_grad = grad.new_empty(shape, dtype=dtype)
             product.weight_gradient(grad, rows, ends, weight_grad, accumulate=False)
@@ -265,7 +265,7 @@ class _WeightGradient:
     def __init__(
         self, product: GroupedProduct, grad: Tensor, rows: Tensor, ends: Tensor, shape: torch.Size
     ) -> None:
-        self._product, self._factors, self._shape = product, (grad, rows, ends), shape
+        self._product, self._operands, self._shape = product, (grad, rows, ends), shape
 
     def start(self) -> None:
         """Do nothing, because both operands are on this process."""
@@ -273,4 +273,4 @@ class _WeightGradient:
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
         """Write the gradient to `into` [experts out, in], or add it there."""
         into = into.view(self._shape)
-        self._product.weight_gradient(*self._factors, into, accumulate=accumulate)
+        self._product.weight_gradient(*self._operands, into, accumulate=accumulate)

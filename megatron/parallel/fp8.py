@@ -7,13 +7,13 @@ values (current scaling) or from the same tensors' values in earlier updates (de
 A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. A cast that
 scales by the amax of earlier updates reads it once and finds this update's amax on the way
 (Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have a slot
-(`AmaxSlot`). Within an update the slot's `held` is constant and its `found` only increases, so
-neither the number and order of micro-batches nor recomputation matters. Once per update, all slots
-of a process advance together, after one max-reduction over all processes that hold a part or a
-replica of the same layers: tensor, context and data-parallel ranks. All of them then have the same
-scales. The scales depend on global batches and not on how these are divided, with one exception: a
-process divides its losses, and therefore its gradients, by the number of its micro-batches. None of
-this waits for the device.
+(`AmaxSlot`). Within an update the slot's `scale_amax` is constant and its `running_amax` only
+grows, so neither the number and order of micro-batches nor recomputation matters. Once per update,
+all slots of a process advance together, after one max-reduction over all processes that hold a part
+or a replica of the same layers: tensor, context and data-parallel ranks. All of them then have the
+same scales. The scales depend on global batches and not on how these are divided, with one
+exception: a process divides its losses, and therefore its gradients, by the number of its
+micro-batches. None of this waits for the device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.amax import NO_HANDOVERS, Handover, Handovers, Zeros
+from megatron.kernels.amax import NO_FUSED_AMAXES, FusedAmax, FusedAmaxes, Zeros
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
 from megatron.kernels.fp8_product import Fp8Product, reference_product
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import ALONE, Communication, all_reduce
 from megatron.parallel.layout import Axis, Layout
-from megatron.parallel.products import Kept, LinearCall, Products, RowFactors
+from megatron.parallel.products import LinearCall, Operand, Products, RowOperands
 
 Role = Literal["input", "weight", "gradient"]
 """The three tensors of a layer that are cast: its input, its weight and its output's gradient."""
@@ -72,16 +72,16 @@ class AmaxSlot:
     """The amaxes that casts of one tensor read and write.
 
     Attributes:
-        held: The amax to scale by, fp32 [].
-        found: The largest magnitude in this update so far, fp32 [].
-        has_begun: A function that returns whether `held` is valid. It is not valid before the first
-            update of a history. Until then casts scale by their tensors' own amaxes, like
+        scale_amax: The amax to scale by, fp32 [].
+        running_amax: The largest magnitude in this update so far, fp32 [].
+        is_valid: A function that returns whether `scale_amax` is valid. It is not valid before the
+            first update of a history. Until then casts scale by their tensors' own amaxes, like
             `--fp8-recipe tensorwise`.
     """
 
-    held: Tensor
-    found: Tensor
-    has_begun: Callable[[], bool]
+    scale_amax: Tensor
+    running_amax: Tensor
+    is_valid: Callable[[], bool]
 
 
 LayerSlots = Mapping[Role, AmaxSlot]
@@ -113,11 +113,11 @@ class AmaxHistory:
         self.layers = tuple(layers)
         self._scaling = scaling
         self._layout = layout
-        self._has_begun = False
+        self._has_amaxes = False
         shape = (len(layers), len(ROLES))
         self._largest = torch.tensor(largest, dtype=torch.float32, device=device)
-        self._held = torch.zeros(shape, device=device)
-        self._found = torch.zeros(shape, device=device)
+        self._scale_amaxes = torch.zeros(shape, device=device)
+        self._running_amaxes = torch.zeros(shape, device=device)
         self._history = torch.zeros(*shape, scaling.length, device=device)  # the newest one first
 
     @classmethod
@@ -127,10 +127,12 @@ class AmaxHistory:
 
     def slots(self, layer: str) -> LayerSlots:
         """Return the slots of a layer."""
-        place = self.layers.index(layer)
+        index = self.layers.index(layer)
         return {
-            role: AmaxSlot(held, found, lambda: self._has_begun)
-            for role, held, found in zip(ROLES, self._held[place], self._found[place], strict=True)
+            role: AmaxSlot(scale_amax, running_amax, lambda: self._has_amaxes)
+            for role, scale_amax, running_amax in zip(
+                ROLES, self._scale_amaxes[index], self._running_amaxes[index], strict=True
+            )
         }
 
     @torch.no_grad()
@@ -144,28 +146,31 @@ class AmaxHistory:
         Args:
             iteration: The number of updates of the run so far, including this one.
         """
-        scaling, found = self._scaling, self._found_by_all()
+        scaling, newest = self._scaling, self._global_amaxes()
         older = self._history[..., :-1]
-        self._history.copy_(torch.cat((found.unsqueeze(-1), older), dim=-1))
-        if iteration % scaling.interval == 0 or not self._has_begun:
-            chosen = self._history.amax(dim=-1) if scaling.takes_max else found
-            kept = torch.where(self._held > 0, self._held, self._largest)  # a scale of 1
-            self._held.copy_(torch.where(chosen > 0, chosen * 2.0**scaling.margin, kept))
-        self._found.zero_()
-        self._has_begun = True
+        self._history.copy_(torch.cat((newest.unsqueeze(-1), older), dim=-1))
+        if iteration % scaling.interval == 0 or not self._has_amaxes:
+            amaxes = self._history.amax(dim=-1) if scaling.takes_max else newest
+            # A tensor without an amax gets a scale of 1.
+            unchanged = torch.where(self._scale_amaxes > 0, self._scale_amaxes, self._largest)
+            self._scale_amaxes.copy_(
+                torch.where(amaxes > 0, amaxes * 2.0**scaling.margin, unchanged)
+            )
+        self._running_amaxes.zero_()
+        self._has_amaxes = True
 
-    def _found_by_all(self) -> Tensor:
+    def _global_amaxes(self) -> Tensor:
         """Return the maximum of all processes' amaxes, [layers, 3]; 0 for those not recorded."""
-        finite = self._found.isfinite()
+        finite = self._running_amaxes.isfinite()
         overflow = ~finite[:, ROLES.index("gradient")].all()
         # Remove nan first: no backend specifies the maximum of values that include nan.
-        clean = self._found.where(finite, 0.0)
+        clean = self._running_amaxes.where(finite, 0.0)
         packed = torch.cat((clean.flatten(), overflow.float().unsqueeze(0)))
         for axis in (self._layout.tensor, self._layout.replica):
             all_reduce(packed, axis, dist.ReduceOp.MAX)
-        found = packed[:-1].view_as(clean)
-        found[:, ROLES.index("gradient")] *= 1 - packed[-1]
-        return found
+        amaxes = packed[:-1].view_as(clean)
+        amaxes[:, ROLES.index("gradient")] *= 1 - packed[-1]
+        return amaxes
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint, the same on every process that has the layer.
@@ -174,14 +179,14 @@ class AmaxHistory:
         `NAME.history` [3, length], the newest entry first.
         """
         tensors = {}
-        for place, name in enumerate(self.layers):
-            tensors[f"{name}.held"] = self._held[place]
-            tensors[f"{name}.history"] = self._history[place]
+        for index, name in enumerate(self.layers):
+            tensors[f"{name}.held"] = self._scale_amaxes[index]
+            tensors[f"{name}.history"] = self._history[index]
         return tensors
 
     def after_loading(self) -> None:
         """Record that the named tensors have been filled. This waits for the device."""
-        self._has_begun = bool((self._held > 0).any())
+        self._has_amaxes = bool((self._scale_amaxes > 0).any())
 
 
 @dataclass(frozen=True)
@@ -209,12 +214,12 @@ class ArrivingWeight:
 
     Attributes:
         fp8: The weight, [out, in], always in the same memory.
-        is_there: A function that returns whether the 8-bit weight has arrived. Before the first
+        has_arrived: A function that returns whether the 8-bit weight has arrived. Before the first
             update it has not, and each process casts its own copy of the weight.
     """
 
     fp8: Fp8
-    is_there: Callable[[], bool]
+    has_arrived: Callable[[], bool]
 
 
 class Fp8Products(Products):
@@ -239,7 +244,7 @@ class Fp8Products(Products):
         casts: The casts.
     """
 
-    is_autograds = False
+    matches_autograd = False
 
     def __init__(
         self,
@@ -251,8 +256,11 @@ class Fp8Products(Products):
         """Create products with current scaling and a weight that this process casts."""
         self.slots: LayerSlots = {}
         self.arriving: ArrivingWeight | None = None
-        self.handovers = Handovers(Handover(zeros), Handover(zeros)) if zeros else NO_HANDOVERS
-        self._handed = {"input": self.handovers.forward, "gradient": self.handovers.backward}
+        self.fused_amaxes = NO_FUSED_AMAXES
+        if zeros is not None:
+            self.fused_amaxes = FusedAmaxes(FusedAmax(zeros), FusedAmax(zeros))
+        forward, backward = self.fused_amaxes
+        self._fused_amax_of = {"input": forward, "gradient": backward}
         self._form = form
         self._formats = dict(zip(ROLES, (form.values, form.values, form.gradients), strict=True))
         self.casts = casts
@@ -261,7 +269,7 @@ class Fp8Products(Products):
         self.keeps_input = not form.weight_gradient
         # With one scale for all rows of an operand and its transpose, it does not matter which
         # ranks hold the rows.
-        self.can_be_cut = form.weight_gradient and not form.by_row
+        self.can_be_split = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
         """Use the amaxes of earlier updates for scaling from now on."""
@@ -283,17 +291,17 @@ class Fp8Products(Products):
 
     def forward(
         self, call: LinearCall, communication: Communication = ALONE
-    ) -> tuple[Tensor, Kept]:
+    ) -> tuple[Tensor, Operand]:
         """Return the output, and the transposes of weight and input in 8 bits."""
         x = call.x
-        arriving = self._start_input(x, communication, records=call.training)
-        by_out, by_in = self.weight_factors(call.weight)  # cast while the input is in transit
-        left, turned = arriving()
-        kept: Kept = by_in if turned is None else (*by_in, *turned)
+        wait_for_input = self._start_input(x, communication, records=call.training)
+        by_out, by_in = self.weight_operands(call.weight)  # cast while the input is in transit
+        left, transposed = wait_for_input()
+        saved: Operand = by_in if transposed is None else (*by_in, *transposed)
         out = self._product(left, by_out, x.dtype, bias=call.bias, fast=True)
-        return out.view(-1, *x.shape[1:-1], out.shape[-1]), kept
+        return out.view(-1, *x.shape[1:-1], out.shape[-1]), saved
 
-    def weight_factors(self, weight: Tensor) -> tuple[Fp8, Fp8]:
+    def weight_operands(self, weight: Tensor) -> tuple[Fp8, Fp8]:
         """Return the weight in 8 bits and its transpose, cast once per update."""
         if self._weight is None:
             self._weight = self._cast_weight(weight)
@@ -302,18 +310,19 @@ class Fp8Products(Products):
     def _cast_weight(self, weight: Tensor) -> tuple[Fp8, Fp8]:
         # Evaluation may come first. It casts the same weight that training would use.
         if self.arriving is None:
-            return self._both(weight, "weight", records=True)
+            return self._cast_transpose(weight, "weight", records=True)
         whole = self.arriving.fp8
-        if not self.arriving.is_there():  # cast into the arriving weight's memory, to save memory
-            amax, found = self._amaxes(weight, "weight", ALONE, records=True)
+        if not self.arriving.has_arrived():
+            # Cast into the arriving weight's memory, to save memory.
+            amax, running_amax = self._amaxes(weight, "weight", ALONE, records=True)
             fp8 = whole.values.dtype
-            whole = self.casts.cast(weight, amax, fp8, found=found, into=whole.values)
+            whole = self.casts.cast(weight, amax, fp8, running_amax=running_amax, into=whole.values)
         return whole, self.casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
         """Return the amax that scales the weight's casts, fp32 []; `None` means its own amax."""
         slot = self.slots.get("weight")
-        return slot.held if slot is not None and slot.has_begun() else None
+        return slot.scale_amax if slot is not None and slot.is_valid() else None
 
     def cast_part(self, part: Tensor, amax: Tensor, into: Tensor) -> None:
         """Cast some elements of the weight to 8 bits.
@@ -324,8 +333,10 @@ class Fp8Products(Products):
             into: The memory for the result, [n].
         """
         rows, slot = part.view(-1, 16), self.slots.get("weight")
-        found = None if slot is None else slot.found
-        self.casts.cast(rows, amax, self._formats["weight"], found=found, into=into.view(-1, 16))
+        running_amax = None if slot is None else slot.running_amax
+        self.casts.cast(
+            rows, amax, self._formats["weight"], running_amax=running_amax, into=into.view(-1, 16)
+        )
 
     def _start_input(
         self, x: Tensor, communication: Communication, *, records: bool
@@ -340,107 +351,109 @@ class Fp8Products(Products):
         if not communication.gathers or (self._form.by_row and not self.keeps_input):
             rows = communication.start_gather(x).wait().flatten(0, -2)
             if self.keeps_input:
-                whole = self._one(rows, "input", ALONE, records=records)
+                whole = self._cast(rows, "input", ALONE, records=records)
                 return lambda: (whole, None)
-            both = self._both(rows, "input", records=records)
+            both = self._cast_transpose(rows, "input", records=records)
             return lambda: both
         rows = x.flatten(0, -2).contiguous()
-        part = self._one(rows, "input", communication, records=records)
+        part = self._cast(rows, "input", communication, records=records)
         # gloo does not support fp8.
         values = communication.start_gather(part.values.view(torch.uint8))
         scales = communication.start_gather(part.inverse) if self._form.by_row else None
 
-        def arrived() -> tuple[Fp8, Fp8 | None]:
+        def wait() -> tuple[Fp8, Fp8 | None]:
             inverse = part.inverse if scales is None else scales.wait()
             whole = Fp8(values.wait().view(part.values.dtype), inverse)
             return whole, None if self.keeps_input else self.casts.transpose(whole)
 
-        return arrived
+        return wait
 
-    def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
+    def prepare(self, grad: Tensor, axis: Axis | None = None) -> Operand:
         """Return the gradient in 8 bits, and its transpose if this rank has all rows."""
-        return self._factor(grad.flatten(0, -2).contiguous(), "gradient", axis)
+        return self._operand(grad.flatten(0, -2).contiguous(), "gradient", axis)
 
-    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
+    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Operand:
         """Return the input in 8 bits, and its transpose if this rank has all rows."""
-        return self._factor(x, "input", axis, records=training)
+        return self._operand(x, "input", axis, records=training)
 
-    def _factor(self, rows: Tensor, role: Role, axis: Axis | None, *, records: bool = True) -> Kept:
+    def _operand(
+        self, rows: Tensor, role: Role, axis: Axis | None, *, records: bool = True
+    ) -> Operand:
         # The first tensor determines the result's format, and the weight gradient may read it.
         like = rows if self.keeps_input else rows.new_empty(0)
         if axis is None and not self.keeps_input:
-            left, turned = self._both(rows, role, records=records)
-            return like, *left, *turned
-        everyone = ALONE if axis is None else Communication(axis, along_sequence=True)
-        return like, *self._one(rows, role, everyone, records=records)
+            left, transposed = self._cast_transpose(rows, role, records=records)
+            return like, *left, *transposed
+        communication = ALONE if axis is None else Communication(axis, along_sequence=True)
+        return like, *self._cast(rows, role, communication, records=records)
 
-    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+    def input_gradient(self, grad: Operand, saved: Operand) -> Tensor:
         """Return grad W, [m, in]."""
-        return self._product(Fp8(*grad[1:3]), Fp8(*kept[:2]), grad[0].dtype)
+        return self._product(Fp8(*grad[1:3]), Fp8(*saved[:2]), grad[0].dtype)
 
     def weight_gradient(
-        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
+        self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
         """Write grad^T x to `into`, or add it there, in 16 bits if the input was kept."""
         if x is not None:
             weight_gradient(grad[0], x, into, accumulate=accumulate)
             return
-        left, right = Fp8(*grad[3:]), Fp8(*kept[2:])
+        left, right = Fp8(*grad[3:]), Fp8(*saved[2:])
         self._product(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
         """Discard the cast weight, the memory of the casts, and recorded but unused amaxes."""
         self._weight = None
         self.casts.forget()
-        for handover in self.handovers:
-            if handover is not None:
-                handover.forget()
+        for fused_amax in self.fused_amaxes:
+            if fused_amax is not None:
+                fused_amax.forget()
 
-    def rows_of(self, factor: Kept) -> Tensor:
+    def rows_of(self, operand: Operand) -> Tensor:
         """Return the rows as bytes, because gloo does not support fp8."""
-        return factor[1].view(torch.uint8)
+        return operand[1].view(torch.uint8)
 
-    def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
+    def with_all_rows(self, operand: Operand, rows: Tensor, *, copy: bool) -> Operand:
         """Return the operand with the transpose of all rows."""
-        like, values, inverse = factor
+        like, values, inverse = operand
         whole = Fp8(rows.view(values.dtype), inverse)
         return like, values, inverse, *self.casts.transpose(whole)
 
-    def keep(self, weight: Kept, factor: Kept) -> Kept:
+    def keep(self, weight: Operand, operand: Operand) -> Operand:
         """Return the transposes of weight and input."""
-        return *weight, *factor[3:]
+        return *weight, *operand[3:]
 
-    def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:
+    def multiply_rows(self, operands: RowOperands, rows: Tensor, into: Tensor) -> None:
         """Write the product of some rows, which use the scale of the whole operand."""
-        _, values, inverse, *_ = factors.rows
-        part, weight = Fp8(rows.view(values.dtype), inverse), Fp8(*factors.weight[:2])
-        fast = not factors.backward
-        self._product(part, weight, into.dtype, bias=factors.bias, fast=fast, into=into)
+        _, values, inverse, *_ = operands.rows
+        part, weight = Fp8(rows.view(values.dtype), inverse), Fp8(*operands.weight[:2])
+        fast = not operands.backward
+        self._product(part, weight, into.dtype, bias=operands.bias, fast=fast, into=into)
 
-    def _one(self, x: Tensor, role: Role, communication: Communication, *, records: bool) -> Fp8:
+    def _cast(self, x: Tensor, role: Role, communication: Communication, *, records: bool) -> Fp8:
         """Cast a matrix [m, k], or some of its rows with the scale of the whole matrix."""
         if self._form.by_row:
             return self.casts.cast_rows(x, self._formats[role])
-        amax, found = self._amaxes(x, role, communication, records=records)
-        return self.casts.cast(x, amax, self._formats[role], found=found)
+        amax, running_amax = self._amaxes(x, role, communication, records=records)
+        return self.casts.cast(x, amax, self._formats[role], running_amax=running_amax)
 
-    def _both(self, x: Tensor, role: Role, *, records: bool) -> tuple[Fp8, Fp8]:
+    def _cast_transpose(self, x: Tensor, role: Role, *, records: bool) -> tuple[Fp8, Fp8]:
         """Cast a matrix [m, k] and its transpose [k, m]."""
         if self._form.by_row:
             return self.casts.cast_transpose_rows(x, self._formats[role])
-        amax, found = self._amaxes(x, role, ALONE, records=records)
-        return self.casts.cast_transpose(x, amax, self._formats[role], found=found)
+        amax, running_amax = self._amaxes(x, role, ALONE, records=records)
+        return self.casts.cast_transpose(x, amax, self._formats[role], running_amax=running_amax)
 
     def _amaxes(
         self, x: Tensor, role: Role, communication: Communication, *, records: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the amax to scale by and the tensor in which to record the amax of `x`."""
         slot = self.slots.get(role)
-        found = slot.found if slot is not None and records else None
-        if slot is not None and slot.has_begun():
-            return slot.held, found
-        handover = self._handed.get(role)
-        amax = None if handover is None else handover.take(x)
+        running_amax = slot.running_amax if slot is not None and records else None
+        if slot is not None and slot.is_valid():
+            return slot.scale_amax, running_amax
+        fused_amax = self._fused_amax_of.get(role)
+        amax = None if fused_amax is None else fused_amax.pop(x)
         if amax is None:
             amax = self.casts.amax(x)
-        return communication.start_max(amax).wait(), found
+        return communication.start_max(amax).wait(), running_amax

@@ -56,7 +56,7 @@ class PendingBucket:
         plan: The plan of the bucket.
         axis: The processes to average over.
         parameters: The parameters by name; they include those of the bucket.
-        kept: The memory for the reduced gradients, which is the whole bucket or this process's
+        reduced: The memory for the reduced gradients, which is the whole bucket or this process's
             shard.
         whole: All gradients of the bucket. In stage 2 it is `None` until the first one arrives.
 
@@ -69,23 +69,28 @@ class PendingBucket:
     """
 
     def __init__(
-        self, plan: Bucket, axis: Axis, parameters: Parameters, kept: Tensor, whole: Tensor | None
+        self,
+        plan: Bucket,
+        axis: Axis,
+        parameters: Parameters,
+        reduced: Tensor,
+        whole: Tensor | None,
     ) -> None:
         """Create a bucket that expects no gradients yet."""
-        self.plan, self.axis, self.kept, self.whole = plan, axis, kept, whole
-        places = [
+        self.plan, self.axis, self.reduced, self.whole = plan, axis, reduced, whole
+        members = [
             (member.traits, parameters[member.traits.name], member.slot.relative_to(plan.span))
             for member in plan.members
         ]
-        self.members = [(parameter, place) for _, parameter, place in places]
-        self.tied = {id(parameter) for traits, parameter, _ in places if traits.is_tied}
-        self.partial = [place for traits, _, place in places if traits.is_partial]
+        self.members = [(parameter, span) for _, parameter, span in members]
+        self.tied = {id(parameter) for traits, parameter, _ in members if traits.is_tied}
+        self.partial = [span for traits, _, span in members if traits.is_partial]
         self.missing: dict[int, int] = {}
 
     def allocate(self) -> Tensor:
         """Return the memory of the whole bucket, which is allocated as zeros if necessary."""
         if self.whole is None:
-            self.whole = self.kept.new_zeros(self.plan.span.size)
+            self.whole = self.reduced.new_zeros(self.plan.span.size)
         return self.whole
 
 
@@ -103,8 +108,8 @@ class Reducer:
         uses: For each parameter with slots, by `id`, how many times a backward pass adds to its
             gradient. Every other parameter's gradient is added to once. This mapping is read again
             at each call of `expect`.
-        prints: If not `None`, a list that receives the sum of squares of each bucket's gradients on
-            this rank alone, fp32 scalars.
+        fingerprints: If not `None`, a list that receives the sum of squares of each bucket's
+            gradients on this rank alone, fp32 scalars.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class Reducer:
         self.overlap = overlap and not self._is_alone
         self._tensor = tensor
         self._zero_stage = zero_stage
-        self.prints: list[Tensor] | None = None
+        self.fingerprints: list[Tensor] | None = None
         self._is_noted = False  # whether the buckets left to send are in `prints`
         self._collecting = False  # whether finished gradients may be sent
         self._wave_now: Hashable = None
@@ -148,7 +153,7 @@ class Reducer:
         finally:
             self._collecting = False
         if self._zero_stage == 2:
-            self._send_rest()
+            self._send_remaining()
 
     def whole(self, bucket: PendingBucket) -> Tensor:
         """Return the tensor [elements] to which the backward pass adds the bucket's gradients."""
@@ -177,7 +182,7 @@ class Reducer:
                 self._add_partial_gradients(bucket)
             return
         if self._zero_stage < 2:
-            self._send_rest()
+            self._send_remaining()
         self.receive()
         self.expect(self.buckets)
 
@@ -186,30 +191,30 @@ class Reducer:
         for bucket, work, _ in self._sent:
             received = work.wait()
             if self._zero_stage == 2:
-                bucket.kept.add_(received)
+                bucket.reduced.add_(received)
         self._sent.clear()
 
-    def _send_rest(self) -> None:
+    def _send_remaining(self) -> None:
         """Send the remaining buckets. Parameters without a gradient count as zero."""
         for bucket in self._expected[self._next :]:
             self._send(bucket)
 
-    def note_rest(self) -> None:
+    def note_remaining(self) -> None:
         """Add the remaining buckets to `prints`, before copies' gradients are added to them."""
-        if self.prints is not None and not self._is_noted:
+        if self.fingerprints is not None and not self._is_noted:
             self._is_noted = True
-            rest = [bucket.allocate() for bucket in self._expected[self._next :]]
-            self.prints += [_sum_of_squares(whole) for whole in rest]
+            remaining = [bucket.allocate() for bucket in self._expected[self._next :]]
+            self.fingerprints += [_sum_of_squares(whole) for whole in remaining]
 
     def _send(self, bucket: PendingBucket) -> None:
-        if self.prints is not None and not self._is_noted:
-            self.prints.append(_sum_of_squares(bucket.allocate()))
+        if self.fingerprints is not None and not self._is_noted:
+            self.fingerprints.append(_sum_of_squares(bucket.allocate()))
         self._next += 1
-        whole, into = bucket.allocate(), bucket.kept
+        whole, into = bucket.allocate(), bucket.reduced
         self._add_partial_gradients(bucket)
         if self._zero_stage == 2:
             self.receive()  # so that at most one bucket is in transit
-            bucket.whole, into = None, torch.empty_like(bucket.kept)
+            bucket.whole, into = None, torch.empty_like(bucket.reduced)
         mean = collectives.mean_of(whole, bucket.axis)
         if self._zero_stage > 0:
             work = collectives.start_reduce_scatter(whole, bucket.axis, into=into, op=mean)
@@ -222,7 +227,7 @@ class Reducer:
     def _add_partial_gradients(self, bucket: PendingBucket) -> None:
         if bucket.partial and self._tensor.size > 1:
             whole = bucket.allocate()
-            parts = [place.of(whole) for place in bucket.partial]
+            parts = [span.of(whole) for span in bucket.partial]
             collectives.add_over_ranks(parts, self._tensor)
 
 
@@ -281,7 +286,7 @@ class GradientBuffer:
         self._storages: list[Tensor] = []
         self._in_place: dict[nn.Parameter, Tensor] = {}
         self._owned: dict[int, tuple[Span, Tensor]] = {}
-        self._places: dict[int, tuple[PendingBucket, Span]] = {}
+        self._spans: dict[int, tuple[PendingBucket, Span]] = {}
         self._unslotted: list[Tensor] | None = None  # gradients without a slot, found once
         self._stale: set[int] = set()  # gradients of the previous update, to be overwritten
         self._has_waves = any(b.waves != (None,) for flat in plan.flats for b in flat.buckets)
@@ -319,32 +324,32 @@ class GradientBuffer:
         for bucket in plan.buckets:
             shard = bucket.span.shard(rank, shards)
             memory = storage[bucket.span.start // parts : bucket.span.end // parts]
-            whole, kept = None, memory
+            whole, reduced = None, memory
             if self.plan.zero_stage < 2:
-                whole, kept = memory, shard.relative_to(bucket.span).of(memory)
-            pending = PendingBucket(bucket, axis, parameters, kept, whole)
-            for member, (parameter, place) in zip(bucket.members, pending.members, strict=True):
+                whole, reduced = memory, shard.relative_to(bucket.span).of(memory)
+            pending = PendingBucket(bucket, axis, parameters, reduced, whole)
+            for member, (parameter, span) in zip(bucket.members, pending.members, strict=True):
                 slot = member.slot
                 own = slot.intersect(shard) or Span(slot.start, slot.start)
-                gradient = own.relative_to(shard).of(kept) if own.size else kept[:0]
+                gradient = own.relative_to(shard).of(reduced) if own.size else reduced[:0]
                 self._owned[id(parameter)] = (own.relative_to(slot), gradient)
-                self._places[id(parameter)] = (pending, place)
+                self._spans[id(parameter)] = (pending, span)
             buckets.append(pending)
-            regions.append((shard, kept))
+            regions.append((shard, reduced))
         if not self.is_sharded:
             regions = [(Span(0, plan.elements), storage)]
         return FlatBuffer(plan, axis, members, regions), buckets
 
     def _collect_from(self, parameter: nn.Parameter) -> None:
         """Collect the parameter's gradient in its bucket."""
-        bucket, place = self._places[id(parameter)]
+        bucket, span = self._spans[id(parameter)]
         if bucket.whole is not None:
-            view = place.of(bucket.whole).view_as(parameter)
+            view = span.of(bucket.whole).view_as(parameter)
             parameter.main_grad = view  # type: ignore[attr-defined]
             if view.dtype == parameter.dtype:
                 parameter.grad = self._in_place[parameter] = view
         elif id(parameter) in bucket.tied:
-            parameter.main_grad = bucket.kept  # type: ignore[attr-defined]
+            parameter.main_grad = bucket.reduced  # type: ignore[attr-defined]
         if parameter not in self._in_place or self._reducer.overlap:
             # The garbage collector does not see the parameter's reference to its hook. The buffer
             # holds the parameter, so a strong reference from the hook to the buffer would keep both
@@ -392,9 +397,9 @@ class GradientBuffer:
             The slot, or `None` if the parameter's gradient is not kept in fp32. Autograd then
             handles it.
         """
-        if id(parameter) not in self._places:
+        if id(parameter) not in self._spans:
             return None
-        if self._places[id(parameter)][0].kept.dtype != torch.float32:
+        if self._spans[id(parameter)][0].reduced.dtype != torch.float32:
             return None
         self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
         self._unslotted = None
@@ -404,10 +409,10 @@ class GradientBuffer:
     @contextmanager
     def _add_to(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, bool]]:
         """Yield a slot's gradient, and whether it already holds part of this update's sum."""
-        bucket, place = self._places[id(parameter)]
+        bucket, span = self._spans[id(parameter)]
         is_stale = id(parameter) in self._stale
         self._stale.discard(id(parameter))
-        gradient = place.of(self._reducer.whole(bucket)).view_as(parameter)
+        gradient = span.of(self._reducer.whole(bucket)).view_as(parameter)
         yield gradient.flatten(0, -2), not is_stale
         self._reducer.finish(bucket, parameter)
 
@@ -482,19 +487,19 @@ class GradientBuffer:
         if self.plan.zero_stage == 2:
             self._reducer.receive()
         for stale in self._stale:
-            bucket, place = self._places[stale]
-            place.of(self._reducer.whole(bucket)).zero_()
+            bucket, span = self._spans[stale]
+            span.of(self._reducer.whole(bucket)).zero_()
         self._stale.clear()
-        self._reducer.note_rest()
+        self._reducer.note_remaining()
 
-    def take_prints(self) -> list[Tensor]:
+    def pop_fingerprints(self) -> list[Tensor]:
         """Return a number for each gradient bucket that this rank has filled since the last call.
 
         The first call returns an empty list and starts recording. Each number is the sum of squares
         of this rank's own gradients, before those of other ranks are added: fp32 [].
         """
-        taken, self._reducer.prints = self._reducer.prints or [], []
-        return taken
+        fingerprints, self._reducer.fingerprints = self._reducer.fingerprints or [], []
+        return fingerprints
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
         """Wrap each backward pass. With overlap, the last one sends buckets as they are completed.
@@ -521,10 +526,10 @@ class GradientBuffer:
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter) -> None:
         """Collect a finished gradient, the sum over all uses of the parameter."""
-        bucket, place = self._places[id(parameter)]
+        bucket, span = self._spans[id(parameter)]
         assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
         if parameter not in self._in_place:
             assert parameter.grad is not None
-            place.of(self._reducer.whole(bucket)).view_as(parameter).add_(parameter.grad)
+            span.of(self._reducer.whole(bucket)).view_as(parameter).add_(parameter.grad)
             parameter.grad = None
         self._reducer.finish(bucket, parameter)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 # Number of communications between two marks. Half of the kernels that fit into a device's queue
 # (about 1,000) must contain more communications than this, so that a process that fills the queue
 # has sent marks that its device has not yet reached.
-_WAITS_A_MARK = 8
-_KEPT_PLACES = 4096  # a process is never this far ahead of its device
+_WAITS_PER_MARK = 8
+_RECORDED_POSITIONS = 4096  # a process is never this far ahead of its device
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """One line of the journal: its number, the iteration, and the operation."""
 
     number: int
@@ -100,22 +100,24 @@ class Journal:
         self._marks = marks
         self._waits = 0
         self._moved = time.monotonic()
-        self._place = Place(0, 0, "start-up")
-        self._places = deque([self._place], maxlen=_KEPT_PLACES if marks is not None else 1)
+        self._position = Position(0, 0, "start-up")
+        self._positions = deque(
+            [self._position], maxlen=_RECORDED_POSITIONS if marks is not None else 1
+        )
 
     def enter(self, operation: object) -> None:
         """Record that the process is in `operation`. Reports show `str(operation)`."""
         self._moved = time.monotonic()
-        number = self._place.number + 1
-        self._place = Place(number, self.iteration, operation)
-        self._places.append(self._place)
+        number = self._position.number + 1
+        self._position = Position(number, self.iteration, operation)
+        self._positions.append(self._position)
         if self._marks is not None:
             self._marks.put(number)
 
     @contextmanager
     def inside(self, operation: object) -> Iterator[None]:
         """Enter `operation` for the duration of the block, and then return to the previous one."""
-        outer = self._place.operation
+        outer = self._position.operation
         self.enter(operation)
         yield
         self.enter(outer)
@@ -168,24 +170,24 @@ class Journal:
             self.clock.end_wait()
         if self._marks is not None:
             self._waits += 1
-            if self._waits % _WAITS_A_MARK == 0:
-                self.enter(self._place.operation)
+            if self._waits % _WAITS_PER_MARK == 0:
+                self.enter(self._position.operation)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """The latest line that the process or, if there are marks, its device has reached."""
         if self._marks is None:
-            return self._place
-        behind = self._marks.lag(self._place.number)
-        places = list(self._places)
-        return places[max(0, len(places) - 1 - behind)]
+            return self._position
+        behind = self._marks.lag(self._position.number)
+        positions = list(self._positions)
+        return positions[max(0, len(positions) - 1 - behind)]
 
     @property
     def device_is_behind(self) -> bool:
         """Whether the device still has work that the process has queued."""
-        return self._marks is not None and self._marks.lag(self._place.number) > 0
+        return self._marks is not None and self._marks.lag(self._position.number) > 0
 
     @property
     def progress(self) -> tuple[float, int]:
         """A value that changes whenever the process or its device makes progress."""
-        return self._moved, self.place.number
+        return self._moved, self.position.number

@@ -14,7 +14,7 @@ from megatron.parallel import linear
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Communication, reduce_from, reduce_scatter_from
 from megatron.parallel.layout import Layout
-from megatron.parallel.linear import CutColumn, CutRow, Transport, WeightSlot
+from megatron.parallel.linear import OverlappedColumn, OverlappedRow, Transport, WeightSlot
 from megatron.parallel.parameter import ZEROS, Init, Matrices
 from megatron.parallel.products import LinearCall
 
@@ -128,9 +128,10 @@ class Linear(nn.Module):
         if split == "column":
             gathered = Communication(layout.tensor, layout.sequence_parallel, context.overlap)
             self._transport = linear.around(gathered)
-        self._cut: CutColumn | CutRow | None = None
-        if context.exchange is not None and split and self.products.can_be_cut:
-            self._cut = (CutRow if split == "row" else CutColumn)(context.exchange)
+        self._overlapped: OverlappedColumn | OverlappedRow | None = None
+        if context.exchange is not None and split and self.products.can_be_split:
+            transport = OverlappedRow if split == "row" else OverlappedColumn
+            self._overlapped = transport(context.exchange)
 
     @property
     def bias_to_add(self) -> Tensor | None:
@@ -143,26 +144,29 @@ class Linear(nn.Module):
         On the split side, the features are divided by t. On the other side, s is divided by t with
         sequence parallelism.
         """
-        cut = self._cut if self._cut is not None and self._cut.fits(x, self.weight) else None
+        overlapped = self._overlapped
+        if overlapped is not None and not overlapped.fits(x, self.weight):
+            overlapped = None
         bias = self.bias if self.adds_bias else None
         added = bias if self._sums_over is None and self.adapter is None else None
         low = None
         if self.adapter is not None:
-            alone = self._transport is None and self._sums_over is None
-            if alone and self.products.is_autograds and not self.weight.requires_grad:
+            is_local = self._transport is None and self._sums_over is None
+            if is_local and self.products.matches_autograd and not self.weight.requires_grad:
                 out = self.adapter.product(x, self.weight)
                 if out is not None:
                     return out if bias is None else out + bias.flatten()
             x, low = self.adapter.project_down(x)
         call = LinearCall(x, self.weight, added, self.training)
-        slot, transport = self._gradient.slot, cut or self._transport
+        slot, transport = self._gradient.slot, overlapped or self._transport
         queue = self._queue if self.weight.requires_grad else None
         out = linear.parallel_linear(call, transport, queue, slot, self.products)
-        if self._sums_over is not None and cut is None:
+        if self._sums_over is not None and overlapped is None:
             out = sum_over_ranks(out, self._sums_over)
         if self.adapter is not None and low is not None:
             # The adapter adds in place, which autograd does not allow for an exchange's view.
-            out = self.adapter.add_product(low, out if cut is None else out.clone(), self.weight)
+            out = out if overlapped is None else out.clone()
+            out = self.adapter.add_product(low, out, self.weight)
         return out if bias is None or bias is added else out + bias.flatten()
 
 
@@ -227,8 +231,8 @@ class VocabularyEmbedding(nn.Module):
         if axis.size == 1:
             return F.embedding(tokens, weight).to(self.weight.dtype)
         local = tokens - axis.rank * weight.shape[0]
-        mine = (local >= 0) & (local < weight.shape[0])
-        vectors = F.embedding(torch.where(mine, local, 0), weight) * mine.unsqueeze(-1)
+        is_local = (local >= 0) & (local < weight.shape[0])
+        vectors = F.embedding(torch.where(is_local, local, 0), weight) * is_local.unsqueeze(-1)
         return sum_over_ranks(vectors.to(self.weight.dtype), self.layout)
 
 

@@ -142,9 +142,12 @@ class Layout:
         axes["embedding"] = axis(*(ends if rank in ends else [rank]))
         stage = world_size // pipeline
         first, stride = rank // stage * stage, 1
-        parts = tensor if expert_tensor is None else expert_tensor
-        each = {"expert_tensor": parts, "expert": expert}
-        for name, size in {**each, "expert_replica": stage // (parts * expert)}.items():
+        expert_tensor_size = tensor if expert_tensor is None else expert_tensor
+        expert_sizes = {"expert_tensor": expert_tensor_size, "expert": expert}
+        for name, size in {
+            **expert_sizes,
+            "expert_replica": stage // (expert_tensor_size * expert),
+        }.items():
             start = first + (rank - first) // (size * stride) * size * stride + rank % stride
             axes[name] = axis(*range(start, start + size * stride, stride))
             stride *= size
@@ -172,7 +175,7 @@ class Layout:
         """The record of what this process is doing, for the watchdog."""
         return self.world.journal
 
-    def beside(self, timeout: timedelta) -> Layout:
+    def for_thread(self, timeout: timedelta) -> Layout:
         """Return this grid for a thread that runs next to the training thread. Collective.
 
         Only its `world` axis can communicate. It has its own group for CPU tensors and its own
@@ -227,8 +230,9 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
     if layout.replica.size > 1:
         # If one of the two axes is the whole replica axis, reuse its group, because every group
         # uses memory.
-        alike = [n for n in ("data", "context") if layout.replica.size == getattr(layout, n).size]
-        flat = mesh[alike[0]] if alike else mesh["data", "context"]._flatten("replica")
+        size = layout.replica.size
+        equal_axes = [n for n in ("data", "context") if getattr(layout, n).size == size]
+        flat = mesh[equal_axes[0]] if equal_axes else mesh["data", "context"]._flatten("replica")
         groups["replica"] = flat.get_group()
     known = {
         getattr(layout, name).ranks: groups[name]

@@ -3,15 +3,16 @@
 A product has two independent properties: the number format of its operands (see
 `products.Products`) and the transport that brings the operands to the ranks that need them:
 
-- `Whole` uses collectives around the product, or none. If every rank holds different rows of the
-  weight [out, in], the backward pass has two products: one for the input's gradient, which must be
-  summed over the ranks, and one for the weight's gradient. The sum runs during the second product.
+- `CollectiveTransport` uses collectives around the product, or none. If every rank holds different
+  rows of the weight [out, in], the backward pass has two products: one for the input's gradient,
+  which must be summed over the ranks, and one for the weight's gradient. The sum runs during the
+  second product.
   With sequence parallelism (Korthikanti et al., 2022), ranks keep parts of the input along
   dimension 0. The forward pass gathers them, the backward pass gathers them again during the first
   product, and the sum is a reduce-scatter.
-- `CutColumn`: a layer split by columns gathers its input part by part. A rank first multiplies its
-  own rows, and then the other ranks' rows as they arrive.
-- `CutRow`: a layer split by rows scatters the sum of its outputs part by part. A rank first
+- `OverlappedColumn`: a layer split by columns gathers its input part by part. A rank first
+  multiplies its own rows, and then the other ranks' rows as they arrive.
+- `OverlappedRow`: a layer split by rows scatters the sum of its outputs part by part. A rank first
   multiplies the other ranks' rows, which are sent while it multiplies its own. It then adds the
   parts that the others have sent for its rows.
 
@@ -20,7 +21,7 @@ that the weight's gradient needs are also sent during a product (Wang et al., "O
 with Dependent Computation via Decomposition", 2023). Every transport computes the same sums, but
 the library may choose another kernel for a product with fewer rows, so the last bits may differ.
 With FP8, parts are cast first and sent in 8 bits. This holds for parts of the input with every
-transport; parts of the output's gradient are sent in 16 bits with `Whole`.
+transport; parts of the output's gradient are sent in 16 bits with `CollectiveTransport`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch import Tensor
 from megatron.parallel.collectives import ALONE, Communication, Pending
 from megatron.parallel.exchange import Exchange, Use
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
-from megatron.parallel.products import PLAIN, Kept, LinearCall, Products, RowFactors
+from megatron.parallel.products import PLAIN, LinearCall, Operand, Products, RowOperands
 from megatron.parallel.quantized import PackedWeight, unpacked
 
 WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
@@ -55,12 +56,12 @@ class SavedTensors(NamedTuple):
     Attributes:
         x: The input, if the format keeps it.
         weight: The weight [out, in].
-        kept: The values that the format keeps.
+        operands: The values that the format keeps.
     """
 
     x: Tensor | None
     weight: Tensor
-    kept: Kept
+    operands: Operand
 
 
 class WeightWork(Protocol):
@@ -87,11 +88,11 @@ class WeightProduct:
     """
 
     def __init__(
-        self, products: Products, saved: SavedTensors, grad: Kept, use: Use | None = None
+        self, products: Products, saved: SavedTensors, grad: Operand, use: Use | None = None
     ) -> None:
         """Store the operands."""
         self._products, self._grad, self._use = products, grad, use
-        self._x, _, self._kept = saved
+        self._x, _, self._operands = saved
 
     def start(self) -> None:
         """Start gathering the input if only a part was kept. In that case this is collective."""
@@ -103,7 +104,7 @@ class WeightProduct:
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
         """Write the gradient to `into` [out, in], or add it there."""
         x = self.whole_input()
-        self._products.weight_gradient(self._grad, self._kept, x, into, accumulate=accumulate)
+        self._products.weight_gradient(self._grad, self._operands, x, into, accumulate=accumulate)
         if self._use is not None:
             self._use.close()
 
@@ -123,11 +124,11 @@ class Owner:
     slot: WeightSlot | None
 
     @property
-    def waits(self) -> bool:
+    def is_deferred(self) -> bool:
         """Whether the product that computes the gradient is deferred."""
         return self.queue is not None and self.queue.is_collecting
 
-    def take(self, product: WeightWork, later: list[Callable[[], None]] | None = None) -> None:
+    def accept(self, product: WeightWork, later: list[Callable[[], None]] | None = None) -> None:
         """Compute the gradient, or defer it to the queue.
 
         Args:
@@ -135,7 +136,7 @@ class Owner:
             later: A list of functions that this backward pass will call; `None` computes the
                 gradient now.
         """
-        if self.waits:
+        if self.is_deferred:
             assert self.queue is not None
             self.queue.push(partial(self._compute, product, starts=True))
         elif later is not None:
@@ -157,18 +158,18 @@ class Owner:
             product.compute(into, accumulate=accumulate)
 
 
-class Wanted(NamedTuple):
+class NeededGradients(NamedTuple):
     """The gradients that a backward pass must compute.
 
     Attributes:
         input: Whether the input's gradient is needed.
         weight: Whether the weight's gradient is needed.
-        later: Whether the product for the weight's gradient is deferred.
+        defers_weight: Whether the product for the weight's gradient is deferred.
     """
 
     input: bool
     weight: bool
-    later: bool
+    defers_weight: bool
 
 
 Finish = Callable[[], Tensor | None]
@@ -178,7 +179,7 @@ Finish = Callable[[], Tensor | None]
 class Transport(Protocol):
     """A method of bringing a product's operands to the ranks that need them."""
 
-    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
+    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Operand]:
         """Return the output and the tensors that backward needs in addition to input and weight.
 
         Args:
@@ -187,7 +188,7 @@ class Transport(Protocol):
         """
 
     def backward(
-        self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
+        self, products: Products, grad: Tensor, saved: SavedTensors, needed: NeededGradients
     ) -> tuple[WeightProduct, Finish]:
         """Start computing the input's gradient.
 
@@ -195,7 +196,7 @@ class Transport(Protocol):
             products: The layer's products, which determine the number format.
             grad: The gradient of the output.
             saved: The tensors of the forward pass.
-            wanted: The gradients that are needed. The product for the weight's gradient is started
+            needed: The gradients that are needed. The product for the weight's gradient is started
                 unless it is deferred or not needed.
 
         Returns:
@@ -225,13 +226,13 @@ def parallel_linear(
         products: The layer's products, which determine the number format.
 
     Returns:
-        The output [s, b, out], or this rank's part of the sequence with a `CutRow`.
+        The output [s, b, out], or this rank's part of the sequence with an `OverlappedRow`.
     """
     x, weight, bias, training = call
     bias = None if bias is None else bias.flatten()
     if queue is None and slot is None:
         # Autograd would keep the values of a packed weight. `_Product` keeps only its codes.
-        is_plain = products.is_autograds and not isinstance(weight, PackedWeight)
+        is_plain = products.matches_autograd and not isinstance(weight, PackedWeight)
         if transport is None and is_plain:
             return F.linear(x, weight.flatten(0, -2), bias)
         owner, matrix = None, weight.flatten(0, -2)
@@ -257,27 +258,27 @@ class _Product(torch.autograd.Function):
         owner: Owner | None,
         training: bool,
     ) -> Tensor:
-        out, kept = transport.forward(products, LinearCall(x, weight, bias, training))
+        out, operands = transport.forward(products, LinearCall(x, weight, bias, training))
         # Only the weight's gradient needs the input, and a frozen weight has no gradient.
         keeps_input = products.keeps_input and (owner is not None or ctx.needs_input_grad[1])
-        ctx.save_for_backward(x if keeps_input else None, weight, *kept)
+        ctx.save_for_backward(x if keeps_input else None, weight, *operands)
         ctx.transport, ctx.products, ctx.owner = transport, products, owner
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *kept = ctx.saved_tensors
+        x, weight, *operands = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         owner: Owner | None = ctx.owner
-        waits = False
+        is_deferred = False
         if owner is not None:
-            needs_weight, waits = owner.weight.requires_grad, owner.waits
-        wanted = Wanted(needs_input, needs_weight, waits)
-        saved = SavedTensors(x, weight, tuple(kept))
-        product, finish = ctx.transport.backward(ctx.products, grad, saved, wanted)
+            needs_weight, is_deferred = owner.weight.requires_grad, owner.is_deferred
+        needed = NeededGradients(needs_input, needs_weight, is_deferred)
+        saved = SavedTensors(x, weight, tuple(operands))
+        product, finish = ctx.transport.backward(ctx.products, grad, saved, needed)
         weight_grad = None
         if needs_weight and owner is not None:
-            owner.take(product)
+            owner.accept(product)
         elif needs_weight:
             weight_grad = torch.empty_like(weight)
             product.compute(weight_grad, accumulate=False)
@@ -285,7 +286,7 @@ class _Product(torch.autograd.Function):
         return finish(), weight_grad, bias_grad, None, None, None, None
 
 
-class Whole:
+class CollectiveTransport:
     """A transport with collectives around whole products.
 
     Args:
@@ -296,38 +297,38 @@ class Whole:
         """Store the collectives."""
         self._communication = communication
 
-    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
+    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Operand]:
         """Return the output, and the values that the format keeps."""
         return products.forward(call, self._communication)
 
     def backward(
-        self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
+        self, products: Products, grad: Tensor, saved: SavedTensors, needed: NeededGradients
     ) -> tuple[WeightProduct, Finish]:
         """Gather the input, multiply, and start summing the input's gradient."""
         prepared = products.prepare(grad)
         product = _GatheredInput(products, saved, prepared, self._communication)
-        if wanted.weight and not wanted.later:
+        if needed.weight and not needed.defers_weight:
             product.start()
-        if not wanted.input:
+        if not needed.input:
             return product, lambda: None
-        input_grad = products.input_gradient(prepared, saved.kept)
+        input_grad = products.input_gradient(prepared, saved.operands)
         summing = self._communication.start_sum(input_grad.view(*grad.shape[:-1], -1))
         return product, summing.wait
 
 
-NO_TRANSPORT = Whole(ALONE)
+NO_TRANSPORT = CollectiveTransport(ALONE)
 
 
 def around(communication: Communication) -> Transport | None:
     """Return a transport that uses these collectives, or `None` on an axis of one process."""
-    return None if communication.axis.size == 1 else Whole(communication)
+    return None if communication.axis.size == 1 else CollectiveTransport(communication)
 
 
 class _GatheredInput(WeightProduct):
     """A `WeightProduct` that gathers its input with a collective if only a part was kept."""
 
     def __init__(
-        self, products: Products, saved: SavedTensors, grad: Kept, communication: Communication
+        self, products: Products, saved: SavedTensors, grad: Operand, communication: Communication
     ) -> None:
         super().__init__(products, saved, grad)
         self._communication = communication
@@ -418,16 +419,16 @@ class ScatteredProduct:
         if len(steps) == 1:
             self._own += self._use.receive(1)
         else:  # so that the sum is rounded once
-            arrived = [self._use.receive(step) for step in steps]
+            received = [self._use.receive(step) for step in steps]
             total = self._own.float()
-            for part in arrived:
+            for part in received:
                 total += part
             self._own.copy_(total)
         self._use.close()
         return self._own
 
 
-class CutColumn:
+class OverlappedColumn:
     """A transport that gathers a product's input part by part while the product is computed.
 
     Args:
@@ -442,37 +443,37 @@ class CutColumn:
         """Return whether the ranks' messages, forward and backward, fit into the exchange."""
         return self._exchange.fits(x.numel(), x.dtype)
 
-    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
+    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Operand]:
         """Return the output [s, b, out] from this rank's part [s/t, b, in] of the input."""
         x, weight, bias, training = call
         rows, axis = x.flatten(0, -2).contiguous(), self._exchange.axis
-        by_out, by_in = products.weight_factors(weight)
-        factor = products.prepare_input(rows, axis, training=training)
+        by_out, by_in = products.weight_operands(weight)
+        operand = products.prepare_input(rows, axis, training=training)
         out = rows.new_empty(axis.size * rows.shape[0], weight.shape[0])
-        multiply = partial(products.multiply_rows, RowFactors(factor, by_out, bias))
-        own = products.rows_of(factor)
+        multiply = partial(products.multiply_rows, RowOperands(operand, by_out, bias))
+        own = products.rows_of(operand)
         use = gathered_product(own, multiply, out, self._exchange)
         if not products.keeps_input:
-            factor = products.with_all_rows(factor, use.whole(own), copy=False)
+            operand = products.with_all_rows(operand, use.whole(own), copy=False)
         use.close()
         shape = (axis.size * x.shape[0], *x.shape[1:-1], -1)
-        return out.view(shape), products.keep(by_in, factor)
+        return out.view(shape), products.keep(by_in, operand)
 
     def backward(
-        self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
+        self, products: Products, grad: Tensor, saved: SavedTensors, needed: NeededGradients
     ) -> tuple[WeightProduct, Finish]:
         """Scatter the input's gradient while the other ranks' rows of the input arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
-        factor = products.prepare(rows)
-        product = _ArrivingInput(products, saved, factor, exchange)
-        if wanted.weight and not wanted.later:
+        operand = products.prepare(rows)
+        product = _ArrivingInput(products, saved, operand, exchange)
+        if needed.weight and not needed.defers_weight:
             product.start()
-        if not wanted.input:
+        if not needed.input:
             return product, lambda: None
-        kept = tuple(map(unpacked, saved.kept))  # unpacked once for all parts
-        factors = RowFactors(factor, kept, backward=True)
-        multiply, width = partial(products.multiply_rows, factors), saved.weight.shape[1]
-        own = products.rows_of(factor)
+        weight = tuple(map(unpacked, saved.operands))  # unpacked once for all parts
+        operands = RowOperands(operand, weight, backward=True)
+        multiply, width = partial(products.multiply_rows, operands), saved.weight.shape[1]
+        own = products.rows_of(operand)
         scattered = ScatteredProduct(own, multiply, width, exchange, grad.dtype, product.arrive)
         shape = (grad.shape[0] // exchange.axis.size, *grad.shape[1:-1], -1)
         return product, lambda: scattered.finish().view(shape)
@@ -482,7 +483,7 @@ class _ArrivingInput(WeightProduct):
     """A `WeightProduct` that receives the other ranks' input rows during another product."""
 
     def __init__(
-        self, products: Products, saved: SavedTensors, grad: Kept, exchange: Exchange
+        self, products: Products, saved: SavedTensors, grad: Operand, exchange: Exchange
     ) -> None:
         super().__init__(products, saved, grad)
         self._exchange = exchange
@@ -512,7 +513,7 @@ class _ArrivingInput(WeightProduct):
         return self._use.whole(self._rows)
 
 
-class CutRow:
+class OverlappedRow:
     """A transport that sums and scatters a product's output part by part while it is computed.
 
     Args:
@@ -528,41 +529,41 @@ class CutRow:
         rows = x.shape[:-1].numel() // self._exchange.axis.size
         return self._exchange.fits(rows * weight.shape[:-1].numel(), x.dtype)
 
-    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Kept]:
+    def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Operand]:
         """Return this rank's part [s/t, b, out] of the output for the input [s, b, in]."""
         x, weight, bias, training = call
         assert bias is None, "a bias would be added on every rank"
         exchange = self._exchange
-        by_out, by_in = products.weight_factors(weight)
-        factor = products.prepare_input(x.flatten(0, -2).contiguous(), None, training=training)
-        multiply = partial(products.multiply_rows, RowFactors(factor, by_out))
-        rows, width = products.rows_of(factor), weight.shape[0]
+        by_out, by_in = products.weight_operands(weight)
+        operand = products.prepare_input(x.flatten(0, -2).contiguous(), None, training=training)
+        multiply = partial(products.multiply_rows, RowOperands(operand, by_out))
+        rows, width = products.rows_of(operand), weight.shape[0]
         part = ScatteredProduct(rows, multiply, width, exchange, x.dtype).finish()
         shape = (x.shape[0] // exchange.axis.size, *x.shape[1:-1], -1)
-        return part.view(shape), products.keep(by_in, factor)
+        return part.view(shape), products.keep(by_in, operand)
 
     def backward(
-        self, products: Products, grad: Tensor, saved: SavedTensors, wanted: Wanted
+        self, products: Products, grad: Tensor, saved: SavedTensors, needed: NeededGradients
     ) -> tuple[WeightProduct, Finish]:
         """Gather the output's gradient and multiply its parts as they arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
-        factor = products.prepare(rows, exchange.axis)
-        kept = tuple(map(unpacked, saved.kept)) if wanted.input else saved.kept
-        factors = RowFactors(factor, kept, backward=True)
+        operand = products.prepare(rows, exchange.axis)
+        weight = tuple(map(unpacked, saved.operands)) if needed.input else saved.operands
+        operands = RowOperands(operand, weight, backward=True)
 
         def multiply(part: Tensor, into: Tensor) -> None:
-            if wanted.input:
-                products.multiply_rows(factors, part, into)
+            if needed.input:
+                products.multiply_rows(operands, part, into)
 
-        size, width = exchange.axis.size, saved.weight.shape[1] if wanted.input else 0
+        size, width = exchange.axis.size, saved.weight.shape[1] if needed.input else 0
         input_grad = rows.new_empty(size * rows.shape[0], width)
-        own = products.rows_of(factor)
+        own = products.rows_of(operand)
         use = gathered_product(own, multiply, input_grad, exchange)
-        if wanted.weight:
-            factor = products.with_all_rows(factor, use.whole(own), copy=wanted.later)
-        reads_later = wanted.weight and not wanted.later
+        if needed.weight:
+            operand = products.with_all_rows(operand, use.whole(own), copy=needed.defers_weight)
+        reads_later = needed.weight and not needed.defers_weight
         if not reads_later:
             use.close()
         result = input_grad.view(size * grad.shape[0], *grad.shape[1:-1], -1)
-        product = WeightProduct(products, saved, factor, use if reads_later else None)
-        return product, lambda: result if wanted.input else None
+        product = WeightProduct(products, saved, operand, use if reads_later else None)
+        return product, lambda: result if needed.input else None

@@ -18,10 +18,10 @@ from megatron.device import CopyStream, QueuedCopy
 
 # The number of module calls whose tensors may be in transit to the host. The device waits for the
 # copies of the call before these.
-_UNDER_WAY = 2
+_MAX_CALLS_IN_TRANSIT = 2
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor that autograd keeps: on the device, in host memory, or both.
 
     Args:
@@ -30,31 +30,31 @@ class _Kept:
         call: The module call that keeps the tensor.
     """
 
-    def __init__(self, source: Tensor, host: Tensor, call: _Call) -> None:
+    def __init__(self, source: Tensor, host: Tensor, call: _ModuleCall) -> None:
         """Start with the tensor on the device only."""
         self.source: Tensor | None = source
         self.host, self.call = host, call
-        self.left: QueuedCopy | None = None
-        self.returned: QueuedCopy | None = None
+        self.to_host: QueuedCopy | None = None
+        self.to_device: QueuedCopy | None = None
 
 
-class _Call:
+class _ModuleCall:
     """One call of a module, whose tensors go to the host and come back together.
 
     Args:
-        before: The previous call in the same forward pass, whose tensors the backward pass needs
+        previous: The previous call in the same forward pass, whose tensors the backward pass needs
             next.
     """
 
-    def __init__(self, before: _Call | None) -> None:
+    def __init__(self, previous: _ModuleCall | None) -> None:
         """Create an object without tensors."""
-        self.before = before
+        self.previous = previous
         # Autograd is the owner, so that a tensor is freed as soon as backward has used it.
-        self.kept: list[weakref.ref[_Kept]] = []
+        self.saved: list[weakref.ref[_SavedTensor]] = []
 
-    def tensors(self) -> list[_Kept]:
+    def tensors(self) -> list[_SavedTensor]:
         """Return the tensors that backward has not used yet."""
-        return [kept for reference in self.kept if (kept := reference()) is not None]
+        return [saved for reference in self.saved if (saved := reference()) is not None]
 
 
 class HostActivations:
@@ -63,7 +63,7 @@ class HostActivations:
     Args:
         device: The device on which the modules run.
         modules: The names of the modules whose tensors go to the host.
-        least: The minimum number of elements of a tensor that is moved.
+        min_elements: The minimum number of elements of a tensor that is moved.
 
     Attributes:
         bytes_sent: The number of bytes copied to the host so far.
@@ -73,17 +73,17 @@ class HostActivations:
         self,
         device: torch.device,
         modules: frozenset[str],
-        least: int,
+        min_elements: int,
     ) -> None:
         """Create an object without tensors."""
-        self._device, self._modules, self._least = device, modules, least
+        self._device, self._modules, self._min_elements = device, modules, min_elements
         self._out, self._back = CopyStream(device), CopyStream(device)
-        self._last: _Call | None = None
-        self._under_way: deque[_Call] = deque()
+        self._last: _ModuleCall | None = None
+        self._in_transit: deque[_ModuleCall] = deque()
         self._weights = set[int]()
         # A tensor that two modules keep, such as the output of one and input of the other, is
         # copied once.
-        self._known: dict[tuple[object, ...], weakref.ref[_Kept]] = {}
+        self._saved: dict[tuple[object, ...], weakref.ref[_SavedTensor]] = {}
         self.bytes_sent = 0
 
     def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
@@ -107,16 +107,16 @@ class HostActivations:
         """Return the context manager for one call."""
         if not torch.is_grad_enabled():
             return nullcontext()
-        call = self._last = _Call(self._last)
-        self._under_way.append(call)
-        while len(self._under_way) > _UNDER_WAY:
-            for kept in self._under_way.popleft().tensors():
-                assert kept.left is not None
-                kept.left.delay_device()  # before other tensors use the memory
-                kept.source = None
+        call = self._last = _ModuleCall(self._last)
+        self._in_transit.append(call)
+        while len(self._in_transit) > _MAX_CALLS_IN_TRANSIT:
+            for saved in self._in_transit.popleft().tensors():
+                assert saved.to_host is not None
+                saved.to_host.delay_device()  # before other tensors use the memory
+                saved.source = None
 
-        def pack(x: Tensor) -> Tensor | _Kept:
-            is_large = x.device.type == self._device.type and x.numel() >= self._least
+        def pack(x: Tensor) -> Tensor | _SavedTensor:
+            is_large = x.device.type == self._device.type and x.numel() >= self._min_elements
             # Autograd passes objects other than the parameters, with the same memory.
             if is_large and x.untyped_storage().data_ptr() not in self._weights:
                 return self._pack(x.detach(), call)
@@ -124,40 +124,42 @@ class HostActivations:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
-    def _pack(self, x: Tensor, call: _Call) -> _Kept:
+    def _pack(self, x: Tensor, call: _ModuleCall) -> _SavedTensor:
         key = x.data_ptr(), x.shape, x.stride(), x.dtype
-        known = self._known.get(key, lambda: None)()
-        if known is not None and known.source is not None:
-            return known
+        existing = self._saved.get(key, lambda: None)()
+        if existing is not None and existing.source is not None:
+            return existing
         host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
-        kept = _Kept(x, host, call)
+        saved = _SavedTensor(x, host, call)
         self._out.wait_for_device()  # the module has computed the tensor by now
-        kept.left = self._out.copy(host, x)
+        saved.to_host = self._out.copy(host, x)
         self.bytes_sent += host.numel() * host.itemsize
-        call.kept.append(weakref.ref(kept))
-        self._known = {k: one for k, one in self._known.items() if one() is not None}
-        self._known[key] = call.kept[-1]
-        return kept
+        call.saved.append(weakref.ref(saved))
+        self._saved = {
+            k: reference for k, reference in self._saved.items() if reference() is not None
+        }
+        self._saved[key] = call.saved[-1]
+        return saved
 
-    def _unpack(self, kept: Tensor | _Kept) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        self._fetch(kept.call)
-        if kept.call.before is not None:
-            self._fetch(kept.call.before)
-        assert kept.source is not None
-        if kept.returned is not None:
-            kept.returned.delay_device()
-        return kept.source
+    def _unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._fetch(saved.call)
+        if saved.call.previous is not None:
+            self._fetch(saved.call.previous)
+        assert saved.source is not None
+        if saved.to_device is not None:
+            saved.to_device.delay_device()
+        return saved.source
 
-    def _fetch(self, call: _Call) -> None:
+    def _fetch(self, call: _ModuleCall) -> None:
         """Start copying a call's tensors back, except those that are still on the device."""
-        away = [kept for kept in call.tensors() if kept.source is None]
-        if not away:
+        offloaded = [saved for saved in call.tensors() if saved.source is None]
+        if not offloaded:
             return
-        for kept in away:
-            kept.source = torch.empty_like(kept.host, device=self._device)
+        for saved in offloaded:
+            saved.source = torch.empty_like(saved.host, device=self._device)
         self._back.wait_for_device()  # the memory may have belonged to other tensors
-        for kept in away:
-            assert kept.source is not None
-            kept.returned = self._back.copy(kept.source, kept.host)
+        for saved in offloaded:
+            assert saved.source is not None
+            saved.to_device = self._back.copy(saved.source, saved.host)

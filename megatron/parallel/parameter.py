@@ -33,14 +33,14 @@ class Init:
         scale: The standard deviation of "normal"; the bound of "uniform" on both sides of 0; the
             lower bound of the uniform variable of "log_uniform", and of the softplus of
             "time_step".
-        most: The upper bound of the uniform variable of "log_uniform", and of the softplus of
+        upper: The upper bound of the uniform variable of "log_uniform", and of the softplus of
             "time_step".
         rate: The factor applied to the learning rate of a tensor with this distribution (muP).
     """
 
     kind: str
     scale: float = 0.0
-    most: float = 0.0
+    upper: float = 0.0
     rate: float = 1.0
 
 
@@ -102,7 +102,7 @@ def spec_of(parameter: nn.Parameter) -> ParameterSpec:
     return spec
 
 
-WORDS = 4  # values in one Philox block
+PHILOX_WORDS = 4  # values in one Philox block
 CHUNK = 2**21  # elements generated at a time, so that temporaries stay small (about 100 MB)
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -200,9 +200,9 @@ def _chunks(runs: int, length: int) -> Iterator[tuple[slice, slice]]:
 
 def _values(starts: Tensor, count: int, init: Init, key: tuple[int, int]) -> Tensor:
     """Return elements starts[r] to starts[r] + count - 1 for every r: float64 [r, count]."""
-    phase = starts % WORDS
-    blocks = (int(phase.max()) + count + WORDS - 1) // WORDS
-    index = (starts // WORDS)[:, None] + torch.arange(blocks, device=starts.device)
+    phase = starts % PHILOX_WORDS
+    blocks = (int(phase.max()) + count + PHILOX_WORDS - 1) // PHILOX_WORDS
+    index = (starts // PHILOX_WORDS)[:, None] + torch.arange(blocks, device=starts.device)
     zero = torch.zeros_like(index)
     words = philox((index & _MASK, index >> 32, zero, zero), key)
     values = torch.stack(_transform(words, init), dim=-1).flatten(1)
@@ -218,9 +218,9 @@ def _transform(words: list[Tensor], init: Init) -> list[Tensor]:
     if init.kind == "uniform":
         return [u.mul_(2).sub_(1).mul_(init.scale) for u in uniform]
     if init.kind == "log_uniform":
-        return [u.mul_(init.most - init.scale).add_(init.scale).log_() for u in uniform]
+        return [u.mul_(init.upper - init.scale).add_(init.scale).log_() for u in uniform]
     if init.kind == "time_step":
-        spread = math.log(init.most / init.scale)
+        spread = math.log(init.upper / init.scale)
         steps = [u.mul_(spread).exp_().mul_(init.scale) for u in uniform]
         return [step + step.neg().expm1_().neg_().log_() for step in steps]
     assert init.kind == "normal", init.kind

@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.amax import NO_HANDOVERS
+from megatron.kernels.amax import NO_FUSED_AMAXES
 from megatron.kernels.weight_gradient import weight_gradient
 from megatron.parallel.collectives import ALONE, Communication
 from megatron.parallel.layout import Axis
 
-Kept = tuple[Tensor, ...]
+Operand = tuple[Tensor, ...]
+"""An operand of a product in the form that a number format uses, such as values with a scale."""
 
 
 class LinearCall(NamedTuple):
@@ -42,18 +43,18 @@ class LinearCall(NamedTuple):
     training: bool = True
 
 
-class RowFactors(NamedTuple):
+class RowOperands(NamedTuple):
     """The operands of a product that is computed a few rows at a time.
 
     Attributes:
         rows: The prepared operand to which the rows belong.
-        weight: One of `Products.weight_factors`, or the operand kept for the backward pass.
+        weight: One of `Products.weight_operands`, or the operand kept for the backward pass.
         bias: The bias to add.
         backward: Whether the product computes the input's gradient.
     """
 
-    rows: Kept
-    weight: Kept
+    rows: Operand
+    weight: Operand
     bias: Tensor | None = None
     backward: bool = False
 
@@ -67,20 +68,20 @@ class Products:
 
     Attributes:
         keeps_input: Whether the weight's gradient needs the input itself.
-        is_autograds: Whether `F.linear` under autograd computes the same products.
-        can_be_cut: Whether products may be computed for some of the rows at a time.
-        handovers: The handovers in which kernels store the amaxes of the input and of the output's
-            gradient, for a format that casts them.
+        matches_autograd: Whether `F.linear` under autograd computes the same products.
+        can_be_split: Whether products may be computed for some of the rows at a time.
+        fused_amaxes: Where kernels store the amaxes of the input and of the output's gradient, for
+            a format that casts them.
     """
 
     keeps_input = True
-    is_autograds = True
-    can_be_cut = True
-    handovers = NO_HANDOVERS
+    matches_autograd = True
+    can_be_split = True
+    fused_amaxes = NO_FUSED_AMAXES
 
     def forward(
         self, call: LinearCall, communication: Communication = ALONE
-    ) -> tuple[Tensor, Kept]:
+    ) -> tuple[Tensor, Operand]:
         """Return the output [s, ..., out] and the tensors to keep for the backward pass.
 
         Args:
@@ -94,7 +95,7 @@ class Products:
         """Return the output for the whole input."""
         return F.linear(x, weight, bias)
 
-    def prepare(self, grad: Tensor, axis: Axis | None = None) -> Kept:
+    def prepare(self, grad: Tensor, axis: Axis | None = None) -> Operand:
         """Return the output's gradient [..., out] in the form that both backward products use.
 
         Args:
@@ -103,12 +104,12 @@ class Products:
         """
         return (grad.flatten(0, -2),)
 
-    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+    def input_gradient(self, grad: Operand, saved: Operand) -> Tensor:
         """Return the input's gradient [m, in]."""
-        return grad[0] @ kept[0]
+        return grad[0] @ saved[0]
 
     def weight_gradient(
-        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
+        self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
         """Write the gradient [out, in] to `into`, or add it there, in the format of `into`."""
         assert x is not None
@@ -122,49 +123,49 @@ class Products:
 
     # The same operations in parts, for a transport that splits the product by rows.
 
-    def weight_factors(self, weight: Tensor) -> tuple[Kept, Kept]:
+    def weight_operands(self, weight: Tensor) -> tuple[Operand, Operand]:
         """Return the weight in two forms, for the output and for the input gradient."""
         return (weight.t(),), (weight,)
 
-    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Kept:
+    def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Operand:
         """Return the input [m, in] in the form that the output's product uses, as in `prepare`."""
         return (x,)
 
-    def rows_of(self, factor: Kept) -> Tensor:
+    def rows_of(self, operand: Operand) -> Tensor:
         """Return the rows of a prepared operand in the form that is sent."""
-        return factor[0]
+        return operand[0]
 
-    def with_all_rows(self, factor: Kept, rows: Tensor, *, copy: bool) -> Kept:
+    def with_all_rows(self, operand: Operand, rows: Tensor, *, copy: bool) -> Operand:
         """Return the operand with all ranks' rows, for the weight's gradient.
 
         Args:
-            factor: The operand of one rank.
+            operand: The operand of one rank.
             rows: The rows of all ranks. Their memory will soon be reused.
             copy: Whether the result must not share this memory.
         """
         return (rows.clone() if copy else rows,)
 
-    def keep(self, weight: Kept, factor: Kept) -> Kept:
+    def keep(self, weight: Operand, operand: Operand) -> Operand:
         """Return the tensors to keep for backward, as `forward` does.
 
         Args:
-            weight: The second form of the weight (`weight_factors`).
-            factor: The input in the form that the output's product uses (`prepare_input`).
+            weight: The second form of the weight (`weight_operands`).
+            operand: The input in the form that the output's product uses (`prepare_input`).
         """
         return weight
 
-    def multiply_rows(self, factors: RowFactors, rows: Tensor, into: Tensor) -> None:
+    def multiply_rows(self, operands: RowOperands, rows: Tensor, into: Tensor) -> None:
         """Write some rows of the output or of the input's gradient.
 
         Args:
-            factors: The operands of the whole product.
+            operands: The operands of the whole product.
             rows: The rows in the form that is sent.
             into: The memory for the result, [rows, out] or [rows, in].
         """
-        if factors.bias is None:
-            torch.mm(rows, factors.weight[0], out=into)
+        if operands.bias is None:
+            torch.mm(rows, operands.weight[0], out=into)
         else:
-            torch.addmm(factors.bias, rows, factors.weight[0], out=into)
+            torch.addmm(operands.bias, rows, operands.weight[0], out=into)
 
 
 PLAIN = Products()
@@ -176,19 +177,19 @@ class InFp32(Products):
     This class is for layers with a few outputs that need full precision.
     """
 
-    is_autograds = False
-    can_be_cut = False
+    matches_autograd = False
+    can_be_split = False
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
-    def input_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+    def input_gradient(self, grad: Operand, saved: Operand) -> Tensor:
         """Return grad W, multiplied in fp32, in the weight's format."""
-        (weight,) = kept
+        (weight,) = saved
         return (grad[0] @ weight.float()).to(weight.dtype)
 
     def weight_gradient(
-        self, grad: Kept, kept: Kept, x: Tensor | None, into: Tensor, *, accumulate: bool
+        self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
         """Write grad^T x to `into`, or add it there, multiplied in fp32."""
         assert x is not None
@@ -202,8 +203,8 @@ IN_FP32 = InFp32()
 class RowByRow(Products):
     """Products whose forward pass computes the same bits for a row regardless of the other rows."""
 
-    is_autograds = False
-    can_be_cut = False
+    matches_autograd = False
+    can_be_split = False
 
     def __init__(self, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
         """Store the function that multiplies x [m, k] by a weight [n, k] and adds a bias [n]."""

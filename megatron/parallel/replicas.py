@@ -130,7 +130,7 @@ class TorchDataParallel:
         """Wrap the model in PyTorch's DistributedDataParallel."""
         options: dict[str, Any] = {"process_group": axis.group, _SYNC_BUFFERS: False}
         self._axis = axis
-        self._under_way: list[Pending] = []
+        self._in_flight: list[Pending] = []
         with axis.joining("start of DistributedDataParallel"):
             self._replica = DistributedDataParallel(_Forward(model, forward), **options)
         # The hook has no annotations, because PyTorch compares them and ours are strings. The
@@ -158,11 +158,11 @@ class TorchDataParallel:
         """
         gradients = bucket.buffer()
         pending = start_all_reduce(gradients, self._axis, mean_of(gradients, self._axis))
-        self._under_way.append(pending)
+        self._in_flight.append(pending)
         if bucket.is_last():
-            for each in self._under_way:
-                each.wait()
-            self._under_way.clear()
+            for reduction in self._in_flight:
+                reduction.wait()
+            self._in_flight.clear()
         assert pending.transfer is not None, "a single process has nothing to average"
         return pending.transfer.future().then(lambda _: gradients)
 

@@ -26,8 +26,8 @@ def attach(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         loss: A scalar.
         scale: The factor applied to the loss when the backward pass runs, fp32 [].
     """
-    same: Tensor = _Attach.apply(x, loss, scale)
-    return same
+    result: Tensor = _Attach.apply(x, loss, scale)
+    return result
 
 
 class _Attach(torch.autograd.Function):
@@ -56,7 +56,7 @@ class RouterState:
             for no biases.
         counts: Number of this rank's tokens sent to each expert since the last update, fp32
             [experts].
-        load: The sum of the counts of all updates since the last `take_loads`, fp32 [experts].
+        load: The sum of the counts of all updates since the last `pop_loads`, fp32 [experts].
         losses: The sum of each loss since the last update, fp32 [kinds].
     """
 
@@ -160,14 +160,14 @@ class Routers:
         seed = self.seed  # set for the forward pass, which calls this
 
         @contextmanager
-        def again() -> Iterator[None]:
+        def recomputing() -> Iterator[None]:
             before, self.seed, self.is_paused = self.seed, seed, True
             try:
                 yield
             finally:
                 self.seed, self.is_paused = before, False
 
-        return again()
+        return recomputing()
 
     def add(
         self,
@@ -191,17 +191,17 @@ class Routers:
         counts = torch.cat([state.counts for state in states])
         counts = all_reduce(all_reduce(counts, layout.replica), layout.sequence)
         sizes = [len(state.counts) for state in states]
-        for state, each in zip(states, counts.split(sizes), strict=True):
-            state.update_bias(each)
+        for state, state_counts in zip(states, counts.split(sizes), strict=True):
+            state.update_bias(state_counts)
 
-    def take_losses(self) -> list[Tensor]:
+    def pop_losses(self) -> list[Tensor]:
         """Return each router's losses, fp32 [kinds], and reset all states."""
         losses = [state.losses.clone() for state in self.states]
         for state in self.states:
             state.reset()
         return losses
 
-    def take_loads(self) -> list[Tensor]:
+    def pop_loads(self) -> list[Tensor]:
         """Return each router's load on this rank, fp32 [experts], and reset the loads to zero."""
         loads = [state.load.clone() for state in self.states]
         for state in self.states:

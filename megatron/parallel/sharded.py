@@ -82,12 +82,12 @@ class ShardedModel:
         )
         for part in parts:
             _check_packed(part, layout)
-        shard = _Sharding(layout, policy, device)
-        self._roots = [shard.part(part) for part in parts]
-        held = [p for part in parts for p in part.parameters()]
-        self._parameters = [p for p in held if p.requires_grad]
+        sharding = _Sharding(layout, policy, device)
+        self._roots = [sharding.part(part) for part in parts]
+        parameters = [p for part in parts for p in part.parameters()]
+        self._parameters = [p for p in parameters if p.requires_grad]
         with torch.no_grad():  # this process's rows, in the parameter's memory
-            self._shards = {id(p): cast(DTensor, p).to_local() for p in held}
+            self._shards = {id(p): cast(DTensor, p).to_local() for p in parameters}
         assert all(shard.is_contiguous() for shard in self._shards.values())
         trained = sum(self._shards[id(p)].numel() for p in self._parameters)
         self._storage = torch.zeros(trained, device=device)
@@ -218,7 +218,7 @@ class _Sharding:
         _merge_leading_dimensions(part)
         specs = {name: spec_of(parameter) for name, parameter in part.named_parameters()}
         for layer in _layers(part):
-            experts = [self._shard(each, self._expert_replicas) for each in _experts(layer)]
+            experts = [self._shard(module, self._expert_replicas) for module in _experts(layer)]
             # In the backward pass, PyTorch prefetches by itself.
             self._shard(layer, self._replicas).set_modules_to_forward_prefetch(experts)
         root = self._shard(part, self._replicas, reshard_after_forward=False)
@@ -303,10 +303,10 @@ def _layers(part: nn.Module) -> Iterable[nn.Module]:
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules in a layer that contain only expert weights."""
-    found: list[nn.Module] = []
+    outermost: list[nn.Module] = []
     for module in layer.modules():  # outer modules first
         specs = [spec_of(parameter) for parameter in module.parameters()]
-        is_inside = any(module in outer.modules() for outer in found)
+        is_inside = any(module in outer.modules() for outer in outermost)
         if specs and all(spec.is_expert for spec in specs) and not is_inside:
-            found.append(module)
-    return found
+            outermost.append(module)
+    return outermost

@@ -31,8 +31,8 @@ _BARRIER = SLOTS  # flag channels: one per slot, then this one
 # events, and a queue holds a thousand. With 56, a hung neighbor was reported in time; with 400, it
 # was not. With 24, the device ran out of work whenever the host paused for 40 ms
 # (docs/benchmarks/parallel.md).
-_AHEAD = 56
-_ALIGNED = 256  # bytes, like the allocator's memory; fast kernels need 16
+_MAX_USES_AHEAD = 56
+_ALIGNMENT = 256  # bytes, like the allocator's memory; fast kernels need 16
 
 
 class SymmetricExchange:
@@ -55,10 +55,10 @@ class SymmetricExchange:
         """Map the other ranks' memory. Collective over the axis."""
         assert axis.group is not None, "an axis without a process group cannot exchange"
         self.axis, self.device = axis, device
-        self.patience = {"timeout_ms": int(1000 * seconds)}
+        self.signal_timeout = {"timeout_ms": int(1000 * seconds)}
         self._ends: deque[tuple[torch.Event, Transfer]] = deque()
         self.ledger = Ledger(SLOTS)
-        self._slot_bytes = -(-axis.size * message_bytes // _ALIGNED) * _ALIGNED
+        self._slot_bytes = -(-axis.size * message_bytes // _ALIGNMENT) * _ALIGNMENT
         shape = (SLOTS, self._slot_bytes)
         self._memory = symmetric.empty(shape, dtype=torch.uint8, device=device)
         self.handle = symmetric.rendezvous(self._memory, axis.group)
@@ -74,7 +74,7 @@ class SymmetricExchange:
 
     def open(self, rows: Tensor) -> Use:
         """Begin a use whose messages have the shape and type of `rows`."""
-        while len(self._ends) >= _AHEAD:
+        while len(self._ends) >= _MAX_USES_AHEAD:
             end, transfer = self._ends.popleft()
             self.axis.journal.begin_wait(transfer)
             end.synchronize()
@@ -97,25 +97,25 @@ class _SymmetricUse:
     def __init__(self, exchange: SymmetricExchange, rows: Tensor) -> None:
         assert exchange.fits(math.prod(rows.shape), rows.dtype), "larger than message_bytes"
         self._exchange, self._axis = exchange, exchange.axis
-        self._number = exchange.ledger.open()
-        self._mine = exchange.slot(self._number, self._axis.rank, rows)
-        self._kept: list[Tensor] = []
-        self._unsaid: list[int] = []
+        self._use = exchange.ledger.open()
+        self._received = exchange.slot(self._use, self._axis.rank, rows)
+        self._sent_rows: list[Tensor] = []
+        self._unsignaled: list[int] = []
         self._missing = set(range(1, self._axis.size))
-        self._last: Transfer | None = None
+        self._last_transfer: Transfer | None = None
 
     def send(self, step: int, rows: Tensor) -> None:
         exchange, rank = self._exchange, self._axis.rank
-        if not exchange.ledger.may_send(self._number):
-            exchange.handle.barrier(channel=_BARRIER, **exchange.patience)
+        if not exchange.ledger.may_send(self._use):
+            exchange.handle.barrier(channel=_BARRIER, **exchange.signal_timeout)
             exchange.ledger.met()
-        exchange.ledger.sent(self._number)
-        to = (rank + step) % self._axis.size
+        exchange.ledger.sent(self._use)
+        destination = (rank + step) % self._axis.size
         exchange.side.wait_stream(torch.accelerator.current_stream(exchange.device))
         with exchange.side:
-            exchange.slot(self._number, to, rows)[rank].copy_(rows)
-        self._kept.append(rows)
-        self._unsaid.append(to)
+            exchange.slot(self._use, destination, rows)[rank].copy_(rows)
+        self._sent_rows.append(rows)
+        self._unsignaled.append(destination)
 
     def computing(self) -> None:
         """Set the flags, now that the product has been launched.
@@ -126,35 +126,35 @@ class _SymmetricUse:
         """
         exchange = self._exchange
         with exchange.side:
-            for to in self._unsaid:
-                channel = self._number % SLOTS
-                exchange.handle.put_signal(to, channel=channel, **exchange.patience)
-        self._unsaid.clear()
+            for destination in self._unsignaled:
+                channel = self._use % SLOTS
+                exchange.handle.put_signal(destination, channel=channel, **exchange.signal_timeout)
+        self._unsignaled.clear()
 
     def receive(self, step: int) -> Tensor:
-        assert not self._unsaid, "every rank would wait: call computing() first"
+        assert not self._unsignaled, "every rank would wait: call computing() first"
         source = (self._axis.rank - step) % self._axis.size
-        flag = _Flag(self._exchange, self._number, source)
-        self._last = self._axis.transfer("exchange", flag)
-        self._last.wait()
+        flag = _Flag(self._exchange, self._use, source)
+        self._last_transfer = self._axis.transfer("exchange", flag)
+        self._last_transfer.wait()
         self._missing.remove(step)
         if not self._missing:
-            self._exchange.ledger.received(self._number)
-        return self._mine[source]
+            self._exchange.ledger.received(self._use)
+        return self._received[source]
 
     def whole(self, own: Tensor) -> Tensor:
-        self._mine[self._axis.rank].copy_(own)
-        return self._mine.flatten(0, 1)
+        self._received[self._axis.rank].copy_(own)
+        return self._received.flatten(0, 1)
 
     def close(self) -> None:
         assert not self._missing, "messages were sent, but those received were never read"
-        assert self._last is not None
+        assert self._last_transfer is not None
         exchange = self._exchange
         # From here on, the sent rows may be overwritten.
         torch.accelerator.current_stream(exchange.device).wait_stream(exchange.side)
-        self._kept.clear()
-        exchange.ledger.close(self._number)
-        exchange.note_end(self._last)
+        self._sent_rows.clear()
+        exchange.ledger.close(self._use)
+        exchange.note_end(self._last_transfer)
 
 
 class _Flag:
@@ -165,4 +165,4 @@ class _Flag:
 
     def wait(self) -> None:
         exchange, channel = self._exchange, self._use % SLOTS
-        exchange.handle.wait_signal(self._source, channel=channel, **exchange.patience)
+        exchange.handle.wait_signal(self._source, channel=channel, **exchange.signal_timeout)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Axis, Layout
 
-WORDS = "embedding.word.weight"
+WORD_EMBEDDING = "embedding.word.weight"
 
 
 @dataclass(frozen=True)
@@ -28,41 +28,43 @@ class Tie:
     Attributes:
         axis: The stages that add up their gradients, including all that hold a copy.
         copy: This process's copy; `None` if it has none and adds zeros.
-        nothing: The zeros that a process without a copy adds, in the shape of a copy's gradient.
+        zeros: The zeros that a process without a copy adds, in the shape of a copy's gradient.
     """
 
     axis: Axis
     copy: nn.Parameter | None
-    nothing: Tensor | None = None
+    zeros: Tensor | None = None
 
     def add_up(self) -> None:
         """Sum the gradients of all copies, in place. Collective over the axis."""
         if self.copy is not None:
             gradient: Tensor = self.copy.main_grad  # type: ignore[attr-defined]
         else:
-            assert self.nothing is not None
-            gradient = self.nothing.zero_()
+            assert self.zeros is not None
+            gradient = self.zeros.zero_()
         if gradient.numel():  # an empty shard is empty on every rank
             all_reduce(gradient, self.axis)
 
 
-def tied_names(layout: Layout, *, words: bool, tables: Sequence[str]) -> frozenset[str]:
+def tied_names(layout: Layout, *, word_embeddings: bool, tables: Sequence[str]) -> frozenset[str]:
     """Return the names of parameters that other stages may also hold.
 
     Args:
         layout: The grid of processes as this process sees it.
-        words: Whether the output layer uses the word embeddings.
+        word_embeddings: Whether the output layer uses the word embeddings.
         tables: The names of the parameters of which any stage may hold a copy.
     """
     names = set(tables) if layout.pipeline.size > 1 else set()
-    return frozenset(names | {WORDS} if words and layout.embedding.size > 1 else names)
+    return frozenset(
+        names | {WORD_EMBEDDING} if word_embeddings and layout.embedding.size > 1 else names
+    )
 
 
 def find_ties(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     layout: Layout,
     *,
-    words: bool,
+    word_embeddings: bool,
     tables: Sequence[str],
     device: torch.device,
     gradient_dtype: torch.dtype,
@@ -75,26 +77,26 @@ def find_ties(
         named_parameters: The parameters held by this process, with their `main_grad`, which may
             belong to a shard.
         layout: The grid of processes as this process sees it.
-        words: Whether the output layer uses the word embeddings.
+        word_embeddings: Whether the output layer uses the word embeddings.
         tables: The names of the parameters of which any stage may hold a copy.
         device: The device of the gradients.
         gradient_dtype: The data type of the gradients.
     """
-    held, ties = dict(named_parameters), []
-    if words and layout.embedding.size > 1 and held[WORDS].requires_grad:
-        ties.append(Tie(layout.embedding, held[WORDS]))
+    parameters, ties = dict(named_parameters), []
+    if word_embeddings and layout.embedding.size > 1 and parameters[WORD_EMBEDDING].requires_grad:
+        ties.append(Tie(layout.embedding, parameters[WORD_EMBEDDING]))
     if layout.pipeline.size == 1 or not tables:
         return ties
-    copies = [held.get(name) for name in tables]
-    copies = [None if one is None or not one.requires_grad else one for one in copies]
-    sizes = [0 if one is None else one.main_grad.numel() for one in copies]  # type: ignore[attr-defined]
-    holders = [int(one is not None) for one in copies]
+    copies = [parameters.get(name) for name in tables]
+    copies = [None if p is None or not p.requires_grad else p for p in copies]
+    sizes = [0 if p is None else p.main_grad.numel() for p in copies]  # type: ignore[attr-defined]
+    holders = [int(p is not None) for p in copies]
     sums = all_reduce(torch.tensor([sizes, holders], device=device), layout.pipeline).tolist()
     for copy, size, count in zip(copies, *sums, strict=True):
         if not count:
             continue  # frozen
-        absent = torch.zeros(size // count, dtype=gradient_dtype, device=device)
-        ties.append(Tie(layout.pipeline, copy, absent if copy is None else None))
+        zeros = torch.zeros(size // count, dtype=gradient_dtype, device=device)
+        ties.append(Tie(layout.pipeline, copy, zeros if copy is None else None))
     return ties
 
 
@@ -120,13 +122,13 @@ class SharedTable(nn.Module):
 
 def unite_copies(parts: Iterable[nn.Module]) -> None:
     """Make the model parts in a process share tables, so that each table exists only once."""
-    found: dict[str, SharedTable] = {}
+    tables: dict[str, SharedTable] = {}
     for part in parts:
         for name, module in part.named_modules():
             if isinstance(module, SharedTable):
-                first = found.setdefault(name, module)
-                if first is not module:
-                    module.use(first)
+                table = tables.setdefault(name, module)
+                if table is not module:
+                    module.use(table)
 
 
 def borrowed_parameters(part: nn.Module) -> Iterator[nn.Parameter]:

@@ -53,13 +53,13 @@ class FlatBuffer:
 
         Padding between parameters is zero.
         """
-        found = []
+        gradients = []
         for span in runs(self.members, select):
-            for region, held in self.regions:
+            for region, memory in self.regions:
                 common = span.intersect(region)
                 if common is not None:
-                    found.append(common.relative_to(region).of(held))
-        return found
+                    gradients.append(common.relative_to(region).of(memory))
+        return gradients
 
 
 class WeightBuffer:
@@ -84,38 +84,44 @@ class WeightBuffer:
         """Move the parameters into flat buffers."""
         self._is_overlapped = overlap_in is not None
         self._buckets: list[tuple[Tensor, Axis]] = []
-        self._works: dict[int, Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._casts: list[Fp8Weights] = []
         # The 16-bit buckets of the weights that are gathered in 8 bits.
-        self._beneath: list[tuple[Tensor, Axis]] = []
-        self._is_behind = False  # whether other processes' parts of them are outdated
+        self._buckets_in_16_bits: list[tuple[Tensor, Axis]] = []
+        self._is_outdated = False  # whether other processes' parts of them are outdated
         bucket_of: dict[nn.Parameter, int] = {}
         for flat in flats:
             storage = _move(flat)
-            travels = storage
+            sent = storage
             if in_8_bits and flat.members[0][0] in in_8_bits:
                 cast = Fp8Weights(flat, storage, in_8_bits)
                 self._casts.append(cast)
-                self._beneath += [(b.span.of(storage), flat.axis) for b in flat.plan.buckets]
-                travels = cast.bytes
+                self._buckets_in_16_bits += [
+                    (b.span.of(storage), flat.axis) for b in flat.plan.buckets
+                ]
+                sent = cast.bytes
             members = iter(flat.members)
             for bucket in flat.plan.buckets:
                 for parameter, _ in islice(members, len(bucket.members)):
                     bucket_of[parameter] = len(self._buckets)
-                self._buckets.append((bucket.span.of(travels), flat.axis))
-        used = (parameter for model in overlap_in or () for parameter in model.parameters())
-        met = [bucket_of[parameter] for parameter in used if parameter in bucket_of]
-        in_order = dict.fromkeys([*met, *range(len(self._buckets))])
-        self._order = list(in_order)  # by first use
+                self._buckets.append((bucket.span.of(sent), flat.axis))
+        used_parameters = (
+            parameter for model in overlap_in or () for parameter in model.parameters()
+        )
+        used_buckets = [
+            bucket_of[parameter] for parameter in used_parameters if parameter in bucket_of
+        ]
+        ordered = dict.fromkeys([*used_buckets, *range(len(self._buckets))])
+        self._order = list(ordered)  # by first use
         for model in overlap_in or ():
             self._wait_in(model, bucket_of)
 
     def _wait_in(self, model: nn.Module, bucket_of: Mapping[nn.Parameter, int]) -> None:
         def wait(buckets: frozenset[int], module: nn.Module, inputs: Any) -> None:
-            if not self._works:
+            if not self._pending:
                 return
-            for index in buckets & self._works.keys():
-                self._works.pop(index).wait()
+            for index in buckets & self._pending.keys():
+                self._pending.pop(index).wait()
 
         needed: dict[nn.Module, set[int]] = {}
         for user, parameter in first_users(model):
@@ -123,8 +129,8 @@ class WeightBuffer:
                 needed.setdefault(user, set()).add(bucket_of[parameter])
         for user, buckets in needed.items():
             user.register_forward_pre_hook(partial(wait, frozenset(buckets)))
-        at_once = needed.get(model, set())  # the model waits for these first
-        self._order.sort(key=lambda index: index not in at_once)
+        own_buckets = needed.get(model, set())  # the model waits for these first
+        self._order.sort(key=lambda index: index not in own_buckets)
 
     def gather(self) -> None:
         """Fetch the shards that other processes have updated. Collective over the replicas."""
@@ -132,15 +138,15 @@ class WeightBuffer:
         for cast in self._casts:
             cast.cast()
         for index in self._order:
-            self._works[index] = _start(*self._buckets[index])
-        self._is_behind = bool(self._beneath)
+            self._pending[index] = _start(*self._buckets[index])
+        self._is_outdated = bool(self._buckets_in_16_bits)
         if not self._is_overlapped:
             self.settle()
 
     def settle(self) -> None:
         """Return once the weights fetched by `gather` have arrived."""
-        for index in list(self._works):
-            self._works.pop(index).wait()
+        for index in list(self._pending):
+            self._pending.pop(index).wait()
 
     def wait(self) -> None:
         """Return once all weights may be read or changed in 16 bits.
@@ -148,14 +154,14 @@ class WeightBuffer:
         Collective over the replicas.
         """
         self.settle()
-        if self._is_behind:
-            for work in [_start(*each) for each in self._beneath]:
+        if self._is_outdated:
+            for work in [_start(*each) for each in self._buckets_in_16_bits]:
                 work.wait()
-            self._is_behind = False
+            self._is_outdated = False
 
     def forget(self) -> None:
         """Discard the gathered weights, because all processes have changed their weights."""
-        assert not self._works and not self._is_behind, "call wait before changing a weight"
+        assert not self._pending and not self._is_outdated, "call wait before changing a weight"
         for cast in self._casts:
             cast.forget()
 
@@ -183,15 +189,15 @@ def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     of modules are not called). For the model's own parameters, it is the model itself.
     """
 
-    def below(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    def users(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
         yield from ((model, parameter) for parameter in module.parameters(recurse=False))
         for child in module.children():
             if type(child).forward is nn.Module.forward:
-                yield from below(child)
+                yield from users(child)
             else:
                 yield from ((child, parameter) for parameter in child.parameters())
 
-    return below(model)
+    return users(model)
 
 
 class Fp8Weights:
@@ -218,45 +224,45 @@ class Fp8Weights:
         self._fp8 = fp8
         self.bytes = torch.zeros(storage.numel(), dtype=torch.uint8, device=storage.device)
         # Each inverse is aligned like a separate tensor, as libraries may expect.
-        apart = ALIGNMENT_BYTES // torch.float32.itemsize
-        self._inverses = torch.zeros(len(self._products), apart, device=storage.device)[:, 0]
-        self._is_there = False
+        stride = ALIGNMENT_BYTES // torch.float32.itemsize
+        self._inverses = torch.zeros(len(self._products), stride, device=storage.device)[:, 0]
+        self._has_arrived = False
         # The parts that this process updates: weight index, part in 16 bits, part in 8 bits.
         self._pieces: list[tuple[int, Tensor, Tensor]] = []
         values = self.bytes.view(fp8)
-        for place, (parameter, slot) in enumerate(flat.members):
+        for index, (parameter, slot) in enumerate(flat.members):
             whole = slot.of(values).view(-1, parameter.shape[-1])
-            cast = Fp8(whole, self._inverses[place])
-            self._products[place].receive_weight(ArrivingWeight(cast, lambda: self._is_there))
+            cast = Fp8(whole, self._inverses[index])
+            self._products[index].receive_weight(ArrivingWeight(cast, lambda: self._has_arrived))
             for span, _ in flat.regions:
                 own = slot.intersect(span)
                 if own is not None:
-                    self._pieces.append((place, own.of(storage), own.of(values)))
+                    self._pieces.append((index, own.of(storage), own.of(values)))
 
     @torch.no_grad()
     def cast(self) -> None:
         """Cast this process's shard after an update. Under current scaling, this is collective."""
         amaxes = self._amaxes()
         self._inverses.copy_(inverses_of(amaxes, self._fp8))
-        each = amaxes.unbind()
-        for place, values, cast in self._pieces:
-            self._products[place].cast_part(values, each[place], cast)
-        self._is_there = True
+        amax_of = amaxes.unbind()
+        for index, values, cast in self._pieces:
+            self._products[index].cast_part(values, amax_of[index], cast)
+        self._has_arrived = True
 
     def forget(self) -> None:
         """Record that all processes have changed the weights in 16 bits."""
-        self._is_there = False
+        self._has_arrived = False
 
     def _amaxes(self) -> Tensor:
         """Return the amax for each weight's scale, fp32 [weights]."""
-        known = [products.amax_of_weight() for products in self._products]
-        held = [amax for amax in known if amax is not None]
-        if len(held) == len(known):
-            return torch.stack(held)
-        found = list(torch.zeros(len(known), device=self.bytes.device).unbind())
-        for place, values, _ in self._pieces:
-            found[place] = self._products[place].casts.amax(values)
+        delayed = [products.amax_of_weight() for products in self._products]
+        recorded = [amax for amax in delayed if amax is not None]
+        if len(recorded) == len(delayed):
+            return torch.stack(recorded)
+        current = list(torch.zeros(len(delayed), device=self.bytes.device).unbind())
+        for index, values, _ in self._pieces:
+            current[index] = self._products[index].casts.amax(values)
         # No backend specifies the maximum of values that include nan. inf also makes the weight
         # nan.
-        amaxes = torch.stack(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        amaxes = torch.stack(current).nan_to_num(nan=torch.inf, posinf=torch.inf)
         return all_reduce(amaxes, self._axis, dist.ReduceOp.MAX)

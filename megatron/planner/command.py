@@ -45,7 +45,7 @@ from megatron.planner.prediction import (
     predict,
     seconds_by_host,
 )
-from megatron.planner.search import PLANNED, Plan, Search, spell, with_teacher
+from megatron.planner.search import PLANNED, Plan, Search, to_flags, with_teacher
 from megatron.recipes import catalog
 from megatron.recipes.derive import describe_network, network_flags
 from megatron.tokenizer.build import padded_vocab_size
@@ -53,9 +53,9 @@ from megatron.tokenizer.build import padded_vocab_size
 _GIB = 1024.0**3
 _VOCABULARY = 50257  # GPT-2's, if nothing else determines the vocabulary
 _DRAWN = 4  # micro-batches per stage in a drawing, because more are too dense to read
-_MOST_DRAWN = 16  # stages of a drawing as text
+_MAX_DRAWN_STAGES = 16  # stages of a drawing as text
 _HOUR = 3600.0
-_MOST_RULES = 3  # rules to show if all layouts are refused
+_MAX_RULES = 3  # rules to show if all layouts are refused
 _HOST_BOUND = 0.05  # smallest difference between hosts to report, as a fraction of an update
 
 
@@ -106,8 +106,8 @@ class PlanRequest:
     """The run and the cluster for which to plan.
 
     Attributes:
-        start: The run that `words` describe.
-        words: The run as flags, without a layout.
+        start: The run that `flags` describe.
+        flags: The run as flags, without a layout.
         vocabulary: The number of entries in the vocabulary, without padding.
         gpus: The number of GPUs.
         machine: The machine.
@@ -115,7 +115,7 @@ class PlanRequest:
     """
 
     start: RunOptions
-    words: list[str]
+    flags: list[str]
     vocabulary: int
     gpus: int
     machine: Machine
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
     check(options)
     request = read_request(options)
     if predicts_only(options):
-        plan = predict_given(request, options.memory is not None, options.time is not None)
+        plan = predict_configured(request, options.memory is not None, options.time is not None)
         if options.jsonl is not None:
             write_layouts(request, [plan], options.jsonl)
         return
@@ -150,14 +150,14 @@ def run(options: argparse.Namespace) -> None:
         options.time or math.inf,
         request.teacher,
     )
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     plans = search.best(options.top)
-    took = time.perf_counter() - began
+    elapsed = time.perf_counter() - start_time
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in search.dropped.items())
-    tried = search.dropped.total() + len(plans)
+    tried_count = search.dropped.total() + len(plans)
     if not plans:
-        rules = [text for text, _ in search.problems.most_common(_MOST_RULES)]
-        if not tried:
+        rules = [text for text, _ in search.problems.most_common(_MAX_RULES)]
+        if not tried_count:
             batch = request.start.training.global_batch_size
             raise ConfigError(
                 f"--gpus {options.gpus}: neither --global-batch {batch} nor the network's layers "
@@ -165,9 +165,9 @@ def run(options: argparse.Namespace) -> None:
                 f"{request.gpus} for --global-batch"
             )
         raise ConfigError(
-            f"none of {tried:,} layouts fits {request.gpus} x {request.machine.name} ({dropped}): "
-            "use more GPUs, a --global-batch with more divisors, or a higher --memory or "
-            + "\n".join(["--time", *(f"refused: {rule}" for rule in rules)])
+            f"none of {tried_count:,} layouts fits {request.gpus} x {request.machine.name} "
+            f"({dropped}): use more GPUs, a --global-batch with more divisors, or a higher "
+            "--memory or " + "\n".join(["--time", *(f"refused: {rule}" for rule in rules)])
         )
     best = plans[0]
     network = search.plan_for(best.config.parallel.tensor_model_parallel_size)
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> None:
     print(
         f"{count_parameters(network):,} parameters on {request.gpus:,} x {request.machine.name}, "
         f"{batch:,} samples of {length:,} tokens per update\n"
-        f"{tried:,} layouts in {took:.1f} s: {dropped}\n"
+        f"{tried_count:,} layouts in {elapsed:.1f} s: {dropped}\n"
     )
     print(table(plans, request.gpus))
     print(reasons(plans))
@@ -234,9 +234,9 @@ def predicts_only(options: argparse.Namespace) -> bool:
     return any(limit is not None and math.isnan(limit) for limit in (options.memory, options.time))
 
 
-def without_layout(words: list[str]) -> list[str]:
+def without_layout(flags: list[str]) -> list[str]:
     """Return the flags without those that the planner chooses."""
-    return _without(words, _layout_names())
+    return _without(flags, _layout_names())
 
 
 def _layout_names() -> set[str]:
@@ -244,10 +244,12 @@ def _layout_names() -> set[str]:
     return {name for path in PLANNED for name in field_at(path).spellings}
 
 
-def _without(words: list[str], names: set[str]) -> list[str]:
+def _without(flags: list[str], names: set[str]) -> list[str]:
     """Return the flags except those with these names."""
-    kept = [flag for flag in split(words) if flag.name not in names]
-    return [word for flag in kept for word in ((flag.name,) * bool(flag.name) + tuple(flag.values))]
+    remaining = [flag for flag in split(flags) if flag.name not in names]
+    return [
+        word for flag in remaining for word in ((flag.name,) * bool(flag.name) + tuple(flag.values))
+    ]
 
 
 def read_request(options: argparse.Namespace) -> PlanRequest:
@@ -257,31 +259,31 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
         UserError: A model or machine is unknown, or flags have mistakes.
     """
     gpus, machine = _read_cluster(options)
-    words, known, vocabulary, architecture = _model_words(options.model, options.words)
-    words += options.words if predicts_only(options) else without_layout(options.words)
+    flags, defined, vocabulary, architecture = _model_flags(options.model, options.words)
+    flags += options.words if predicts_only(options) else without_layout(options.words)
     if options.global_batch is not None:
-        words += ["--global-batch-size", str(options.global_batch)]
-    names = {field.name for field in split(words)}
-    given = known | {path for path in _PATHS if names & set(field_at(path).names)}
-    sizes = [field.values for field in split(words) if field.name == "--vocab-size"]
-    if sizes and sizes[-1] and sizes[-1][0].isdigit():
-        vocabulary = int(sizes[-1][0]) + 1
-    if "training.global_batch_size" not in given:
+        flags += ["--global-batch-size", str(options.global_batch)]
+    names = {field.name for field in split(flags)}
+    given_paths = defined | {path for path in _PATHS if names & set(field_at(path).names)}
+    vocabulary_sizes = [field.values for field in split(flags) if field.name == "--vocab-size"]
+    if vocabulary_sizes and vocabulary_sizes[-1] and vocabulary_sizes[-1][0].isdigit():
+        vocabulary = int(vocabulary_sizes[-1][0]) + 1
+    if "training.global_batch_size" not in given_paths:
         raise ConfigError("--global-batch is required: the number of samples per update")
-    if not {"data.data_path", "data.mock_data", "data.retro_workdir"} & given:
-        words += ["--mock-data"]
-    if not {"tokenizer.tokenizer_model", "tokenizer.vocab_file"} & given:
-        words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
-        if "tokenizer.vocab_extra_ids" in given:  # a recipe counts them in its vocabulary
-            words += ["--vocab-extra-ids", "0"]
-    if not {"training.train_iters", "training.train_samples"} & given:
-        words += ["--train-iters", "100"]
-    if "schedule.lr" not in given:
-        words += ["--lr", "1e-4"]
-    if "training.micro_batch_size" not in given:
-        words += ["--micro-batch-size", "1"]
+    if not {"data.data_path", "data.mock_data", "data.retro_workdir"} & given_paths:
+        flags += ["--mock-data"]
+    if not {"tokenizer.tokenizer_model", "tokenizer.vocab_file"} & given_paths:
+        flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
+        if "tokenizer.vocab_extra_ids" in given_paths:  # a recipe counts them in its vocabulary
+            flags += ["--vocab-extra-ids", "0"]
+    if not {"training.train_iters", "training.train_samples"} & given_paths:
+        flags += ["--train-iters", "100"]
+    if "schedule.lr" not in given_paths:
+        flags += ["--lr", "1e-4"]
+    if "training.micro_batch_size" not in given_paths:
+        flags += ["--micro-batch-size", "1"]
     program = Program(name=f"pretrain_{architecture}.py", rules=())
-    start = parse_config(words, world_size=gpus, architecture=architecture, program=program).config
+    start = parse_config(flags, world_size=gpus, architecture=architecture, program=program).config
     fp8, name = start.precision.fp8_format, machine.name
     if fp8 is not None and machine.products_fp8 is None:
         raise ConfigError(f"--fp8-format: {name} does not support FP8: drop it")
@@ -291,7 +293,7 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
             "--fp8-format"
         )
     teacher = _read_teacher(options, start)
-    return PlanRequest(start, words, vocabulary, gpus, machine, teacher)
+    return PlanRequest(start, flags, vocabulary, gpus, machine, teacher)
 
 
 def _read_teacher(options: argparse.Namespace, start: RunOptions) -> ModelConfig | None:
@@ -308,9 +310,11 @@ def _read_teacher(options: argparse.Namespace, start: RunOptions) -> ModelConfig
             f"--teacher-load {folder}: the planner does not read checkpoints: name the teacher's "
             "network with --teacher MODEL (a recipe, a YAML file, or a Hugging Face folder)"
         )
-    asked = {**vars(options), "model": options.teacher, "teacher": None, "words": []}
-    found = read_request(argparse.Namespace(**{**asked, "global_batch": options.global_batch or 1}))
-    model = narrow(resolve(found.start, found.gpus), RunConfig).model
+    teacher_options = {**vars(options), "model": options.teacher, "teacher": None, "words": []}
+    request = read_request(
+        argparse.Namespace(**{**teacher_options, "global_batch": options.global_batch or 1})
+    )
+    model = narrow(resolve(request.start, request.gpus), RunConfig).model
     if model.architecture != "gpt":
         raise ConfigError(f"--teacher {options.teacher}: the teacher must be a GPT")
     return model
@@ -322,16 +326,18 @@ def _read_cluster(options: argparse.Namespace) -> tuple[int, Machine]:
     Raises:
         UserError: The number, the GPU type or the file for --machine is wrong.
     """
-    found = re.fullmatch(r"(\d+)(?:x(\w+))?", options.gpus)
-    if found is None or int(found[1]) < 1:
+    match = re.fullmatch(r"(\d+)(?:x(\w+))?", options.gpus)
+    if match is None or int(match[1]) < 1:
         raise ConfigError(f"--gpus {options.gpus}: give a number and a GPU type, such as 256xH100")
-    if found[2] is None and options.machine is None:
-        kinds = ", ".join(MACHINES)
-        raise ConfigError(f"--gpus {options.gpus}: add the type, such as {found[1]}xH100 ({kinds})")
-    machine = find_machine(found[2]) if found[2] else DEFAULT
+    if match[2] is None and options.machine is None:
+        known_types = ", ".join(MACHINES)
+        raise ConfigError(
+            f"--gpus {options.gpus}: add the type, such as {match[1]}xH100 ({known_types})"
+        )
+    machine = find_machine(match[2]) if match[2] else DEFAULT
     if options.machine is not None:
         machine = read_machine(options.machine, machine)
-    gpus = int(found[1])
+    gpus = int(match[1])
     if gpus > machine.node and gpus % machine.node:
         raise ConfigError(
             f"--gpus {options.gpus}: does not fill nodes of {machine.node} GPUs: use "
@@ -348,7 +354,7 @@ _PATHS = (
 )
 
 
-def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[str], int, str]:
+def _model_flags(model: str | None, flags: list[str]) -> tuple[list[str], set[str], int, str]:
     """Return a model's flags, the names of the values they set, its vocabulary and architecture.
 
     Without a model, `flags` determine the architecture.
@@ -358,71 +364,71 @@ def _model_words(model: str | None, flags: list[str]) -> tuple[list[str], set[st
     path = Path(model)
     if not catalog.is_huggingface(path):
         recipe = catalog.find(model)
-        of_null = int(recipe.values.get("tokenizer.vocab_size") or _VOCABULARY - 1) + 1
-        vocabulary = int(recipe.facts.get("vocabulary", of_null))
+        from_vocab_size = int(recipe.values.get("tokenizer.vocab_size") or _VOCABULARY - 1) + 1
+        vocabulary = int(recipe.facts.get("vocabulary", from_vocab_size))
         return ["--config", str(recipe.path)], set(recipe.values), vocabulary, recipe.architecture
-    described = describe_network(path)
-    words = network_flags(described.model)
-    length = min(described.model.max_position_embeddings, 8192)
-    words += ["--seq-length", str(length), "--bf16"]
-    return words, set(), described.vocab, described.model.architecture
+    network = describe_network(path)
+    network_words = network_flags(network.model)
+    length = min(network.model.max_position_embeddings, 8192)
+    network_words += ["--seq-length", str(length), "--bf16"]
+    return network_words, set(), network.vocab, network.model.architecture
 
 
-def predict_given(request: PlanRequest, memory: bool, seconds: bool) -> Plan:
+def predict_configured(request: PlanRequest, memory: bool, seconds: bool) -> Plan:
     """Print the predicted memory, time or both for the given flags, and return the prediction.
 
     Raises:
         ConfigError: The flags are wrong for this number of GPUs.
     """
-    words, kind = request.words, request.start.model.architecture
-    config = parse_config(words, world_size=request.gpus, architecture=kind).config
+    flags, kind = request.flags, request.start.model.architecture
+    config = parse_config(flags, world_size=request.gpus, architecture=kind).config
     tensor = config.parallel.tensor_model_parallel_size
     divisor = config.model.make_vocab_size_divisible_by
     network = model_plan(config.model, padded_vocab_size(request.vocabulary, divisor, tensor))
     network = with_teacher(network, request.teacher)
-    found = predict(config, network, request.gpus, request.machine)
+    prediction = predict(config, network, request.gpus, request.machine)
     print(describe(config, request.gpus))
     if memory:
-        print(f"memory per process: {found.memory.describe()}")
+        print(f"memory per process: {prediction.memory.describe()}")
     if seconds:
         print(
-            f"time per update: {found.seconds:.4g} s, {found.tokens_per_second:,.0f} tokens/s per "
-            f"GPU, {found.mfu:.1%} MFU\n{shares(found)}"
+            f"time per update: {prediction.seconds:.4g} s, {prediction.tokens_per_second:,.0f} "
+            f"tokens/s per GPU, {prediction.mfu:.1%} MFU\n{shares(prediction)}"
         )
-        print(on_other_hosts(request, Plan({}, config, found), network), end="")
-    return Plan({}, config, found)
+        print(on_other_hosts(request, Plan({}, config, prediction), network), end="")
+    return Plan({}, config, prediction)
 
 
 def describe(config: RunConfig, gpus: int) -> str:
     """Describe a layout, for example "TP 2, PP 4 x 2, DP 8, ZeRO 1, micro-batch 1"."""
     parallel, training, grid = config.parallel, config.training, Grid.of(config, gpus)
-    words = [f"TP {grid.tensor}"] if grid.tensor > 1 else []
-    words += [f"CP {grid.context} {parallel.cp_comm_type}"] if grid.context > 1 else []
+    settings = [f"TP {grid.tensor}"] if grid.tensor > 1 else []
+    settings += [f"CP {grid.context} {parallel.cp_comm_type}"] if grid.context > 1 else []
     if grid.pipeline > 1:
         text = parallel.pipeline_model_parallel_layout
         chunks = chunks_of(config.model.num_layers, parallel)
         kind = " zero-bubble" if parallel.pipeline_schedule == "zero-bubble" else ""
-        words.append(f"PP {grid.pipeline}" + (f" x {chunks}" if chunks > 1 else "") + kind)
-        words += ["uneven"] if text is not None else []
+        settings.append(f"PP {grid.pipeline}" + (f" x {chunks}" if chunks > 1 else "") + kind)
+        settings += ["uneven"] if text is not None else []
     if grid.expert > 1:
-        words.append(f"EP {grid.expert}")
+        settings.append(f"EP {grid.expert}")
     if config.model.num_experts and grid.expert_tensor > 1:
-        words.append(f"ETP {grid.expert_tensor}")
-    words.append(f"DP {grid.data}")
-    words += [f"ZeRO {parallel.zero_stage}"] if parallel.zero_stage else []
-    words.append(f"micro-batch {training.micro_batch_size}")
+        settings.append(f"ETP {grid.expert_tensor}")
+    settings.append(f"DP {grid.data}")
+    settings += [f"ZeRO {parallel.zero_stage}"] if parallel.zero_stage else []
+    settings.append(f"micro-batch {training.micro_batch_size}")
     if training.recompute_granularity is not None:
-        words.append(f"{training.recompute_granularity} recomputation")
-    return ", ".join(words)
+        settings.append(f"{training.recompute_granularity} recomputation")
+    return ", ".join(settings)
 
 
-def shares(found: Prediction) -> str:
+def shares(prediction: Prediction) -> str:
     """Return the shares of an update's time by activity, largest first."""
-    parts = sorted(found.parts.items(), key=lambda part: -part[1])
+    parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
     return ", ".join(
-        f"{name} {time / found.seconds:.1%}"
+        f"{name} {time / prediction.seconds:.1%}"
         for name, time in parts
-        if time > 0.0005 * found.seconds
+        if time > 0.0005 * prediction.seconds
     )
 
 
@@ -430,25 +436,27 @@ def table(plans: list[Plan], gpus: int) -> str:
     """Return the layouts as a table with the shares of their time by activity."""
     names = list(plans[0].prediction.parts)
     rows = [("", "layout", "GiB", "s/update", "tokens/s/GPU", "MFU", *names)]
-    for number, plan in enumerate(plans, 1):
-        found = plan.prediction
-        each = [f"{100 * found.parts[name] / found.seconds:.1f}%" for name in names]
+    for rank, plan in enumerate(plans, 1):
+        prediction = plan.prediction
+        time_shares = [
+            f"{100 * prediction.parts[name] / prediction.seconds:.1f}%" for name in names
+        ]
         rows.append(
             (
-                str(number),
+                str(rank),
                 describe(plan.config, gpus),
-                f"{found.memory.total / _GIB:.1f}",
-                f"{found.seconds:.4g}",
-                f"{found.tokens_per_second:,.0f}",
-                f"{found.mfu:.1%}",
-                *each,
+                f"{prediction.memory.total / _GIB:.1f}",
+                f"{prediction.seconds:.4g}",
+                f"{prediction.tokens_per_second:,.0f}",
+                f"{prediction.mfu:.1%}",
+                *time_shares,
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if place == 1 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column_index == 1 else cell.rjust(width)
+            for column_index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     )
@@ -458,13 +466,19 @@ def reasons(plans: list[Plan]) -> str:
     """Return why the first layout is the fastest, and why the others are slower."""
     best = plans[0].prediction
     lines = [f"\n1 is the fastest. Its time: {shares(best)}."]
-    for number, plan in enumerate(plans[1:], 2):
-        found = plan.prediction
-        more = {name: (found.parts[name] - best.parts[name]) / best.seconds for name in best.parts}
-        worst = sorted(more.items(), key=lambda part: -abs(part[1]))[:2]
-        why = ", ".join(f"{name} {share:+.1%}" for name, share in worst if abs(share) > 0.0005)
-        slower = found.seconds / best.seconds - 1
-        lines.append(f"{number} takes {slower:.1%} more" + (f": {why}" if why else ""))
+    for rank, plan in enumerate(plans[1:], 2):
+        prediction = plan.prediction
+        differences = {
+            name: (prediction.parts[name] - best.parts[name]) / best.seconds for name in best.parts
+        }
+        largest_differences = sorted(differences.items(), key=lambda part: -abs(part[1]))[:2]
+        explanation = ", ".join(
+            f"{name} {share:+.1%}" for name, share in largest_differences if abs(share) > 0.0005
+        )
+        slower = prediction.seconds / best.seconds - 1
+        lines.append(
+            f"{rank} takes {slower:.1%} more" + (f": {explanation}" if explanation else "")
+        )
     return "\n".join(lines)
 
 
@@ -483,30 +497,32 @@ def on_other_hosts(request: PlanRequest, plan: Plan, network: ModelPlan) -> str:
 def command(request: PlanRequest, plan: Plan) -> str:
     """Return the command line that trains with a layout."""
     gpus, node = request.gpus, request.machine.node
-    nodes, each = max(1, gpus // node), min(gpus, node)
-    launcher = f"torchrun --nproc-per-node {each}"
+    nodes, per_node = max(1, gpus // node), min(gpus, node)
+    launcher = f"torchrun --nproc-per-node {per_node}"
     if nodes > 1:
-        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-endpoint HOST:29400"
-    return f"{launcher} {request.program} {shlex.join(_training_words(request, plan))}"
+        launcher = (
+            f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-endpoint HOST:29400"
+        )
+    return f"{launcher} {request.program} {shlex.join(_training_flags(request, plan))}"
 
 
-def _training_words(request: PlanRequest, plan: Plan) -> list[str]:
+def _training_flags(request: PlanRequest, plan: Plan) -> list[str]:
     """Return the flags of the training script for a layout."""
-    chosen = spell(plan.values, request.start)
-    return [*_without(request.words, {flag.name for flag in split(chosen)}), *chosen]
+    layout_flags = to_flags(plan.values, request.start)
+    return [*_without(request.flags, {flag.name for flag in split(layout_flags)}), *layout_flags]
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
     """Describe how often to save, and the fraction of time that is then spent on progress."""
-    between = options.mtbf_hours * _HOUR / request.gpus
-    failures = Failures(between, options.checkpoint_seconds, options.restart_seconds)
+    mean_interval = options.mtbf_hours * _HOUR / request.gpus
+    failures = Failures(mean_interval, options.checkpoint_seconds, options.restart_seconds)
     interval = failures.best
     updates = max(1, round(interval / plan.prediction.seconds))
-    good = failures.goodput(updates * plan.prediction.seconds)
+    fraction = failures.goodput(updates * plan.prediction.seconds)
     return (
-        f"failures: one every {between / _HOUR:.3g} h on average. Save every {updates:,} updates "
-        f"({updates * plan.prediction.seconds / 60:.3g} min; Young {failures.young / 60:.3g}, Daly "
-        f"{failures.daly / 60:.3g}): goodput {good:.2%}"
+        f"failures: one every {mean_interval / _HOUR:.3g} h on average. Save every {updates:,} "
+        f"updates ({updates * plan.prediction.seconds / 60:.3g} min; Young "
+        f"{failures.young / 60:.3g}, Daly {failures.daly / 60:.3g}): goodput {fraction:.2%}"
     )
 
 
@@ -519,7 +535,7 @@ def show_timeline(
     schedule = make_schedule(pipeline.kind, pipeline.stages, pipeline.chunks, micro_batches)
     timeline: Timeline = simulate(schedule, pipeline.times(counts, costs))
     title = f"{pipeline.kind}, the first {micro_batches} of {pipeline.micro_batches} micro-batches"
-    if 1 < pipeline.stages <= _MOST_DRAWN:
+    if 1 < pipeline.stages <= _MAX_DRAWN_STAGES:
         print(f"\n{title}\n{as_text(timeline)}")
     if options.draw is not None:
         draw(timeline, f"{title} (s)", pipeline.chunks, options.draw)
@@ -557,16 +573,16 @@ def as_record(request: PlanRequest, plan: Plan) -> dict[str, object]:
 
     `flags` and `layout_flags` together are the command line of `script`.
     """
-    words, found = _training_words(request, plan), plan.prediction
-    others = {flag.name for flag in split(words)} - _layout_names()
+    flags, prediction = _training_flags(request, plan), plan.prediction
+    other_names = {flag.name for flag in split(flags)} - _layout_names()
     return {
         "layout": describe(plan.config, request.gpus),
         "gpus": request.gpus,
         "machine": request.machine.name,
         "script": request.program,
-        "flags": shlex.join(without_layout(words)),
-        "layout_flags": shlex.join(_without(words, others)),
-        "seconds": found.seconds,
-        "gib": found.memory.total / _GIB,
-        "parts": found.parts,
+        "flags": shlex.join(without_layout(flags)),
+        "layout_flags": shlex.join(_without(flags, other_names)),
+        "seconds": prediction.seconds,
+        "gib": prediction.memory.total / _GIB,
+        "parts": prediction.parts,
     }

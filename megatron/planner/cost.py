@@ -208,29 +208,33 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
     for part in layer.sublayers:
         product = _products(part, setting, setting.fp8)
         attention = _attention(part, setting)
-        ahead, back, beside = _exchange(part, setting, attention)
+        forward_exchange, backward_exchange, weight_exchange = _exchange(part, setting, attention)
         moved = _casts(part, setting, 1) + _copies(part, setting, *_FORWARD_COPIES)
-        forward = forward.plus(Seconds(product, _FORWARD_ATTENTION * attention, moved, ahead))
+        forward = forward.plus(
+            Seconds(product, _FORWARD_ATTENTION * attention, moved, forward_exchange)
+        )
         moved = _casts(part, setting, 0) + _copies(part, setting, *_BACKWARD_COPIES)
-        inputs = inputs.plus(Seconds(product, (1 - _FORWARD_ATTENTION) * attention, moved, back))
+        inputs = inputs.plus(
+            Seconds(product, (1 - _FORWARD_ATTENTION) * attention, moved, backward_exchange)
+        )
         split = WeightSplit(
             tensor=batch.tensor, expert=setting.expert, expert_tensor=batch.expert_tensor
         )
-        held = sum(outputs * inner for outputs, inner in class_of(part).matrices(part, split))
-        unpacking = Seconds(memory=_UNPACKED[setting.frozen] * held / machine.copy)
+        parameters = sum(outputs * inner for outputs, inner in class_of(part).matrices(part, split))
+        unpacking = Seconds(memory=_UNPACKED[setting.frozen] * parameters / machine.copy)
         forward, inputs = forward.plus(unpacking), inputs.plus(unpacking)
         is_mixture = isinstance(part, MixturePlan)  # its weight gradients stay in 16 bits
-        added = (_EXPERT_ACCUMULATED if is_mixture else _ACCUMULATED) * held / machine.copy
+        added = (_EXPERT_ACCUMULATED if is_mixture else _ACCUMULATED) * parameters / machine.copy
         product = _products(part, setting, setting.fp8_weights and not is_mixture)
-        weights = weights.plus(Seconds(product, memory=added, exchange=beside))
-    kept = Block.activation_bytes(layer, batch) / machine.copy
+        weights = weights.plus(Seconds(product, memory=added, exchange=weight_exchange))
+    activation_time = Block.activation_bytes(layer, batch) / machine.copy
     mixtures = sum(isinstance(part, MixturePlan) for part in layer.sublayers)
     kernels = (_KERNELS * len(layer.sublayers) + _MIXTURE_KERNELS * mixtures) * machine.kernel
     if layer.dropout > 0:
         updates = len(layer.sublayers) * batch.width * batch.tokens * layer.hidden
         kernels += _DROPOUT_PASSES * updates / batch.sequence / machine.copy
-    forward = forward.plus(Seconds(memory=_FORWARD_PASSES * kept + kernels))
-    inputs = inputs.plus(Seconds(memory=_BACKWARD_PASSES * kept + kernels))
+    forward = forward.plus(Seconds(memory=_FORWARD_PASSES * activation_time + kernels))
+    inputs = inputs.plus(Seconds(memory=_BACKWARD_PASSES * activation_time + kernels))
     launches = _DROPOUT_LAUNCHES * len(layer.sublayers) * (layer.dropout > 0)
     launches += sum(_launches(part, setting) for part in layer.sublayers)
     return PassTimes(forward, inputs, weights, launches * machine.launch * (not setting.graphs))
@@ -336,44 +340,46 @@ def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[f
 
     `attention` is the time of the sublayer's attention, with which ring messages overlap.
     """
-    batch, ahead, back, beside = setting.batch, 0.0, 0.0, 0.0
+    batch, forward, inputs, weights = setting.batch, 0.0, 0.0, 0.0
     if batch.tensor > 1:
         message = _message(batch, part.hidden, setting.tensor_link)
-        waits = _OVERLAPPED if setting.overlaps else 1.0
-        ahead += 2 * waits * message
+        exposed = _OVERLAPPED if setting.overlaps else 1.0
+        forward += 2 * exposed * message
         if batch.sequence > 1:
             # The gradient of the output is gathered. During products, the input is gathered again
             # and its gradient is scattered.
-            back += (waits + _OVERLAPPED) * message
-            beside += _OVERLAPPED * message
+            inputs += (exposed + _OVERLAPPED) * message
+            weights += _OVERLAPPED * message
         else:
-            beside += 2 * _OVERLAPPED * message
+            weights += 2 * _OVERLAPPED * message
     if batch.context > 1 and isinstance(part, AttentionPlan):
-        link, each = setting.context_link, batch.width * batch.tokens * part.head_size
-        each //= batch.tensor
+        link, head_bytes = setting.context_link, batch.width * batch.tokens * part.head_size
+        head_bytes //= batch.tensor
         if setting.ring:
-            sent = 2 * part.kv_heads * each * (batch.context - 1) / link.bandwidth
+            sent = 2 * part.kv_heads * head_bytes * (batch.context - 1) / link.bandwidth
             sent += link.latency * (batch.context - 1)
             for factor, share in ((1, _FORWARD_ATTENTION), (3, 1 - _FORWARD_ATTENTION)):
-                left = max(factor * sent - share * attention, _OVERLAPPED * factor * sent)
-                ahead, back = (ahead + left, back) if factor == 1 else (ahead, back + left)
+                remaining = max(factor * sent - share * attention, _OVERLAPPED * factor * sent)
+                forward, inputs = (
+                    (forward + remaining, inputs) if factor == 1 else (forward, inputs + remaining)
+                )
         else:
-            sent = 2 * (part.heads + part.kv_heads) * each * (1 - 1 / batch.context)
-            ahead += sent / link.bandwidth + 2 * link.latency
-            back += sent / link.bandwidth + 2 * link.latency
+            sent = 2 * (part.heads + part.kv_heads) * head_bytes * (1 - 1 / batch.context)
+            forward += sent / link.bandwidth + 2 * link.latency
+            inputs += sent / link.bandwidth + 2 * link.latency
     if batch.context > 1 and isinstance(part, RecurrentPlan):
         # All-to-all exchanges of the recurrence's inputs and of its results.
         link, matrices = setting.context_link, class_of(part).matrices(part, WeightSplit())
         width = sum(outputs for outputs, _ in matrices[:-1]) + matrices[-1][1]
         sent = batch.width * batch.tokens * width / batch.tensor * (1 - 1 / batch.context)
-        ahead += sent / link.bandwidth + 2 * link.latency
-        back += sent / link.bandwidth + 2 * link.latency
+        forward += sent / link.bandwidth + 2 * link.latency
+        inputs += sent / link.bandwidth + 2 * link.latency
     if isinstance(part, MixturePlan) and setting.expert > 1:
         link, share = setting.expert_link, 1 - 1 / setting.expert
         rows = batch.width * batch.expert_tokens * part.router.chosen * part.hidden * share
-        ahead += 2 * (rows / link.bandwidth + link.latency)
-        back += 2 * (rows / link.bandwidth + link.latency)
-    return ahead, back, beside
+        forward += 2 * (rows / link.bandwidth + link.latency)
+        inputs += 2 * (rows / link.bandwidth + link.latency)
+    return forward, inputs, weights
 
 
 def _message(batch: MicroBatch, hidden: int, link: Link) -> float:
@@ -390,19 +396,19 @@ def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | Non
         passes: Its times without recomputation.
         modules: The parts to recompute (--recompute-modules); `None` for the whole layer.
     """
-    again, host = passes.forward, passes.host / 3
+    repeated, host = passes.forward, passes.host / 3
     if modules is not None:
         named = set(modules)
         work = [class_of(part).flops(part, 1, 1).products for part in layer.sublayers]
         in_mlp = work[-1] / sum(work) if named & {"mlp", "moe"} else 0.0
-        again = Seconds(
-            in_mlp * again.products,
-            again.attention if "core_attn" in named else 0.0,
-            (in_mlp + 0.2 * ("layernorm" in named)) * again.memory,
-            in_mlp * again.exchange,
+        repeated = Seconds(
+            in_mlp * repeated.products,
+            repeated.attention if "core_attn" in named else 0.0,
+            (in_mlp + 0.2 * ("layernorm" in named)) * repeated.memory,
+            in_mlp * repeated.exchange,
         )
         host *= in_mlp
-    return passes._replace(inputs=passes.inputs.plus(again), host=passes.host + host)
+    return passes._replace(inputs=passes.inputs.plus(repeated), host=passes.host + host)
 
 
 def head_passes(plan: ModelPlan, setting: Setting) -> PassTimes:
@@ -444,28 +450,30 @@ def model_passes(
     """Return the times of every layer and of the heads for one micro-batch."""
     setting = Setting.of(config, machine, plan.head_spec.sequences)
     recompute = RecomputePlan.from_config(config.training)
-    whole = set()  # layers that are recomputed as a whole
+    fully_recomputed = set()  # layers that are recomputed as a whole
     if recompute is not None and recompute.granularity == "full":
-        most = recompute.num_layers if recompute.method == "block" else len(plan.layers)
+        layer_limit = recompute.num_layers if recompute.method == "block" else len(plan.layers)
         parts = plan_model(config.model, config.parallel)
-        whole = {i for part in parts for i in part.layers[:most]}
-    known: dict[tuple[int, int, int, bool], PassTimes] = {}  # most layers are identical
+        fully_recomputed = {i for part in parts for i in part.layers[:layer_limit]}
+    cache: dict[tuple[int, int, int, bool], PassTimes] = {}  # most layers are identical
     layers = []
     for index, layer in enumerate(plan.layers):
-        length, read = plan.lengths(index, config.data.seq_length, config.data.decoder_seq_length)
-        key = (id(layer), length, read, index in whole)
-        if key not in known:
-            batch = replace(setting.batch, length=length, encoder_length=read)
+        length, encoder_length = plan.lengths(
+            index, config.data.seq_length, config.data.decoder_seq_length
+        )
+        key = (id(layer), length, encoder_length, index in fully_recomputed)
+        if key not in cache:
+            batch = replace(setting.batch, length=length, encoder_length=encoder_length)
             passes = layer_passes(layer, replace(setting, batch=batch))
-            if index in whole:
+            if index in fully_recomputed:
                 passes = recomputed(layer, passes, None)
             elif recompute is not None and recompute.granularity == "selective":
                 passes = recomputed(layer, passes, recompute.modules)
-            known[key] = passes
-        layers.append(known[key])
+            cache[key] = passes
+        layers.append(cache[key])
     head = head_passes(plan, setting)
-    ahead = multi_token_plan(plan)
-    for layer in ahead.layers if ahead is not None else ():
+    multi_token = multi_token_plan(plan)
+    for layer in multi_token.layers if multi_token is not None else ():
         passes = layer_passes(layer, setting)
         if Depth.recomputes_all(recompute):
             passes = recomputed(layer, passes, None)
@@ -473,7 +481,7 @@ def model_passes(
             passes = recomputed(layer, passes, recompute.modules)
         head = head.plus(passes)
     if config.model.lora_rank is not None:  # frozen weights have no gradients
-        *layers, head = (one._replace(weights=Seconds()) for one in (*layers, head))
+        *layers, head = (times._replace(weights=Seconds()) for times in (*layers, head))
     if plan.teacher is not None:
         layers, head = _with_teacher(layers, head, plan.teacher, setting)
     elif config.distillation.is_on:
@@ -488,13 +496,16 @@ def _with_teacher(
 
     The time of the teacher's layers is spread evenly over the student's.
     """
-    theirs = replace(setting, fp8=False, fp8_weights=False, gathers=False, frozen=None)
-    found = [layer_passes(layer, theirs) for layer in teacher.layers]
-    share = Seconds().plus(*(one.forward for one in found)).times(1 / len(layers))
-    host = sum(one.host for one in found) / 3 / len(layers)
-    layers = [one._replace(forward=one.forward.plus(share), host=one.host + host) for one in layers]
-    last = head_passes(teacher, theirs).forward._replace(memory=0.0)
-    head = head._replace(forward=head.forward.plus(last))
+    teacher_setting = replace(setting, fp8=False, fp8_weights=False, gathers=False, frozen=None)
+    teacher_layers = [layer_passes(layer, teacher_setting) for layer in teacher.layers]
+    share = Seconds().plus(*(times.forward for times in teacher_layers)).times(1 / len(layers))
+    host = sum(times.host for times in teacher_layers) / 3 / len(layers)
+    layers = [
+        times._replace(forward=times.forward.plus(share), host=times.host + host)
+        for times in layers
+    ]
+    teacher_head = head_passes(teacher, teacher_setting).forward._replace(memory=0.0)
+    head = head._replace(forward=head.forward.plus(teacher_head))
     return layers, _with_divergence(head, teacher, setting, _WHOLE_DIVERGENCE)
 
 
@@ -510,5 +521,7 @@ def _with_divergence(
         moved: The bytes that the divergence reads and writes per logit, forward and backward.
     """
     logits = setting.batch.tokens * plan.embedding.vocabulary / setting.batch.tensor
-    ahead, back = (Seconds(memory=each * logits / setting.machine.copy) for each in moved)
-    return head._replace(forward=head.forward.plus(ahead), inputs=head.inputs.plus(back))
+    forward, backward = (
+        Seconds(memory=bytes_per_logit * logits / setting.machine.copy) for bytes_per_logit in moved
+    )
+    return head._replace(forward=head.forward.plus(forward), inputs=head.inputs.plus(backward))

@@ -150,8 +150,8 @@ HOST_SPREAD = (0.7, 1.8)
 
 def like_device(name: str, memory: float) -> Machine:
     """Return the built-in machine for a device's name, or the default, with `memory` bytes."""
-    found = next((machine for kind, machine in MACHINES.items() if kind in name), DEFAULT)
-    return replace(found, memory=memory)
+    built_in = next((machine for kind, machine in MACHINES.items() if kind in name), DEFAULT)
+    return replace(built_in, memory=memory)
 
 
 def find_machine(name: str) -> Machine:
@@ -161,9 +161,9 @@ def find_machine(name: str) -> Machine:
         ConfigError: There is no such machine.
     """
     if name.upper() not in MACHINES:
-        known = ", ".join(MACHINES)
+        names = ", ".join(MACHINES)
         raise ConfigError(
-            f"--gpus: unknown GPU {name!r}: use one of {known}, or give its rates with --machine "
+            f"--gpus: unknown GPU {name!r}: use one of {names}, or give its rates with --machine "
             "FILE and only the number of GPUs here"
         )
     return MACHINES[name.upper()]
@@ -178,36 +178,38 @@ def read_machine(path: Path, start: Machine) -> Machine:
         DataError: The file cannot be read or contains no such rates.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"--machine {path}: cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"--machine {path}: must contain a JSON object")
-    others = {"name", "link", "network", "experts_in_fp8"}
-    rates = {entry.name for entry in fields(Machine)} - others
-    numbers = {"peak": found.get("datasheet")} | {name: found[name] for name in rates & set(found)}
-    is_measured = "attention_forward" in found
-    known: dict[str, Any] = {name: found.get(name) for name in _CEILINGS * is_measured}
-    links = {name: found[name] for name in ("link", "network") if name in found}
+    not_rates = {"name", "link", "network", "experts_in_fp8"}
+    rates = {entry.name for entry in fields(Machine)} - not_rates
+    numbers = {"peak": content.get("datasheet")} | {
+        name: content[name] for name in rates & set(content)
+    }
+    is_measured = "attention_forward" in content
+    measured: dict[str, Any] = {name: content.get(name) for name in _CEILINGS * is_measured}
+    links = {name: content[name] for name in ("link", "network") if name in content}
     for name, link in links.items():
         if not isinstance(link, dict) or set(link) != {"bandwidth", "latency"}:
             raise DataError(f"--machine {path}: {name}: give it a bandwidth and a latency")
-        known |= {f"{name}.{part}": value for part, value in link.items()}
+        measured |= {f"{name}.{part}": value for part, value in link.items()}
     numbers = {name: value for name, value in numbers.items() if value is not None}
-    if not numbers and not known:
+    if not numbers and not measured:
         raise DataError(
             f"--machine {path}: no rates found: write the file with tools/benchmark.py --ceilings"
         )
-    wrong = [name for name, value in (numbers | known).items() if not _is_rate(name, value)]
-    if wrong:
-        raise DataError(f"--machine {path}: {', '.join(wrong)}: must be a number above 0")
+    invalid = [name for name, value in (numbers | measured).items() if not _is_rate(name, value)]
+    if invalid:
+        raise DataError(f"--machine {path}: {', '.join(invalid)}: must be a number above 0")
     if not isinstance(numbers.get("node", 1), int):
         raise DataError(f"--machine {path}: node {numbers['node']}: must be a whole number")
     if is_measured:  # ceilings count 2 products in the forward pass and 5 in the backward pass
-        seconds = 2 / known["attention_forward"] + 5 / known["attention_backward"]
-        numbers |= {"attention": 6 / seconds, "copy": _OF_COPY * known["copy"]}
-    name = str(found.get("device", found.get("name", start.name)))
-    changed: dict[str, Any] = numbers | {one: Link(**links[one]) for one in links}
+        seconds = 2 / measured["attention_forward"] + 5 / measured["attention_backward"]
+        numbers |= {"attention": 6 / seconds, "copy": _OF_COPY * measured["copy"]}
+    name = str(content.get("device", content.get("name", start.name)))
+    changed: dict[str, Any] = numbers | {link_name: Link(**links[link_name]) for link_name in links}
     return replace(start, name=name, **changed)
 
 

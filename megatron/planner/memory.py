@@ -67,8 +67,8 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The total number of bytes on the device."""
-        kept = self.parameters + self.gradients + self.optimizer
-        return kept + self.activations + self.messages + self.teacher
+        persistent = self.parameters + self.gradients + self.optimizer
+        return persistent + self.activations + self.messages + self.teacher
 
     @property
     def amount(self) -> str:
@@ -110,10 +110,10 @@ def largest_process(
         parallel.sizes[name] for name in ("tensor", "context", "pipeline")
     )
     micro_batches = training.global_batch_size // (training.micro_batch_size * data)
-    cut = plan_model(config.model, parallel)
+    model_parts = plan_model(config.model, parallel)
     distinct: dict[object, int] = {}  # among stages with the same layers, the first needs the most
     for stage in range(stages):
-        parts = parts_of_stage(cut, stage, stages)
+        parts = parts_of_stage(model_parts, stage, stages)
         layers = [id(plan.layers[i]) for part in parts for i in part.layers]
         ends = [(part.embedding, part.head, len(part.layers)) for part in parts]
         distinct.setdefault((*layers, *ends), stage)
@@ -200,10 +200,10 @@ def estimate_memory(
 
     `imbalance` is the load of the process's experts, as a multiple of an even share.
     """
-    cut = plan_model(config.model, config.parallel)
-    parts = parts_of_stage(cut, layout.pipeline.rank, layout.pipeline.size)
+    model_parts = plan_model(config.model, config.parallel)
+    parts = parts_of_stage(model_parts, layout.pipeline.rank, layout.pipeline.size)
     kind = schedule_kind(config.parallel, len(parts))
-    held = activation_bound(
+    live_activations = activation_bound(
         kind, layout.pipeline.rank, layout.pipeline.size, len(parts), micro_batches
     )
     texts, numbers = plan.head_spec.sequences, config.precision
@@ -225,42 +225,47 @@ def estimate_memory(
     )
     lengths = (config.data.seq_length, config.data.decoder_seq_length)
     activations = sum(
-        part_activations(plan, part, batch, recompute, *lengths) * held // len(parts)
+        part_activations(plan, part, batch, recompute, *lengths) * live_activations // len(parts)
         for part in parts
     )
     if parts[-1].head:
         activations += head_activations(plan, batch)
     return replace(
-        _kept_for_weights(config, plan, layout, parts),
+        _weight_memory(config, plan, layout, parts),
         activations=activations,
         messages=exchange_bytes(config, plan, layout),
-        teacher=_kept_for_teacher(config, plan.teacher, layout, batch, held),
+        teacher=_teacher_bytes(config, plan.teacher, layout, batch, live_activations),
     )
 
 
-def _kept_for_teacher(
-    config: RunConfig, teacher: ModelPlan | None, layout: Layout, batch: MicroBatch, held: int
+def _teacher_bytes(
+    config: RunConfig,
+    teacher: ModelPlan | None,
+    layout: Layout,
+    batch: MicroBatch,
+    live_activations: int,
 ) -> int:
     """Return the bytes that a teacher takes on a process.
 
-    `held` is the number of (micro-batch, part) activations that the process keeps.
+    `live_activations` is the number of (micro-batch, part) activations that the process keeps.
     """
     if teacher is None:
         return 0
     count = len(plan_model(config.model, config.parallel))
-    cut = even_parts(len(teacher.layers), count)
-    parts = parts_of_stage(cut, layout.pipeline.rank, layout.pipeline.size)
+    model_parts = even_parts(len(teacher.layers), count)
+    parts = parts_of_stage(model_parts, layout.pipeline.rank, layout.pipeline.size)
     split = WeightSplit(
         tensor=layout.tensor.size,
         expert=layout.expert.size,
         expert_tensor=layout.expert_tensor.size,
     )
-    kept = batch.width * sum(count_part_parameters(teacher, part, split) for part in parts)
+    teacher_bytes = batch.width * sum(count_part_parameters(teacher, part, split) for part in parts)
     if parts[-1].head:
-        kept += head_activations(teacher, batch)
+        teacher_bytes += head_activations(teacher, batch)
     # A part's input is one message for student and teacher. The student's gradient needs it.
     hidden = batch.width * batch.tokens * teacher.hidden // batch.sequence
-    return kept + hidden * held * sum(not part.embedding for part in parts) // len(parts)
+    receiving = sum(not part.embedding for part in parts)
+    return teacher_bytes + hidden * live_activations * receiving // len(parts)
 
 
 def _moment_bytes(options: OptimizerConfig, matrices: float) -> float:
@@ -278,7 +283,7 @@ def _moment_bytes(options: OptimizerConfig, matrices: float) -> float:
     return sum(STATE_BYTES[options.state_format(kind)] for kind in ("exp_avg", "exp_avg_sq"))
 
 
-def _kept_for_weights(
+def _weight_memory(
     config: RunConfig, plan: ModelPlan, layout: Layout, parts: Sequence[ModelPart]
 ) -> MemoryEstimate:
     """Return the memory for weights, gradients and optimizer states of a process's model parts."""
@@ -297,7 +302,7 @@ def _kept_for_weights(
     outside -= parts[-1].head * count_depth_parameters(plan, split)  # gathered like layers
     matrices = sum(count_part_matrices(plan, part, split) for part in parts)
     in_8_bits = matrices if numbers.fp8_format is not None else 0
-    held = _moment_bytes(config.optimizer, matrices / max(parameters, 1))
+    state_bytes = _moment_bytes(config.optimizer, matrices / max(parameters, 1))
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
     # The fraction of the weights that have gradients and states.
@@ -309,17 +314,17 @@ def _kept_for_weights(
         updated += experts // layout.expert_replica.size
     if config.optimizer.averages_weights:
         is_ema = config.optimizer.ema_decay is not None
-        held += 4 * (1 if is_ema else config.optimizer.lawa_window)
+        state_bytes += 4 * (1 if is_ema else config.optimizer.lawa_window)
     if on_host or (half and not is_shared):
-        held += STATE_BYTES[config.optimizer.state_format("master")]
-    states = math.ceil(held * math.ceil(trained * updated))
+        state_bytes += STATE_BYTES[config.optimizer.state_format("master")]
+    states = math.ceil(state_bytes * math.ceil(trained * updated))
     if is_shared:
         # Two layers are gathered at a time: the current one and the next. The next one exists twice
         # while it arrives as one buffer and is split into parameters. Experts are gathered only in
         # the layer that needs them.
         layer, experts = largest_layer(plan, split)
         gathered = width * (outside + 3 * layer - experts)
-        leaving = width * outside + (width + summed) * layer
+        reduced = width * outside + (width + summed) * layer
         weights, summed = 4 * updated + gathered, 4
         if form is not None:
             # Codes and scales are kept and gathered. Products read one whole matrix at a time.
@@ -327,7 +332,7 @@ def _kept_for_weights(
             in_layers = (3 * layer - experts) * matrices // (parameters - outside)
             packed = bytes_of(own, form, width) + bytes_of(in_layers, form, width)
             weights += packed + width * (largest_layer_matrix(plan, split) - in_layers) - 4 * own
-        gradients = math.ceil(trained * (4 * updated + leaving))
+        gradients = math.ceil(trained * (4 * updated + reduced))
     else:
         weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
         if form is not None:  # products read one matrix at a time in their own format
@@ -335,11 +340,11 @@ def _kept_for_weights(
             weights += bytes_of(matrices, form, width) + width * (largest - matrices)
         gradients = summed * math.ceil(trained * parameters)
         if stage == 2 and layout.replica.size > 1:
-            passing = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))
+            in_transit = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))
             if numbers.fp8_param_gather:  # all small weights share one bucket
-                passing += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
+                in_transit += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
             whole = gradients
-            gradients = summed * math.ceil(trained * updated) + min(passing, whole)
+            gradients = summed * math.ceil(trained * updated) + min(in_transit, whole)
         if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
             gradients *= 2  # DistributedDataParallel has its own buckets
     return MemoryEstimate(

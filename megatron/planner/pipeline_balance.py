@@ -17,14 +17,14 @@ from megatron.config import RunConfig
 from megatron.config.stages import LAYOUT_FLAG, distributing_flags, plan_model, with_layout
 from megatron.models.plan import ModelPlan
 from megatron.parallel.pipeline.schedule import ScheduleKind, make_schedule, schedule_kind
-from megatron.parallel.pipeline.simulate import Course, Times, time_table
+from megatron.parallel.pipeline.simulate import RunnableSchedule, Times, time_table
 from megatron.planner.cost import PassTimes, model_passes
 from megatron.planner.machine import DEFAULT, Machine
 from megatron.planner.memory import largest_process
 
 # Micro-batches per stage to simulate; each additional one adds the slowest stage's time.
 _ROUNDS = 2
-_WORTH_SAYING = 0.03  # the minimum fraction of the time that a proposed layout must save
+_MIN_GAIN = 0.03  # the minimum fraction of the time that a proposed layout must save
 _SIMULATED = 3  # candidates to simulate
 
 Counts = tuple[int, ...]  # number of layers in each part of the model
@@ -50,8 +50,8 @@ class Durations(NamedTuple):
 
     def at_least(self, host: float) -> Durations:
         """Return these times, lengthened so that they sum to at least the launch time, `host`."""
-        late = max(0.0, host - sum(self))
-        return Durations(self.forward + late / 3, self.inputs + late * 2 / 3, self.weights)
+        delay = max(0.0, host - sum(self))
+        return Durations(self.forward + delay / 3, self.inputs + delay * 2 / 3, self.weights)
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,18 @@ class Costs:
 
         The last part includes the head.
         """
-        nothing = Durations(0.0, 0.0, 0.0)
-        places = [slice(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
+        zero = Durations(0.0, 0.0, 0.0)
+        layer_ranges = [
+            slice(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)
+        ]
         parts = [
-            Durations(*map(math.fsum, zip(nothing, *self.layers[place], strict=True)))
-            for place in places
+            Durations(*map(math.fsum, zip(zero, *self.layers[layer_range], strict=True)))
+            for layer_range in layer_ranges
         ]
         parts[-1] = Durations(*map(add, parts[-1], self.head))
-        host = [math.fsum(self.host[place]) for place in places]
+        host = [math.fsum(self.host[layer_range]) for layer_range in layer_ranges]
         host[-1] += sum(self.host[-1:])
-        return [part.at_least(late) for part, late in zip(parts, host, strict=True)]
+        return [part.at_least(host_time) for part, host_time in zip(parts, host, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ class Pipeline:
         """Return the estimated time of an update."""
         if (counts, costs) not in self._times:
             total = self.course.total(self.times(counts, costs))
-            left = self.micro_batches - self._rounds
-            self._times[counts, costs] = total + left * self._slowest(counts, costs)
+            remaining = self.micro_batches - self._rounds
+            self._times[counts, costs] = total + remaining * self._slowest(counts, costs)
         return self._times[counts, costs]
 
     def times(self, counts: Counts, costs: Costs) -> Times:
@@ -146,9 +148,9 @@ class Pipeline:
         return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
 
     @cached_property
-    def course(self) -> Course:
+    def course(self) -> RunnableSchedule:
         """The schedule in a runnable order, computed once for all layouts because this is slow."""
-        return Course(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
+        return RunnableSchedule(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 
     def bubble(self, counts: Counts, costs: Costs) -> float:
         """Return the fraction of time that the stages spend waiting."""
@@ -166,13 +168,13 @@ class Pipeline:
         layer are adjacent. Every stage has a layer, except that the first may have only the
         embedding and the last only the head.
         """
-        found = [
+        balanced = [
             counts
             for counts in _candidates(len(costs.layers), self.stages * self.chunks, costs)
             if all(any(counts[stage :: self.stages]) for stage in range(1, self.stages - 1))
         ]
-        found.sort(key=lambda counts: self._slowest(counts, costs))
-        return min(found[:_SIMULATED], key=lambda counts: self.time(counts, costs))
+        balanced.sort(key=lambda counts: self._slowest(counts, costs))
+        return min(balanced[:_SIMULATED], key=lambda counts: self.time(counts, costs))
 
 
 def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
@@ -182,11 +184,11 @@ def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
     in flight there.
     """
     even = (layers + costs.head_in_layers) / parts
-    fewest = max(0, int(even - costs.head_in_layers))
-    for last in range(fewest, min(fewest + 2, layers + 1)):
-        each, left = divmod(layers - last, parts - 1)
-        for start in range(parts - 1 - left, -1, -1):
-            yield (*(each + (start <= i < start + left) for i in range(parts - 1)), last)
+    min_last = max(0, int(even - costs.head_in_layers))
+    for last in range(min_last, min(min_last + 2, layers + 1)):
+        per_part, remainder = divmod(layers - last, parts - 1)
+        for start in range(parts - 1 - remainder, -1, -1):
+            yield (*(per_part + (start <= i < start + remainder) for i in range(parts - 1)), last)
 
 
 def layout_text(counts: Counts) -> str:
@@ -223,16 +225,16 @@ def pipeline_rows(
         "pipeline",
         f"{pipeline.kind}, {stages} stages{virtual}; estimated pipeline bubble: {bubble:.1%}",
     )
-    other = pipeline.best(costs)
-    gain = 1 - pipeline.time(other, costs) / pipeline.time(counts, costs)
-    if gain >= _WORTH_SAYING:
-        layout = layout_text(other)
-        others = " and ".join(distributing_flags(parallel))
-        instead = f" instead of {others}" * bool(others)
+    proposal = pipeline.best(costs)
+    gain = 1 - pipeline.time(proposal, costs) / pipeline.time(counts, costs)
+    if gain >= _MIN_GAIN:
+        layout = layout_text(proposal)
+        replaced_flags = " and ".join(distributing_flags(parallel))
+        instead = f" instead of {replaced_flags}" * bool(replaced_flags)
         proposed = replace(config, parallel=with_layout(parallel, layout))
         memory = largest_process(proposed, plan, world_size)
         yield (
             "smaller bubble",
-            f"{pipeline.bubble(other, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "
+            f"{pipeline.bubble(proposal, costs):.1%}, and {gain:.0%} less time, with {LAYOUT_FLAG} "
             f"'{layout}'{instead} (memory per process at most about {memory.amount})",
         )

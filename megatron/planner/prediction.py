@@ -39,8 +39,8 @@ from megatron.planner.pipeline_balance import Costs, Pipeline
 _COPIED_WHOLE, _COPIED_SHARD = 14, 24
 
 # When --cuda-graph-impl auto records passes:
-_LEAST_HOST = 0.7  # at this fraction of the device's time, the host begins to limit the speed
-_MOST_MEMORY = 0.5  # of the GPU's, because recorded graphs keep memory that other work may need
+_MIN_HOST = 0.7  # at this fraction of the device's time, the host begins to limit the speed
+_MAX_MEMORY = 0.5  # of the GPU's, because recorded graphs keep memory that other work may need
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ class Grid:
         split = WeightSplit(
             tensor=self.tensor, expert=self.expert, expert_tensor=self.expert_tensor
         )
-        parts, found = plan_model(config.model, config.parallel), []
+        parts, per_stage = plan_model(config.model, config.parallel), []
         for stage in range(self.pipeline):
-            held = parts_of_stage(parts, stage, self.pipeline)
-            every = sum(count_part_parameters(plan, part, split) for part in held)
-            experts = sum(count_part_experts(plan, part, split) for part in held)
-            found.append((every - experts, experts))
-        others, experts = max(found, key=sum)
+            stage_parts = parts_of_stage(parts, stage, self.pipeline)
+            parameters = sum(count_part_parameters(plan, part, split) for part in stage_parts)
+            experts = sum(count_part_experts(plan, part, split) for part in stage_parts)
+            per_stage.append((parameters - experts, experts))
+        outside, experts = max(per_stage, key=sum)
         replicas = self.data * self.context
         divided = self.expert * self.expert_tensor
         return [
-            (others, replicas, self.tensor),
+            (outside, replicas, self.tensor),
             (experts, replicas * self.tensor // divided, divided),
         ]
 
@@ -159,8 +159,8 @@ def micro_batches_of(config: RunConfig, world_size: int) -> int:
         ConfigError: The micro-batches do not divide the global batch.
     """
     data, training = Grid.of(config, world_size).data, config.training
-    count, rest = divmod(training.global_batch_size, training.micro_batch_size * data)
-    if rest or not count:
+    count, remainder = divmod(training.global_batch_size, training.micro_batch_size * data)
+    if remainder or not count:
         raise ConfigError(
             f"--global-batch-size {training.global_batch_size}: must be a multiple of "
             f"--micro-batch-size {training.micro_batch_size} x {data} data-parallel processes"
@@ -196,12 +196,12 @@ def records_passes(config: RunConfig, plan: ModelPlan, world_size: int, machine:
     if config.training.cuda_graph_impl != "auto":
         return config.training.cuda_graph_impl == "local"
     slowest = busiest_stage(config, plan, *model_passes(config, plan, machine))
-    if slowest.host < _LEAST_HOST * slowest.total:
+    if slowest.host < _MIN_HOST * slowest.total:
         return False
     recorded = replace(config, training=replace(config.training, cuda_graph_impl="local"))
     if find_problems(recorded, world_size):
         return False
-    return largest_process(config, plan, world_size).total <= _MOST_MEMORY * machine.memory
+    return largest_process(config, plan, world_size).total <= _MAX_MEMORY * machine.memory
 
 
 def predict(
@@ -239,12 +239,12 @@ def predict(
     if pipeline.stages == 1 and is_scale_fixed:
         # The host waits only for the result of an update, and queues the next forward pass before
         # it does (training/step.py). The slower of host and device therefore limits the speed.
-        launching = host + buckets + micro_batches * slowest.host
-        host = max(0.0, launching - stage.total - gradients - optimizer)
+        host_time = host + buckets + micro_batches * slowest.host
+        host = max(0.0, host_time - stage.total - gradients - optimizer)
     else:
-        late = micro_batches * max(0.0, slowest.host - slowest.total)
-        bubble = max(0.0, pipeline.time(counts, costs) - stage.total - late)
-        host += late
+        host_delay = micro_batches * max(0.0, slowest.host - slowest.total)
+        bubble = max(0.0, pipeline.time(counts, costs) - stage.total - host_delay)
+        host += host_delay
     sequence = config.data.sample_tokens * plan.head_spec.sequences
     return Prediction(
         seconds=stage.total + host + bubble + gradients + optimizer,
@@ -278,7 +278,7 @@ def seconds_by_host(
     """
     spread = HOST_SPREAD if machine.launch == Machine.launch else (1.0, 1.0)
     hosts = [replace(machine, launch=factor * machine.launch) for factor in spread]
-    low, high = (predict(config, plan, world_size, each).seconds for each in hosts)
+    low, high = (predict(config, plan, world_size, host).seconds for host in hosts)
     return low, high
 
 
@@ -304,13 +304,13 @@ def pipeline_of(
 
 def _sum_of(parts: Sequence[ModelPart], layers: Sequence[PassTimes], head: PassTimes) -> PassTimes:
     """Return the times of a micro-batch in the parts of a stage."""
-    held = [layers[i] for part in parts for i in part.layers]
-    held += [head] if parts[-1].head else []
+    passes = [layers[i] for part in parts for i in part.layers]
+    passes += [head] if parts[-1].head else []
     return PassTimes(
-        Seconds().plus(*(each.forward for each in held)),
-        Seconds().plus(*(each.inputs for each in held)),
-        Seconds().plus(*(each.weights for each in held)),
-        sum(each.host for each in held),
+        Seconds().plus(*(part_passes.forward for part_passes in passes)),
+        Seconds().plus(*(part_passes.inputs for part_passes in passes)),
+        Seconds().plus(*(part_passes.weights for part_passes in passes)),
+        sum(part_passes.host for part_passes in passes),
     )
 
 
@@ -350,9 +350,9 @@ def _update(
         gathered = bytes_of(BLOCK, form, width) / BLOCK
     messages, updated, cast, launches = 0.0, 0.0, 0, 0.0
     backward = passes.inputs.total + passes.weights.total
-    for held, size, stride in layout.weights(config, plan):
-        updated += trained * held / (size if stage else 1)
-        cast += held * (numbers.fp8_format is not None)
+    for parameters, size, stride in layout.weights(config, plan):
+        updated += trained * parameters / (size if stage else 1)
+        cast += parameters * (numbers.fp8_format is not None)
         if size == 1:
             continue
         link = machine.connection(size, stride)
@@ -373,20 +373,20 @@ def _update(
                 (2 * micro_batches * gathered, True, micro_batches * passes.total),
             ),
         }[stage]
-        for each, overlaps, window in sent:
-            size_in_bytes = held * each * share
+        for bytes_each, overlaps, window in sent:
+            size_in_bytes = parameters * bytes_each * share
             time = size_in_bytes / link.bandwidth
-            buckets = -(-held * each // BUCKET_BYTES)
+            buckets = -(-parameters * bytes_each // BUCKET_BYTES)
             time += link.latency * buckets
             launches += MESSAGE_LAUNCHES * buckets * (stage < 3)
             if overlaps:
                 # Messages slow down the products with which they overlap.
-                beside = IN_BUCKETS * size_in_bytes / machine.link.bandwidth
-                time = max(time - window, 0.0) + min(beside, time)
+                slowdown = IN_BUCKETS * size_in_bytes / machine.link.bandwidth
+                time = max(time - window, 0.0) + min(slowdown, time)
             messages += time
         if stage == 3:
             copied = _COPIED_WHOLE + _COPIED_SHARD / size
-            messages += micro_batches * held * copied / machine.copy
+            messages += micro_batches * parameters * copied / machine.copy
     # With fp8, every update casts the weights again.
     optimizer = (updated * OPTIMIZER_BYTES + cast * FP8_CAST) / machine.copy
     return messages, optimizer, launches * machine.launch
@@ -417,8 +417,8 @@ class Failures:
         exponent = rate * (interval + self.checkpoint)
         if exponent + rate * self.restart > 700:  # too large for a float: no progress is made
             return 0.0
-        took = self.between * math.exp(rate * self.restart) * math.expm1(exponent)
-        return interval / took
+        expected = self.between * math.exp(rate * self.restart) * math.expm1(exponent)
+        return interval / expected
 
     @property
     def young(self) -> float:

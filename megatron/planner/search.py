@@ -32,11 +32,11 @@ from megatron.planner.prediction import (
 from megatron.tokenizer.build import padded_vocab_size
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_MOST_TOKENS = 131_072  # limit for a micro-batch of several samples
-_MOST_STAGES = 64
-_LEAST_TOKENS = 4096  # minimum for a sequence on a context-parallel process
-_MOST_BALANCED = 0.2  # the largest fraction of the time that an uneven distribution can save
-_WORTH_A_LAYOUT = 0.005  # the smallest such fraction that is worth an uneven distribution
+_MAX_TOKENS = 131_072  # limit for a micro-batch of several samples
+_MAX_STAGES = 64
+_MIN_TOKENS = 4096  # minimum for a sequence on a context-parallel process
+_MAX_BALANCE_GAIN = 0.2  # the largest fraction of the time that an uneven distribution can save
+_MIN_BALANCE_GAIN = 0.005  # the smallest such fraction that is worth an uneven distribution
 # Ways to recompute in the backward pass, cheapest first.
 _RECOMPUTATION: tuple[Mapping[str, Any], ...] = (
     {},
@@ -159,22 +159,22 @@ class Search:
         the best.
         """
         candidates = sorted(self.candidates(), key=lambda candidate: candidate.bound)
-        found: list[Plan] = []
+        plans: list[Plan] = []
         pipelines = lru_cache(maxsize=None)(Pipeline)
         for candidate in candidates:
-            limit = found[count - 1].prediction.seconds if len(found) >= count else self.seconds
+            limit = plans[count - 1].prediction.seconds if len(plans) >= count else self.seconds
             if candidate.bound > limit:
-                faster = len(found) >= count
+                faster = len(plans) >= count
                 self.dropped["slower than those shown" if faster else "slower than --time"] += 1
                 continue
             plan = self._examine(candidate, limit, pipelines)
             if plan is None:
                 continue
-            found.append(plan)
-            found.sort(key=lambda one: one.prediction.seconds)
-        if len(found) > count:
-            self.dropped["slower than those shown"] += len(found) - count
-        return found[:count]
+            plans.append(plan)
+            plans.sort(key=lambda plan: plan.prediction.seconds)
+        if len(plans) > count:
+            self.dropped["slower than those shown"] += len(plans) - count
+        return plans[:count]
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield the layouts whose sizes divide the model and the GPUs."""
@@ -204,11 +204,11 @@ class Search:
         except ConfigError:
             return math.inf
         parts = Costs.from_passes(*model_passes(config, plan, self.machine)).part_times(counts)
-        stages, around, bound = config.parallel.pipeline_model_parallel_size, 0.0, 0.0
+        stages, warm_up, bound = config.parallel.pipeline_model_parallel_size, 0.0, 0.0
         for stage in range(stages):
             busy = micro_batches * sum(map(sum, parts[stage::stages]))
-            bound = max(bound, busy + around)
-            around += parts[stage].forward + parts[stage].inputs
+            bound = max(bound, busy + warm_up)
+            warm_up += parts[stage].forward + parts[stage].inputs
         return bound
 
     def plan_for(self, tensor: int) -> ModelPlan:
@@ -236,20 +236,20 @@ class Search:
             self.dropped["refused by the rules"] += 1
             self.problems.update(problems)
             return None
-        found = predict(config, plan, self.gpus, self.machine, pipelines=pipelines)
-        if found.seconds > self.seconds:
+        prediction = predict(config, plan, self.gpus, self.machine, pipelines=pipelines)
+        if prediction.seconds > self.seconds:
             self.dropped["slower than --time"] += 1
             return None
-        known = Plan(candidate.values, config, found)
-        is_near = found.seconds * (1 - _MOST_BALANCED) <= limit
-        return self._balanced(known, plan, pipelines) if is_near else known
+        result = Plan(candidate.values, config, prediction)
+        may_be_best = prediction.seconds * (1 - _MAX_BALANCE_GAIN) <= limit
+        return self._balanced(result, plan, pipelines) if may_be_best else result
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """Return whether the layout fits with micro-batches of 1 and full recomputation."""
-        least = {**candidate.values, **_RECOMPUTATION[-1], "training.micro_batch_size": 1}
-        key = tuple(least.values())
+        smallest = {**candidate.values, **_RECOMPUTATION[-1], "training.micro_batch_size": 1}
+        key = tuple(smallest.values())
         if key not in self._fits:
-            config = self._resolved(least)
+            config = self._resolved(smallest)
             self._fits[key] = (
                 largest_process(config, candidate.plan, self.gpus).total <= self.memory
             )
@@ -265,11 +265,11 @@ class Search:
             "parallel.pipeline_model_parallel_layout": layout_text(pipeline.best(costs)),
             "parallel.num_virtual_stages_per_pipeline_rank": None,
         }
-        other = self._resolved(values)
-        found = predict(other, network, self.gpus, self.machine, pipelines=pipelines)
-        fits = found.memory.total <= self.memory and not find_problems(other, self.gpus)
-        is_faster = found.seconds < plan.prediction.seconds * (1 - _WORTH_A_LAYOUT)
-        return Plan(values, other, found) if fits and is_faster else plan
+        config = self._resolved(values)
+        prediction = predict(config, network, self.gpus, self.machine, pipelines=pipelines)
+        fits = prediction.memory.total <= self.memory and not find_problems(config, self.gpus)
+        is_faster = prediction.seconds < plan.prediction.seconds * (1 - _MIN_BALANCE_GAIN)
+        return Plan(values, config, prediction) if fits and is_faster else plan
 
 
 def with_teacher(plan: ModelPlan, teacher: ModelConfig | None) -> ModelPlan:
@@ -291,20 +291,20 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
     layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)
     experts = math.gcd(*model.expert_counts)  # 0 without a mixture
     length = start.data.seq_length or 1
-    micro_batches = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _MOST_TOKENS]
+    micro_batches = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _MAX_TOKENS]
     overlaps = start.training.cuda_graph_impl != "local"  # no messages overlap with recorded passes
     for tensor, context in product(_powers(min(node, gpus)), _powers(gpus)):
         if (model.num_attention_heads or 1) % tensor or gpus % (tensor * context):
             continue
-        if context > 1 and length < _LEAST_TOKENS * context:
+        if context > 1 and length < _MIN_TOKENS * context:
             continue
         for stages in _divisors(gpus // (tensor * context)):
-            if stages > min(layers, _MOST_STAGES):
+            if stages > min(layers, _MAX_STAGES):
                 continue
             data = gpus // (tensor * context * stages)
             if batch % data:
                 continue
-            each = {
+            layout_values = {
                 **_UNSET,
                 "parallel.tensor_model_parallel_size": tensor,
                 "parallel.sequence_parallel": tensor > 1,
@@ -312,7 +312,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
                 "parallel.context_parallel_size": context,
                 "parallel.pipeline_model_parallel_size": stages,
             }
-            for more in product(
+            for choice in product(
                 [{}, {"parallel.cp_comm_type": "a2a"}] if context > 1 else [{}],
                 _schedules(model, stages),
                 _experts(experts, tensor, tensor * context * data),
@@ -320,8 +320,8 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
                 _RECOMPUTATION,
                 [n for n in micro_batches if batch // data % n == 0],
             ):
-                *parts, micro_batch = more
-                values = {**each, "training.micro_batch_size": micro_batch}
+                *parts, micro_batch = choice
+                values = {**layout_values, "training.micro_batch_size": micro_batch}
                 for part in parts:
                     values |= part
                 if experts and values["training.recompute_granularity"] == "selective":
@@ -338,14 +338,20 @@ def _schedules(model: ModelOptions, stages: int) -> list[Values]:
     if layers % stages and not model.decoder_num_layers:
         uneven: list[Values] = []
         for parts in (stages * n for n in _powers(layers // stages)):
-            each, left = divmod(layers, parts)
+            per_part, remainder = divmod(layers, parts)
             # The larger parts come just before the last part, which has the head.
-            counts = tuple(each + (parts - 1 - left <= i < parts - 1) for i in range(parts))
+            counts = tuple(
+                per_part + (parts - 1 - remainder <= i < parts - 1) for i in range(parts)
+            )
             uneven.append({"parallel.pipeline_model_parallel_layout": layout_text(counts)})
         return [uneven[0], {**uneven[0], **bubble}, *uneven[1:]]
     whole = [n for n in _divisors(layers // stages) if n > 1]
-    picked = sorted({*whole[:2], *whole[-1:]})
-    return [{}, bubble, *({"parallel.num_virtual_stages_per_pipeline_rank": n} for n in picked)]
+    chunk_counts = sorted({*whole[:2], *whole[-1:]})
+    return [
+        {},
+        bubble,
+        *({"parallel.num_virtual_stages_per_pipeline_rank": n} for n in chunk_counts),
+    ]
 
 
 def _experts(experts: int, tensor: int, ranks: int) -> list[Values]:
@@ -376,19 +382,19 @@ def _sharding(replicas: int, stages: int, overlaps: bool) -> list[Values]:
     return kinds + [{"parallel.zero_stage": 3}] if stages == 1 else kinds
 
 
-def _powers(most: int) -> list[int]:
-    return [2**n for n in range(most.bit_length()) if 2**n <= most]
+def _powers(limit: int) -> list[int]:
+    return [2**n for n in range(limit.bit_length()) if 2**n <= limit]
 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]
 
 
-def spell(values: Values, start: RunOptions) -> list[str]:
+def to_flags(values: Values, start: RunOptions) -> list[str]:
     """Return, as flags, the values that differ from those of `start`."""
-    known = flatten(start)
-    changed = [(path, value) for path, value in values.items() if value != known[path]]
+    start_values = flatten(start)
+    changed = [(path, value) for path, value in values.items() if value != start_values[path]]
     sharded = values.get("parallel.use_distributed_optimizer")
-    if sharded and known["parallel.zero_stage"] == 0:  # the flag implies the stage
+    if sharded and start_values["parallel.zero_stage"] == 0:  # the flag implies the stage
         changed.remove(("parallel.zero_stage", 1))
     return [word for path, value in changed for word in field_at(path).to_args(value)]

@@ -67,7 +67,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     """
     is_user_error = isinstance(error, UserError)
     code = exit_code_of(error)
-    place = journal.place  # its iteration is 0 before training and in programs that do not train
+    place = journal.position  # its iteration is 0 before training and in programs that do not train
     position = (
         f"iteration {place.iteration}, {place.operation}" if place.iteration else place.operation
     )

@@ -73,7 +73,7 @@ def process_group(
             yield layout
         except Exception as error:
             if record is not None:
-                iteration = layout.journal.place.iteration
+                iteration = layout.journal.position.iteration
                 record(Verdict(exit_code_of(error), 0, first_line(error), iteration))
             raise
         return

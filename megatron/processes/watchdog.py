@@ -438,7 +438,7 @@ class Watchdog:
         is_first = self._store.add("verdicts", 1) == 1
         if is_first:
             missing_text = ranks_text(missing) if missing else ""
-            iteration = self._journal.place.iteration
+            iteration = self._journal.position.iteration
             verdict = Verdict(code, self._rank, reason, iteration, missing_text)
             self._store.set("verdict", json.dumps(asdict(verdict)))
             if self._record is not None:
@@ -465,7 +465,7 @@ class Watchdog:
         """
         if not ended:
             return
-        place = self._journal.place
+        place = self._journal.position
         reason = (
             f"{ranks_text(ended)} ended without reporting an error, in iteration "
             f"{place.iteration}, {place.operation}"
@@ -516,7 +516,7 @@ class Watchdog:
         }
 
     def _state(self) -> State:
-        journal, place = self._journal, self._journal.place
+        journal, place = self._journal, self._journal.position
         return State(
             beat=self._beat,
             iteration=place.iteration,

@@ -41,8 +41,8 @@ from megatron.tasks.table import PROGRAM
 from megatron.tasks.target import Predictions, Target
 from megatron.tokenizer import Tokenizer
 from megatron.training.batches import batches_from
-from megatron.training.callbacks.base import Callback, Leave
-from megatron.training.checkpointing import save_weights, take_weights
+from megatron.training.callbacks.base import Callback, EarlyExit
+from megatron.training.checkpointing import load_shared_weights, save_weights
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras
 from megatron.training.recipe import Batch, SampleCounts, Splits
@@ -333,10 +333,10 @@ class AtEpochsEnd(Callback):
         """Return whether the next update ends an epoch."""
         return run.progress.iteration + 1 in self._ends
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Evaluate at the end of an epoch, unless the run must end immediately."""
         at_end = run.progress.iteration in self._ends
-        if at_end and not (leave is not None and leave.at_once):
+        if at_end and not (early_exit is not None and early_exit.is_immediate):
             self._evaluate(run)
 
 
@@ -393,7 +393,7 @@ def _load_pretrained(run: Run, folder: str, new_layers: Sequence[str]) -> int:
             new_weights.append(name)
     entries = run.tokenizer.text_vocab_size  # Google's BERT has no rows for appended entries
     padded = PaddedReader(reader, rows=run.plan.embedding.vocabulary, entries=entries)
-    take_weights(run, padded, fresh=new_weights)
+    load_shared_weights(run, padded, new=new_weights)
     run.pretrained = str(reader.path) + (
         f" (new weights: {', '.join(new_weights)})" if new_weights else ""
     )

@@ -58,7 +58,7 @@ from megatron.tasks.table import PROGRAM, flags_elsewhere
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.tokenizer import Tokenizer
 from megatron.training.callbacks.base import Callback
-from megatron.training.checkpointing import take_weights
+from megatron.training.checkpointing import load_shared_weights
 from megatron.training.from_bert import StartFromBert
 from megatron.training.pretrain import dry_run, pretrain
 from megatron.training.recipe import Batch, SampleCounts, Splits
@@ -367,7 +367,7 @@ class TowersFinetuning(StartFromBert):
             check_network(run.config, reader, flag)
             entries = run.tokenizer.text_vocab_size
             rows = run.plan.embedding.vocabulary
-            take_weights(run, PaddedReader(reader, rows=rows, entries=entries), fresh=())
+            load_shared_weights(run, PaddedReader(reader, rows=rows, entries=entries), new=())
             run.pretrained = str(reader.path)
 
     def callbacks(self, run: Run) -> list[Callback]:

@@ -130,15 +130,16 @@ class BatchPlan:
             tokens: The number of tokens in these updates.
         """
         while tokens < train_tokens:
-            batch, each = self.global_batch_at(samples), self.tokens_at(iterations, samples)
-            count = -(-(train_tokens - tokens) // each)
+            batch = self.global_batch_at(samples)
+            update_tokens = self.tokens_at(iterations, samples)
+            count = -(-(train_tokens - tokens) // update_tokens)
             if self.curriculum is not None:
-                equal = updates_of_length(self.curriculum, iterations + 1)
-                count = count if equal is None else min(count, equal)
+                same_length = updates_of_length(self.curriculum, iterations + 1)
+                count = count if same_length is None else min(count, same_length)
             if self.rampup is not None and samples <= self.rampup.samples:
                 count = min(count, self._updates_of(batch, samples))
             iterations, samples = iterations + count, samples + count * batch
-            tokens += count * each
+            tokens += count * update_tokens
         return iterations
 
     def iterations_for(self, train_samples: int) -> int:
@@ -197,10 +198,10 @@ def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator
         DataError: The dataset has no further micro-batch.
     """
     axis, options = run.layout.data, run.config.data
-    place = (len(dataset), consumed, run.batches.micro_batch, axis.rank, axis.size)
-    sampler: SingleSampler | CyclicSampler = SingleSampler(*place)
+    arguments = (len(dataset), consumed, run.batches.micro_batch, axis.rank, axis.size)
+    sampler: SingleSampler | CyclicSampler = SingleSampler(*arguments)
     if options.dataloader_type == "cyclic":
-        sampler = CyclicSampler(*place, options.data_sharding)
+        sampler = CyclicSampler(*arguments, options.data_sharding)
     return _load(run.config, dataset, sampler, pin_memory=run.device.is_gpu)
 
 

@@ -79,7 +79,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         layout.journal.enter("loading of the checkpoint")
     reader = checkpointing.open_for_loading(config, layout)
     if reader is not None:
-        entries = checkpointing.entries_held(reader, tokenizer.vocab_size)
+        entries = checkpointing.stored_entries(reader, tokenizer.vocab_size)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
     config = with_branch_length(config, reader)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
@@ -146,8 +146,8 @@ def without_epochs(
     if config.finetuning.train_epochs is None:
         return config
     assert isinstance(recipe, CountsEpochs), "a rule refuses --train-epochs"
-    of_epoch = recipe.epoch_samples(config, tokenizer, layout)
-    return batches.in_iterations(config, config.finetuning.train_epochs * of_epoch)
+    epoch_samples = recipe.epoch_samples(config, tokenizer, layout)
+    return batches.in_iterations(config, config.finetuning.train_epochs * epoch_samples)
 
 
 def parallelize(
@@ -173,7 +173,7 @@ def parallelize(
     """
     parallel, pipeline = config.parallel, layout.pipeline
     plan = model_plan(config.model, vocabulary, recipe.head)
-    held = parts_of_stage(plan_model(config.model, parallel), pipeline.rank, pipeline.size)
+    local_parts = parts_of_stage(plan_model(config.model, parallel), pipeline.rank, pipeline.size)
 
     # 1. Exchanges: one overlaps tensor-parallel communication with the products of split layers,
     #    the other sends tokens to experts and back.
@@ -183,17 +183,17 @@ def parallelize(
     # 2. The parts, whose layers are split as their constructors specify and recompute as the plan
     # specifies. They ask their context for everything they need, now or later.
     layers, queue = LayerRegistry(), WeightGradientQueue()
-    is_halved = schedule_kind(parallel, len(held)) == "zero-bubble"
+    splits_backward = schedule_kind(parallel, len(local_parts)) == "zero-bubble"
     context = run_context(
         config,
         layout,
         device,
         exchange=exchange,
         expert_exchange=expert_exchange,
-        weight_gradients=queue if is_halved else None,
+        weight_gradients=queue if splits_backward else None,
         registry=layers,
     )
-    parts = [recipe.build_part(config, context, vocabulary, part) for part in held]
+    parts = [recipe.build_part(config, context, vocabulary, part) for part in local_parts]
 
     # 3. Ties within this process: parts share the tables that they have in common.
     unite_copies(parts)

@@ -45,10 +45,10 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
     those converted from them, only the settings that determine the order of samples are compared.
     There are no lines for a Hugging Face model, because it was not trained by a run.
     """
-    here, meta = flatten_options(config), reader.meta
+    current, meta = flatten_options(config), reader.meta
     # Determine whether the schedules continue as they were saved (`Schedules.resumed`).
-    fresh = config.checkpoint.no_load_optim or config.training.skip_train
-    keeps_schedule = config.schedule.use_checkpoint_opt_param_scheduler and not fresh
+    restarts_schedule = config.checkpoint.no_load_optim or config.training.skip_train
+    keeps_schedule = config.schedule.use_checkpoint_opt_param_scheduler and not restarts_schedule
     if not meta.get("iteration") and not meta.get("consumed_train_samples"):
         return
     if reader.format == "native" and "legacy_args" not in meta:
@@ -64,18 +64,19 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
     else:
         args = meta.get("legacy_args") or {}
         named = {path: args.get(path.partition(".")[2]) for path in (*_ORDER, *_LENGTHS)}
-        known = ((path, value) for path, value in named.items() if value is not None)
-        saved = {path: tuple(v) if isinstance(v, list) else v for path, v in known}
+        recorded = ((path, value) for path, value in named.items() if value is not None)
+        saved = {path: tuple(v) if isinstance(v, list) else v for path, v in recorded}
     for path, value in saved.items():
-        if here[path] == value:
+        if current[path] == value:
             continue
         field = field_at(path)
-        ours, theirs = field.spell(here[path]), field.spell(value)
+        current_text, saved_text = field.spell(current[path]), field.spell(value)
         is_rate = path.startswith("schedule.") and path not in _NOT_OF_SCHEDULES
-        change = f"changed since the checkpoint: {ours} instead of {theirs}"
+        change = f"changed since the checkpoint: {current_text} instead of {saved_text}"
         if keeps_schedule and (is_rate or "weight_decay" in path):
-            yield f"  --use-checkpoint-opt_param-scheduler: continues with {theirs}, not {ours}"
-        elif path in _ORDER and not (path in _PATHS and _moved(value, here[path])):
+            flag = "--use-checkpoint-opt_param-scheduler"
+            yield f"  {flag}: continues with {saved_text}, not {current_text}"
+        elif path in _ORDER and not (path in _PATHS and _moved(value, current[path])):
             yield f"WARNING: {change}: {_LOST}"
         else:
             yield f"  {change}"
@@ -100,4 +101,4 @@ def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
 
 def _moved(old: tuple[str, ...] | None, new: tuple[str, ...] | None) -> bool:
     """Return whether only the folders of files differ, probably because the files were moved."""
-    return [Path(one).name for one in old or ()] == [Path(one).name for one in new or ()]
+    return [Path(path).name for path in old or ()] == [Path(path).name for path in new or ()]

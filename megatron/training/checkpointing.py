@@ -51,22 +51,22 @@ from megatron.training.run import Progress, Run
 _PADDING = ModelOptions.make_vocab_size_divisible_by
 _SCORE = "model.score."  # a reward model's head
 # The parameters that a new reward model keeps.
-_KEPT = ("model.embedding.", "model.layers.", "model.final_norm.")
+_REWARD_BODY = ("model.embedding.", "model.layers.", "model.final_norm.")
 _ADAPTERS = "the adapters"  # in the log line about what finetuning initializes
 # BERT's heads: the first ones predict masked tokens, the others the order of the segments.
 _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
-_OF_ORDER = ("model.pooler.", "model.binary_head.")
+_ORDER_HEADS = ("model.pooler.", "model.binary_head.")
 
 
 def save_run(run: Run) -> Path:
     """Write the run's state under `--save`. Collective."""
     options, iteration = run.config.checkpoint, run.progress.iteration
     assert options.save
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     snapshot = Snapshot.take(iteration, state_of(run), meta_of(run), run.layout)
     path = writer_of(run)(options.save, snapshot, keep=keep_of(options))
     if run.layout.world.rank == 0:
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         report_saved(SavedCheckpoint(iteration, path, snapshot.plan.total_bytes, seconds, seconds))
     return path
 
@@ -103,21 +103,21 @@ def save_weights(run: Run, root: Path) -> Path:
     return write_checkpoint(root, snapshot, keep=RetentionPolicy(1))
 
 
-def take_weights(run: Run, reader: Reader, *, fresh: Iterable[str]) -> None:
+def load_shared_weights(run: Run, reader: Reader, *, new: Iterable[str]) -> None:
     """Load the weights that a different network's checkpoint shares with this run.
 
     Args:
         run: The run, with initial values.
         reader: The checkpoint. Its vocabulary must have as many rows as this run's.
-        fresh: Prefixes of the names of parameters that keep their initial values.
+        new: Prefixes of the names of parameters that keep their initial values.
 
     Raises:
         CheckpointError: A parameter is missing from the checkpoint, or has a different shape.
     """
-    ours = tuple(f"model.{name}" for name in fresh)
+    new_prefixes = tuple(f"model.{name}" for name in new)
     state = _weights_state(run, is_copy=False)
-    taken = {name: entries for name, entries in state.items() if not name.startswith(ours)}
-    restore(reader, taken, cast=True)
+    shared = {name: entries for name, entries in state.items() if not name.startswith(new_prefixes)}
+    restore(reader, shared, cast=True)
     run.optimizer.reload_masters()
 
 
@@ -144,7 +144,7 @@ def state_of(run: Run) -> State:
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     if run.optimizer.average is not None:
-        state |= _average_state(run, run.optimizer.average.sets(), copies=False)
+        state |= _average_state(run, run.optimizer.average.tensor_sets(), copies=False)
     if not run.config.checkpoint.no_save_optim:
         named = run.optimizer.named_tensors()
         if run.config.checkpoint.ckpt_format != "native":  # other programs expect fp32
@@ -226,9 +226,10 @@ def _average_from(run: Run, reader: Reader) -> State:
     average, saved = run.optimizer.average, reader.meta.get("average")
     if average is None:
         return {}
-    there = saved["count"] if saved and saved["kind"] == average.kind else 0
+    saved_count = saved["count"] if saved and saved["kind"] == average.kind else 0
     sets = average.prepare(
-        lambda prefix: there > 0 and any(name.startswith(prefix) for name in reader.tensors), there
+        lambda prefix: saved_count > 0 and any(name.startswith(prefix) for name in reader.tensors),
+        saved_count,
     )
     if not average.count and run.layout.world.rank == 0:
         print_line("  the checkpoint holds no average of this kind: the average starts here")
@@ -246,25 +247,25 @@ def _history_from(run: Run, reader: Reader) -> State:
 
     If the lengths of the histories differ, only the newest entries are loaded.
     """
-    ours, held = _history_state(run), set(reader.names())
-    if held.isdisjoint(ours):
-        if ours and run.layout.world.rank == 0:
+    own_state, saved_names = _history_state(run), set(reader.names())
+    if saved_names.isdisjoint(own_state):
+        if own_state and run.layout.world.rank == 0:
             print_line(
                 "  the checkpoint holds no fp8 history: the first iteration uses current scales"
             )
         return {}
     state: State = {}
-    for name, entry in flatten(ours):
-        whole = reader.global_shape(name) if name in held else entry.global_shape
+    for name, entry in flatten(own_state):
+        whole = reader.global_shape(name) if name in saved_names else entry.global_shape
         tensor = entry.tensor[..., : whole[-1]]
         state[name] = Entry(tensor, (*entry.global_shape[:-1], whole[-1]), entry.offset)
     return state
 
 
-def _entries(tensor: Tensor, parameter: nn.Parameter, held: Span) -> list[Entry]:
-    """Return the entries for `tensor`, which holds the elements `held` of a flattened parameter."""
+def _entries(tensor: Tensor, parameter: nn.Parameter, span: Span) -> list[Entry]:
+    """Return the entries for `tensor`, which holds the elements `span` of a flattened parameter."""
     spec = spec_of(parameter)
-    boxes = boxes_of_range(spec.shape, held.start, held.end)
+    boxes = boxes_of_range(spec.shape, span.start, span.end)
     values = tensor.view(-1).split([box.volume for box in boxes])
     return [
         Entry(
@@ -317,7 +318,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """
     if config.checkpoint.load is None:
         return None
-    root, started = Path(config.checkpoint.load), time.perf_counter()
+    root, start_time = Path(config.checkpoint.load), time.perf_counter()
     if root.is_file():
         raise CheckpointError(f"--load {root} is a file: give the folder of checkpoints")
     options = config.checkpoint
@@ -343,13 +344,15 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         if options.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
         if not is_first_start:
-            found = f"--load {root} {'holds no checkpoint' if root.exists() else 'does not exist'}"
+            problem = (
+                f"--load {root} {'holds no checkpoint' if root.exists() else 'does not exist'}"
+            )
             if options.finetune:
                 raise ConfigError(
-                    f"--finetune: {found}: give the folder of the weights to finetune"
+                    f"--finetune: {problem}: give the folder of the weights to finetune"
                 )
             raise ConfigError(
-                f"{found}: correct the path, or drop --load to start from random weights (a run "
+                f"{problem}: correct the path, or drop --load to start from random weights (a run "
                 "that resumes itself gives the same folder to --save)"
             )
         if layout.world.rank == 0:
@@ -357,19 +360,19 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         return None
     if config.checkpoint.load_averaged_weights:
         reader = AveragedReader(reader)
-    told = check_network(config, reader, finetunes=config.checkpoint.finetune)
+    notices = check_network(config, reader, finetunes=config.checkpoint.finetune)
     if layout.world.rank == 0:
-        for line in told:
+        for line in notices:
             print_line(line)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         size = sum(file.stat().st_size for file in reader.path.rglob("*")) / 1e9
         # Hugging Face files have no digests.
-        done = "opened" if reader.format == "hf" else "verified"
-        print_line(f"  {reader.path}: {size:.3g} GB {done} in {seconds:.2f} s")
+        verb = "opened" if reader.format == "hf" else "verified"
+        print_line(f"  {reader.path}: {size:.3g} GB {verb} in {seconds:.2f} s")
     return reader
 
 
-def entries_held(reader: Reader, entries: int) -> int:
+def stored_entries(reader: Reader, entries: int) -> int:
     """Return the number of a tokenizer's entries for which a checkpoint should have rows.
 
     Hugging Face's BERT has no rows for [BOS] and [EOS], which our tokenizer adds to its vocabulary.
@@ -378,8 +381,8 @@ def entries_held(reader: Reader, entries: int) -> int:
         reader: The checkpoint.
         entries: The number of entries in the tokenizer.
     """
-    is_theirs = reader.format == "hf" and reader.meta["config"]["model"]["architecture"] == "bert"
-    return min(entries, int(reader.meta["padded_vocab_size"])) if is_theirs else entries
+    is_foreign = reader.format == "hf" and reader.meta["config"]["model"]["architecture"] == "bert"
+    return min(entries, int(reader.meta["padded_vocab_size"])) if is_foreign else entries
 
 
 def network_of(options: CheckpointConfig) -> dict[str, Any]:
@@ -446,7 +449,7 @@ def _saved_progress(config: RunConfig, reader: Reader) -> Progress:
 
 def restore_run(run: Run, reader: Reader) -> None:
     """Load weights, optimizer and position from the checkpoint, according to the flags."""
-    options, started = run.config.checkpoint, time.perf_counter()
+    options, start_time = run.config.checkpoint, time.perf_counter()
     weights_only = options.finetune or options.no_load_optim
     # If only the weights are loaded, they go directly into the fp32 masters of 16-bit weights.
     state = _weights_state(run, is_copy=not weights_only)
@@ -469,9 +472,9 @@ def restore_run(run: Run, reader: Reader) -> None:
         _restore_position(run, reader)
     # With pipeline parallelism, no rank holds every parameter.
     is_dropped = _SCORE in new_parts
-    whole = () if run.layout.pipeline.size > 1 else _KEPT if is_dropped else ("model.",)
+    whole = () if run.layout.pipeline.size > 1 else _REWARD_BODY if is_dropped else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only, cast_prefixes=(STATES,))
-    run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
+    run.optimizer.encode_loaded({name: tensor for name, (tensor, _) in named.items()})
     if _ADAPTERS in new_parts:
         initialize_adapters(run.parts)
     if run.config.model.load_adapter is not None:
@@ -481,12 +484,12 @@ def restore_run(run: Run, reader: Reader) -> None:
     else:
         _continue_updates(run, reader)
     if run.layout.world.rank == 0:
-        seconds = time.perf_counter() - started
-        drawn = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
+        seconds = time.perf_counter() - start_time
+        initialized = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
         print_line(
             f"  successfully loaded checkpoint from {reader.path} at iteration {reader.iteration} "
             f"(read in {seconds:.2f} s)"
-            + f"; not in the checkpoint, initialized anew: {drawn}" * bool(new_parts)
+            + f"; not in the checkpoint, initialized anew: {initialized}" * bool(new_parts)
             + "; the output layer is dropped" * is_dropped
         )
         for line in reader.meta.get("notices", ()):
@@ -510,7 +513,7 @@ def _continue_updates(run: Run, reader: Reader) -> None:
         run.spikes.load_state(reader.meta["spikes"])
 
 
-def rewind_run(run: Run, found: Reader) -> int:
+def rewind_run(run: Run, checkpoint: Reader) -> int:
     """Restore the weights and the optimizer from a checkpoint in the middle of training.
 
     The iterations since then count as skipped: the run continues with the next samples, and its
@@ -518,7 +521,7 @@ def rewind_run(run: Run, found: Reader) -> int:
 
     Args:
         run: The run.
-        found: A checkpoint that this run has saved or has continued from.
+        checkpoint: A checkpoint that this run has saved or has continued from.
 
     Returns:
         The number of samples that were read since the checkpoint.
@@ -526,13 +529,13 @@ def rewind_run(run: Run, found: Reader) -> int:
     Raises:
         CheckpointError: The checkpoint does not fit the run.
     """
-    entries = entries_held(found, run.tokenizer.vocab_size)
-    reader = PaddedReader(found, rows=run.plan.embedding.vocabulary, entries=entries)
+    entries = stored_entries(checkpoint, run.tokenizer.vocab_size)
+    reader = PaddedReader(checkpoint, rows=run.plan.embedding.vocabulary, entries=entries)
     run.optimizer.wait_for_weights()
     named = run.optimizer.named_tensors()
     state = _weights_state(run, is_copy=True) | _updated_state(run, reader, named)
     restore(reader, state, cast_prefixes=(STATES,))
-    run.optimizer.take_loaded({name: tensor for name, (tensor, _) in named.items()})
+    run.optimizer.encode_loaded({name: tensor for name, (tensor, _) in named.items()})
     _continue_updates(run, reader)
     run.layers.forget_weights()
     progress, saved = run.progress, _saved_progress(run.config, reader)
@@ -552,14 +555,14 @@ def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...
             "which adapters would leave frozen at its initial values: train all weights first"
         )
     state = {name: entry for name, entry in state.items() if not name.startswith(new_parts)}
-    model, held = run.config.model, reader.names()
-    if model.retro_add_retriever and not any(map(is_retriever_parameter, held)):
+    model, saved_names = run.config.model, reader.names()
+    if model.retro_add_retriever and not any(map(is_retriever_parameter, saved_names)):
         new_parts = (*new_parts, "the layers that read neighbors")
         state = {name: entry for name, entry in state.items() if not is_retriever_parameter(name)}
-    if model.reward_head and not any(name.startswith(_SCORE) for name in held):
+    if model.reward_head and not any(name.startswith(_SCORE) for name in saved_names):
         new_parts = (*new_parts, _SCORE)
         state = {name: entry for name, entry in state.items() if not name.startswith(_SCORE)}
-    if model.lora_rank is not None and not any(map(is_adapter_parameter, held)):
+    if model.lora_rank is not None and not any(map(is_adapter_parameter, saved_names)):
         new_parts = (*new_parts, _ADAPTERS)
         state = {name: entry for name, entry in state.items() if not is_adapter_parameter(name)}
     return new_parts, state
@@ -589,9 +592,9 @@ def _load_adapter(
 
     trust, model = run.config.checkpoint.allow_foreign_checkpoints, run.config.model
     vocabulary = run.plan.embedding.vocabulary
-    layers, of_base = adapted_layers(model, vocabulary), base.meta.get("huggingface") or {}
-    theirs = tensor_names(folder, allow_foreign=trust)
-    family = family_in(theirs, model, layers, vocabulary, base=of_base.get("family"))
+    layers, base_meta = adapted_layers(model, vocabulary), base.meta.get("huggingface") or {}
+    file_names = tensor_names(folder, allow_foreign=trust)
+    family = family_in(file_names, model, layers, vocabulary, base=base_meta.get("family"))
     names = peft_names(model, layers, family, vocabulary)
     files = PeftReader(folder, model, names, allow_foreign=trust)
     reader = PaddedReader(files, rows=vocabulary, entries=run.tokenizer.vocab_size)
@@ -614,34 +617,34 @@ def _lacking_heads(run: Run, reader: Reader, state: State) -> tuple[str, ...]:
     """
     plan = run.plan
     heads = () if plan.head("masked_token") is None and plan.head("pooler") is None else _HEADS
-    heads += () if plan.head("pooler") is None else _OF_ORDER
-    held = reader.names()
-    lacking = [head for head in heads if not any(name.startswith(head) for name in held)]
+    heads += () if plan.head("pooler") is None else _ORDER_HEADS
+    saved_names = reader.names()
+    lacking = [head for head in heads if not any(name.startswith(head) for name in saved_names)]
     if not lacking:
         return ()
-    here = [any(name.startswith(head) for name in state) for head in lacking]
-    there = torch.tensor(here, dtype=torch.float32, device=run.device.torch_device)
-    counts = all_reduce(there, run.layout.world).tolist()
+    is_local = [any(name.startswith(head) for name in state) for head in lacking]
+    local_flags = torch.tensor(is_local, dtype=torch.float32, device=run.device.torch_device)
+    counts = all_reduce(local_flags, run.layout.world).tolist()
     return tuple(head for head, count in zip(lacking, counts, strict=True) if count)
 
 
 def _check_tokenizer(run: Run, reader: Reader) -> None:
     """Refuse a tokenizer that changes what embedding rows mean; with --finetune, only warn."""
-    saved, ours = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
-    if not saved or saved == ours:
+    saved, current = reader.meta.get("tokenizer"), run.tokenizer.fingerprint()
+    if not saved or saved == current:
         return
-    told = (
+    message = (
         f"--load {reader.path}: trained with a different tokenizer (fingerprint {saved}, "
-        f"here {ours})"
+        f"here {current})"
     )
     if not run.config.checkpoint.finetune:
         raise CheckpointError(
-            f"{told}: give its vocabulary files, or --finetune to continue with the new one"
+            f"{message}: give its vocabulary files, or --finetune to continue with the new one"
         )
     if run.layout.world.rank == 0:
         print_line(
-            f"WARNING: {told}: --finetune continues with the run's tokenizer, but the rows of its "
-            f"{run.tokenizer.vocab_size:,} entries were learned for different entries"
+            f"WARNING: {message}: --finetune continues with the run's tokenizer, but the rows of "
+            f"its {run.tokenizer.vocab_size:,} entries were learned for different entries"
         )
 
 
@@ -659,9 +662,9 @@ def _restore_position(run: Run, reader: Reader) -> None:
     # Without a saved position, validation text is read again from its beginning. That takes longer
     # but ends at the same position, which the iteration determines.
     restore_positions(run.datasets[1], meta.get("validation_text"))
-    is_placed = restore_positions(run.datasets[0], meta.get("text"))
+    has_position = restore_positions(run.datasets[0], meta.get("text"))
     if run.layout.world.rank == 0:
-        if not is_placed:
+        if not has_position:
             print_line(
                 "  the checkpoint does not record a position in this text: the text is read again "
                 "from its beginning, up to the next sample"

@@ -54,14 +54,14 @@ class Growing:
         """Return the sequence length of an update."""
         done = min(update / self.steps, 1.0) ** (1.0 / self.degree)
         length = math.floor(done * (self.longest - self.shortest) + self.shortest)
-        least = -(-self.shortest // self.multiple) * self.multiple
-        return min(max(length - length % self.multiple, least), self.longest)
+        shortest = -(-self.shortest // self.multiple) * self.multiple
+        return min(max(length - length % self.multiple, shortest), self.longest)
 
     def describe(self) -> str:
         """Return a short description of the lengths."""
-        how = "linearly" if self.degree == 1 else f"by the root of degree {self.degree:g}"
+        growth = "linearly" if self.degree == 1 else f"by the root of degree {self.degree:g}"
         return (
-            f"{self.at(1):,} to {self.longest:,} tokens in {self.steps:,} iterations, {how}, in "
+            f"{self.at(1):,} to {self.longest:,} tokens in {self.steps:,} iterations, {growth}, in "
             f"multiples of {self.multiple}"
         )
 
@@ -91,19 +91,19 @@ class Discrete:
 
 def lengths_of(config: RunConfig) -> Lengths | None:
     """Return the curriculum that the flags specify, if any. The rules have checked the flags."""
-    asked = config.curriculum
-    if asked.curriculum_schedule is None:
+    options = config.curriculum
+    if options.curriculum_schedule is None:
         return None
-    if asked.curriculum_schedule == "fixed_discrete":
-        assert asked.curriculum_lengths is not None and asked.curriculum_until is not None
-        return Discrete(asked.curriculum_lengths, asked.curriculum_until)
-    assert asked.curriculum_min_length is not None and asked.curriculum_steps is not None
+    if options.curriculum_schedule == "fixed_discrete":
+        assert options.curriculum_lengths is not None and options.curriculum_until is not None
+        return Discrete(options.curriculum_lengths, options.curriculum_until)
+    assert options.curriculum_min_length is not None and options.curriculum_steps is not None
     return Growing(
-        asked.curriculum_min_length,
-        asked.curriculum_max_length or config.data.seq_length,
-        asked.curriculum_steps,
-        asked.curriculum_length_step,
-        asked.curriculum_root_degree if asked.curriculum_schedule == "fixed_root" else 1,
+        options.curriculum_min_length,
+        options.curriculum_max_length or config.data.seq_length,
+        options.curriculum_steps,
+        options.curriculum_length_step,
+        options.curriculum_root_degree if options.curriculum_schedule == "fixed_root" else 1,
     )
 
 

@@ -6,7 +6,7 @@ from megatron.command import print_line
 from megatron.data.sample import ControlledDataset, SampleDataset
 from megatron.errors import EXIT_OK
 from megatron.training.batches import batches_from, evaluation_position
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.log_line import validation_lines
 from megatron.training.passes import Passes
@@ -36,8 +36,8 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
     for _ in range(run.config.evaluation.eval_iters):
         passes = Passes(run, batches, count)
         passes.forward()
-        losses, weight, (exit_wanted,) = reduce_losses(passes, [run.exit.code != EXIT_OK], run)
-        if exit_wanted:
+        losses, weight, (exit_requested,) = reduce_losses(passes, [run.exit.code != EXIT_OK], run)
+        if exit_requested:
             return None
         weights += weight
         for name, value in losses.items():
@@ -70,13 +70,13 @@ def evaluate_and_report(
     if dataset is None or run.config.evaluation.eval_iters == 0:
         return
     controls = dataset.controls if isinstance(dataset, ControlledDataset) else {}
-    found: dict[str, float] = {}
+    reported: dict[str, float] = {}
     with run.timers.measure("eval-time", level=0):
-        for change, samples in {"": dataset, **controls}.items():
+        for control, samples in {"": dataset, **controls}.items():
             losses = evaluate(run, samples, skip=skip)
             if losses is None:
                 return
-            found |= {f"{name} {change}".rstrip(): value for name, value in losses.items()}
+            reported |= {f"{name} {control}".rstrip(): value for name, value in losses.items()}
         average = run.optimizer.average
         if run.config.evaluation.eval_averaged_weights and average is not None and average.count:
             run.layers.forget_weights()
@@ -85,10 +85,10 @@ def evaluate_and_report(
             run.layers.forget_weights()
             if losses is None:
                 return
-            found |= {f"{name} of averaged weights": value for name, value in losses.items()}
+            reported |= {f"{name} of averaged weights": value for name, value in losses.items()}
     if run.is_log_rank:
-        print_line(validation_lines(where, found, has_perplexity=run.recipe.head.has_perplexity))
-    scalars.after_evaluation(run, split, found, at_end_of_training=at_end_of_training)
+        print_line(validation_lines(where, reported, has_perplexity=run.recipe.head.has_perplexity))
+    scalars.after_evaluation(run, split, reported, at_end_of_training=at_end_of_training)
     if run.config.training.empty_unused_memory_level == 2:
         run.device.empty_cache()
 
@@ -104,11 +104,11 @@ class Evaluation(Callback):
         """Return whether an evaluation follows the next update."""
         return (run.progress.iteration + 1) % run.config.evaluation.eval_interval == 0
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Evaluate if an evaluation is due, unless the run ends immediately."""
         iteration = run.progress.iteration
-        leaving_now = leave is not None and leave.at_once
-        if iteration % run.config.evaluation.eval_interval or leaving_now:
+        exits_now = early_exit is not None and early_exit.is_immediate
+        if iteration % run.config.evaluation.eval_interval or exits_now:
             return
         skip, where = evaluation_position(run, iteration - 1), f"iteration {iteration}"
         evaluate_and_report(run, "validation", self._scalars, where=where, skip=skip)

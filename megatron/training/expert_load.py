@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron.training.run import Run
 
 OVERLOADED = 4.0  # load, in even shares, above which an expert is named
-_MOST_NAMED = 8  # experts of one layer in a log line
+_MAX_NAMED = 8  # experts of one layer in a log line
 _PIXELS = 16  # side of an expert's square in the picture
 
 
@@ -36,16 +36,19 @@ def mixtures_of(plan: ModelPlan) -> dict[int, int]:
     }
 
 
-def held_mixtures(run: Run) -> list[int]:
+def local_mixtures(run: Run) -> list[int]:
     """Return the mixture layers on this process, by layer index, in the order of its routers."""
     mixtures = mixtures_of(run.plan)
     if not mixtures:
         return []
     parts = plan_model(run.config.model, run.config.parallel)
-    held = parts_of_stage(parts, run.layout.pipeline.rank, run.layout.pipeline.size)
+    local_parts = parts_of_stage(parts, run.layout.pipeline.rank, run.layout.pipeline.size)
     first = len(run.plan.layers)
-    ahead = [index for index in mixtures if index >= first and held[-1].head]
-    return [*(index for part in held for index in part.layers if index in mixtures), *ahead]
+    multi_token = [index for index in mixtures if index >= first and local_parts[-1].head]
+    return [
+        *(index for part in local_parts for index in part.layers if index in mixtures),
+        *multi_token,
+    ]
 
 
 def expert_load_part(run: Run) -> Tensor:
@@ -60,10 +63,10 @@ def expert_load_part(run: Run) -> Tensor:
         return torch.zeros(0, device=device)
     layout, mixtures = run.layout, mixtures_of(run.plan)
     loads = {index: torch.zeros(experts, device=device) for index, experts in mixtures.items()}
-    taken = run.layers.routers.take_loads()
+    router_loads = run.layers.routers.pop_loads()
     # Without sequence parallelism all tensor ranks count the same tokens.
     if layout.sequence_parallel or layout.tensor.is_first:
-        loads |= zip(held_mixtures(run), taken, strict=True)
+        loads |= zip(local_mixtures(run), router_loads, strict=True)
     return torch.cat((torch.zeros(0, device=device), *loads.values()))
 
 
@@ -109,23 +112,23 @@ class ExpertLoad:
         for layer, load in self.layers.items():
             if not load.any():
                 continue  # no update has counted tokens
-            without = np.flatnonzero(load == 0)
-            if len(without):
-                names = [str(expert) for expert in without]
+            idle_experts = np.flatnonzero(load == 0)
+            if len(idle_experts):
+                names = [str(expert) for expert in idle_experts]
                 idle.append(f"layer {layer}: {_first(names)}")
-            beyond = np.flatnonzero(load > OVERLOADED)
-            if len(beyond):
-                names = [f"{expert} ({load[expert]:.1f})" for expert in beyond]
+            overloaded_experts = np.flatnonzero(load > OVERLOADED)
+            if len(overloaded_experts):
+                names = [f"{expert} ({load[expert]:.1f})" for expert in overloaded_experts]
                 overloaded.append(f"layer {layer}: {_first(names)}")
-        found = []
+        warnings = []
         if idle:
-            found.append(f"experts without a token since the last log line: {'; '.join(idle)}")
+            warnings.append(f"experts without a token since the last log line: {'; '.join(idle)}")
         if overloaded:
-            found.append(
+            warnings.append(
                 f"experts with more than {OVERLOADED:g} even shares of the tokens: "
                 f"{'; '.join(overloaded)}"
             )
-        return f" {' | '.join(found)}" if found else None
+        return f" {' | '.join(warnings)}" if warnings else None
 
     def scalars(self) -> dict[str, float]:
         """Return the loads of each layer's most and least loaded expert, by TensorBoard tag."""
@@ -158,6 +161,6 @@ class ExpertLoad:
 
 def _first(names: Sequence[str]) -> str:
     """Return the first few names, and the number of others."""
-    others = len(names) - _MOST_NAMED
-    more = [f"and {others} more"] if others > 0 else []
-    return ", ".join([*names[:_MOST_NAMED], *more])
+    omitted = len(names) - _MAX_NAMED
+    suffix = [f"and {omitted} more"] if omitted > 0 else []
+    return ", ".join([*names[:_MAX_NAMED], *suffix])

@@ -29,9 +29,9 @@ class ExchangePlan:
         groups: The processes that exchange tokens, for the first few groups.
         group_count: Number of such groups in the run.
         tokens: Number of tokens on a process.
-        others: Average number of other processes to which a token is sent, if all choices are
-            equally likely.
-        most_others: The maximum number of other processes to which a token is sent.
+        mean_destinations: Average number of other processes to which a token is sent, if all
+            choices are equally likely.
+        max_destinations: The maximum number of other processes to which a token is sent.
         bytes_per_copy: Bytes that the forward and backward passes send for each token and other
             process: the token with its choices, the result, and the gradients of both.
     """
@@ -40,19 +40,19 @@ class ExchangePlan:
     groups: tuple[tuple[int, ...], ...]
     group_count: int
     tokens: int
-    others: float
-    most_others: int
+    mean_destinations: float
+    max_destinations: int
     bytes_per_copy: int
 
     @property
     def bytes(self) -> int:
         """Bytes that a process sends, and receives, in the forward and backward pass."""
-        return int(self.tokens * self.others * self.bytes_per_copy)
+        return int(self.tokens * self.mean_destinations * self.bytes_per_copy)
 
     def describe_groups(self) -> str:
         """Return the first groups of processes as text."""
-        shown = " | ".join(" ".join(map(str, group)) for group in self.groups)
-        return f"{shown}{' | ...' if len(self.groups) < self.group_count else ''}"
+        text = " | ".join(" ".join(map(str, group)) for group in self.groups)
+        return f"{text}{' | ...' if len(self.groups) < self.group_count else ''}"
 
 
 def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> ExchangePlan:
@@ -72,10 +72,10 @@ def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> E
         if not any(rank in group for group in groups):
             groups.append(Layout.at(rank, world_size, **sizes).expert.ranks)
         rank += 1
-    others, most_others = float(ranks - 1), ranks - 1
+    mean_destinations, max_destinations = float(ranks - 1), ranks - 1
     if not gathers_all(router.experts, router.chosen, ranks):
-        others *= share_reached(router.experts, router.chosen, ranks)
-        most_others = min(most_others, router.chosen)
+        mean_destinations *= share_reached(router.experts, router.chosen, ranks)
+        max_destinations = min(max_destinations, router.chosen)
     batch = micro_batch(config, layout)
     # Sent: tokens, choices, weights. Returned: results. Then the gradients of all but the choices.
     vectors, scalars = 4 * mixture.hidden * batch.width, router.chosen * (_CHOICE + 2 * _WEIGHT)
@@ -84,8 +84,8 @@ def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> E
         groups=tuple(groups),
         group_count=world_size // ranks,
         tokens=batch.expert_tokens,
-        others=others,
-        most_others=most_others,
+        mean_destinations=mean_destinations,
+        max_destinations=max_destinations,
         bytes_per_copy=vectors + scalars,
     )
 
@@ -110,55 +110,57 @@ def expert_rows(
     if not mixtures:
         return []
     mixture, count = max(mixtures, key=lambda mixture: mixture.router.experts), len(mixtures)
-    fewest = min(mixture.router.experts for mixture in mixtures)
+    min_experts = min(mixture.router.experts for mixture in mixtures)
     exchange = plan_exchange(config, mixture, world_size)
     experts = mixture.router.experts
-    several = f"{experts}" if fewest == experts else f"{fewest} to {experts}"
-    placed = f"{several} in each of {count} layers, {mixture.router.chosen} for a token"
+    expert_range = f"{experts}" if min_experts == experts else f"{min_experts} to {experts}"
+    placement = f"{expert_range} in each of {count} layers, {mixture.router.chosen} for a token"
     if exchange.local == experts:
-        return [("experts", f"{placed}, all of them on each process")]
+        return [("experts", f"{placement}, all of them on each process")]
     sent = exchange.bytes * micro_batches
     layers = -(-count // config.parallel.pipeline_model_parallel_size)
     rows = [
         (
             "experts",
-            f"{placed}, {exchange.local} on each process; processes that exchange tokens: "
+            f"{placement}, {exchange.local} on each process; processes that exchange tokens: "
             f"{exchange.describe_groups()}",
         ),
         (
             "exchange of tokens",
-            f"a token goes to {exchange.others:.2f} other processes if all experts are chosen "
-            f"equally often, and to at most {exchange.most_others}; a process sends "
+            f"a token goes to {exchange.mean_destinations:.2f} other processes if all experts are "
+            f"chosen equally often, and to at most {exchange.max_destinations}; a process sends "
             f"{amount(exchange.bytes)} for a layer and micro-batch, {amount(sent)} for a layer and "
             f"iteration, {amount(sent * layers)} for {layers} layers",
         ),
     ]
     batch = micro_batch(config, Layout.at(0, world_size, **config.parallel.sizes))
     ranks, tokens = len(exchange.groups[0]), batch.tokens // batch.sequence
-    worst = Mixture.largest_imbalance(mixture, ranks, tokens)
-    even, uneven = (largest_process(config, plan, world_size, each) for each in (1.0, worst))
-    told = (
+    max_imbalance = Mixture.largest_imbalance(mixture, ranks, tokens)
+    even, uneven = (
+        largest_process(config, plan, world_size, imbalance) for imbalance in (1.0, max_imbalance)
+    )
+    text = (
         f"at most about {uneven.amount}, if all tokens choose the experts of one process "
-        f"({worst:.2f} even shares)"
+        f"({max_imbalance:.2f} even shares)"
     )
     if memory is not None and even.total != uneven.total:
-        share = (uneven.total - even.total) / (worst - 1)
-        told += f"; {full_at(memory, even.total, share, worst)}"
-    return [*rows, ("memory if load is uneven", told)]
+        share = (uneven.total - even.total) / (max_imbalance - 1)
+        text += f"; {full_at(memory, even.total, share, max_imbalance)}"
+    return [*rows, ("memory if load is uneven", text)]
 
 
-def full_at(memory: float, even: int, per_share: float, worst: float) -> str:
+def full_at(memory: float, even: int, per_share: float, max_imbalance: float) -> str:
     """Describe the load of a process's experts at which its device memory is full.
 
     Args:
         memory: Memory of the device in bytes.
         even: Bytes that a process needs if the load is even.
         per_share: Bytes that each additional even share needs.
-        worst: The largest possible load in even shares.
+        max_imbalance: The largest possible load in even shares.
     """
     shares = 1 + (memory - even) / per_share
     if shares < 1:
         return f"{amount(int(memory))} is not enough for any load"
-    if shares >= worst:
+    if shares >= max_imbalance:
         return f"{amount(int(memory))} is enough for any load"
     return f"{amount(int(memory))} is full at {shares:.2f} even shares"

@@ -48,9 +48,9 @@ class RunRecord:
         def read() -> dict[str, object]:
             with suppress(OSError, ValueError, TypeError, RecursionError):
                 with open_trusted(path) as file:
-                    held = cls(**json.loads(file.read(_MAX_BYTES)))
-                if type(held.run) is str and type(held.began) is float:
-                    return asdict(held)
+                    record = cls(**json.loads(file.read(_MAX_BYTES)))
+                if type(record.run) is str and type(record.began) is float:
+                    return asdict(record)
             new = asdict(cls(uuid.uuid4().hex, time.time()))
             with writing_to("--save", path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def open_newest(
 
     def iterations() -> list[int]:
         with suppress(CheckpointError):  # none is complete: `open_durable` reports it
-            return [one.iteration for one in list_checkpoints(Path(load), quiet=True)]
+            return [checkpoint.iteration for checkpoint in list_checkpoints(Path(load), quiet=True)]
         return []
 
     durable = JsonExchange(layout.world).on_main(iterations)

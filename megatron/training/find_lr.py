@@ -24,8 +24,8 @@ from megatron.config.parser import asks_for
 from megatron.durable import PLOT_SUFFIXES, expect_no_file, replace_file, writing_to
 from megatron.errors import ConfigError, DataError
 
-_LEAST_ITERATIONS = 30  # fewer points do not distinguish a trend from noise
-_CLEAR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
+_MIN_ITERATIONS = 30  # fewer points do not distinguish a trend from noise
+_NOISE_FACTOR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
 _RISE = 0.1  # the loss counts as rising above its minimum plus this fraction of its fall
 _SHARE = 10.0  # a long run uses the rate with the lowest loss, divided by this
 
@@ -44,7 +44,7 @@ class RateCurve:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RangeTestResult:
     """The result of analyzing a curve.
 
     Attributes:
@@ -100,14 +100,14 @@ def run(options: argparse.Namespace) -> int:
             f"({' '.join(command[:4])} ...)"
         )
     curve = read_curve(files["metrics.jsonl"], options.min_lr, options.iterations)
-    finding = look_at(curve)
-    content = {"command": command, **asdict(curve), **asdict(finding)}
+    result = analyze_curve(curve)
+    content = {"command": command, **asdict(curve), **asdict(result)}
     with writing_to("--output", folder):
         replace_file(files["rates.json"], json.dumps(content, indent=1).encode() + b"\n")
-    draw(curve, finding, files["rates.png"])
-    shown = "no suggestion" if finding.suggestion is None else f"--lr {finding.suggestion:.1e}"
-    print(f"{shown}: {finding.reason}\nwrote {files['rates.png']} and {files['rates.json']}")
-    return 0 if finding.suggestion is not None else 1
+    draw(curve, result, files["rates.png"])
+    suggestion = "no suggestion" if result.suggestion is None else f"--lr {result.suggestion:.1e}"
+    print(f"{suggestion}: {result.reason}\nwrote {files['rates.png']} and {files['rates.json']}")
+    return 0 if result.suggestion is not None else 1
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -121,33 +121,34 @@ def _check(options: argparse.Namespace) -> None:
             f"--min-lr {options.min_lr:g} and --max-lr {options.max_lr:g}: both must be above 0, "
             "and the second above the first"
         )
-    if options.iterations < _LEAST_ITERATIONS:
-        problems.append(f"--iterations {options.iterations}: use at least {_LEAST_ITERATIONS}")
+    if options.iterations < _MIN_ITERATIONS:
+        problems.append(f"--iterations {options.iterations}: use at least {_MIN_ITERATIONS}")
     if problems:
         raise ConfigError(problems)
 
 
 def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     """Return the command with the flags of the test, which override earlier flags."""
-    words = list(options.words)
-    program = [sys.executable] if words[0].endswith(".py") else []
-    unset: tuple[str, ...] = (
+    argv = list(options.words)
+    program = [sys.executable] if argv[0].endswith(".py") else []
+    unset_flags: tuple[str, ...] = (
         *("--train-samples", "--train-tokens"),
         *("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--decoupled-lr", "--decoupled-min-lr"),
         *("--exit-interval", "--exit-duration-in-mins", "--save-interval"),
         *("--save-retain-interval", "--save-interval-in-mins"),
     )
-    texts = ["--save", "--tensorboard-dir", "--wandb-project"]
+    emptied_flags = ["--save", "--tensorboard-dir", "--wandb-project"]
     # Flags that no later flag turns off, or that require one of the flags above.
-    dropped = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
-    dropped |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
+    removed_flags = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
+    removed_flags |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
     # The first argument of `megatron pretrain` may be a YAML file.
-    is_pretraining, is_finetuning = (words[:2] == ["megatron", x] for x in ("pretrain", "finetune"))
-    given = ["--config", *words[2:]] if is_pretraining else words
-    if not (is_finetuning or asks_for("checkpoint.finetune", given)):  # starts from random weights
-        texts.append("--load")
-        unset += ("--ckpt-step",)
-        dropped.add("--exit-on-missing-checkpoint")
+    is_pretraining, is_finetuning = (argv[:2] == ["megatron", x] for x in ("pretrain", "finetune"))
+    training_flags = ["--config", *argv[2:]] if is_pretraining else argv
+    starts_from_weights = is_finetuning or asks_for("checkpoint.finetune", training_flags)
+    if not starts_from_weights:
+        emptied_flags.append("--load")
+        unset_flags += ("--ckpt-step",)
+        removed_flags.add("--exit-on-missing-checkpoint")
     flags = {
         "--lr-decay-style": "range-test",
         "--lr-range-test-min-lr": repr(options.min_lr),
@@ -163,24 +164,24 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     }
     return [
         *program,
-        *_without(words, dropped),
-        *(word for name in unset for word in (name, "none")),
-        *(word for name in texts for word in (name, "")),
+        *_without(argv, removed_flags),
+        *(word for name in unset_flags for word in (name, "none")),
+        *(word for name in emptied_flags for word in (name, "")),
         *(word for pair in flags.items() for word in pair),
         "--lr-range-test-exponential",
         "--check-for-nan-in-loss-and-grad",
     ]
 
 
-def _without(words: Sequence[str], dropped: Set[str]) -> list[str]:
+def _without(argv: Sequence[str], dropped: Set[str]) -> list[str]:
     """Return the arguments without these flags and their values."""
-    kept, is_kept = [], True
-    for word in words:
+    remaining, is_kept = [], True
+    for word in argv:
         if word.startswith("--"):
             is_kept = word.partition("=")[0] not in dropped
         if is_kept:
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
@@ -202,7 +203,7 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
                 rates[record["iteration"] + 1] = float(
                     record["learning-rate"]
                 )  # rate of the next update
-    missing = [number for number in range(1, iterations + 1) if number not in losses]
+    missing = [iteration for iteration in range(1, iterations + 1) if iteration not in losses]
     if missing:
         raise DataError(
             f"{metrics} has no lm loss for iteration {missing[0]}: the command must train a "
@@ -210,10 +211,12 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
         )
     # The loss of an iteration is computed before its update: it shows the effect of the last one.
     updates = range(1, iterations)
-    return RateCurve([rates[at] for at in updates], [losses[at + 1] for at in updates])
+    return RateCurve(
+        [rates[update] for update in updates], [losses[update + 1] for update in updates]
+    )
 
 
-def look_at(curve: RateCurve) -> Finding:
+def analyze_curve(curve: RateCurve) -> RangeTestResult:
     """Suggest a learning rate from a curve, or say why none can be suggested.
 
     The losses are smoothed by a moving average. The loss must fall clearly, that is by four times
@@ -225,28 +228,30 @@ def look_at(curve: RateCurve) -> Finding:
         len(curve.losses),
     )
     losses, rates = curve.losses[:finite], curve.rates
-    reach = max(2, len(curve.losses) // 30)
-    if finite < 4 * reach:
-        return Finding(None, _DIVERGES.format(rates[0]), None, None, losses)
-    near = [losses[max(0, i - reach) : i + reach + 1] for i in range(finite)]
-    smooth = [sum(part) / len(part) for part in near]
+    half_width = max(2, len(curve.losses) // 30)
+    if finite < 4 * half_width:
+        return RangeTestResult(None, _DIVERGES.format(rates[0]), None, None, losses)
+    windows = [losses[max(0, i - half_width) : i + half_width + 1] for i in range(finite)]
+    smoothed = [sum(part) / len(part) for part in windows]
     differences = [b - a for a, b in zip(losses, losses[1:], strict=False)][: finite // 2]
     # Neighboring losses differ more by noise than by trend: half the mean square of their
     # differences is the variance of the noise.
     noise = math.sqrt(sum(d * d for d in differences) / (2 * len(differences)))
     # A value at either end is the average of only reach + 1 losses.
-    clear = _CLEAR * noise / math.sqrt(reach + 1)
-    place = min(range(finite), key=smooth.__getitem__)
-    fall = smooth[0] - smooth[place]
-    if fall <= clear:
-        return Finding(None, _NO_FALL.format(max(fall, 0.0), clear), None, None, smooth)
-    above = smooth[place] + max(_RISE * fall, clear)
-    risen = [index for index in range(place, finite) if smooth[index] > above]
+    threshold = _NOISE_FACTOR * noise / math.sqrt(half_width + 1)
+    lowest = min(range(finite), key=smoothed.__getitem__)
+    fall = smoothed[0] - smoothed[lowest]
+    if fall <= threshold:
+        return RangeTestResult(
+            None, _NO_FALL.format(max(fall, 0.0), threshold), None, None, smoothed
+        )
+    risen_level = smoothed[lowest] + max(_RISE * fall, threshold)
+    risen = [index for index in range(lowest, finite) if smoothed[index] > risen_level]
     if not risen and finite == len(curve.losses):
-        return Finding(None, _NO_RISE.format(rates[-1]), rates[place], None, smooth)
+        return RangeTestResult(None, _NO_RISE.format(rates[-1]), rates[lowest], None, smoothed)
     rising = rates[risen[0] if risen else finite]
-    reason = _FOUND.format(smooth[0], smooth[place], rates[place], rising)
-    return Finding(rates[place] / _SHARE, reason, rates[place], rising, smooth)
+    reason = _FOUND.format(smoothed[0], smoothed[lowest], rates[lowest], rising)
+    return RangeTestResult(rates[lowest] / _SHARE, reason, rates[lowest], rising, smoothed)
 
 
 _DIVERGES = "the loss is not finite soon after the first rate {:.1e}: lower --min-lr"
@@ -261,7 +266,7 @@ _FOUND = (
 )
 
 
-def draw(curve: RateCurve, finding: Finding, output: Path) -> None:
+def draw(curve: RateCurve, result: RangeTestResult, output: Path) -> None:
     """Draw the curve and the finding, and save the image."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -269,17 +274,17 @@ def draw(curve: RateCurve, finding: Finding, output: Path) -> None:
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    count = len(finding.smoothed)
+    count = len(result.smoothed)
     axes.plot(curve.rates[:count], curve.losses[:count], color="tab:blue", alpha=0.3, lw=1)
-    axes.plot(curve.rates[:count], finding.smoothed, color="tab:blue", label="loss, smoothed")
+    axes.plot(curve.rates[:count], result.smoothed, color="tab:blue", label="loss, smoothed")
     for rate, color, text in (
-        (finding.suggestion, "tab:green", "suggestion"),
-        (finding.lowest, "dimgray", "lowest loss"),
-        (finding.rising, "tab:red", "loss has risen"),
+        (result.suggestion, "tab:green", "suggestion"),
+        (result.lowest, "dimgray", "lowest loss"),
+        (result.rising, "tab:red", "loss has risen"),
     ):
         if rate is not None:
             axes.axvline(rate, color=color, linestyle="--", label=f"{text}: {rate:.1e}")
-    low, high = min(finding.smoothed, default=0.0), max(finding.smoothed[:1], default=1.0)
+    low, high = min(result.smoothed, default=0.0), max(result.smoothed[:1], default=1.0)
     axes.set_ylim(low - 0.15 * (high - low) - 0.01, high + 0.5 * (high - low) + 0.01)
     axes.set(
         xscale="log",

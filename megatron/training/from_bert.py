@@ -17,7 +17,7 @@ from megatron.config.model import with_article
 from megatron.config.retriever import CONTEXT, QUERY, TOWERS
 from megatron.errors import CheckpointError
 from megatron.models.adapters import adapted_layers
-from megatron.training.checkpointing import entries_held, take_weights
+from megatron.training.checkpointing import load_shared_weights, stored_entries
 from megatron.training.pretrain import Extras
 from megatron.training.run import Run
 
@@ -42,8 +42,10 @@ class StartFromBert(Extras):
         saved = reader.meta["config"].get("model", {})
         kind = saved.get("architecture", "gpt")
         if kind != "bert":
-            held = with_article(kind)
-            raise CheckpointError(f"{_FLAG} {folder}: holds {held}, but a bert is needed")
+            architecture_text = with_article(kind)
+            raise CheckpointError(
+                f"{_FLAG} {folder}: holds {architecture_text}, but a bert is needed"
+            )
         model = replace(
             run.config.model,
             architecture="bert",
@@ -52,7 +54,7 @@ class StartFromBert(Extras):
             biencoder_shared_query_context_model=False,
         )
         check_network(replace(run.config, model=model), reader, _FLAG)
-        entries = entries_held(reader, run.tokenizer.vocab_size)
+        entries = stored_entries(reader, run.tokenizer.vocab_size)
         padded = PaddedReader(reader, rows=run.plan.embedding.vocabulary, entries=entries)
         parts = ["projection"]
         if "model.embedding.token_type.weight" not in reader.tensors:  # without the binary head
@@ -63,8 +65,8 @@ class StartFromBert(Extras):
             for name, parameter in parameters.items():
                 if name.startswith(f"{CONTEXT}.projection."):
                     parameter.copy_(parameters[name.replace(CONTEXT, QUERY)])
-        take_weights(
-            run, _InTowers(padded), fresh=[f"{tower}.{part}" for tower in TOWERS for part in parts]
+        load_shared_weights(
+            run, _InTowers(padded), new=[f"{tower}.{part}" for tower in TOWERS for part in parts]
         )
         run.pretrained = str(reader.path)
         if run.layout.world.rank == 0:

@@ -106,14 +106,14 @@ class AnswerGenerator:
         trains = run.parts[0].training
         for part in run.parts:
             part.eval()
-        most = max(1, min(len(requests), self._at_once))
-        rooms = [
-            -(-min(len(prompt) + how.max_new_tokens, positions) // _BLOCK) * _BLOCK
-            for _, prompt, how in requests
+        max_sequences = max(1, min(len(requests), self._at_once))
+        cache_tokens = [
+            -(-min(len(prompt) + sampling.max_new_tokens, positions) // _BLOCK) * _BLOCK
+            for _, prompt, sampling in requests
         ]
         options = EngineOptions(
-            max_sequences=most,
-            cache_tokens=sum(sorted(rooms)[-most:]) + _BLOCK,
+            max_sequences=max_sequences,
+            cache_tokens=sum(sorted(cache_tokens)[-max_sequences:]) + _BLOCK,
             block_size=_BLOCK,
             seed=run.config.training.seed,
             graphs=False,
@@ -122,22 +122,22 @@ class AnswerGenerator:
             self._model, run.device, options, replica=self._copy, channel=self._channel
         )
         answers = {name: GeneratedAnswer([], []) for name, _, _ in requests}
-        for name, prompt, how in requests:
-            room = max(1, engine.limits.max_length - len(prompt))
-            fitting = replace(how, max_new_tokens=min(how.max_new_tokens, room))
+        for name, prompt, sampling in requests:
+            max_new_tokens = max(1, engine.limits.max_length - len(prompt))
+            limited = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, max_new_tokens))
             try:
-                engine.add(Request(name, prompt, fitting))
+                engine.add(Request(name, prompt, limited))
             except RequestError as error:
                 answers[name] = GeneratedAnswer([], [], str(error))
         while engine.has_work:
             for event in engine.step():
-                found = answers[event.request]
+                answer_ = answers[event.request]
                 if isinstance(event, Token):
-                    found.tokens.append(event.token)
+                    answer_.tokens.append(event.token)
                     if event.logprob is not None:
-                        found.log_probs.append(event.logprob)
+                        answer_.log_probs.append(event.logprob)
                 elif isinstance(event, Finished) and event.message:
-                    answers[event.request] = found._replace(problem=event.message)
+                    answers[event.request] = answer_._replace(problem=event.message)
         for part in run.parts:
             part.train(trains)
         return list(answers.values())

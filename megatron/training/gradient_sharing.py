@@ -22,7 +22,7 @@ from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.weight_gradients import parameter_waves
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients
-from megatron.parallel.tied import WORDS, Tie, find_ties, tied_names
+from megatron.parallel.tied import WORD_EMBEDDING, Tie, find_ties, tied_names
 
 
 def named_parameters_of(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -91,7 +91,7 @@ def tie_copies(
     return find_ties(
         named_parameters,
         layout,
-        words=copies_words(plan),
+        word_embeddings=copies_words(plan),
         tables=_tied_tables(plan),
         device=device.torch_device,
         gradient_dtype=dtype,
@@ -114,7 +114,7 @@ def new_gradient_buffer(
         layers: The registry in which the layers recorded their requirements.
         layout: The ranks of this process.
     """
-    tied = tied_names(layout, words=copies_words(plan), tables=_tied_tables(plan))
+    tied = tied_names(layout, word_embeddings=copies_words(plan), tables=_tied_tables(plan))
     is_torch = uses_torch_ddp(config, layout)
     named_parameters = named_parameters_of(parts)
     kind = schedule_kind(config.parallel, len(parts))
@@ -127,7 +127,7 @@ def new_gradient_buffer(
             waves=waves[id(parameter)],
             gathered_in_8_bits=parameter in in_8_bits,
             is_tied=name in tied,
-            comes_first=name in tied and name == WORDS and layout.pipeline.is_last,
+            comes_first=name in tied and name == WORD_EMBEDDING and layout.pipeline.is_last,
             needs_whole=choose_rule(name, parameter).needs_whole,
         )
         for name, parameter in named_parameters

@@ -34,7 +34,7 @@ from megatron.training.timers import ReadyClock
 
 _SECONDS = 0.4  # for measuring each speed of a device
 _REPEATS = 10  # of each message
-_MOST_CLOCK_SECONDS = 1.0  # difference between clocks; rendezvous fails at 15 s
+_MAX_CLOCK_SECONDS = 1.0  # difference between clocks; rendezvous fails at 15 s
 _DISK_BYTES = 16 << 20
 # Ranks of a machine share its disk, and all ranks take part in an all-reduce.
 _DISK, _ALL_REDUCE = "disk MB/s", "all-reduce GB/s"
@@ -84,7 +84,7 @@ def check_health(layout: Layout, device: Device, folder: Path | None) -> list[He
         speeds[_DISK] = _disk_speed(folder) / 1e6
     if layout.world.size > 1:
         speeds[_ALL_REDUCE] = _all_reduce_speed(layout, device) / 1e9
-    mine = Health(
+    local = Health(
         host=platform.node(),
         device=device.name,
         speeds=speeds,
@@ -98,7 +98,7 @@ def check_health(layout: Layout, device: Device, folder: Path | None) -> list[He
             **library_versions(),
         },
     )
-    rows = JsonExchange(layout.world).gather(asdict(mine))
+    rows = JsonExchange(layout.world).gather(asdict(local))
     return [
         Health(**(row | {"links": {int(rank): speed for rank, speed in row["links"].items()}}))
         for row in rows
@@ -112,14 +112,14 @@ def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
     """
     work()  # libraries choose their kernels
     device.synchronize()
-    fastest, ends, ready = float("inf"), time.perf_counter() + _SECONDS, ReadyClock()
+    fastest, deadline, ready = float("inf"), time.perf_counter() + _SECONDS, ReadyClock()
     while True:
-        begun, waited = time.perf_counter(), ready.seconds()
+        start, waited = time.perf_counter(), ready.seconds()
         work()
         device.synchronize()
-        now = time.perf_counter()
-        fastest = min(fastest, now - begun - (ready.seconds() - waited))
-        if now > ends:
+        end = time.perf_counter()
+        fastest = min(fastest, end - start - (ready.seconds() - waited))
+        if end > deadline:
             return amount / fastest
 
 
@@ -156,11 +156,11 @@ def _disk_speed(folder: Path) -> float:
     with writing_to("--save", folder):
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder) as file:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            return len(content) / (time.perf_counter() - begun)
+            return len(content) / (time.perf_counter() - start)
 
 
 def _clock(layout: Layout) -> float:
@@ -175,10 +175,10 @@ def _all_reduce_speed(layout: Layout, device: Device) -> float:
     for _ in range(1 + _REPEATS):
         device.synchronize()
         layout.wait_for_all()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         all_reduce(numbers, layout.world)
         device.synchronize()
-        fastest = min(fastest, time.perf_counter() - begun)
+        fastest = min(fastest, time.perf_counter() - start)
     ranks = layout.world.size
     return 2 * (ranks - 1) / ranks * numbers.nbytes / fastest
 
@@ -211,7 +211,7 @@ def _link_speeds(layout: Layout, device: Device) -> dict[int, float]:
             if partner is None:
                 continue
             sent, received = _message(device), _message(device)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             operations = [
                 dist.P2POp(dist.isend, sent, partner),
                 dist.P2POp(dist.irecv, received, partner),
@@ -219,7 +219,7 @@ def _link_speeds(layout: Layout, device: Device) -> dict[int, float]:
             for work in dist.batch_isend_irecv(operations):
                 world.journal.message("message", partner, work).wait()
             device.synchronize()
-            fastest = min(fastest, time.perf_counter() - begun)
+            fastest = min(fastest, time.perf_counter() - start)
         if partner is not None and world.size > 1:
             speeds[partner] = _message(device).nbytes / fastest / 1e9
     return speeds
@@ -244,31 +244,34 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
     hosts = list(dict.fromkeys(row.host for row in rows))
     disks = [max(row.speeds.get(_DISK, 0.0) for row in rows if row.host == host) for host in hosts]
     lines += [
-        f"the disk of --save is slow on {hosts[at]}: {disks[at]:.3g} MB/s instead of {usual:.3g}"
-        for at, usual in _slow(disks, ["all"] * len(disks), factor)
+        f"the disk of --save is slow on {hosts[index]}: {disks[index]:.3g} MB/s instead of "
+        f"{usual:.3g}"
+        for index, usual in _slow(disks, ["all"] * len(disks), factor)
     ]
     pairs = [(a, b) for a, row in enumerate(rows) for b in row.links if a < b]
-    places = ["one" if rows[a].host == rows[b].host else "two" for a, b in pairs]
+    machines = ["one" if rows[a].host == rows[b].host else "two" for a, b in pairs]
     speeds = [min(rows[a].links[b], rows[b].links[a]) for a, b in pairs]
     lines += [
-        f"the link between ranks {pairs[at][0]} and {pairs[at][1]} (on {rows[pairs[at][0]].host} "
-        f"and {rows[pairs[at][1]].host}) is slow: {speeds[at]:.3g} GB/s instead of {usual:.3g}"
-        for at, usual in _slow(speeds, places, factor)
+        f"the link between ranks {pairs[index][0]} and {pairs[index][1]} (on "
+        f"{rows[pairs[index][0]].host} "
+        f"and {rows[pairs[index][1]].host}) is slow: {speeds[index]:.3g} GB/s instead of "
+        f"{usual:.3g}"
+        for index, usual in _slow(speeds, machines, factor)
     ]
-    shaky = [rank for rank, row in enumerate(rows) if not row.is_stable]
+    unstable = [rank for rank, row in enumerate(rows) if not row.is_stable]
     lines += [
         f"rank {rank} (on {rows[rank].host}) computes wrong results: the same product had "
         "different bits when it was repeated"
-        for rank in shaky
+        for rank in unstable
     ]
     # CPUs of different machines may add up in different orders.
     kinds = [row.device if row.device != "CPU" else row.host for row in rows]
     lines += _odd("results", [str(row.digest) for row in rows], kinds, rows)
-    middle = statistics.median(row.clock for row in rows)
+    median = statistics.median(row.clock for row in rows)
     lines += [
-        f"rank {rank} (on {row.host}): its clock is {row.clock - middle:+.1f} s from the others'"
+        f"rank {rank} (on {row.host}): its clock is {row.clock - median:+.1f} s from the others'"
         for rank, row in enumerate(rows)
-        if abs(row.clock - middle) > _MOST_CLOCK_SECONDS
+        if abs(row.clock - median) > _MAX_CLOCK_SECONDS
     ]
     for name in dict.fromkeys(name for row in rows for name in row.versions):
         versions = [row.versions.get(name, "none") for row in rows]
@@ -280,45 +283,47 @@ def _slow(
     values: Sequence[float], kinds: Sequence[str], factor: float
 ) -> Iterable[tuple[int, float]]:
     """Yield the index of each value far below the median of others of its kind, and that median."""
-    for at, value in enumerate(values):
-        others = [
-            other for index, other in enumerate(values) if index != at and kinds[index] == kinds[at]
+    for index, value in enumerate(values):
+        peers = [
+            peer
+            for peer_index, peer in enumerate(values)
+            if peer_index != index and kinds[peer_index] == kinds[index]
         ]
-        if others and value < factor * statistics.median(others):
-            yield at, statistics.median(others)
+        if peers and value < factor * statistics.median(peers):
+            yield index, statistics.median(peers)
 
 
 def _odd(
-    what: str, values: Sequence[str], kinds: Sequence[str], rows: Sequence[Health]
+    quantity: str, values: Sequence[str], kinds: Sequence[str], rows: Sequence[Health]
 ) -> Iterable[str]:
     """Yield a line for each rank whose value differs from that of most ranks of its kind."""
     for kind in dict.fromkeys(kinds):
-        ranks = [rank for rank, each in enumerate(kinds) if each == kind]
+        ranks = [rank for rank, kind_of_rank in enumerate(kinds) if kind_of_rank == kind]
         usual, count = Counter(values[rank] for rank in ranks).most_common(1)[0]
         if count == len(ranks):
             continue
         odd = [rank for rank in ranks if values[rank] != usual]
         hosts = ", ".join(dict.fromkeys(rows[rank].host for rank in odd))
-        theirs = ", ".join(dict.fromkeys(values[rank] for rank in odd))
-        others = ranks_text(frozenset(ranks) - set(odd))
-        told = f"{ranks_text(odd)} (on {hosts}): different {what} from {others}"
-        yield f"{told}: {theirs} instead of {usual}"
+        odd_values = ", ".join(dict.fromkeys(values[rank] for rank in odd))
+        usual_ranks = ranks_text(frozenset(ranks) - set(odd))
+        text = f"{ranks_text(odd)} (on {hosts}): different {quantity} from {usual_ranks}"
+        yield f"{text}: {odd_values} instead of {usual}"
 
 
 def health_table(rows: Sequence[Health]) -> str:
     """Return a table with one line per rank, followed by a line of versions."""
-    middle = statistics.median(row.clock for row in rows)
-    head = ["rank", "host", "device", *rows[0].speeds, "links GB/s", "clock ms", "results"]
-    lines = [head]
+    median = statistics.median(row.clock for row in rows)
+    header = ["rank", "host", "device", *rows[0].speeds, "links GB/s", "clock ms", "results"]
+    lines = [header]
     for rank, row in enumerate(rows):
-        links = ", ".join(f"{speed:.3g} ({other})" for other, speed in row.links.items()) or "-"
+        links = ", ".join(f"{speed:.3g} ({peer})" for peer, speed in row.links.items()) or "-"
         speeds = [f"{speed:.3g}" for speed in row.speeds.values()]
-        clock = f"{1000 * (row.clock - middle):+.0f}"
+        clock = f"{1000 * (row.clock - median):+.0f}"
         result = f"{row.digest:08x}" if row.is_stable else "unstable"
         lines.append([str(rank), row.host, row.device, *speeds, links, clock, result])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [
-        "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
     versions = ", ".join(f"{name} {version}" for name, version in rows[0].versions.items())

@@ -80,10 +80,10 @@ def training_line(
         figures: The result of `update_figures`, and the figures of the iterations since the
             previous line.
     """
-    shown = {**figures, **losses}
+    values = {**figures, **losses}
     columns = [*_BEFORE_LOSSES, *((name, name, ".6E") for name in losses), *_AFTER_LOSSES]
     fields = [
-        f"{label}: {shown[tag]:{form}}" for label, tag, form in columns if shown[tag] is not None
+        f"{label}: {values[tag]:{form}}" for label, tag, form in columns if values[tag] is not None
     ]
     mfu = figures["mfu"]
     fields.append(f"MFU: {'n/a' if mfu is None else format(mfu, '.1%')} |")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, OutputClosedError
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.fast_state import Goodput, NonPersistentCheckpoints
 from megatron.training.callbacks.logging import LogLine
@@ -46,13 +46,13 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     if config.profiling.profile and run.layout.world.rank in config.profiling.profile_ranks:
         callbacks.append(Profile())
     checkpoints = Checkpoints(scalars) if config.checkpoint.save else None
-    fast = config.checkpoint.non_persistent_save_interval is not None
-    often = NonPersistentCheckpoints(scalars) if fast else None
+    saves_non_persistent = config.checkpoint.non_persistent_save_interval is not None
+    non_persistent = NonPersistentCheckpoints(scalars) if saves_non_persistent else None
     if config.reliability.rerun_mode == "validate_results":
         callbacks.append(SuspiciousUpdates(scalars, checkpoints))
     elif config.reliability.rerun_mode == "report_stats":
         callbacks.append(ResultDifferences())
-    callbacks += [SkippedUpdates(scalars, checkpoints, often), Goodput(), scalars]
+    callbacks += [SkippedUpdates(scalars, checkpoints, non_persistent), Goodput(), scalars]
     if config.training.check_weight_hash_across_dp_replicas_interval:
         callbacks.append(ReplicaHashes())
     callbacks += _of_each_iteration(run, scalars)
@@ -63,8 +63,8 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
         callbacks.append(PipelineBubble(run.operation_clock, writers))
     if checkpoints is not None:
         callbacks.append(checkpoints)
-    if often is not None:
-        callbacks.append(often)
+    if non_persistent is not None:
+        callbacks.append(non_persistent)
     if config.evaluation.eval_iters:
         callbacks.append(Evaluation(scalars))
     if config.finetuning.sample_prompts is not None:
@@ -93,7 +93,7 @@ def _of_each_iteration(run: Run, scalars: Scalars) -> list[Callback]:
     return callbacks
 
 
-def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
+def train(run: Run, callbacks: Sequence[Callback]) -> EarlyExit | None:
     """Train to the end, or until an early exit is requested.
 
     Returns:
@@ -102,23 +102,23 @@ def train(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
     for callback in callbacks:
         callback.on_start(run)
     try:
-        leave = _steps(run, callbacks)
+        early_exit = _steps(run, callbacks)
     except Exception:
         for callback in callbacks:
             callback.on_failure(run)
         raise
     run.optimizer.wait_for_weights()
     for callback in callbacks:
-        callback.on_end(run, leave)
-    return leave
+        callback.on_end(run, early_exit)
+    return early_exit
 
 
-def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
-    leave = None
+def _steps(run: Run, callbacks: Sequence[Callback]) -> EarlyExit | None:
+    early_exit = None
     if any_rank(run.exit.is_requested, run):
-        leave = _agreed_leave(run)
+        early_exit = _agreed_exit(run)
     updates, exit_interval = Updates(run), run.config.training.exit_interval
-    while leave is None and not run.finished:
+    while early_exit is None and not run.finished:
         if run.skips_next:
             skip_iteration(run)
             for callback in callbacks:
@@ -128,20 +128,20 @@ def _steps(run: Run, callbacks: Sequence[Callback]) -> Leave | None:
         for callback in callbacks:
             callback.before_step(run)
         outcome = updates.make(look_ahead=not is_interrupted)
-        if outcome.exit_wanted:
-            leave = _agreed_leave(run)
+        if outcome.exit_requested:
+            early_exit = _agreed_exit(run)
         elif exit_interval and run.progress.iteration % exit_interval == 0:
-            leave = Leave(f"--exit-interval {exit_interval}")
+            early_exit = EarlyExit(f"--exit-interval {exit_interval}")
         for callback in callbacks:
-            callback.after_step(run, outcome, leave)
-    return leave
+            callback.after_step(run, outcome, early_exit)
+    return early_exit
 
 
-def _agreed_leave(run: Run) -> Leave:
+def _agreed_exit(run: Run) -> EarlyExit:
     """Return the reason for the exit, with an exit code that is the same on all ranks. Collective.
 
     If ranks disagreed, they would not all take part in an evaluation that is due now.
     """
     codes = (EXIT_SAVED_ON_SIGNAL, OutputClosedError.exit_code)
-    asked = reduce_losses(None, [run.exit.code == code for code in codes], run)[2]
-    return Leave(run.exit.reason, max([EXIT_OK, *itertools.compress(codes, asked)]))
+    requested = reduce_losses(None, [run.exit.code == code for code in codes], run)[2]
+    return EarlyExit(run.exit.reason, max([EXIT_OK, *itertools.compress(codes, requested)]))

@@ -50,9 +50,9 @@ def start_rows(run: Run) -> list[PanelRow]:
     rows = device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0]))
     if isinstance(run.forward, RecordedPasses):
         first, impl = config.training.cuda_graph_warmup_steps + 1, config.training.cuda_graph_impl
-        why = ": the GPU would wait for the host" if impl == "auto" else ""
-        done = f"recorded in iteration {first}, then replayed"
-        rows.append(("passes", f"{done} (--cuda-graph-impl {impl}{why})"))
+        reason = ": the GPU would wait for the host" if impl == "auto" else ""
+        status = f"recorded in iteration {first}, then replayed"
+        rows.append(("passes", f"{status} (--cuda-graph-impl {impl}{reason})"))
     return [
         *rows,
         *size_rows(config, run.layout.world.size, run.plan, memory=run.device.total_memory()),
@@ -70,9 +70,9 @@ def _describe_data(run: Run) -> str:
     if any(text_members(split, 0) for split in run.datasets):
         source = "text, tokenized while training"
     preferences = run.config.preferences
-    what = "conversations" if preferences.preference_loss is None else "pairs of answers"
-    what = "answers" if preferences.trains_on_labels else what
-    source = what if run.config.finetuning.sft else source
+    samples_name = "conversations" if preferences.preference_loss is None else "pairs of answers"
+    samples_name = "answers" if preferences.trains_on_labels else samples_name
+    source = samples_name if run.config.finetuning.sft else source
     source = "generated tokens (--mock-data)" if data.mock_data else source
     of_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
     sizes = ", ".join(
@@ -82,10 +82,10 @@ def _describe_data(run: Run) -> str:
     )
     texts = run.recipe.head.sequences
     lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
-    of_each = f"{texts} x " * (texts > 1) + " + ".join(map(str, lengths))
-    apart = data.reset_attention_mask and not run.config.finetuning.sft
-    full = ", 100% full, with separate documents" if apart else ""
-    return f"{source}; samples of {of_each} tokens{full}{sizes and ': '}{sizes}"
+    lengths_text = f"{texts} x " * (texts > 1) + " + ".join(map(str, lengths))
+    separates_documents = data.reset_attention_mask and not run.config.finetuning.sft
+    packing = ", 100% full, with separate documents" if separates_documents else ""
+    return f"{source}; samples of {lengths_text} tokens{packing}{sizes and ': '}{sizes}"
 
 
 def finetuning_rows(run: Run) -> list[PanelRow]:
@@ -95,16 +95,18 @@ def finetuning_rows(run: Run) -> list[PanelRow]:
         return []
     preferences = run.config.preferences
     if preferences.preference_loss is not None:
-        what = "answers of the same kind" if preferences.trains_on_labels else "pairs"
-        how = f"{preferences.preference_loss}; all {what} in an update have the same weight"
-        return [("loss", how), ("packing", describe_pairs(run.datasets[0]))]
+        unit = "answers of the same kind" if preferences.trains_on_labels else "pairs"
+        weighting = f"{preferences.preference_loss}; all {unit} in an update have the same weight"
+        return [("loss", weighting), ("packing", describe_pairs(run.datasets[0]))]
     counted = "all turns count" if options.train_on_inputs else "the assistant's turns count"
-    how = "all tokens of an update have the same weight (--calculate-per-token-loss)"
+    weighting = "all tokens of an update have the same weight (--calculate-per-token-loss)"
     if not training.calculate_per_token_loss:
-        how = "the mean over micro-batches (to weight tokens equally: --calculate-per-token-loss)"
+        weighting = (
+            "the mean over micro-batches (to weight tokens equally: --calculate-per-token-loss)"
+        )
     files = {member.examples.name: member.examples for member in packed_members(run.datasets[0])}
     rows = [("conversations", examples.summary()) for examples in files.values()]
-    rows += [("loss", f"{counted}; {how}")]
+    rows += [("loss", f"{counted}; {weighting}")]
     packing = describe_packing(run.datasets[0])
     return [*rows, ("packing", packing)] if packing else rows
 
@@ -114,22 +116,24 @@ def _describe_checkpoints(run: Run) -> str:
     loaded = "starting from random weights"
     if run.progress.iteration:
         branch = run.config.schedule.lr_wsd_branch_from
-        of = f", a branch of {branch}," if branch is not None else ""
-        loaded = f"continuing {options.load}{of} at iteration {run.progress.iteration}"
+        branch_text = f", a branch of {branch}," if branch is not None else ""
+        loaded = f"continuing {options.load}{branch_text} at iteration {run.progress.iteration}"
     elif options.finetune or run.pretrained is not None:
         loaded = f"weights from {options.load if options.finetune else run.pretrained}"
     if not options.save:
         return f"{loaded}; not saving (--save is not given)"
     intervals = {"iterations": options.save_interval, "minutes": options.save_interval_in_mins}
-    every = [f"{number:g} {unit}" for unit, number in intervals.items() if number is not None]
-    every += ["epoch"] * bool(run.save_at)
-    how = " in the background" if options.async_save else ""
+    schedule = [f"{number:g} {unit}" for unit, number in intervals.items() if number is not None]
+    schedule += ["epoch"] * bool(run.save_at)
+    mode = " in the background" if options.async_save else ""
     latest, retained = options.keep_latest, options.save_retain_interval
-    kept = ""
+    retention = ""
     if latest is not None or retained is not None:
         multiples = "" if retained is None else f" and those at multiples of {retained} iterations"
-        kept = f", keeping the newest{'' if latest is None else f' {latest}'}{multiples}"
-    saving = f"saving to {options.save} every {' or '.join(every)}{how}{kept}, and at the end"
+        retention = f", keeping the newest{'' if latest is None else f' {latest}'}{multiples}"
+    saving = (
+        f"saving to {options.save} every {' or '.join(schedule)}{mode}{retention}, and at the end"
+    )
     return f"{loaded}; {saving}"
 
 
@@ -161,11 +165,11 @@ def size_rows(
     causal = {layer.mixer.causal for layer in plan.layers if layer.mixer is not None}
     attention = "all of attention counted"
     if True in causal:
-        whose = "the decoder's " if len(causal) > 1 else ""
-        attention = f"half of {whose}causal attention counted"
+        owner = "the decoder's " if len(causal) > 1 else ""
+        attention = f"half of {owner}causal attention counted"
     parameters, active = count_parameters(plan), count_active_parameters(plan)
-    used = f", of which a token uses {active:,}" if active < parameters else ""
-    evenly = ", if all experts get the same number of tokens" if used else ""
+    active_text = f", of which a token uses {active:,}" if active < parameters else ""
+    condition = ", if all experts get the same number of tokens" if active_text else ""
     return [
         ("layout", layout.describe()),
         (
@@ -177,13 +181,13 @@ def size_rows(
         *growth,
         (
             "parameters",
-            f"{parameters:,}{used} (vocabulary padded to {plan.embedding.vocabulary:,})",
+            f"{parameters:,}{active_text} (vocabulary padded to {plan.embedding.vocabulary:,})",
         ),
         *_adapter_rows(config, plan),
         ("model FLOPs per token", f"{flops / 1e9:.4g} GFLOP ({attention})"),
         (
             "memory per process",
-            f"at most about {largest_process(config, plan, world_size).describe()}{evenly}",
+            f"at most about {largest_process(config, plan, world_size).describe()}{condition}",
         ),
         *_state_rows(config, plan, world_size),
         *expert_rows(config, plan, micro_batches, world_size, memory),
@@ -201,14 +205,14 @@ def _state_rows(config: RunConfig, plan: ModelPlan, world_size: int) -> list[Pan
     changes: dict[str, Any] = {f"optimizer.{name}": "fp32" for name in packed}
     if "main_grads_dtype" in packed:
         changes["precision.accumulate_allreduce_grads_in_fp32"] = True
-    plain = with_values(config, changes)
-    before, after = (largest_process(each, plan, world_size) for each in (plain, config))
+    fp32_config = with_values(config, changes)
+    before, after = (largest_process(each, plan, world_size) for each in (fp32_config, config))
     saved = before.total + before.host - after.total - after.host
-    told = ", ".join(f"{name.removesuffix('_dtype')} in {form}" for name, form in packed.items())
-    told += f": {amount(saved)} per process less than in fp32"
+    text = ", ".join(f"{name.removesuffix('_dtype')} in {form}" for name, form in packed.items())
+    text += f": {amount(saved)} per process less than in fp32"
     if packed.keys() - {"main_grads_dtype"}:
-        told += "; PyTorch's operations update them, because the fused Adam kernel needs fp32"
-    return [("optimizer states", told)]
+        text += "; PyTorch's operations update them, because the fused Adam kernel needs fp32"
+    return [("optimizer states", text)]
 
 
 def _adapter_rows(config: RunConfig, plan: ModelPlan) -> list[PanelRow]:
@@ -218,11 +222,11 @@ def _adapter_rows(config: RunConfig, plan: ModelPlan) -> list[PanelRow]:
         return []
     trained = count_adapters(model, plan.embedding.vocabulary)
     kind = "DoRA" if model.use_dora else "LoRA"
-    told = f"{trained:,} parameters ({kind} of rank {model.lora_rank}); all others are frozen"
+    text = f"{trained:,} parameters ({kind} of rank {model.lora_rank}); all others are frozen"
     form = frozen_format(model)
     if form is not None:
-        told += f", those of linear layers in {form}"
-    return [("adapters", told)]
+        text += f", those of linear layers in {form}"
+    return [("adapters", text)]
 
 
 def device_rows(config: RunConfig, device: Device, attention: str) -> list[PanelRow]:
@@ -245,12 +249,14 @@ def device_rows(config: RunConfig, device: Device, attention: str) -> list[Panel
     rows = [("device", device.description), ("precision", precision)]
     if numbers.fp8_format is not None:
         length = numbers.fp8_amax_history_len
-        largest = numbers.fp8_amax_compute_algo == "max" and length > 1
-        taken = f"largest amax of {length} iterations" if largest else "last iteration's amax"
+        takes_max = numbers.fp8_amax_compute_algo == "max" and length > 1
+        amax_source = (
+            f"largest amax of {length} iterations" if takes_max else "last iteration's amax"
+        )
         scales = {
             "tensorwise": "one scale per matrix",
             "rowwise": "one scale per row",
-            "delayed": f"one scale per matrix, from the {taken}",
+            "delayed": f"one scale per matrix, from the {amax_source}",
         }[numbers.fp8_recipe]
         rows.append(("linear layers", f"fp8 {numbers.fp8_format}, {scales}"))
     mfu = "n/a: this device's peak FLOP/s is unknown"

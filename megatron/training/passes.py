@@ -83,9 +83,9 @@ class Passes:
             another process; otherwise empty.
         labels: The number of labels in a micro-batch, whether they count or not; 0 until it is
             known.
-        kept: With --rerun-mode, the micro-batches, which `again` needs.
-        prints: With --rerun-mode, a fingerprint of each output, by part of the model: the sum of
-            squares of hidden states, or the loss.
+        micro_batches: With --rerun-mode, the micro-batches, which `repeated` needs.
+        fingerprints: With --rerun-mode, a fingerprint of each output, by part of the model: the
+            sum of squares of hidden states, or the loss.
     """
 
     def __init__(
@@ -104,27 +104,27 @@ class Passes:
         self.sample_ids: list[list[int]] = []
         self.counted: list[Tensor] = []
         self.labels = 0
-        self.kept: list[Batch] = []
-        self.prints: dict[int, list[Tensor]] = {}
+        self.micro_batches: list[Batch] = []
+        self.fingerprints: dict[int, list[Tensor]] = {}
         is_update = first_sample is not None
-        self._keeps = is_update and run.config.reliability.rerun_mode != "disabled"
+        self._records = is_update and run.config.reliability.rerun_mode != "disabled"
         self._run, self._batches, self._count = run, batches, count
         self._first_sample, self._scale = first_sample, scale
         self._forward = forward or DirectForward(run.recipe.forward)
         self._length = length
         self._loaded: dict[int, Batch] = {}
-        self._begun: Tensor | None = None
+        self._first_output: Tensor | None = None
 
-    def again(self, scale: Callable[[Tensor], Tensor]) -> Passes:
+    def repeated(self, scale: Callable[[Tensor], Tensor]) -> Passes:
         """Return the same passes, to be run again with fresh gradients.
 
         Args:
             scale: The factor applied to the summed losses before the backward pass.
         """
-        assert self._keeps, "--rerun-mode keeps the micro-batches"
+        assert self._records, "--rerun-mode keeps the micro-batches"
         return Passes(
             self._run,
-            iter(self.kept),
+            iter(self.micro_batches),
             self._count,
             first_sample=self._first_sample,
             scale=scale,
@@ -137,7 +137,7 @@ class Passes:
         journal = self._run.layout.journal
         with torch.enable_grad(), self._run.timers.measure("forward-backward"):
             journal.enter("first forward pass, ahead of time")
-            self._begun = self._step(0, 0, None)
+            self._first_output = self._step(0, 0, None)
             journal.enter("end of the pass")
 
     def forward_backward(self) -> None:
@@ -147,24 +147,24 @@ class Passes:
         clock = self._run.operation_clock
         if clock is not None:
             clock.start()
-        with ExitStack() as around:  # the context managers around the current operation
+        with ExitStack() as contexts:  # the context managers around the current operation
 
             def before(operation: Operation) -> None:
                 self._run.layout.journal.enter(operation)
-                around.close()
+                contexts.close()
                 if clock is not None:
                     clock.before(operation)
                 if operation.kind not in _BACKWARD:
                     return
                 self._scale_router_losses(operation.micro_batch)
-                around.enter_context(self._run.timers.measure("backward-compute", level=2))
-                around.enter_context(
+                contexts.enter_context(self._run.timers.measure("backward-compute", level=2))
+                contexts.enter_context(
                     self._run.gradients.micro_batch(
                         is_last=operation in last, wave=wave_of(operation)
                     )
                 )
 
-            self._carry_out(operations, before)
+            self._run_operations(operations, before)
         self._run.layout.journal.enter("end of the passes")
         if clock is not None:
             clock.stop()
@@ -172,9 +172,9 @@ class Passes:
     def forward(self) -> None:
         """Compute only the losses. Collective over the pipeline."""
         layout, schedule = self._run.layout, schedule_of(self._run, self._count, trains=False)
-        self._carry_out(schedule[layout.pipeline.rank], layout.journal.enter)
+        self._run_operations(schedule[layout.pipeline.rank], layout.journal.enter)
 
-    def _carry_out(
+    def _run_operations(
         self, operations: pipeline.Operations, before: Callable[[Operation], None]
     ) -> None:
         run = self._run
@@ -197,9 +197,9 @@ class Passes:
 
     def _step(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """Run one part's forward pass, and return hidden states or the scaled loss."""
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
-            return begun
+        if self._first_output is not None:
+            output, self._first_output = self._first_output, None
+            return output
         run = self._run
         batch = self._batch(micro_batch, is_last_use=chunk == len(run.parts) - 1)
         self._seed(chunk, micro_batch)
@@ -207,19 +207,19 @@ class Passes:
             inputs = (batch, hidden, run.config, run.tokenizer, run.layout)
             is_last = micro_batch == self._count - 1
             result = self._forward(run.parts[chunk], *inputs, is_last=is_last)
-        if self._keeps:
-            self._note(chunk, result)
+        if self._records:
+            self._record_fingerprint(chunk, result)
         if isinstance(result, Tensor):
             return result
         return self._record(result, micro_batch)
 
-    def _note(self, chunk: int, result: Tensor | Mapping[str, Tensor]) -> None:
+    def _record_fingerprint(self, chunk: int, result: Tensor | Mapping[str, Tensor]) -> None:
         """Record a fingerprint of a pass's output."""
         outputs = [result] if isinstance(result, Tensor) else list(result.values())
         with torch.no_grad():
             norms = [torch.linalg.vector_norm(x.detach(), dtype=torch.float32) for x in outputs]
             part = chunk * self._run.layout.pipeline.size + self._run.layout.pipeline.rank
-            self.prints.setdefault(part, []).append(torch.stack(norms).sum().square())
+            self.fingerprints.setdefault(part, []).append(torch.stack(norms).sum().square())
 
     def _record(self, terms: Mapping[str, Tensor], micro_batch: int) -> Tensor:
         for name, value in terms.items():
@@ -258,8 +258,8 @@ class Passes:
         seed = micro_batch_seed(run.progress.dropout_seed, first)
         run.layers.routers.seed = seed
         part = chunk * run.layout.pipeline.size + run.layout.pipeline.rank
-        place = (part, run.layout.context.rank)
-        run.device.seed(derive_seed(seed, "place", *place) if any(place) else seed)
+        position = (part, run.layout.context.rank)
+        run.device.seed(derive_seed(seed, "place", *position) if any(position) else seed)
 
     def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
         """Return the micro-batch on the device. It is kept until its last use on this process."""
@@ -270,8 +270,8 @@ class Passes:
                 self._run.layout.journal.inside(loading),
             ):
                 batch = next(self._batches)
-            if self._keeps:
-                self.kept.append(batch)
+            if self._records:
+                self.micro_batches.append(batch)
             target = self._run.device.torch_device
             batch = {
                 name: value if name == "id" else value.to(target, non_blocking=True)

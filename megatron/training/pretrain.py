@@ -210,21 +210,24 @@ def _end_crash_loop(
         loop = crashes.loop()
         if loop is None:
             return None, crashes.skipped
-        told = f"iteration {loop.iteration} failed twice in the same way: {loop.reason}"
+        message = f"iteration {loop.iteration} failed twice in the same way: {loop.reason}"
         if skips and crashes.skip(loop.iteration - 1):
             print_line(
-                f"WARNING: {told}. --on-crash-loop skip: its samples are skipped from now on"
+                f"WARNING: {message}. --on-crash-loop skip: its samples are skipped from now on"
             )
             return None, crashes.skipped
         remedy = "fix the cause, and start the run by hand"
         if not skips:
             remedy += ", or skip the samples of that iteration with --on-crash-loop skip"
-        return f"{told}: the run is not restarted ({crashes.path} lists the failures): {remedy}", []
+        return (
+            f"{message}: the run is not restarted ({crashes.path} lists the failures): {remedy}",
+            [],
+        )
 
-    told, skipped = JsonExchange(layout.world).on_main(decide)
-    if told is not None:
+    message, skipped = JsonExchange(layout.world).on_main(decide)
+    if message is not None:
         end_launcher(launch)
-        raise CrashLoopError(told)
+        raise CrashLoopError(message)
     if not (skips and skipped):
         return config
     union = tuple(sorted({*skipped, *(options.iterations_to_skip or ())}))
@@ -244,10 +247,12 @@ def _warn_of_newer(run: Run) -> None:
     root, start = run.config.checkpoint.save, run.progress.iteration
     if root is None or run.layout.world.rank:
         return
-    later = [found.iteration for found in scan(Path(root))[0] if found.iteration > start]
-    if later:
+    newer = [
+        checkpoint.iteration for checkpoint in scan(Path(root))[0] if checkpoint.iteration > start
+    ]
+    if newer:
         print_line(
-            f"WARNING: --save {root} holds checkpoints up to iteration {max(later)}, and this run "
+            f"WARNING: --save {root} holds checkpoints up to iteration {max(newer)}, and this run "
             f"starts at {start}: they remain until this run replaces them, but --load no longer "
             f"selects them{_how_to_resume(run.config, root)}"
         )
@@ -260,28 +265,32 @@ def _how_to_resume(config: RunConfig, root: str) -> str:
     newest checkpoint was not used.
     """
     options = config.checkpoint
-    asked = options.load is not None and Path(options.load).resolve() == Path(root).resolve()
-    chosen = {"--finetune": options.finetune, "--ckpt-step": options.ckpt_step}
-    without = " and ".join(f"without {flag}" for flag, is_given in chosen.items() if is_given)
-    words = " ".join(filter(None, ("" if asked else f"--load {root}", without)))
-    return f". To resume from them: {words}" if words else ""
+    loads_root = options.load is not None and Path(options.load).resolve() == Path(root).resolve()
+    selecting_flags = {"--finetune": options.finetune, "--ckpt-step": options.ckpt_step}
+    without = " and ".join(
+        f"without {flag}" for flag, is_given in selecting_flags.items() if is_given
+    )
+    advice = " ".join(filter(None, ("" if loads_root else f"--load {root}", without)))
+    return f". To resume from them: {advice}" if advice else ""
 
 
 def _train_and_evaluate(run: Run, started: float, extras: Extras, writers: Sequence[Writer]) -> int:
     if run.layout.world.rank == 0:
         print_line(start_panel(run, time.monotonic() - started))
         if run.finished and not run.config.training.skip_train:
-            done, asked = run.progress.iteration, run.train_iterations
-            print_line(f"the checkpoint is at iteration {done} of {asked}: nothing left to train")
+            done, requested = run.progress.iteration, run.train_iterations
+            print_line(
+                f"the checkpoint is at iteration {done} of {requested}: nothing left to train"
+            )
     callbacks, scalars = standard_callbacks(run, writers)
     callbacks += extras.callbacks(run)
-    leave = None if run.config.training.skip_train else train(run, callbacks)
-    if leave is None:
+    early_exit = None if run.config.training.skip_train else train(run, callbacks)
+    if early_exit is None:
         final_evaluation(run, scalars)
         extras.end(run)
     elif run.layout.world.rank == 0:
-        print_line(f"exiting program at iteration {run.progress.iteration}: {leave.reason}")
-    if leave is None or leave.code == EXIT_OK:
+        print_line(f"exiting program at iteration {run.progress.iteration}: {early_exit.reason}")
+    if early_exit is None or early_exit.code == EXIT_OK:
         return EXIT_OK
     run.exit.close()
-    return leave.code
+    return early_exit.code

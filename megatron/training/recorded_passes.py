@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Fields of a micro-batch that a recorded pass omits, because they differ each time.
 _UNRECORDED = ("id", LONGEST_SEGMENT)
-MOST_RECORDINGS = 8  # recording batches whose shapes keep changing is not worth the memory
+MAX_RECORDINGS = 8  # recording batches whose shapes keep changing is not worth the memory
 
 Losses = Mapping[str, Tensor]
 PartForward = Callable[..., Tensor | Losses]
@@ -46,7 +46,9 @@ class TrainingForward(Protocol):
     def begin_update(self) -> None:
         """Prepare for an update's first micro-batch."""
 
-    def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Tensor | Losses:
+    def __call__(
+        self, part: Any, batch: Batch, /, *arguments: Any, is_last: bool
+    ) -> Tensor | Losses:
         """Return the result of `Recipe.forward`; `is_last` marks an update's last micro-batch."""
 
     def release(self) -> None:
@@ -65,9 +67,11 @@ class DirectForward:
     def begin_update(self) -> None:
         """Do nothing."""
 
-    def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Tensor | Losses:
+    def __call__(
+        self, part: Any, batch: Batch, /, *arguments: Any, is_last: bool
+    ) -> Tensor | Losses:
         """Return hidden states or losses."""
-        return self._forward(part, batch, *others)
+        return self._forward(part, batch, *arguments)
 
     def release(self) -> None:
         """Do nothing."""
@@ -135,8 +139,8 @@ class RecordedPasses:
         """Create the passes without recordings."""
         self._forward, self._gradients, self._recorder = forward, gradients, recorder
         self._journal, self._forget, self._warm_up = journal, forget, warm_up
-        self._may_fail, self._works = may_fail, True
-        self._met: set[_Key] = set()
+        self._may_fail, self._can_record = may_fail, True
+        self._seen_keys: set[_Key] = set()
         self._recordings: dict[_Key, _Recording] = {}
         self._anchor = torch.empty(0, requires_grad=True)  # so that backward reaches `_Replay`
 
@@ -144,11 +148,11 @@ class RecordedPasses:
         """Count the update if it is a warm-up update."""
         self._warm_up -= 1
 
-    def __call__(self, part: Any, batch: Batch, /, *others: Any, is_last: bool) -> Losses:
+    def __call__(self, part: Any, batch: Batch, /, *arguments: Any, is_last: bool) -> Losses:
         """Return the losses of a micro-batch. Differentiate them before the next micro-batch."""
 
         def forward(batch: Batch) -> Losses:
-            losses = self._forward(part, batch, *others)
+            losses = self._forward(part, batch, *arguments)
             assert not isinstance(losses, Tensor), "a rule refuses pipeline stages"
             return losses
 
@@ -157,10 +161,10 @@ class RecordedPasses:
         key = (shapes, self._gradients.to_overwrite)
         recording = self._recordings.get(key)
         if recording is None:
-            is_full = len(self._recordings) >= MOST_RECORDINGS
-            if self._works and self._warm_up < 0 and key in self._met and not is_full:
+            is_full = len(self._recordings) >= MAX_RECORDINGS
+            if self._can_record and self._warm_up < 0 and key in self._seen_keys and not is_full:
                 recording = self._record(forward, inputs)
-            self._met.add(key)
+            self._seen_keys.add(key)
             if recording is None:
                 return forward(batch)
             self._recordings[key] = recording
@@ -197,7 +201,7 @@ class RecordedPasses:
                 "--cuda-graph-impl auto: passes are not recorded, because recording failed: %s",
                 error,
             )
-            self._works = False
+            self._can_record = False
             return None
         finally:
             self._forget()  # what the pass left is in the memory of the recording

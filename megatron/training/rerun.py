@@ -77,7 +77,7 @@ def first_to_differ(
     """
     if min(forward) < _NOWHERE:
         return [rank for rank, part in enumerate(forward) if part == min(forward)]
-    changed = [rank for rank, each in enumerate(backward) if each]
+    changed = [rank for rank, has_changed in enumerate(backward) if has_changed]
     last = max((stages[rank] for rank in changed), default=0)
     return [rank for rank in changed if stages[rank] == last]
 
@@ -100,9 +100,9 @@ class Reruns:
         self._tolerance = 0.0 if exact else _TOLERANCE
         self._hosts: list[str] = JsonExchange(run.layout.world).gather(platform.node())
         # PyTorch averages gradients itself, so this rank's own gradients are not available.
-        buffer, is_ours = run.gradients, run.config.parallel.ddp_impl == "local"
-        self._buffer = buffer if is_ours and isinstance(buffer, GradientBuffer) else None
-        self._tried: dict[str, float] = {}
+        buffer, is_own_buffer = run.gradients, run.config.parallel.ddp_impl == "local"
+        self._buffer = buffer if is_own_buffer and isinstance(buffer, GradientBuffer) else None
+        self._first_losses: dict[str, float] = {}
 
     def begin(self, passes: Passes) -> None:
         """Store what an update will change, before its passes end."""
@@ -110,35 +110,39 @@ class Reruns:
         self._passes, self._scale = passes, run.optimizer.scale
         self._before = replace(run.progress)
         self._biases = [s.bias.clone() for s in run.layers.routers.states if s.bias is not None]
-        self._note_gradients()
+        self._pop_fingerprints()
 
-    def _note_gradients(self) -> list[Tensor]:
+    def _pop_fingerprints(self) -> list[Tensor]:
         """Return the fingerprints of this rank's gradients, and start recording anew."""
-        return [] if self._buffer is None else self._buffer.take_prints()
+        return [] if self._buffer is None else self._buffer.pop_fingerprints()
 
     def is_suspicious(self, result: StepResult) -> bool:
         """Return whether the result of an update calls for a second computation."""
         return result.found_spike or (result.found_nonfinite and not result.overflow)
 
-    def again(self, losses: Mapping[str, float], norm: float, begun: Passes | None) -> Rerun:
+    def recompute(
+        self, losses: Mapping[str, float], norm: float, next_passes: Passes | None
+    ) -> Rerun:
         """Compute the last update again, without applying it. Collective.
 
         Args:
             losses: The losses of the first computation, by log name.
             norm: The gradient norm of the first computation.
-            begun: The passes of the next update, if they have begun. They are discarded, and their
-                samples are returned to the run.
+            next_passes: The passes of the next update, if they have begun. They are discarded, and
+                their samples are returned to the run.
         """
-        run, passes, gradients = self._run, self._passes, self._note_gradients()
+        run, passes, gradients = self._run, self._passes, self._pop_fingerprints()
         run.layout.journal.enter("second computation of the update")
-        if begun is not None:
-            run.train_batches = itertools.chain(begun.kept, run.train_batches)
-        second, scores = self._computed_again(lambda loss: loss * self._scale.value)
+        if next_passes is not None:
+            run.train_batches = itertools.chain(next_passes.micro_batches, run.train_batches)
+        second, scores = self._run_again(lambda loss: loss * self._scale.value)
         first = {name: losses.get(name, norm) for name in scores}
-        own = self._note_gradients()
-        evidence = self._evidence(passes.prints, second.prints, gradients, own)
-        of_stage = run.layout.world.size // run.layout.pipeline.size
-        stages = [rank // of_stage for rank in run.layout.world.ranks]
+        second_gradients = self._pop_fingerprints()
+        evidence = self._evidence(
+            passes.fingerprints, second.fingerprints, gradients, second_gradients
+        )
+        stage_ranks = run.layout.world.size // run.layout.pipeline.size
+        stages = [rank // stage_ranks for rank in run.layout.world.ranks]
         ranks = first_to_differ(*evidence, stages)
         is_same = not ranks and all(
             is_close(first[name], scores[name], self._tolerance) for name in scores
@@ -146,48 +150,48 @@ class Reruns:
         hosts = dict.fromkeys(self._hosts[rank] for rank in ranks or run.layout.world.ranks)
         return Rerun(first, scores, is_same, ranks, list(hosts), self._undo)
 
-    def try_first(self, passes: Passes) -> Passes:
+    def compute_first(self, passes: Passes) -> Passes:
         """Compute an update only for comparison, and return its passes to be run again.
 
         Collective. Used with --rerun-mode report_stats.
         """
         run = self._run
-        with self._as_before():
+        with self._earlier_biases():
             passes.forward_backward()
-            self._tried, _ = self._reduce(passes)
+            self._first_losses, _ = self._reduce(passes)
         run.gradients.zero()
         run.forward.begin_update()
-        return passes.again(run.optimizer.scale_loss)
+        return passes.repeated(run.optimizer.scale_loss)
 
     def compare_with_first(self, losses: Mapping[str, float]) -> Rerun:
-        """Return the losses of `try_first`, and those of the update itself."""
-        second = {name: losses[name] for name in self._tried}
-        same = all(is_close(self._tried[name], second[name], 0.0) for name in second)
-        return Rerun(self._tried, second, same, [], [])
+        """Return the losses of `compute_first`, and those of the update itself."""
+        second = {name: losses[name] for name in self._first_losses}
+        is_same = all(is_close(self._first_losses[name], second[name], 0.0) for name in second)
+        return Rerun(self._first_losses, second, is_same, [], [])
 
-    def _computed_again(self, scale: Callable[[Tensor], Tensor]) -> tuple[Passes, dict[str, float]]:
+    def _run_again(self, scale: Callable[[Tensor], Tensor]) -> tuple[Passes, dict[str, float]]:
         """Run the passes again, and return them with their losses and gradient norm."""
         run = self._run
-        with self._as_before():
+        with self._earlier_biases():
             run.gradients.zero()
             run.forward.begin_update()
-            second = self._passes.again(scale)
+            second = self._passes.repeated(scale)
             second.forward_backward()
             losses, share = self._reduce(second)
             norm = run.optimizer.gradient_norm(self._scale.value, share)
         return second, {**losses, NORM: norm}
 
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
+    def _earlier_biases(self) -> Iterator[None]:
         """Run the body with the routers' earlier biases, and discard what the routers record."""
         states = self._run.layers.routers.states
         biases = [state.bias for state in states if state.bias is not None]
-        now = [bias.clone() for bias in biases]
+        current = [bias.clone() for bias in biases]
         loads = [state.load.clone() for state in states]
         self._set(biases, self._biases)
         yield
-        self._run.layers.routers.take_losses()
-        self._set(biases, now)
+        self._run.layers.routers.pop_losses()
+        self._set(biases, current)
         self._set([state.load for state in states], loads)
 
     @staticmethod
@@ -203,21 +207,23 @@ class Reruns:
         gradients_again: Sequence[Tensor],
     ) -> tuple[list[int], list[bool]]:
         """Return the first two arguments of `first_to_differ`. Collective."""
-        parts = [part for part, each in outputs.items() if self._differ(each, outputs_again[part])]
-        mine = [min(parts, default=_NOWHERE), int(self._differ(gradients, gradients_again))]
-        table = all_gather(torch.tensor([mine]), self._run.layout.world)
+        parts = [
+            part for part, values in outputs.items() if self._differ(values, outputs_again[part])
+        ]
+        local = [min(parts, default=_NOWHERE), int(self._differ(gradients, gradients_again))]
+        table = all_gather(torch.tensor([local]), self._run.layout.world)
         return table[:, 0].tolist(), table[:, 1].bool().tolist()
 
     def _differ(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
         if not first:
             return False
-        numbers = (torch.stack(list(each)).tolist() for each in (first, second))
+        numbers = (torch.stack(list(tensors)).tolist() for tensors in (first, second))
         return not all(is_close(a, b, self._tolerance) for a, b in zip(*numbers, strict=True))
 
     def _undo(self) -> None:
         """Return to the position before the update, so that it can be saved."""
         run = self._run
         vars(run.progress).update(vars(self._before))
-        run.optimizer.go_back_to(self._scale)
+        run.optimizer.restore_scale(self._scale)
         biases = [s.bias for s in run.layers.routers.states if s.bias is not None]
         self._set(biases, self._biases)

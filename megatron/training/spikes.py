@@ -13,7 +13,7 @@ NORM = "grad norm"
 _OF_NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
 # Minimum spread as a fraction of the median, so that small deviations from nearly constant values
 # are not spikes.
-_LEAST_SPREAD = 0.01
+_MIN_SPREAD = 0.01
 
 
 class SpikeWatch:
@@ -44,7 +44,7 @@ class SpikeWatch:
         median = statistics.median(values)
         spread = _OF_NORMAL * statistics.median(abs(value - median) for value in values)
         threshold = self._norm_threshold if name == NORM else self._loss_threshold
-        return median + threshold * max(spread, _LEAST_SPREAD * abs(median))
+        return median + threshold * max(spread, _MIN_SPREAD * abs(median))
 
     def add(self, values: Mapping[str, float]) -> None:
         """Add the values of an applied update to the window."""

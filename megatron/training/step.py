@@ -20,7 +20,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.training.expert_load import (
     ExpertLoad,
     expert_load_part,
-    held_mixtures,
+    local_mixtures,
     mixtures_of,
 )
 from megatron.training.log_line import skipped_line
@@ -30,7 +30,7 @@ from megatron.training.rerun import Rerun, Reruns
 from megatron.training.run import Run
 from megatron.training.spikes import NORM
 
-_NOTHING = 1e-30  # the share of labels if none counts: all gradients are 0 and must stay 0
+_MIN_SHARE = 1e-30  # the share of labels if none counts: all gradients are 0 and must stay 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StepOutcome(StepResult):
         flops: The floating-point operations of the update in the whole model.
         length: The sequence length that the curriculum chose; `None` without a curriculum.
         loss_scale: The factor by which the loss was multiplied.
-        exit_wanted: Whether some rank asked to exit.
+        exit_requested: Whether some rank asked to exit.
         save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
         spike: A description of what exceeds which limit, if `found_spike`; otherwise empty.
         sample_ids: The sample ids of this rank, one list per micro-batch.
@@ -64,7 +64,7 @@ class StepOutcome(StepResult):
     flops: float
     length: int | None
     loss_scale: float
-    exit_wanted: bool
+    exit_requested: bool
     save_due: bool
     spike: str
     sample_ids: list[list[int]]
@@ -85,16 +85,16 @@ class Updates:
     def __init__(self, run: Run) -> None:
         """Create the sequence, with no pass in progress."""
         self._run = run
-        self._begun: Passes | None = None
+        self._next: Passes | None = None
         mode = run.config.reliability.rerun_mode
         self._reports = mode == "report_stats"
         self._reruns = None if mode == "disabled" else Reruns(run, partial(_gradients_of, run))
         self._flops_per_token: dict[int, int] = {}  # by sequence length
 
     @property
-    def has_begun(self) -> bool:
+    def has_next(self) -> bool:
         """Whether the next update's first forward pass is under way."""
-        return self._begun is not None
+        return self._next is not None
 
     def make(self, *, look_ahead: bool) -> StepOutcome:
         """Consume one global batch and update the parameters. Collective.
@@ -127,31 +127,31 @@ class Updates:
         journal.enter("update of the routers' biases")
         run.layers.routers.update_biases(run.layout)
         journal.enter("reduction of the losses")
-        reading = _Reading(run, passes)
+        reader = _OutcomeReader(run, passes)
         journal.enter("optimizer step")
         with run.timers.measure("optimizer"):
-            ended = run.optimizer.begin_step(
+            step_values = run.optimizer.begin_step(
                 lr=run.schedules.learning_rate.at(run.schedule_position),
                 weight_decay=run.schedules.weight_decay.at(run.schedule_position),
                 decoupled_lr=run.schedules.decoupled_at(run.schedule_position),
                 divisor=share,
                 norm_limit=math.inf if run.spikes is None else run.spikes.limit(NORM),
-                loss_is_spike=reading.loss_is_spike(),
+                loss_is_spike=reader.loss_is_spike(),
             )
         run.layers.forget_weights()
         if run.section_clock is not None:
             run.section_clock.cut()
-        reading.start(ended)
+        reader.start(step_values)
         progress.iteration += 1
         progress.consumed_samples += samples
         progress.consumed_tokens += tokens
         if look_ahead and _may_look_ahead(run):
             journal.iteration = progress.iteration + 1
-            self._begun = _next_passes(run)
-            self._begun.begin()
+            self._next = _next_passes(run)
+            self._next.begin()
             journal.iteration = progress.iteration
         journal.enter("end of the iteration")
-        result, losses, layer_losses, (exit_wanted, save_due), ordinary, load = reading.wait()
+        result, losses, layer_losses, (exit_requested, save_due), ordinary, load = reader.wait()
         if not all(map(math.isfinite, losses.values())):  # the loss scale cannot be the reason
             result = replace(result, found_nonfinite=True, overflow=False)
         if result.applied:
@@ -166,7 +166,7 @@ class Updates:
             **self._work(samples, length),
             length=length,
             loss_scale=loss_scale,
-            exit_wanted=exit_wanted,
+            exit_requested=exit_requested,
             save_due=save_due,
             spike=spike,
             sample_ids=passes.sample_ids,
@@ -177,11 +177,11 @@ class Updates:
 
     def _take_passes(self) -> Passes:
         """Return the passes of this update, which may have begun. Collective."""
-        passes, self._begun = self._begun or _next_passes(self._run), None
+        passes, self._next = self._next or _next_passes(self._run), None
         if self._reruns is None:
             return passes
         self._reruns.begin(passes)
-        return self._reruns.try_first(passes) if self._reports else passes
+        return self._reruns.compute_first(passes) if self._reports else passes
 
     def _compare(self, result: StepResult, losses: Mapping[str, float]) -> Rerun | None:
         """Compute the update again if its result is suspicious. Collective."""
@@ -190,8 +190,8 @@ class Updates:
         if self._reports:
             return self._reruns.compare_with_first(losses)
         if self._reruns.is_suspicious(result):
-            begun, self._begun = self._begun, None
-            return self._reruns.again(losses, result.grad_norm, begun)
+            next_passes, self._next = self._next, None
+            return self._reruns.recompute(losses, result.grad_norm, next_passes)
         return None
 
     def _work(self, samples: int, length: int | None) -> dict[str, Any]:
@@ -230,8 +230,8 @@ def skip_iteration(run: Run) -> None:
     journal.iteration = progress.iteration + 1
     journal.enter("a skipped iteration")
     samples = run.batches.global_batch_at(progress.consumed_samples)
-    for number in range(run.batches.micro_batches_at(progress.consumed_samples)):
-        with journal.inside(f"loading of micro-batch {number}"):
+    for index in range(run.batches.micro_batches_at(progress.consumed_samples)):
+        with journal.inside(f"loading of micro-batch {index}"):
             next(run.train_batches)
     tokens = run.batches.tokens_at(progress.iteration, progress.consumed_samples)
     progress.consumed_tokens += tokens
@@ -280,17 +280,17 @@ def _may_look_ahead(run: Run) -> bool:
     )
 
 
-class _Reading:
+class _OutcomeReader:
     """The values that the host reads from an update, all at once because each read waits."""
 
     def __init__(self, run: Run, passes: Passes) -> None:
         """Add up the losses over the ranks. Collective."""
         self._run = run
         flags = (run.exit.is_requested, run.save_clock.is_due)
-        others = router_losses(run, len(passes.sample_ids))
+        losses_by_layer = router_losses(run, len(passes.sample_ids))
         load = expert_load_part(run)
-        self._others_size, self._load_size = others.numel(), load.numel()
-        self._packed = pack_losses(passes, flags, run, torch.cat((others, load))).double()
+        self._router_size, self._load_size = losses_by_layer.numel(), load.numel()
+        self._packed = pack_losses(passes, flags, run, torch.cat((losses_by_layer, load))).double()
         self._ordinary = _ordinary(passes, run)
 
     def loss_is_spike(self) -> Tensor | None:
@@ -303,14 +303,14 @@ class _Reading:
             return None
         names, loss = self._run.recipe.loss_names(config), self._packed[0]
         if config.training.calculate_per_token_loss:
-            loss = loss / self._packed[len(names)].clamp(min=_NOTHING)
+            loss = loss / self._packed[len(names)].clamp(min=_MIN_SHARE)
         return (loss > watch.limit(names[0])).double()
 
-    def start(self, ended: Tensor) -> None:
+    def start(self, step_values: Tensor) -> None:
         """Start reading, together with the results of the optimizer's step."""
-        parts = [ended, self._packed, self._ordinary.double()]
+        parts = [step_values, self._packed, self._ordinary.double()]
         self._sizes = [part.numel() for part in parts]
-        self._reading = AsyncRead(torch.cat(parts))
+        self._read = AsyncRead(torch.cat(parts))
 
     def wait(
         self,
@@ -324,15 +324,15 @@ class _Reading:
         whether each micro-batch of this rank had an ordinary loss. The experts' load is `None` if
         no log line is due.
         """
-        numbers = iter(self._reading.wait())
-        ended, packed, ordinary = (list(islice(numbers, size)) for size in self._sizes)
+        values = iter(self._read.wait())
+        step_values, packed, ordinary = (list(islice(values, size)) for size in self._sizes)
         end = len(packed) - self._load_size
-        start = end - self._others_size
+        start = end - self._router_size
         losses, _, flags = unpack_losses(packed[:start], self._run)
-        means, of_layers = unpack_router_losses(packed[start:end], self._run)
+        means, layer_losses = unpack_router_losses(packed[start:end], self._run)
         load = ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None
-        result = self._run.optimizer.end_step(ended)
-        return result, losses | means, of_layers, flags, [x > 0 for x in ordinary], load
+        result = self._run.optimizer.end_step(step_values)
+        return result, losses | means, layer_losses, flags, [x > 0 for x in ordinary], load
 
 
 def _gradients_of(run: Run, passes: Passes) -> tuple[dict[str, float], Tensor | None]:
@@ -360,7 +360,7 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
     """
     counted = all_reduce(torch.stack(passes.counted).sum(), run.layout.data)
     labels = passes.labels * len(passes.counted) * run.layout.data.size
-    return (counted / labels).clamp(min=_NOTHING)
+    return (counted / labels).clamp(min=_MIN_SHARE)
 
 
 def _ordinary(passes: Passes, run: Run) -> Tensor:
@@ -406,7 +406,7 @@ def router_losses(run: Run, micro_batches: int) -> Tensor:
     """
     none = torch.zeros(len(run.config.model.auxiliary_losses), device=run.device.torch_device)
     layers = dict.fromkeys(mixtures_of(run.plan), none)
-    layers |= zip(held_mixtures(run), run.layers.routers.take_losses(), strict=True)
+    layers |= zip(local_mixtures(run), run.layers.routers.pop_losses(), strict=True)
     return torch.cat((none[:0], *layers.values())) / (micro_batches * run.layout.data.size)
 
 
@@ -422,54 +422,54 @@ def unpack_router_losses(
         run: The run.
     """
     names, layers = run.config.model.auxiliary_losses, list(mixtures_of(run.plan))
-    each = dict(zip(((layer, name) for layer in layers for name in names), values, strict=True))
-    sums = {name: sum(each[layer, name] for layer in layers) for name in names}
+    by_layer = dict(zip(((layer, name) for layer in layers for name in names), values, strict=True))
+    sums = {name: sum(by_layer[layer, name] for layer in layers) for name in names}
     means = {name: total / max(len(layers), 1) for name, total in sums.items()}
     if not run.config.model.moe_per_layer_logging:
         return means, {}
-    return means, {f"moe/{name}_layer_{layer}": each[layer, name] for layer, name in each}
+    return means, {f"moe/{name}_layer_{layer}": by_layer[layer, name] for layer, name in by_layer}
 
 
 def pack_losses(
-    passes: Passes | None, flags: Sequence[bool], run: Run, others: Tensor | None = None
+    passes: Passes | None, flags: Sequence[bool], run: Run, more: Tensor | None = None
 ) -> Tensor:
     """Return the losses on the device, and for each flag the number of ranks that set it.
 
     With --calculate-per-token-loss, losses are multiplied by their weights, and the mean weight is
     appended to them. This takes a single all-reduce over the world: the ranks with the last part
     of the model have the losses, and one tensor rank contributes on behalf of all. Each data and
-    context rank contributes its mean over micro-batches. `others`, summed over all ranks, come
+    context rank contributes its mean over micro-batches. `more`, summed over all ranks, come
     last.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
-    numbers = len(names) + run.config.training.calculate_per_token_loss
-    packed = torch.zeros(numbers + len(flags), device=run.device.torch_device)
+    count = len(names) + run.config.training.calculate_per_token_loss
+    packed = torch.zeros(count + len(flags), device=run.device.torch_device)
     if passes is not None and passes.losses and layout.tensor.is_first:
-        nothing = torch.zeros(len(passes.sample_ids), device=packed.device)
+        zeros = torch.zeros(len(passes.sample_ids), device=packed.device)
         columns = [
-            torch.stack(passes.losses[name]).float() if name in passes.losses else nothing
+            torch.stack(passes.losses[name]).float() if name in passes.losses else zeros
             for name in names
         ]
         weights = passes.weights
         if weights is not None:
             columns = [*(column * weights for column in columns), weights]
         means = torch.stack([column.mean() for column in columns])
-        packed[:numbers] = means / (layout.data.size * layout.context.size)
-    for place, flag in enumerate(flags, numbers):
+        packed[:count] = means / (layout.data.size * layout.context.size)
+    for index, flag in enumerate(flags, count):
         if flag:
-            packed[place].fill_(1.0)  # assigning a Python number would wait for the device
-    if others is not None:
-        packed = torch.cat((packed, others))
+            packed[index].fill_(1.0)  # assigning a Python number would wait for the device
+    if more is not None:
+        packed = torch.cat((packed, more))
     return all_reduce(packed, layout.world)
 
 
 def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], float, list[bool]]:
     """Return losses by log name, the weight of their mean, and whether some rank set each flag."""
-    numbers, weight = iter(packed), 1.0
-    losses = dict(zip(run.recipe.loss_names(run.config), numbers, strict=False))
+    values, weight = iter(packed), 1.0
+    losses = dict(zip(run.recipe.loss_names(run.config), values, strict=False))
     if run.config.training.calculate_per_token_loss:
-        weight = next(numbers)
-        losses = {name: value / max(weight, _NOTHING) for name, value in losses.items()}
+        weight = next(values)
+        losses = {name: total / max(weight, _MIN_SHARE) for name, total in losses.items()}
     if isinstance(run.recipe, ReportsMeans):
         losses = run.recipe.reported(losses)
-    return losses, weight, [count > 0 for count in numbers]
+    return losses, weight, [count > 0 for count in values]

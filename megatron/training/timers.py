@@ -73,7 +73,7 @@ class Timers:
         with record_function(name):
             yield
         if self._sections is not None:
-            self._sections.back_to(outer)
+            self._sections.resume(outer)
         if is_timed:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now(level) - start
 
@@ -94,8 +94,8 @@ class Timers:
         names = sorted(self._seconds)
         if not names:
             return {}
-        mine = torch.tensor([[self._seconds[name] for name in names]], dtype=torch.float64)
-        return dict(zip(names, all_gather(mine, self._world).T.tolist(), strict=True))
+        local_seconds = torch.tensor([[self._seconds[name] for name in names]], dtype=torch.float64)
+        return dict(zip(names, all_gather(local_seconds, self._world).T.tolist(), strict=True))
 
 
 def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: int) -> str:
@@ -110,8 +110,10 @@ def format_timers(over_ranks: dict[str, list[float]], option: str, iterations: i
     lines = [f"{titles[option]} across ranks (ms):"]
     for name, values in over_ranks.items():
         times = [1000.0 * value / iterations for value in values]
-        shown = {"max": [max(times)], "minmax": [min(times), max(times)], "all": times}[option]
-        text = ", ".join(f"{milliseconds:.2f}" for milliseconds in shown)
+        values_of_option = {"max": [max(times)], "minmax": [min(times), max(times)], "all": times}[
+            option
+        ]
+        text = ", ".join(f"{milliseconds:.2f}" for milliseconds in values_of_option)
         text = f"({text})" if option == "minmax" else text
         lines.append(f"    {(name + ' ').ljust(40, '.')}: {text}")
     return "\n".join(lines)
@@ -144,7 +146,7 @@ class SectionClock:
         self._waits = {axis.ranks: name for name, axis in reversed(self.axes.items())}
         self._section: str | None = None
         self._spans: list[tuple[Any, str | None]] = []  # each mark with the section that follows it
-        self._past: list[tuple[Any, str | None]] = []  # those of the last update
+        self._last_spans: list[tuple[Any, str | None]] = []  # those of the last update
 
     def _mark(self) -> Any:
         mark = self._device.mark()
@@ -160,10 +162,10 @@ class SectionClock:
         outer, section = self._section, _SECTION_OF.get(timer)
         # Evaluation also loads data, outside of an update's passes.
         if section is not None and (outer is not None or section != "loading"):
-            self.back_to(section)
+            self.resume(section)
         return outer
 
-    def back_to(self, section: str | None) -> None:
+    def resume(self, section: str | None) -> None:
         """Attribute the time from now on to a section."""
         if section != self._section:
             self._section = section
@@ -183,7 +185,7 @@ class SectionClock:
     def cut(self) -> None:
         """End the update. What follows belongs to the next one."""
         mark = self._mark()
-        self._past, self._spans = [*self._spans, (mark, None)], [(mark, self._section)]
+        self._last_spans, self._spans = [*self._spans, (mark, None)], [(mark, self._section)]
 
     def read(self) -> list[float]:
         """Return the seconds of the last update, in the order of `columns`.
@@ -191,11 +193,13 @@ class SectionClock:
         The device must have reached the end of the update.
         """
         sums = dict.fromkeys(self.columns, 0.0)
-        for (begin, what), (end, _) in itertools.pairwise(self._past):
-            if what is not None:
-                sums[what] += self._device.seconds_between(begin, end)
-        if self._past:
-            sums["update"] = self._device.seconds_between(self._past[0][0], self._past[-1][0])
+        for (begin, section), (end, _) in itertools.pairwise(self._last_spans):
+            if section is not None:
+                sums[section] += self._device.seconds_between(begin, end)
+        if self._last_spans:
+            sums["update"] = self._device.seconds_between(
+                self._last_spans[0][0], self._last_spans[-1][0]
+            )
         return list(sums.values())
 
 
@@ -267,20 +271,20 @@ class OperationClock:
     def __init__(self, device: Device, layout: Layout) -> None:
         """Create the clock, with no operations recorded."""
         self._device, self._layout = device, layout
-        self._begun: list[tuple[Operation, Any]] = []
+        self._started: list[tuple[Operation, Any]] = []
         self._start: Any = None
         self._end: Any = None
 
     def start(self) -> None:
         """Begin an update, before its first operation. Collective over the world."""
-        self._begun.clear()
+        self._started.clear()
         self._device.synchronize()
         self._layout.wait_for_all()
         self._start = self._device.mark()
 
     def before(self, operation: Operation) -> None:
         """Mark the beginning of `operation`, after the previous one has been queued completely."""
-        self._begun.append((operation, self._device.mark()))
+        self._started.append((operation, self._device.mark()))
 
     def stop(self) -> None:
         """Mark the end of the last operation."""
@@ -296,8 +300,8 @@ class OperationClock:
         self._device.synchronize()
         sums = torch.zeros(len(_KINDS), chunks, 2, dtype=torch.float64)
         span = 0.0
-        ends = [mark for _, mark in self._begun[1:]] + [self._end]
-        for (operation, begin), end in zip(self._begun, ends, strict=True):
+        ends = [mark for _, mark in self._started[1:]] + [self._end]
+        for (operation, begin), end in zip(self._started, ends, strict=True):
             if operation.kind not in COMPUTE:
                 continue
             kind = "backward_input" if operation.kind == "backward" else operation.kind

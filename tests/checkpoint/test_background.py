@@ -32,7 +32,7 @@ class Told:
 def _saver(root, state, layout=None, *, keep=None):
     layout, told = layout or Layout.single(), Told()
     saver = BackgroundSaver(
-        root, state, layout, layout.beside(TIMEOUT), Device.cpu(), keep=keep, report=told
+        root, state, layout, layout.for_thread(TIMEOUT), Device.cpu(), keep=keep, report=told
     )
     return saver, told
 

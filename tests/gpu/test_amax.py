@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
-from megatron.kernels.amax import Handover
+from megatron.kernels.amax import FusedAmax
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.parameter import initialize
@@ -72,30 +72,30 @@ def test_an_amax_handed_over_is_that_of_the_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handed: list[bool] = []
-    take = Handover.take
+    take = FusedAmax.pop
 
-    def checked(self: Handover, x: Tensor) -> Tensor | None:
+    def checked(self: FusedAmax, x: Tensor) -> Tensor | None:
         amax = take(self, x)
         handed.append(amax is not None)
         if amax is not None:
             assert amax.equal(x.detach().abs().amax().float())
         return amax
 
-    monkeypatch.setattr(Handover, "take", checked)
+    monkeypatch.setattr(FusedAmax, "pop", checked)
     numbers = {"fp8_wgrad": wgrad}
     result = _train(flags, recompute, numbers)
     # A layer takes four amaxes in forward and four in backward; attention's output has none.
     assert sum(handed) >= len(handed) * 3 / 4
 
-    def measured(self: Handover, x: Tensor) -> None:
+    def measured(self: FusedAmax, x: Tensor) -> None:
         take(self, x)
 
-    monkeypatch.setattr(Handover, "take", measured)
+    monkeypatch.setattr(FusedAmax, "pop", measured)
     torch.testing.assert_close(_train(flags, recompute, numbers), result, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_other_recipes_hand_nothing_over(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Handover, "measure", None)  # any call would fail
+    monkeypatch.setattr(FusedAmax, "allocate", None)  # any call would fail
     losses = _train(WIDE, None, {"fp8_recipe": recipe})
     assert all(x.isfinite().all() for x in losses)

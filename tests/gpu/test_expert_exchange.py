@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.device import Device, gpu_count
-from megatron.kernels.grouped import collect
+from megatron.kernels.grouped import combine
 from megatron.parallel.expert_exchange import ExpertExchange
 from megatron.parallel.layout import Layout
 from tests.gpu.processes import run_processes
@@ -48,11 +48,11 @@ def passes(exchange: ExpertExchange, layout: Layout, rounds: int) -> list[torch.
         weights = torch.rand(TOKENS, CHOSEN, **options).requires_grad_()
         if rank == step % 2:
             torch.cuda._sleep(2_000_000)
-        arrived = exchange.send(tokens, choices, weights, equally_many=True)
+        arrived = exchange.dispatch(tokens, choices, weights, equal_counts=True)
         rows, grouping = arrived.rows(exchange.local, None)
         if rank == step // 2 % 2:
             torch.cuda._sleep(2_000_000)
-        out = exchange.bring_back(collect(rows * 2, arrived.weights, grouping), arrived)()
+        out = exchange.combine(combine(rows * 2, arrived.weights, grouping), arrived)()
         out.backward(torch.randn(out.shape, dtype=out.dtype, **options))
         assert tokens.grad is not None
         assert weights.grad is not None

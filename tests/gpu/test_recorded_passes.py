@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.device import Device, StreamMarks, gpu_count
-from megatron.kernels.amax import Handover
+from megatron.kernels.amax import FusedAmax
 from megatron.models.mlp import MLP
 from megatron.parallel.journal import Journal
 from megatron.parallel.layout import Axis, Layout
@@ -94,12 +94,12 @@ def test_recorded_fp8_takes_the_amaxes_that_kernels_hand_over(
     flags = [*f"{FP8}tensorwise --attention-dropout 0 --hidden-dropout 0".split(), *GRAPHS]
     handed_over = _results(flags, "gpt")
     taken = []
-    take = Handover.take
+    take = FusedAmax.pop
 
-    def measure_instead(self: Handover, x: Tensor) -> None:
+    def measure_instead(self: FusedAmax, x: Tensor) -> None:
         taken.append(take(self, x))
 
-    monkeypatch.setattr(Handover, "take", measure_instead)
+    monkeypatch.setattr(FusedAmax, "pop", measure_instead)
     assert _results(flags, "gpt") == handed_over
     assert any(amax is not None for amax in taken)
 

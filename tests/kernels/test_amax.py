@@ -7,7 +7,7 @@ import torch
 
 from megatron.kernels import norm
 from megatron.kernels.activation import fused_activation, gelu, swiglu
-from megatron.kernels.amax import POOL, VECTORS, Handover, Handovers, Zeros
+from megatron.kernels.amax import POOL, VECTORS, FusedAmax, FusedAmaxes, Zeros
 from megatron.kernels.fp8 import AMAX, Fp8Casts
 from megatron.kernels.library import KernelLibrary, LibraryChoice
 from megatron.kernels.norm import fused_add_norm
@@ -24,18 +24,18 @@ def draw(*size, dtype=BF16, device="cpu"):
     return torch.randn(*size, generator=fresh()).to(device, dtype).requires_grad_()
 
 
-def new_handovers():
+def new_fused_amaxes():
     zeros = Zeros()
-    return Handovers(Handover(zeros), Handover(zeros))
+    return FusedAmaxes(FusedAmax(zeros), FusedAmax(zeros))
 
 
-def check(handover, x):
+def check(fused_amax, x):
     """Check that the amax of x was handed over here, once."""
     expected = REFERENCE.amax(x.detach())
-    found = handover.take(x)
+    found = fused_amax.pop(x)
     assert found is not None
     assert found.equal(expected), (found, expected)
-    assert handover.take(x) is None
+    assert fused_amax.pop(x) is None
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["layer", "rms"])
@@ -44,14 +44,14 @@ def check(handover, x):
 def test_norm(kernels, bias, x_dtype, shape, monkeypatch):
     library, device = kernels
     monkeypatch.setattr(norm.Device, "multiprocessors", property(lambda _: 2))
-    handovers = new_handovers()
+    fused_amaxes = new_fused_amaxes()
     residual, delta = draw(*shape, dtype=x_dtype, device=device), draw(*shape, device=device)
     weight = draw(shape[1], device=device)
     shift = draw(shape[1], device=device) if bias else None
-    total, normal = fused_add_norm(library, residual, delta, weight, shift, 1e-5, handovers)
-    check(handovers.forward, normal)
+    total, normal = fused_add_norm(library, residual, delta, weight, shift, 1e-5, fused_amaxes)
+    check(fused_amaxes.forward, normal)
     torch.autograd.backward([total, normal], [torch.randn_like(total), torch.randn_like(normal)])
-    check(handovers.backward, delta.grad)
+    check(fused_amaxes.backward, delta.grad)
 
 
 @pytest.mark.parametrize("plain", [swiglu, gelu])
@@ -59,51 +59,51 @@ def test_norm(kernels, bias, x_dtype, shape, monkeypatch):
 @pytest.mark.parametrize("shape", [(5, 3, 48), (9, 2096)])
 def test_activation(kernels, plain, bias, shape):
     library, device = kernels
-    handovers = new_handovers()
+    fused_amaxes = new_fused_amaxes()
     x = draw(*shape, dtype=FP16, device=device)
     shift = draw(shape[-1], dtype=FP16, device=device) if bias else None
-    out = fused_activation(library, plain, x, shift, handovers=handovers)
-    check(handovers.forward, out)
+    out = fused_activation(library, plain, x, shift, fused_amaxes=fused_amaxes)
+    check(fused_amaxes.forward, out)
     out.backward(torch.randn_like(out))
-    check(handovers.backward, x.grad)
+    check(fused_amaxes.backward, x.grad)
 
 
 @pytest.mark.parametrize("head_size", [16, 80])  # the second does not fill a whole number of warps
 def test_split_rotate(kernels, head_size):
     library, device = kernels
-    handover = Handover(Zeros())
+    fused_amax = FusedAmax(Zeros())
     qkv = draw(3, 2, 2 * 5 * head_size, device=device)
     rotation = rotation_table(3, 16, device=device)[:, :, None, None].unbind()
-    heads = fused_split_rotate(library, qkv, 2, head_size, rotation, handover)
-    assert handover.take(qkv) is None
+    heads = fused_split_rotate(library, qkv, 2, head_size, rotation, fused_amax)
+    assert fused_amax.pop(qkv) is None
     torch.autograd.backward(heads, [torch.randn_like(x) for x in heads])
-    check(handover, qkv.grad)
+    check(fused_amax, qkv.grad)
 
 
 def test_nan_survives(kernels):
     library, device = kernels
-    handovers = new_handovers()
+    fused_amaxes = new_fused_amaxes()
     x = draw(4, 2096, device=device).detach()
     x[2, 70] = math.nan
-    out = fused_activation(library, gelu, x, handovers=handovers)
-    assert handovers.forward.take(out).isnan()
+    out = fused_activation(library, gelu, x, fused_amaxes=fused_amaxes)
+    assert fused_amaxes.forward.pop(out).isnan()
 
 
-def test_a_handover_passes_one_amax_once():
-    handover, x = Handover(Zeros()), torch.ones(4, 16)
-    assert handover.take(x) is None
-    amax = handover.measure(x)
-    assert handover.take(x.view(64)) is amax
-    assert handover.take(x) is None  # once
-    handover.measure(x)
-    assert handover.take(x[:2]) is None  # other ranks' rows have been added or removed
-    assert handover.take(x) is None  # and no later tensor gets the amax that this one left
-    handover.measure(x)
-    newer = handover.measure(x)
-    assert handover.take(x) is newer
-    handover.measure(x)
-    handover.forget()
-    assert handover.take(x) is None
+def test_a_fused_amax_passes_one_amax_once():
+    fused_amax, x = FusedAmax(Zeros()), torch.ones(4, 16)
+    assert fused_amax.pop(x) is None
+    amax = fused_amax.allocate(x)
+    assert fused_amax.pop(x.view(64)) is amax
+    assert fused_amax.pop(x) is None  # once
+    fused_amax.allocate(x)
+    assert fused_amax.pop(x[:2]) is None  # other ranks' rows have been added or removed
+    assert fused_amax.pop(x) is None  # and no later tensor gets the amax that this one left
+    fused_amax.allocate(x)
+    newer = fused_amax.allocate(x)
+    assert fused_amax.pop(x) is newer
+    fused_amax.allocate(x)
+    fused_amax.forget()
+    assert fused_amax.pop(x) is None
 
 
 def test_no_zero_goes_past_the_start_or_the_end_of_a_recording():
@@ -179,7 +179,7 @@ def test_a_model_gives_the_same_bits(counting, flags, wgrad, monkeypatch):
 
     result, passes = run()
     assert passes == 2 * (4 + 1)  # layers: four weights, one activation
-    monkeypatch.setattr(Handover, "take", lambda *_: None)
+    monkeypatch.setattr(FusedAmax, "pop", lambda *_: None)
     again, passes = run()
     assert passes == 2 * 4 * 3
     torch.testing.assert_close(again, result, rtol=0, atol=0)
@@ -199,7 +199,7 @@ def test_a_model_gives_the_same_bits(counting, flags, wgrad, monkeypatch):
 def test_every_amax_is_that_of_its_tensor(counting, flags, recompute, handed, monkeypatch):
     """Two micro-batches have interleaved passes, as in a pipeline."""
     found = []
-    take = Handover.take
+    take = FusedAmax.pop
 
     def checked(self, x):
         amax = take(self, x)
@@ -208,7 +208,7 @@ def test_every_amax_is_that_of_its_tensor(counting, flags, recompute, handed, mo
             found.append(amax)
         return amax
 
-    monkeypatch.setattr(Handover, "take", checked)
+    monkeypatch.setattr(FusedAmax, "pop", checked)
     model = gpt(flags, TENSORWISE, dtype=BF16, recompute=recompute)
     texts = torch.randint(64, (3, 2, 17), generator=fresh())
     first, second = (model(text[:, :-1], labels=text[:, 1:]).mean() for text in texts[:2])
@@ -223,6 +223,6 @@ def test_dropout_lets_no_gradient_be_handed_over(counting, monkeypatch):
     """Dropout changes the gradients, so the layer before it measures them."""
     plain = gpt({**WIDE, "hidden_dropout": 0.3}, TENSORWISE, dtype=BF16)
     result = loss_and_gradients(plain)
-    monkeypatch.setattr(Handover, "take", lambda *_: None)
+    monkeypatch.setattr(FusedAmax, "pop", lambda *_: None)
     measured = gpt({**WIDE, "hidden_dropout": 0.3}, TENSORWISE, dtype=BF16)
     torch.testing.assert_close(loss_and_gradients(measured), result, rtol=0, atol=0)

@@ -134,7 +134,7 @@ def test_sinks_and_bounds_equal_their_formulas(form, softcap, which):
     scores = 0.7 * torch.einsum("qbnd,kbnd->bnqk", wide[0], wide[1].repeat_interleave(2, dim=2))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    allowed = options.seen(S, S, CPU) if mask is None else options.allowed(S, S, CPU)
+    allowed = options.visible_keys(S, S, CPU) if mask is None else options.allowed(S, S, CPU)
     powers = torch.where(allowed, scores.exp(), 0.0)
     shares = powers / (powers.sum(-1, keepdim=True) + wide[3].exp()[:, None, None])
     exact = torch.einsum("bnqk,kbnd->qbnd", shares, wide[2].repeat_interleave(2, dim=2)).flatten(2)
@@ -164,7 +164,7 @@ def test_biases_fall_with_the_distance(form, special, which):
     for head, slope in enumerate((2**-2, 2**-4, 2**-6, 2**-8)):
         for i in range(S):
             scores[:, head, i] -= slope * (i - torch.arange(S))
-    allowed = options.seen(S, S, CPU) if mask is None else options.allowed(S, S, CPU)
+    allowed = options.visible_keys(S, S, CPU) if mask is None else options.allowed(S, S, CPU)
     powers = torch.where(allowed, scores.exp(), 0.0)
     total = powers.sum(-1, keepdim=True)
     if special:
@@ -197,15 +197,15 @@ def test_no_flash_kernel_is_asked_for_biases(monkeypatch):
         yield
 
     monkeypatch.setattr(attention, "sdpa_kernel", noted)
-    monkeypatch.setattr(attention, "flash_misfit", lambda *_: "")
+    monkeypatch.setattr(attention, "flash_problem", lambda *_: "")
     options = AttentionOptions(slopes=torch.tensor(alibi_slopes(N)), window=3)
     out = attention.gpu_attention(*heads(N), options)
     torch.testing.assert_close(out, attention_reference(*heads(N), options))
     assert allowed == [["EFFICIENT_ATTENTION", "MATH"]]
     package = FlashPackage(lambda *_: None, "4.0")
     query = torch.empty(4, 1, 2, 64, dtype=torch.bfloat16)
-    assert package.takes(query, AttentionOptions())
-    assert not package.takes(query, options)
+    assert package.supports(query, AttentionOptions())
+    assert not package.supports(query, options)
 
 
 def test_layer_scaling_keeps_fp16_scores_finite():
@@ -271,10 +271,10 @@ def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):
         (256, True, False),
         (264, False, False),
     ):
-        misfit = attention.flash_misfit(size, torch.bfloat16, CPU)
+        misfit = attention.flash_problem(size, torch.bfloat16, CPU)
         assert (not misfit) == fits, size
         query = torch.empty(4, 1, 2, size, dtype=torch.bfloat16)
-        assert package.takes(query, AttentionOptions()) == fits_package, size
+        assert package.supports(query, AttentionOptions()) == fits_package, size
         words = f"--use-flash-attn --bf16 --kv-channels {size}"
         if fits:
             parse(words)
@@ -326,8 +326,8 @@ def test_the_flash_package_is_called_where_it_fits_and_nowhere_else():
         expected = fused_attention(*inputs, options)
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
     assert calls == [(True, None, False), (False, 0.3, False)]
-    assert not package.takes(one[0], AttentionOptions(dropout=0.1))
-    assert not package.takes(one[0].float(), AttentionOptions())
+    assert not package.supports(one[0], AttentionOptions(dropout=0.1))
+    assert not package.supports(one[0].float(), AttentionOptions())
 
 
 def test_without_the_package_or_a_new_gpu_there_is_none():

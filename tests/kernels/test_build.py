@@ -352,7 +352,7 @@ while not os.path.exists({str(stop)!r}) and time.monotonic() < end: time.sleep(0
         stop.touch()  # its child processes continue without it
     (left,) = cache.glob("compiling-*")
     monkeypatch.setenv("CUDA_HOME", str(_fake(tmp_path / "quick", VERSIONS + WRITING)))
-    os.utime(left, (0, time.time() - building.LEFT_AFTER - 60))
+    os.utime(left, (0, time.time() - building.ABANDONED_AFTER - 60))
     (cache / "compiling-now").mkdir()  # for another GPU, perhaps
     building.build("sm_90a", cache, print, pytest.fail)  # it waits for nobody
     assert not left.exists()
@@ -378,9 +378,9 @@ def test_an_architecture_is_kept_under_the_name_that_runs_look_for():
         *(("sm_90", "sm_90a"), ("sm_90a", "sm_90a"), ("9.0", "sm_90a"), ("90", "sm_90a")),
         *(("8.6", "sm_86"), ("sm_100f", "sm_100a"), ("sm_120", "sm_120a")),
     ):
-        assert building.looked_up_as(text) == name
+        assert building.canonical_architecture(text) == name
     with pytest.raises(BuildError, match="'hopper' is not of the form sm_90a"):
-        building.looked_up_as("hopper")
+        building.canonical_architecture("hopper")
 
 
 def test_who_waits_long_for_another_process_says_for_what(tmp_path, counting_compiler, monkeypatch):

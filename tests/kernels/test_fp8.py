@@ -99,9 +99,9 @@ def test_a_cast_by_an_earlier_amax_measures_as_it_goes(kernels, shape, dtype, fp
         place = matrices.device
         found, above = torch.zeros(3, device=place), torch.full([], 1e9, device=place)
         held = earlier.to(place)
-        one = casts.cast(matrices, held, fp8, found=found[1])
-        two = casts.cast_transpose(matrices, held, fp8, found=found[2])
-        casts.cast_transpose(matrices, held, fp8, found=above)
+        one = casts.cast(matrices, held, fp8, running_amax=found[1])
+        two = casts.cast_transpose(matrices, held, fp8, running_amax=found[2])
+        casts.cast_transpose(matrices, held, fp8, running_amax=above)
         assert found.cpu().double().tolist() == [0, expected, expected]
         assert above == 1e9
         plainly = REFERENCE.cast_transpose(plain, earlier, fp8)
@@ -116,14 +116,16 @@ def test_what_is_not_finite_does_not_saturate_while_measuring(kernels, wrong):
         x = torch.randn(32, 48).to(place, torch.bfloat16)
         x[7, 5] = wrong
         held, found = torch.ones([], device=place), torch.zeros(2, device=place)
-        whole, turned = casts.cast_transpose(x, held, E5M2, found=found[0])
-        flat = casts.cast(x, held, E4M3, found=found[1])
+        whole, turned = casts.cast_transpose(x, held, E5M2, running_amax=found[0])
+        flat = casts.cast(x, held, E4M3, running_amax=found[1])
         for out, at in ((whole, (7, 5)), (turned, (5, 7)), (flat, (7, 5))):
             values = out.dequantized()
             assert values[at].isnan()
             assert values.isfinite().sum() == values.numel() - 1
         assert not found.isfinite().any()
-        again = casts.cast(torch.ones_like(x), held, E4M3, found=found[1])  # it is not forgotten
+        again = casts.cast(
+            torch.ones_like(x), held, E4M3, running_amax=found[1]
+        )  # it is not forgotten
         assert again.dequantized().isfinite().all()
         assert not found.isfinite().any()
 

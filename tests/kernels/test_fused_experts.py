@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.kernels.grouped import Grouping, collect, spread, take_gradient
+from megatron.kernels.grouped import Grouping, combine, permute, take_gradient
 from tests.kernels.compare import BF16, FP16, FP32, TOLERANCE, check, fresh
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -34,22 +34,22 @@ def test_equal_float64(kernels, dtype, tokens, chosen, experts, columns, dropped
     rows, grads = draw(n, columns), [draw(tokens, columns)]
     x, weights = draw(tokens, columns), torch.rand(tokens, chosen, generator=generator).to(device)
     row_grads = [draw(n, columns)]
-    kept = int((grouping.place >= 0).sum())
+    kept = int((grouping.row_of_choice >= 0).sum())
     row_grads[0][kept:] = 0
     on_cpu = Grouping(*(part.cpu() for part in grouping))
     check(
-        lambda x: spread(x, grouping, library),
-        lambda x: spread(x, on_cpu),
+        lambda x: permute(x, grouping, library),
+        lambda x: permute(x, on_cpu),
         [x],
         row_grads,
         TOLERANCE[dtype],
     )
 
     def ours(rows):
-        return collect(rows, weights, grouping, library)
+        return combine(rows, weights, grouping, library)
 
     def plain(rows):
-        return collect(rows, weights.cpu(), on_cpu)
+        return combine(rows, weights.cpu(), on_cpu)
 
     check(ours, plain, [rows], grads, TOLERANCE[dtype])
 
@@ -63,7 +63,7 @@ def test_the_gradient_of_the_weights(kernels, dropped):
     results = []
     for form in (library, None):
         weights = torch.ones(33, 4, device=device, requires_grad=True)
-        collect(rows, weights, grouping, form).backward(grad)
+        combine(rows, weights, grouping, form).backward(grad)
         results.append(weights.grad)
     assert torch.equal(results[0] == 0, results[1] == 0)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
@@ -73,11 +73,11 @@ def test_values_of_rows_without_an_expert_are_never_read_as_numbers(kernels):
     library, device = kernels
     grouping, generator = routed(16, 2, 4, device, dropped=0.5)
     rows = torch.randn(32, 64, generator=generator).to(device)
-    kept = int((grouping.place >= 0).sum())
+    kept = int((grouping.row_of_choice >= 0).sum())
     rows[kept:] = torch.nan
     weights = torch.ones(16, 2, device=device, requires_grad=True)
     rows.requires_grad_()
-    out = collect(rows, weights, grouping, library)
+    out = combine(rows, weights, grouping, library)
     out.sum().backward()
     assert out.isfinite().all()
     assert weights.grad is not None

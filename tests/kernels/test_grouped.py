@@ -5,7 +5,7 @@ import torch
 
 from megatron.device import Device
 from megatron.kernels.fp8 import E4M3, Fp8Casts, choose_fp8_casts
-from megatron.kernels.grouped import Grouping, choose_grouped_product, collect, spread
+from megatron.kernels.grouped import Grouping, choose_grouped_product, combine, permute
 from megatron.kernels.library import find_library
 
 CPU, GPU = torch.device("cpu"), Device.pick()
@@ -39,7 +39,7 @@ def test_rows_are_sorted_by_expert_then_token(choices, known):
     assert grouping.ends.tolist() == counts.cumsum(0).tolist()
     assert grouping.ends.dtype == torch.int32  # as required by torch's grouped products
     for row, (token, place) in enumerate(expected):
-        assert grouping.place[token, place] == row
+        assert grouping.row_of_choice[token, place] == row
         assert grouping.expert_of_row()[row] == choices[token, place]
 
 
@@ -54,7 +54,7 @@ def test_tokens_go_to_their_rows_and_come_back_weighted(choices, known):
     x = torch.randn(len(choices), HIDDEN, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(choices.shape, dtype=torch.float64, requires_grad=True)
     factors = torch.randn(len(grouping.order), HIDDEN, dtype=torch.float64)
-    rows = spread(x, grouping)
+    rows = permute(x, grouping)
     for row, (token, _) in enumerate(expected):
         assert torch.equal(rows[row], x[token])
     out = _collect64(rows * factors, weights, grouping)
@@ -72,15 +72,15 @@ def test_tokens_go_to_their_rows_and_come_back_weighted(choices, known):
 
 
 def _collect64(rows, weights, grouping):
-    """Run `collect`, which adds in fp32, on float64 input."""
-    return collect(rows.float(), weights.float(), grouping).double()
+    """Run `combine`, which adds in fp32, on float64 input."""
+    return combine(rows.float(), weights.float(), grouping).double()
 
 
 def test_16_bit_rows_are_added_up_in_fp32():
     """256 + 1 + 1 is 258; adding step by step in 16 bits stays at 256."""
     grouping = Grouping.of(torch.tensor([[0, 1, 2]]), 3)
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
-    out = collect(rows, torch.ones(1, 3), grouping)
+    out = combine(rows, torch.ones(1, 3), grouping)
     assert out.dtype == torch.bfloat16
     assert out.item() == 258
 

@@ -57,7 +57,7 @@ class Machine:
         library._launch = self.run
         library._driver = SimpleNamespace(
             make_current=lambda gpu: self.record.append(f"library on {gpu}"),
-            ask_for_shared=lambda *_: None,
+            allow_shared_memory=lambda *_: None,
             find=lambda _, name: name,
             error=lambda code: f"error {code}",
         )
@@ -182,7 +182,7 @@ def test_only_hopper_and_later_start_a_kernel_before_the_one_ahead_ends(fresh, m
 
 def test_plans_do_not_pile_up(fresh, monkeypatch):
     Machine(fresh, monkeypatch)
-    monkeypatch.setattr(module, "MOST_PLANS", 3)
+    monkeypatch.setattr(module, "MAX_PLANS", 3)
     for size in range(2, 20, 2):
         fresh.launch(KERNEL, on(0), on(0), size, 2.0)
     assert 1 <= len(fresh._thread.plans) <= 3

@@ -185,7 +185,7 @@ def test_compiled_kernels_write_in_place(emulated):
         loss.gradient(logits, labels, maxima, sums, upstream, logits)
 
     def cast(x, found):
-        whole, turned = casts.cast_transpose(x, casts.amax(x), E4M3, found=found)
+        whole, turned = casts.cast_transpose(x, casts.amax(x), E4M3, running_amax=found)
         return whole.values.float(), turned.values.float(), whole.inverse, turned.inverse
 
     logits, x = draw(3, 16), draw(16, 32)

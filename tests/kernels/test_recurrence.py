@@ -331,14 +331,14 @@ def test_kernels_run_in_16_bits_for_long_sequences_and_single_tokens() -> None:
         (2, True, False),
     ):
         tokens = torch.zeros(length, 1, 4, dtype=torch.bfloat16)
-        assert RecurrenceKernels.takes(tokens, states if has_states else None) == is_taken
-        assert not RecurrenceKernels.takes(tokens.float(), states if has_states else None)
+        assert RecurrenceKernels.supports(tokens, states if has_states else None) == is_taken
+        assert not RecurrenceKernels.supports(tokens.float(), states if has_states else None)
 
 
 def test_compilers_trace_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.zeros(64, 1, 4, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not RecurrenceKernels.takes(tokens, None)
+    assert not RecurrenceKernels.supports(tokens, None)
 
 
 HYBRID = {"hybrid_layer_pattern": "M*", "num_layers": 2, "mamba_num_heads": 4}

@@ -45,7 +45,7 @@ class _Library:
         assert out.shape == (len(left), len(right))
         return (len(left), bias)
 
-    def choices(self, problem, gpu, count, *, workspace, whole=False):
+    def algorithms(self, problem, gpu, count, *, workspace, whole=False):
         rows, _ = problem
         if count == 1:
             return [(self._kind, self._cut)]
@@ -55,10 +55,10 @@ class _Library:
     def kind(self, algorithm):
         return algorithm[0]
 
-    def cut(self, algorithm):
+    def split_k(self, algorithm):
         return algorithm[1]
 
-    def with_cut(self, problem, gpu, algorithm, cut, *, workspace):
+    def with_split_k(self, problem, gpu, algorithm, cut, *, workspace):
         return (algorithm[0], cut)
 
     def multiply(self, problem, algorithm, left, right, out, *, bias=None):

@@ -33,7 +33,7 @@ def test_a_mask_of_documents() -> None:
 
 def test_chunks_begin_again_with_each_document() -> None:
     documents = segments_of([0, 2, 2, 9, 12, 24], 12)
-    assert documents.places.tolist() == [
+    assert documents.token_positions.tolist() == [
         [0, 1, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2],
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
     ]

@@ -437,5 +437,5 @@ def test_losses_are_taken_by_layer_and_forgotten():
     for router in routers:
         router(tokens())
     each = torch.stack([router.state.losses.clone() for router in routers])
-    torch.testing.assert_close(torch.stack(context.registry.routers.take_losses()), each)
+    torch.testing.assert_close(torch.stack(context.registry.routers.pop_losses()), each)
     assert not any(router.state.losses.any() or router.state.counts.any() for router in routers)

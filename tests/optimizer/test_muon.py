@@ -10,7 +10,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.optimizer import muon
 from megatron.optimizer.muon import COEFFICIENTS, Muon, RowExchange, cost_of, orthogonalize
-from megatron.optimizer.update import MatrixPlace
+from megatron.optimizer.update import MatrixShard
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import ZEROS, Matrices, ParameterSpec
 from tests.optimizer.stepping import step
@@ -147,7 +147,7 @@ def test_gradients_that_are_not_finite_change_nothing():
 def test_the_rows_of_equal_layers_are_dealt_evenly():
     layer = [(96, 32), (32, 32), (128, 32), (32, 128)]
     axis = Axis(size=8, rank=0, ranks=tuple(range(8)))
-    places = [MatrixPlace(_spec(shape), Axis(), axis) for _ in range(24) for shape in layer]
+    places = [MatrixShard(_spec(shape), Axis(), axis) for _ in range(24) for shape in layer]
     loads = RowExchange(places, axis).loads
     assert sum(loads) == 24 * sum(cost_of(_spec(shape)) for shape in layer)
     assert max(loads) <= 1.02 * sum(loads) / 8
@@ -167,7 +167,7 @@ def test_only_matrices_of_layers_follow_muon():
 def test_matrices_that_just_fill_a_chunk_share_it(monkeypatch):
     monkeypatch.setattr(muon, "CHUNK", 64)
     axis = Axis(size=1, rank=0, ranks=(0,))
-    places = [MatrixPlace(_spec((8, 4)), None, axis) for _ in range(5)]
+    places = [MatrixShard(_spec((8, 4)), None, axis) for _ in range(5)]
     assert muon._chunks(places) == [[0, 1], [2, 3], [4]]
 
 

@@ -189,7 +189,7 @@ def test_loaded_values_are_taken_over():
     tensors = {name: t for name, (t, _) in other.named_tensors().items()}
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
-    other.take_loaded(tensors)
+    other.encode_loaded(tensors)
     with torch.no_grad():
         for name, p in fresh.items():
             p.copy_(named[name])

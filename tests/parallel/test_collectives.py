@@ -99,18 +99,18 @@ def _overlapped(layout, start):
         return transfer(kind, ranks, work)
 
     layout.journal.transfer = noted
-    take = InTransit._take
-    InTransit._take = lambda self, read: (notes.append("arrived"), take(self, read))[1]
+    read_transfer = InTransit._read
+    InTransit._read = lambda self, read: (notes.append("arrived"), read_transfer(self, read))[1]
     try:
         rank = layout.tensor.rank
         x = (torch.arange(8.0).view(4, 2) + 10 * rank).requires_grad_()
         transit = start(x, layout.tensor)
-        transit.later.append(lambda: notes.append("later"))
+        transit.deferred_work.append(lambda: notes.append("later"))
         between = _Noted.apply(x, notes)
         out = transit.wait()
         (out * (1 + torch.arange(float(len(out))).view(-1, 1))).sum().add(between.sum()).backward()
     finally:
-        InTransit._take = take
+        InTransit._read = read_transfer
     return out.tolist(), x.grad.tolist(), notes
 
 

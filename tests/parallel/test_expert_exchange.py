@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.kernels.grouped import collect
+from megatron.kernels.grouped import combine
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.expert_exchange import ExpertExchange, gathers_all
@@ -63,7 +63,7 @@ def _exchanged(layout, kind, sequence_parallel, way):
         GroupExchange(layout.expert) if way == "exchange" and layout.expert.size > 1 else None
     )
     exchange = ExpertExchange(layout, EXPERTS, CHOSEN, exchange=messages)
-    arrived = exchange.send(tokens, choices, weights, equally_many=way != "where needed")
+    arrived = exchange.dispatch(tokens, choices, weights, equal_counts=way != "where needed")
     first = layout.expert.rank * exchange.local
     here = _factors()[first : first + exchange.local].requires_grad_()
     received = len(arrived.choices)
@@ -71,8 +71,8 @@ def _exchanged(layout, kind, sequence_parallel, way):
     # Each part of a split expert gives a part of the sum.
     experts = grouping.expert_of_row().clamp(max=len(here) - 1)  # expertless rows do not count
     scale = here[experts] / layout.expert_tensor.size
-    outputs = collect((rows * scale).float(), arrived.weights.float(), grouping).double()
-    out = exchange.bring_back(outputs, arrived)()
+    outputs = combine((rows * scale).float(), arrived.weights.float(), grouping).double()
+    out = exchange.combine(outputs, arrived)()
     out.square().sum().backward()
     return out.detach(), tokens.grad, weights.grad, here.grad, received, first
 
@@ -124,7 +124,7 @@ def _count_sent(layout):
     """Return the number of tokens received, and all ranks' choices."""
     tokens, choices, weights = _inputs(layout.world.rank, "dropped")
     exchange = ExpertExchange(layout, EXPERTS, CHOSEN)
-    arrived = exchange.send(tokens, choices, weights, equally_many=False)
+    arrived = exchange.dispatch(tokens, choices, weights, equal_counts=False)
     assert arrived.count() == (arrived.choices >= 0).sum()
     assert (arrived.choices >= 0).any(1).all()
     assert (arrived.choices < EXPERTS // layout.expert.size).all()

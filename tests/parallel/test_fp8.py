@@ -52,23 +52,23 @@ def test_what_is_held_follows_from_what_was_found(scaling, first):
     found = [first, 3.0, 1.5, 0.0, math.nan, 0.25, 8.0, math.inf, 1.0, 0.5, 2.0]
     history = _history(scaling)
     slot, other = history.slots("two")["weight"], history.slots("one")["gradient"]
-    assert not slot.has_begun()
+    assert not slot.is_valid()
     for iteration, (value, held) in enumerate(zip(found, _expected(found, scaling), strict=True)):
-        slot.found.fill_(value)
+        slot.running_amax.fill_(value)
         history.update(iteration + 1)
-        assert slot.has_begun()
-        assert slot.held.item() == held
-        assert slot.found == 0
-        assert other.held == 57344  # a tensor that was always zero has scale 1
+        assert slot.is_valid()
+        assert slot.scale_amax.item() == held
+        assert slot.running_amax == 0
+        assert other.scale_amax == 57344  # a tensor that was always zero has scale 1
 
 
 def _after_an_update(layout, wrong):
     history = _history(DelayedScaling(length=2), layout)
     rank = layout.world.rank
-    history.slots("one")["input"].found.fill_([1.0, 2.0, 7.0, 3.0][rank])
-    history.slots("one")["gradient"].found.fill_(5.0)
-    history.slots("two")["gradient"].found.fill_([4.0, wrong, 1.0, 2.0][rank])
-    history.slots("two")["weight"].found.fill_([6.0, 6.0, math.inf, 6.0][rank])
+    history.slots("one")["input"].running_amax.fill_([1.0, 2.0, 7.0, 3.0][rank])
+    history.slots("one")["gradient"].running_amax.fill_(5.0)
+    history.slots("two")["gradient"].running_amax.fill_([4.0, wrong, 1.0, 2.0][rank])
+    history.slots("two")["weight"].running_amax.fill_([6.0, 6.0, math.inf, 6.0][rank])
     history.update(1)
     return {name: tensor.tolist() for name, tensor in history.named_tensors().items()}
 
@@ -161,7 +161,7 @@ def test_the_first_update_scales_as_it_goes_the_second_by_the_first(form):
     torch.testing.assert_close(x_grad.double(), grad @ weight, rtol=0.01, atol=1e-7)
     torch.testing.assert_close(weight_grad.double(), expected_weight_grad, rtol=1e-3, atol=1e-7)
     history.update(2)
-    held = [slot.held.item() for slot in products.slots.values()]
+    held = [slot.scale_amax.item() for slot in products.slots.values()]
     assert held == [x.abs().max().item() for x in later]
 
 
@@ -187,7 +187,7 @@ def test_evaluation_leaves_no_trace_and_hides_nothing():
         for iteration in (1, 2):
             if evaluates:
                 products.forward(LinearCall(x * 8, weight, training=False))
-                assert products.slots["input"].found == 0
+                assert products.slots["input"].running_amax == 0
             _use(products, x, weight, grad)
             history.update(iteration)
             products.forget()

@@ -15,7 +15,7 @@ from megatron.device import datasheet_flops
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.planner.command import build_parser, command, describe, read_request, run
 from megatron.planner.machine import MACHINES, read_machine
-from megatron.planner.search import Search, layouts, spell
+from megatron.planner.search import Search, layouts, to_flags
 from tests.launch import run_ranks
 from tests.repository import ROOT
 
@@ -63,7 +63,7 @@ def test_every_layout_printed_is_what_its_flags_mean(words):
     plans = search.best(10)
     assert len(plans) == 10
     for plan in plans:
-        flags = [*request.words, *spell(plan.values, request.start)]
+        flags = [*request.flags, *to_flags(plan.values, request.start)]
         found = parse_config(flags, world_size=request.gpus).config
         assert (found.parallel, found.training) == (plan.config.parallel, plan.config.training)
     times = [plan.prediction.seconds for plan in plans]
@@ -318,7 +318,7 @@ def test_a_config_json_is_a_model(tmp_path):
     best = search.best(1)[0]
     assert best.config.data.seq_length == 4096
     assert math.isclose(best.prediction.mfu, 0.45, abs_tol=0.07)
-    flags = [*request.words, *spell(best.values, request.start)]
+    flags = [*request.flags, *to_flags(best.values, request.start)]
     assert parse_config(flags, world_size=8).config.model == best.config.model
     assert _search(f"--model {tmp_path} --gpus 8xH100 --global-batch 64")[0].vocabulary == 32000
 

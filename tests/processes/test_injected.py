@@ -78,7 +78,7 @@ def test_a_fault_strikes_once_at_its_point() -> None:
     journal = FaultyJournal(None, [Fault.parse("optimizer:0:2:exception")])
     with pytest.raises(InjectedFaultError, match="optimizer:0:2:exception"):
         _until(journal, 3, "forward of micro-batch 0, chunk 0", "optimizer step")
-    assert (journal.iteration, str(journal.place.operation)) == (2, "optimizer step")
+    assert (journal.iteration, str(journal.position.operation)) == (2, "optimizer step")
     _until(journal, 3, "optimizer step")  # it does not fail again
 
 

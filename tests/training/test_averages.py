@@ -30,7 +30,7 @@ def _weights(run):
 
 
 def _averages(run):
-    sets = run.optimizer.average.sets()
+    sets = run.optimizer.average.tensor_sets()
     named = run.optimizer.name_averages({"": sets["average."]})
     return {name: tensor.clone() for name, (tensor, _) in named.items()}
 
@@ -118,7 +118,7 @@ def _resumed(layout, flags, folder):
     """Return fingerprints of the averages and of everything else, without and with a restart."""
 
     def digest(run):
-        sets = run.optimizer.average.sets()
+        sets = run.optimizer.average.tensor_sets()
         named = run.optimizer.name_averages(sets)
         return fingerprint(run), {name: t.tolist() for name, (t, _) in named.items()}
 
@@ -150,7 +150,7 @@ def test_an_average_may_begin_and_windows_may_change(tmp_path, capsys):
     short = build_toy(Layout.single(), [*PLAIN, *LAWA, *load])
     long = build_toy(Layout.single(), [*PLAIN, *LAWA, "--lawa-window", "4", *load])
     for run in (short, long):
-        assert len(run.optimizer.average.sets()) == 1 + 2
+        assert len(run.optimizer.average.tensor_sets()) == 1 + 2
     first, second = _averages(short), _averages(long)
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -33,14 +33,14 @@ _WORDS = "embedding.word.weight"
 )
 def test_what_stands_apart(kind: str, flag: str, apart: set[str]) -> None:
     run = build_toy(Layout.single(), [*_APART, *flag.split()], kind)
-    groups = [own.group for own in run.optimizer._owned]
+    groups = [own.group for own in run.optimizer._groups]
     assert [(g.is_decayed, g.is_decoupled) for g in groups] == [
         (True, False),
         (False, False),
         (True, True),
     ]
     assert set(groups[-1].names) == apart
-    assert len(build_toy(Layout.single(), [], kind).optimizer._owned) == 2
+    assert len(build_toy(Layout.single(), [], kind).optimizer._groups) == 2
 
 
 def _after_two(layout: Layout, words: list[str]) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ def test_as_many_bytes_are_sent_as_the_plan_says(gathers, monkeypatch):
     case = MixtureCase(2, expert=2, iterations=1, network="--moe-router-topk 8")
     config, plan = _config(case.words, 2)
     exchange = plan_exchange(config, _mixture(plan), 2)
-    assert (exchange.others, exchange.most_others) == (1.0, 1)
+    assert (exchange.mean_destinations, exchange.max_destinations) == (1.0, 1)
     assert exchange.groups == ((0, 1),)
     micro_batches, layers = 2, 3
     ahead = exchange.tokens * (4 * 32 + 8 * 12 + 4 * 32) * layers  # a next update's forward pass
@@ -95,7 +95,7 @@ def test_a_token_reaches_as_many_processes_on_average(experts, chosen, ranks):
     expected = owners[:, 1:].sum(1).double().mean().item()
     if gathers_all(experts, chosen, ranks):
         expected = ranks - 1
-    assert exchange.others == pytest.approx(expected, rel=0.02)
+    assert exchange.mean_destinations == pytest.approx(expected, rel=0.02)
 
 
 def test_groups_are_those_of_the_layout():
@@ -151,8 +151,8 @@ def _saved_bytes(layout, plan, tokens, choices, recomputed):
     factors = torch.rand(choices.shape, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         routing = Routing(choices, factors)
-        arrived = mixture._exchange.send(x, *routing, equally_many=True)
-        mixture._exchange.bring_back(mixture.experts(arrived), arrived)()
+        arrived = mixture._exchange.dispatch(x, *routing, equal_counts=True)
+        mixture._exchange.combine(mixture.experts(arrived), arrived)()
     return sum(x.untyped_storage().nbytes() for x in saved.values())
 
 

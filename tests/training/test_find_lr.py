@@ -20,9 +20,9 @@ from megatron.errors import ConfigError, DataError
 from megatron.optimizer.schedule import Schedules
 from megatron.training.find_lr import (
     RateCurve,
+    analyze_curve,
     build_parser,
     draw,
-    look_at,
     read_curve,
     run,
 )
@@ -51,7 +51,7 @@ def _learns(power: float) -> float:
 
 
 def test_a_tenth_of_the_rate_with_the_lowest_loss() -> None:
-    finding = look_at(_curve(_learns))
+    finding = analyze_curve(_curve(_learns))
     assert finding.lowest is not None
     assert finding.rising is not None
     # The loss rises from 10 ** -1.5 on, and the average looks 4 points (0.2) ahead.
@@ -62,7 +62,7 @@ def test_a_tenth_of_the_rate_with_the_lowest_loss() -> None:
 
 
 def test_noise_does_not_move_the_suggestion_far() -> None:
-    calm, loud = (look_at(_curve(_learns, noise)).suggestion for noise in (0.0, 0.3))
+    calm, loud = (analyze_curve(_curve(_learns, noise)).suggestion for noise in (0.0, 0.3))
     assert calm is not None
     assert loud is not None
     assert calm / 3 < loud < calm * 3
@@ -71,7 +71,7 @@ def test_noise_does_not_move_the_suggestion_far() -> None:
 def test_a_curve_that_ends_in_nan_has_risen_there() -> None:
     curve = _curve(lambda power: 4.0 - 0.5 * max(0.0, power + 4))
     curve.losses[90:] = [math.nan] * 30
-    finding = look_at(curve)
+    finding = analyze_curve(curve)
     assert finding.rising == _RATES[90]
     assert finding.suggestion == pytest.approx(_RATES[89] / 10, rel=0.5)
     assert len(finding.smoothed) == 90
@@ -92,7 +92,7 @@ def test_a_curve_that_ends_in_nan_has_risen_there() -> None:
     ],
 )
 def test_nothing_is_suggested_where_nothing_is_seen(curve: RateCurve, reason: str) -> None:
-    finding = look_at(curve)
+    finding = analyze_curve(curve)
     assert finding.suggestion is None
     assert finding.reason.startswith(reason)
 
@@ -100,9 +100,9 @@ def test_nothing_is_suggested_where_nothing_is_seen(curve: RateCurve, reason: st
 def test_a_picture_of_every_finding(tmp_path: Path) -> None:
     for number, loss in enumerate((_learns, lambda power: 6.0)):
         curve = _curve(loss)
-        draw(curve, look_at(curve), tmp_path / f"{number}.png")
+        draw(curve, analyze_curve(curve), tmp_path / f"{number}.png")
     nothing = RateCurve(_RATES, [math.nan] * 120)
-    draw(nothing, look_at(nothing), tmp_path / "nothing.png")
+    draw(nothing, analyze_curve(nothing), tmp_path / "nothing.png")
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
 

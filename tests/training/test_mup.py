@@ -29,8 +29,8 @@ def test_initial_weights_and_rates():
     plain = build_toy(Layout.single(), [*PLAIN, UNTIED])
     run = build_toy(Layout.single(), [*PLAIN, *MUP, UNTIED])
     before = dict(plain.named_parameters())
-    rates = {name: own.group.rule.rate for own in run.optimizer._owned for name in own.names}
-    epsilons = {name: own.group.rule.eps for own in run.optimizer._owned for name in own.names}
+    rates = {name: own.group.rule.rate for own in run.optimizer._groups for name in own.names}
+    epsilons = {name: own.group.rule.eps for own in run.optimizer._groups for name in own.names}
     hidden = {n for n, p in run.named_parameters() if p.ndim > 1 and n.startswith("layers.")}
     assert len(hidden) == 8
     for name, p in run.named_parameters():

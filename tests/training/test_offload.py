@@ -44,7 +44,7 @@ class _LateQueue:
     def __init__(self, log, name):
         self.log, self.name, self.waiting, self.done = log, name, [], 0
 
-    def follow(self):
+    def wait_for_device(self):
         self.log.append(f"{self.name} follows")
 
     def copy(self, target, source):
@@ -64,7 +64,7 @@ class _Late:
             queue.done += 1
         queue.log.append(f"{queue.name} {self.count}")
 
-    lead = wait
+    delay_device = wait
 
 
 class _Logged(AdamW):
@@ -127,7 +127,7 @@ def test_weights_and_their_copies_share_no_memory():
     run = build_toy(Layout.single(), [*FLAGS, OFFLOAD])
     before = [p.detach().clone() for p in run.parameters()]
     places = {p.untyped_storage().data_ptr() for p in run.parameters()}
-    (group, _) = run.optimizer._owned
+    (group, _) = run.optimizer._groups
     assert all(w.untyped_storage().data_ptr() not in places for w in group.weights)
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters(), strict=True))
 

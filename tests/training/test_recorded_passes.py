@@ -131,7 +131,7 @@ def test_a_micro_batch_of_a_new_kind_runs_once_as_it_is() -> None:
 
 
 def test_not_every_shape_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_passes, "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(recorded_passes, "MAX_RECORDINGS", 2)
     passes = _Passes(warm_up=1)
     for _ in range(3):
         for rows in (1, 2, 3):

@@ -167,16 +167,16 @@ def test_the_interval_that_loses_least():
 
 
 def test_advice_is_one_line_with_its_assumption():
-    line = advice(cost=12.0, step=2.0, processes=8, hours=24.0, left=720)
+    line = advice(cost=12.0, step=2.0, processes=8, hours=24.0, remaining=720)
     assert "saving every 24.0 minutes (about --save-interval 720) loses the least time" in line
     assert "a failure every 24 h (--mean-hours-between-failures)" in line
-    unknown = advice(cost=1.0, step=1.0, processes=8, hours=None, left=10**6)
+    unknown = advice(cost=1.0, step=1.0, processes=8, hours=None, remaining=10**6)
     assert "every 6,250 h (as in Llama 3's" in unknown
     assert "\n" not in line
 
 
 def test_a_run_that_ends_before_the_first_such_save_gets_no_advice():
-    assert advice(cost=12.0, step=2.0, processes=8, hours=24.0, left=719) is None
+    assert advice(cost=12.0, step=2.0, processes=8, hours=24.0, remaining=719) is None
 
 
 def test_a_checkpoint_names_the_run_that_saved_it(tmp_path):

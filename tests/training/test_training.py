@@ -189,7 +189,7 @@ def _timed(layout, folder):
             passed[0] += seconds
 
     leave = train(run, [Clock(), *callbacks])
-    return leave.reason, leave.at_once, run.progress.iteration
+    return leave.reason, leave.is_immediate, run.progress.iteration
 
 
 def test_a_time_that_is_up_on_one_clock_saves_and_leaves_on_all(tmp_path):
@@ -329,7 +329,7 @@ def test_where_a_forward_pass_is_begun_early():
         run = build_toy(Layout.single(), flags)
         updates = Updates(run)
         updates.make(look_ahead=True)
-        return updates.has_begun
+        return updates.has_next
 
     assert begun("--bf16")
     assert not begun("--fp16")  # its loss scale may change

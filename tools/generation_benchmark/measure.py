@@ -19,7 +19,7 @@ from megatron.models.adapters import linear_layers
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.adapter import Adapter, AdapterPlan, projections_of
-from megatron.parallel.adapter_stack import AdapterRows, AdapterStack, StackedFactors
+from megatron.parallel.adapter_stack import AdapterRows, AdapterStack, LayerAdapter
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
@@ -170,7 +170,7 @@ def add_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) 
             adapter = Adapter(linear, projections_of(linear), plan, context, name)
             for parameter in adapter.parameters():
                 parameter.normal_(std=0.02)
-            parts.append(StackedFactors.of(index, adapter, linear.weight))
+            parts.append(LayerAdapter.of(index, adapter, linear.weight))
         products = context.kernels.new_products()
         linear.adapter = AdapterStack(linear, parts, rows, products, context.layout)
     return rows

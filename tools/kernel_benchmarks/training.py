@@ -297,10 +297,10 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
         return cast.values, transposed.values
 
     def cast_with_amax(casts: Fp8Casts, x: Tensor) -> Tensor:
-        return casts.cast(x, previous_amax, E4M3, found=new_amax).values
+        return casts.cast(x, previous_amax, E4M3, running_amax=new_amax).values
 
     def cast_transpose_with_amax(casts: Fp8Casts, x: Tensor) -> tuple[Tensor, Tensor]:
-        cast, transposed = casts.cast_transpose(x, previous_amax, E4M3, found=new_amax)
+        cast, transposed = casts.cast_transpose(x, previous_amax, E4M3, running_amax=new_amax)
         return cast.values, transposed.values
 
     def cast_by_row(casts: Fp8Casts, x: Tensor) -> Tensor:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.attention import flash_misfit, number_segments
+from megatron.kernels.attention import flash_problem, number_segments
 
 # The values needed to redraw a block's dropout mask; empty without dropout.
-Drawn = tuple[Tensor, ...]
+RngState = tuple[Tensor, ...]
 
 
 class QueryRows(NamedTuple):
@@ -65,7 +65,7 @@ class BlockDocuments(NamedTuple):
     longest: int
     has_keys: Tensor | None = None
 
-    def places(self, queries: int, keys: int) -> tuple[Tensor, Tensor, int, int]:
+    def kernel_arguments(self, queries: int, keys: int) -> tuple[Tensor, Tensor, int, int]:
         """Return the arguments for a kernel that takes sequences of different lengths."""
         ends = (self.query_ends, self.key_ends)
         return (*ends, min(self.longest, queries), min(self.longest, keys))
@@ -78,15 +78,15 @@ class ScoreRules(NamedTuple):
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
         window: The largest number of earlier tokens that a query attends to; `None` for all.
         slopes: ALiBi's slope for each query head, [n]; `None` without ALiBi (`AttentionOptions`).
-        query_places: The positions of the queries in their sequences, int64 [q].
-        key_places: The positions of the keys, int64 [k].
+        query_positions: The positions of the queries in their sequences, int64 [q].
+        key_positions: The positions of the keys, int64 [k].
     """
 
     scale: float | None
     window: int | None
     slopes: Tensor | None
-    query_places: Tensor
-    key_places: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
 
 
 class BlockForward(Protocol):
@@ -102,7 +102,7 @@ class BlockForward(Protocol):
         dropout: float,
         documents: BlockDocuments | None = None,
         rules: ScoreRules | None = None,
-    ) -> tuple[Tensor, Tensor, Drawn]:
+    ) -> tuple[Tensor, Tensor, RngState]:
         """Compute attention within the block. Dropout draws from the device's default generator.
 
         Args:
@@ -132,7 +132,7 @@ class BlockBackward(Protocol):
         *,
         causal: bool,
         dropout: float,
-        drawn: Drawn,
+        rng_state: RngState,
         documents: BlockDocuments | None = None,
         rules: ScoreRules | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +144,7 @@ class BlockBackward(Protocol):
             value: The values, as in the forward pass.
             causal: The same as in the forward pass.
             dropout: The same as in the forward pass.
-            drawn: The values that this block's forward pass returned for redrawing the mask.
+            rng_state: The values that this block's forward pass returned for redrawing the mask.
             documents: The same as in the forward pass.
             rules: The same as in the forward pass.
 
@@ -165,9 +165,9 @@ class BlockAttention:
 
 def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> BlockAttention:
     """Choose the flash kernel if it can run, otherwise plain PyTorch."""
-    misfit = flash_misfit(head_size, dtype, device)
-    if misfit:
-        return plain_block(misfit)
+    unsupported = flash_problem(head_size, dtype, device)
+    if unsupported:
+        return plain_block(unsupported)
     return BlockAttention("flash", "16 bits on a GPU", flash_forward, flash_backward)
 
 
@@ -192,7 +192,7 @@ def reference_forward(
     dropout: float,
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
-) -> tuple[Tensor, Tensor, Drawn]:
+) -> tuple[Tensor, Tensor, RngState]:
     """Compute attention in fp32 or wider, materializing the block's scores."""
     query, key, value = _widen(query), _widen(key), _widen(value)
     scores = _scores(query, key, causal, documents, rules)  # [b, g, n/g * q, k]
@@ -200,12 +200,12 @@ def reference_forward(
     # A row without keys subtracts a finite number instead of -inf, so that its weights are 0.
     finite = logsumexp.clamp(min=torch.finfo(logsumexp.dtype).min)
     weights = (scores - finite.unsqueeze(-1)).exp()
-    drawn: Drawn = ()
+    rng_state: RngState = ()
     if dropout > 0:
         generator = Device(query.device).default_generator
-        drawn = (generator.get_state(),)
-        weights = weights * _factors(weights, dropout, generator)
-    return (weights @ value).view_as(query), logsumexp.view(query.shape[:3]), drawn
+        rng_state = (generator.get_state(),)
+        weights = weights * _dropout_mask(weights, dropout, generator)
+    return (weights @ value).view_as(query), logsumexp.view(query.shape[:3]), rng_state
 
 
 def reference_backward(
@@ -215,7 +215,7 @@ def reference_backward(
     *,
     causal: bool,
     dropout: float,
-    drawn: Drawn,
+    rng_state: RngState,
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,13 +231,13 @@ def reference_backward(
     weights = (scores - _by_group(logsumexp, groups).unsqueeze(-1)).exp()
     grad_rows = _by_group(grad, groups)
     row_sums = _by_group((grad * out).sum(-1), groups).unsqueeze(-1)
-    grad_weights, kept = grad_rows @ value.transpose(2, 3), weights
+    grad_weights, dropped_weights = grad_rows @ value.transpose(2, 3), weights
     if dropout > 0:
         generator = torch.Generator(query.device)
-        generator.set_state(drawn[0])
-        factors = _factors(weights, dropout, generator)
-        grad_weights, kept = grad_weights * factors, weights * factors
-    grad_value = kept.transpose(2, 3) @ grad_rows
+        generator.set_state(rng_state[0])
+        dropout_mask = _dropout_mask(weights, dropout, generator)
+        grad_weights, dropped_weights = grad_weights * dropout_mask, weights * dropout_mask
+    grad_value = dropped_weights.transpose(2, 3) @ grad_rows
     grad_scores = weights * (grad_weights - row_sums) * _scale(query, rules)
     grad_key = grad_scores.transpose(2, 3) @ _by_group(query, groups)
     return (grad_scores @ key).view_as(query), grad_key, grad_value
@@ -252,7 +252,7 @@ def flash_forward(
     dropout: float,
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
-) -> tuple[Tensor, Tensor, Drawn]:
+) -> tuple[Tensor, Tensor, RngState]:
     """Compute attention with the flash kernel. The result keeps the 16-bit type of the inputs.
 
     The kernel draws from a counter-based generator (Philox) and returns the seed and offset that it
@@ -262,19 +262,19 @@ def flash_forward(
     if documents is not None:
         samples, _, length, _ = query.shape
         tensors = (_in_one_row(x) for x in (query, key, value))
-        places, debug = documents.places(length, key.shape[2]), False
+        kernel_arguments, debug = documents.kernel_arguments(length, key.shape[2]), False
         # PyTorch's public interface to this variant (`torch.nn.attention.varlen`) has no dropout.
-        flat, sums, *drawn, _ = torch.ops.aten._flash_attention_forward(
-            *tensors, *places, dropout, causal, debug, scale=_scale(query, rules)
+        flat, sums, *rng_state, _ = torch.ops.aten._flash_attention_forward(
+            *tensors, *kernel_arguments, dropout, causal, debug, scale=_scale(query, rules)
         )  # [b q, n, d] and [n, b q]
         logsumexp = sums.unflatten(1, (samples, length)).transpose(0, 1)
         if documents.has_keys is not None:  # the kernel returns inf for queries without keys
             logsumexp = logsumexp.masked_fill(~documents.has_keys.unsqueeze(1), -math.inf)
-        return _by_sample(flat, samples), logsumexp, tuple(drawn) if dropout > 0 else ()
-    out, logsumexp, _, _, _, _, *drawn, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+        return _by_sample(flat, samples), logsumexp, tuple(rng_state) if dropout > 0 else ()
+    out, logsumexp, _, _, _, _, *rng_state, _ = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, causal, scale=_scale(query, rules)
     )
-    return out, logsumexp, tuple(drawn) if dropout > 0 else ()
+    return out, logsumexp, tuple(rng_state) if dropout > 0 else ()
 
 
 def flash_backward(
@@ -284,26 +284,32 @@ def flash_backward(
     *,
     causal: bool,
     dropout: float,
-    drawn: Drawn,
+    rng_state: RngState,
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients, computed by the flash kernel from the rows' log-sum-exp."""
-    if not drawn:
-        drawn = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
+    if not rng_state:
+        rng_state = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
     grad, query, out, logsumexp = rows
     if documents is not None:
         joined = (_in_one_row(x) for x in (grad, query, key, value, out))
         sums = logsumexp.transpose(0, 1).flatten(1)  # [n, b q]
-        places = documents.places(query.shape[2], key.shape[2])
+        kernel_arguments = documents.kernel_arguments(query.shape[2], key.shape[2])
         flat = torch.ops.aten._flash_attention_backward(
-            *joined, sums.contiguous(), *places, dropout, causal, *drawn, scale=_scale(query, rules)
+            *joined,
+            sums.contiguous(),
+            *kernel_arguments,
+            dropout,
+            causal,
+            *rng_state,
+            scale=_scale(query, rules),
         )
         of_query, of_key, of_value = (_by_sample(x, query.shape[0]) for x in flat)
         return of_query, of_key, of_value
     # The kernel requires dense rows, and those of half a block are not dense.
     tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
-    options = (query.shape[2], key.shape[2], dropout, causal, *drawn)
+    options = (query.shape[2], key.shape[2], dropout, causal, *rng_state)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     gradients: tuple[Tensor, Tensor, Tensor] = backward(
         *tensors, *options, scale=_scale(query, rules)
@@ -311,10 +317,10 @@ def flash_backward(
     return gradients
 
 
-def _factors(weights: Tensor, dropout: float, generator: torch.Generator) -> Tensor:
+def _dropout_mask(weights: Tensor, dropout: float, generator: torch.Generator) -> Tensor:
     """Return the factors by which dropout multiplies weights: 0 or 1 / (1 - p)."""
-    kept = torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
-    return kept.div_(1 - dropout)
+    mask = torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
+    return mask.div_(1 - dropout)
 
 
 def _in_one_row(x: Tensor) -> Tensor:
@@ -328,8 +334,8 @@ def _by_sample(x: Tensor, samples: int) -> Tensor:
 
 
 def _scale(query: Tensor, rules: ScoreRules | None) -> float:
-    given = None if rules is None else rules.scale
-    return 1 / math.sqrt(query.shape[-1]) if given is None else given
+    scale = None if rules is None else rules.scale
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -357,7 +363,7 @@ def _scores(
     scores = _by_group(query * _scale(query, rules), key.shape[1]) @ key.transpose(2, 3)
     by_head = scores.unflatten(2, (-1, length))  # [b, g, n/g, q, k]
     if rules is not None:
-        distance = rules.query_places[:, None] - rules.key_places
+        distance = rules.query_positions[:, None] - rules.key_positions
         if rules.slopes is not None:
             by_head -= rules.slopes.view(key.shape[1], -1, 1, 1) * distance
         if rules.window is not None:

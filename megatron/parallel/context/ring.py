@@ -48,8 +48,8 @@ from megatron.parallel.collectives import all_to_all
 from megatron.parallel.context.block import (
     BlockAttention,
     BlockDocuments,
-    Drawn,
     QueryRows,
+    RngState,
     ScoreRules,
     merge,
     plain_block,
@@ -123,12 +123,14 @@ def _pairs_of_chunks(axis: Axis, chunk: int, window: int, longest: int | None) -
     blocks = []
     for step in range(axis.size):
         source = (axis.rank - step) % axis.size
-        ours, theirs = ((one, 2 * axis.size - 1 - one) for one in (axis.rank, source))
+        query_chunks, key_chunks = (
+            (rank, 2 * axis.size - 1 - rank) for rank in (axis.rank, source)
+        )
         pairs = [
-            (ours[i] - theirs[j], halves[i], halves[j])
+            (query_chunks[i] - key_chunks[j], halves[i], halves[j])
             for i in range(2)
             for j in range(2)
-            if ours[i] >= theirs[j]
+            if query_chunks[i] >= key_chunks[j]
         ]
         for chunks, queries, keys in sorted(pairs, key=lambda pair: pair[0]):
             nearest = (chunks - 1) * chunk + 1  # the distance from the first query to the last key
@@ -154,7 +156,7 @@ def documents_of(
     counts = torch.stack((early + late, early, late)).cumsum(-1, dtype=torch.int32)
     ends = F.pad(counts, (1, 0))  # [3, C, documents + 1]: both chunks, the early one, the late one
 
-    def chosen(tokens: slice) -> Tensor:
+    def ends_of(tokens: slice) -> Tensor:
         if tokens.stop < length:
             return ends[1]
         return ends[2] if tokens.start > 0 else ends[0]
@@ -162,13 +164,13 @@ def documents_of(
     samples, longest = segments.shape[0], segments.longest or segments.shape[1]
     documents = []
     for step in plan:
-        query_ends, key_ends = chosen(step.queries)[axis.rank], chosen(step.keys)[step.source]
+        query_ends, key_ends = ends_of(step.queries)[axis.rank], ends_of(step.keys)[step.source]
         has_keys = None
         # In the block of a rank's own keys, every query has its own key.
         if (step.source, step.queries) != (axis.rank, step.keys):
             queries = step.queries.stop - step.queries.start
-            number = number_segments(query_ends, (samples, queries))
-            has_keys = (key_ends.diff() > 0)[number]
+            segment = number_segments(query_ends, (samples, queries))
+            has_keys = (key_ends.diff() > 0)[segment]
         documents.append(BlockDocuments(query_ends, key_ends, longest, has_keys))
     return documents
 
@@ -216,12 +218,14 @@ def ring_attention(
             lambda: documents_of(segments, steps, axis, length),
         )
     rules: list[ScoreRules | None] = [None] * len(steps)
-    given = (options.scale, window, options.slopes)
-    if any(one is not None for one in given):
-        everywhere = torch.arange(axis.size * length, device=query.device)
-        places = split_for_all(everywhere, axis.size, dim=0)
+    settings = (options.scale, window, options.slopes)
+    if any(setting is not None for setting in settings):
+        all_positions = torch.arange(axis.size * length, device=query.device)
+        positions = split_for_all(all_positions, axis.size, dim=0)
         rules = [
-            ScoreRules(*given, places[axis.rank][step.queries], places[step.source][step.keys])
+            ScoreRules(
+                *settings, positions[axis.rank][step.queries], positions[step.source][step.keys]
+            )
             for step in steps
         ]
     if window is not None or options.slopes is not None:
@@ -290,15 +294,15 @@ class _RingAttention(torch.autograd.Function):
         axis, length = ring.axis, query.shape[2]
         pair = torch.stack((key, value))  # [2, b, g, l, d]: one message carries both
         out, logsumexp = query.new_empty(0), query.new_empty(0)  # fp32 or wider
-        ctx.ring, ctx.drawn = ring, []
+        ctx.ring, ctx.rng_states = ring, []
         groups = ring.by_source()
-        for number, group in enumerate(groups, 1):
-            transfer = _Transfer.start(pair, axis) if number < len(groups) else None
+        for hop, group in enumerate(groups, 1):
+            transfer = _Transfer.start(pair, axis) if hop < len(groups) else None
             for index, step in group:
-                drawn: Drawn = ()
+                rng_state: RngState = ()
                 if not step.is_empty:
                     some_keys, some_values = pair[:, :, :, step.keys]
-                    part, part_sum, drawn = ring.block.forward(
+                    part, part_sum, rng_state = ring.block.forward(
                         *(query[:, :, step.queries], some_keys, some_values),
                         causal=step.causal,
                         dropout=ring.dropout,
@@ -314,7 +318,7 @@ class _RingAttention(torch.autograd.Function):
                             logsumexp = out.new_full(query.shape[:3], -math.inf)
                         rows = (out[:, :, step.queries], logsumexp[:, :, step.queries])
                         merge(*rows, part, part_sum)
-                ctx.drawn.append(drawn)
+                ctx.rng_states.append(rng_state)
             if transfer is not None:
                 pair = transfer.wait()
         if sinks is not None:
@@ -338,10 +342,10 @@ class _RingAttention(torch.autograd.Function):
         pair = torch.stack((key, value))
         grad_query = torch.zeros_like(query, dtype=logsumexp.dtype)
         grad_pair = torch.zeros_like(pair, dtype=logsumexp.dtype)
-        following = None
+        grad_transfer = None
         groups = ring.by_source()
-        for number, group in enumerate(groups, 1):
-            transfer = _Transfer.start(pair, ring.axis) if number < len(groups) else None
+        for hop, group in enumerate(groups, 1):
+            transfer = _Transfer.start(pair, ring.axis) if hop < len(groups) else None
             of_pairs: list[tuple[slice, Sequence[Tensor]]] = []
             for index, step in group:
                 if step.is_empty:
@@ -352,22 +356,22 @@ class _RingAttention(torch.autograd.Function):
                     *(rows, some_keys, some_values),
                     causal=step.causal,
                     dropout=ring.dropout,
-                    drawn=ctx.drawn[index],
+                    rng_state=ctx.rng_states[index],
                     documents=ring.documents[index],
                     rules=ring.rules[index],
                 )
                 grad_query[:, :, step.queries] += of_query
                 of_pairs.append((step.keys, of_pair))
-            if following is not None:
-                grad_pair = following.wait()
+            if grad_transfer is not None:
+                grad_pair = grad_transfer.wait()
             for keys, parts in of_pairs:
-                for place, part in enumerate(parts):
-                    grad_pair[place, :, :, keys] += part
-            following = _Transfer.start(grad_pair, ring.axis)
+                for index_in_pair, part in enumerate(parts):
+                    grad_pair[index_in_pair, :, :, keys] += part
+            grad_transfer = _Transfer.start(grad_pair, ring.axis)
             if transfer is not None:
                 pair = transfer.wait()
-        assert following is not None
-        grad_key, grad_value = following.wait().to(key.dtype)
+        assert grad_transfer is not None
+        grad_key, grad_value = grad_transfer.wait().to(key.dtype)
         of_sinks = None
         if sinks is not None:
             of_sinks = sink_gradient((grad * out).to(logsumexp.dtype).sum(-1), logsumexp, sinks)

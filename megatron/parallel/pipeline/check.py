@@ -117,25 +117,25 @@ def _check_stage(schedule: Schedule, stage: int) -> int:
     kinds = {operation.kind for operation in schedule[stage]}
     expected = [_life(stage, chunk, len(schedule), chunks, kinds) for chunk in range(chunks)]
     done = [[0] * micro_batches for _ in range(chunks)]
-    held = peak = 0
+    live = peak = 0
     release = "backward_weight" if "backward_weight" in kinds else "backward"
     for operation in schedule[stage]:
         kind, micro_batch, chunk, peer = operation
         steps, life = done[chunk], expected[chunk]
         step = steps[micro_batch]
         if step == len(life) or life[step] != (kind, peer):
-            want = "nothing more" if step == len(life) else life[step]
-            raise ScheduleError(f"stage {stage}: {operation} instead of {want}")
+            wanted = "nothing more" if step == len(life) else life[step]
+            raise ScheduleError(f"stage {stage}: {operation} instead of {wanted}")
         if len(schedule) == 1 and chunk > 0 and kind == "forward":
             _require(done[chunk - 1][micro_batch] > 0, operation)
         if len(schedule) == 1 and chunk < chunks - 1 and kind == "backward":
             _require(done[chunk + 1][micro_batch] > 1, operation)
         steps[micro_batch] = step + 1
         if kind == "forward":
-            held += 1
-            peak = max(peak, held)
+            live += 1
+            peak = max(peak, live)
         elif kind == release:
-            held -= 1
+            live -= 1
     for chunk, life in enumerate(expected):
         for micro_batch, step in enumerate(done[chunk]):
             if step < len(life):

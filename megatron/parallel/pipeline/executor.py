@@ -22,7 +22,7 @@ from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 ForwardStep = Callable[[int, Tensor | None], Tensor]
 Observer = Callable[[Operation], None]
 Key = tuple[int, int]  # micro-batch, chunk
-Passed = tuple[Tensor | None, GradientEdge | None]  # the input and output of a forward pass
+ForwardTensors = tuple[Tensor | None, GradientEdge | None]  # the input and output of a forward pass
 
 
 def run_schedule(
@@ -75,12 +75,12 @@ def receives_to_post(operations: Operations, *, ahead: bool = True) -> list[list
         ahead: Whether to post receives before the preceding computation, instead of last.
     """
     posts: list[list[Operation]] = [[] for _ in operations]
-    computation = 0
+    last_compute = 0
     for i, operation in enumerate(operations):
         if operation.kind in COMPUTE:
-            computation = i
+            last_compute = i
         elif operation.kind not in SENDS:
-            posts[computation if ahead else i].append(operation)
+            posts[last_compute if ahead else i].append(operation)
     return posts
 
 
@@ -108,7 +108,8 @@ class _Run:
         self._queue = weight_gradients
         self._inputs: dict[Key, Tensor] = {}  # until the forward pass
         self._outputs: dict[Key, Tensor] = {}  # until sent
-        self._passed: dict[Key, Passed] = {}  # from the forward pass until the backward pass
+        # From the forward pass until the backward pass.
+        self._forward_tensors: dict[Key, ForwardTensors] = {}
         self._output_gradients: dict[Key, Tensor] = {}  # until the backward pass
         self._input_gradients: dict[Key, Tensor] = {}  # until sent
 
@@ -145,11 +146,11 @@ class _Run:
 
     def finish(self) -> None:
         """Wait until everything has been sent, and check that nothing is left over."""
-        held = (
-            *(self._inputs, self._outputs, self._passed),
+        pending = (
+            *(self._inputs, self._outputs, self._forward_tensors),
             *(self._output_gradients, self._input_gradients),
         )
-        assert not any(held), f"left over: {[list(place) for place in held]}"
+        assert not any(pending), f"left over: {[list(tensors) for tensors in pending]}"
         assert not self._queue, "some weight gradients were not computed"
         if self._channel is not None:
             self._channel.finish()
@@ -162,7 +163,8 @@ class _Run:
         output = self._parts[chunk](micro_batch, x)
         if self.has_backward:
             # The first stage's output has no gradient if all its weights are frozen.
-            self._passed[key] = x, get_gradient_edge(output) if output.requires_grad else None
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self._forward_tensors[key] = x, edge
         if chunk in self._sending:
             self._outputs[key] = output.detach()
         elif chunk < len(self._parts) - 1:  # the next part is also in this process
@@ -170,7 +172,7 @@ class _Run:
 
     def _backward(self, key: Key) -> None:
         micro_batch, chunk = key
-        x, output = self._passed.pop(key)
+        x, output = self._forward_tensors.pop(key)
         gradient = self._output_gradients.pop(key, None)
         if output is not None:
             torch.autograd.backward(output, gradient)

@@ -167,11 +167,11 @@ def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
     the same order.
     """
     pipelines = layout.world.size // layout.pipeline.size
-    mine: dict[str, dist.ProcessGroup] = {}
+    own_groups: dict[str, dist.ProcessGroup] = {}
     for first in range(pipelines):  # the pipeline rank varies slowest
         ranks = list(range(first, layout.world.size, pipelines))
         for name in ("even", "odd", "wrap") if ring else ("even", "odd"):
             group = dist.new_group(ranks)
             if layout.world.rank in ranks:
-                mine[name] = group
-    return mine
+                own_groups[name] = group
+    return own_groups

@@ -89,17 +89,17 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
 
 def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
     """Return the kind of schedule that the flags specify, by default 1F1B."""
-    asked = parallel.pipeline_schedule
-    if asked is not None:
-        return asked  # type: ignore[return-value] # the flag's choices
+    requested = parallel.pipeline_schedule
+    if requested is not None:
+        return requested  # type: ignore[return-value] # the flag's choices
     return "interleaved" if chunks > 1 else "1f1b"
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the schedule for evaluation, which has no backward passes."""
-    kept = {"forward", "send_activation", "receive_activation"}
+    kinds = {"forward", "send_activation", "receive_activation"}
     return tuple(
-        tuple(operation for operation in operations if operation.kind in kept)
+        tuple(operation for operation in operations if operation.kind in kinds)
         for operations in schedule
     )
 
@@ -165,8 +165,8 @@ def _one_forward_one_backward(
     forwards = [Operation("forward", m, c) for m, c in order]
     backwards = [Operation("backward", m, chunks - 1 - c) for m, c in order]
     warm_up = min(warm_up, len(order))
-    in_turn = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
-    operations = chain(forwards[:warm_up], in_turn, backwards[len(order) - warm_up :])
+    steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
+    operations = chain(forwards[:warm_up], steady, backwards[len(order) - warm_up :])
     return [operation for operation in operations if operation.micro_batch < micro_batches]
 
 
@@ -185,8 +185,8 @@ def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> li
         operations.append(Operation("backward_input", micro_batch, 0))
         if micro_batch >= stage:
             operations.append(Operation("backward_weight", micro_batch - stage, 0))
-    behind = range(max(micro_batches - stage, 0), micro_batches)
-    return operations + [Operation("backward_weight", m, 0) for m in behind]
+    remaining = range(max(micro_batches - stage, 0), micro_batches)
+    return operations + [Operation("backward_weight", m, 0) for m in remaining]
 
 
 def _with_messages(

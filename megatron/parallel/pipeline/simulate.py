@@ -62,8 +62,8 @@ def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> 
     check_times(flag, values)
     if chunks > 1 and len(values) == stages * chunks:
         return tuple(tuple(values[stage::stages]) for stage in range(stages))
-    each = [values[0]] * stages if len(values) == 1 else values
-    return tuple((value / chunks,) * chunks for value in each)
+    per_stage = [values[0]] * stages if len(values) == 1 else values
+    return tuple((value / chunks,) * chunks for value in per_stage)
 
 
 def check_times(flag: str, values: Sequence[float]) -> None:
@@ -108,7 +108,7 @@ class Timeline:
         return 1 - sum(self.busy) / available if available else 0.0
 
 
-class Course:
+class RunnableSchedule:
     """A schedule in a runnable order, which can be timed repeatedly with different durations.
 
     Raises:
@@ -119,7 +119,7 @@ class Course:
         """Number the steps and their messages."""
         self._stages = len(schedule)
         self._steps: list[tuple[int, Operation, int]] = []  # stage, operation, message
-        travelling: dict[tuple[int, int, str], deque[int]] = {}  # messages, by edge
+        in_transit: dict[tuple[int, int, str], deque[int]] = {}  # messages, by edge
         sent = 0
         for stage, operation in replay(schedule):
             message = -1
@@ -128,9 +128,9 @@ class Course:
                 if operation.kind in SENDS:
                     message, sent = sent, sent + 1
                     edge = (stage, operation.peer, direction)
-                    travelling.setdefault(edge, deque()).append(message)
+                    in_transit.setdefault(edge, deque()).append(message)
                 else:
-                    message = travelling[operation.peer, stage, direction].popleft()
+                    message = in_transit[operation.peer, stage, direction].popleft()
             self._steps.append((stage, operation, message))
         self._messages = sent
 
@@ -149,11 +149,11 @@ class Course:
         """Yield every computation with its stage, start and end."""
         clocks = [0.0] * self._stages
         arrivals = [0.0] * self._messages
-        took = [times.by_kind(stage) for stage in range(self._stages)]
+        durations = [times.by_kind(stage) for stage in range(self._stages)]
         for stage, operation, message in self._steps:
             clock = clocks[stage]
             if message < 0:
-                end = clock + took[stage][operation.kind][operation.chunk]
+                end = clock + durations[stage][operation.kind][operation.chunk]
                 clocks[stage] = end
                 yield (stage, operation), clock, end
             elif operation.kind in SENDS:
@@ -168,4 +168,4 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     Raises:
         ScheduleError: The schedule cannot run.
     """
-    return Course(schedule).timeline(times)
+    return RunnableSchedule(schedule).timeline(times)

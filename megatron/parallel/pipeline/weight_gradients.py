@@ -99,13 +99,13 @@ def parameter_waves(
         deferrable: The weights whose gradients layers can defer.
     """
     waves: dict[int, tuple[Wave, ...]] = {}
-    waits = {id(parameter) for parameter in deferrable}
-    is_halved = kind == "zero-bubble"
-    first: OperationKind = "backward_input" if is_halved else "backward"
+    deferrable_ids = {id(parameter) for parameter in deferrable}
+    is_split = kind == "zero-bubble"
+    input_kind: OperationKind = "backward_input" if is_split else "backward"
     for chunk, part in enumerate(parts):
         for parameter in {*part.parameters(), *borrowed_parameters(part)}:
-            waves[id(parameter)] = (*waves.get(id(parameter), ()), (first, chunk))
-        if is_halved:
-            put_off = {id(parameter) for parameter in part.parameters()} & waits
-            waves |= dict.fromkeys(put_off, (("backward_weight", chunk),))
+            waves[id(parameter)] = (*waves.get(id(parameter), ()), (input_kind, chunk))
+        if is_split:
+            deferred = {id(parameter) for parameter in part.parameters()} & deferrable_ids
+            waves |= dict.fromkeys(deferred, (("backward_weight", chunk),))
     return waves

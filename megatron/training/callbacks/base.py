@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Leave:
+class EarlyExit:
     """The reason why the loop ends before the requested training is complete.
 
     Attributes:
@@ -26,7 +26,7 @@ class Leave:
     code: int = EXIT_OK
 
     @property
-    def at_once(self) -> bool:
+    def is_immediate(self) -> bool:
         """Whether the run must end immediately, apart from saving a checkpoint."""
         return self.code != EXIT_OK
 
@@ -50,13 +50,13 @@ class Callback:
     def before_step(self, run: Run) -> None:
         """Run before every update."""
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
-        """Run after every update; `leave` is set if the loop ends early after this update."""
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
+        """Run after every update; `early_exit` is set if the loop ends early after this update."""
 
     def after_skipped(self, run: Run) -> None:
         """Run after an iteration of --iterations-to-skip, which has no step."""
 
-    def on_end(self, run: Run, leave: Leave | None) -> None:
+    def on_end(self, run: Run, early_exit: EarlyExit | None) -> None:
         """Run once, after the last step."""
 
     def on_failure(self, run: Run) -> None:

@@ -13,7 +13,7 @@ from megatron.checkpoint.find import scan
 from megatron.command import print_line
 from megatron.errors import ConfigError, StorageError
 from megatron.training import checkpointing
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -44,7 +44,7 @@ class Checkpoints(Callback):
         self._saving: int | None = (
             None  # the iteration of the background save, until it is waited for
         )
-        self._step_began = 0.0
+        self._step_start = 0.0
         self._is_advised = False
 
     def on_start(self, run: Run) -> None:
@@ -60,12 +60,12 @@ class Checkpoints(Callback):
 
     def before_step(self, run: Run) -> None:
         """Start timing the step, for the advice on how often to save."""
-        self._step_began = time.perf_counter()
+        self._step_start = time.perf_counter()
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Save if a checkpoint is due or the run ends."""
-        if is_save_due(run, outcome, leave):
-            self._save(run, is_last=leave is not None or run.finished)
+        if is_save_due(run, outcome, early_exit):
+            self._save(run, is_last=early_exit is not None or run.finished)
 
     def after_skipped(self, run: Run) -> None:
         """Save if the run ends here. No other skipped iteration triggers a save."""
@@ -73,32 +73,32 @@ class Checkpoints(Callback):
             self._save(run, is_last=True)
 
     def _save(self, run: Run, *, is_last: bool) -> None:
-        since = time.perf_counter()
+        start_time = time.perf_counter()
         run.save_clock.restart()
         run.layout.journal.enter("saving a checkpoint")
         with run.timers.measure("save-checkpoint"):
             if not self._settle(run) or is_last or self._background is None:
                 checkpointing.save_run(run)
                 self._newest = Path(str(run.config.checkpoint.save)), run.progress.iteration
-                how = f"saved in {time.perf_counter() - since:.2f} s"
+                status = f"saved in {time.perf_counter() - start_time:.2f} s"
             else:
                 self._background.start(
                     run.progress.iteration,
                     checkpointing.state_of(run),
                     checkpointing.meta_of(run),
-                    since=since,
+                    since=start_time,
                 )
                 self._saving = run.progress.iteration
-                how = "saving in the background"
-        self._scalars.event(run, "checkpoint", how)
+                status = "saving in the background"
+        self._scalars.event(run, "checkpoint", status)
         if not self._is_advised and not is_last and run.layout.world.rank == 0:
             self._is_advised = True
             line = advice(
-                cost=time.perf_counter() - since,
-                step=since - self._step_began,
+                cost=time.perf_counter() - start_time,
+                step=start_time - self._step_start,
                 processes=run.layout.world.size,
                 hours=run.config.checkpoint.mean_hours_between_failures,
-                left=run.train_iterations - run.progress.iteration,
+                remaining=run.train_iterations - run.progress.iteration,
             )
             if line is not None:
                 print_line(line)
@@ -148,17 +148,18 @@ def _continued(run: Run) -> tuple[Path, int] | None:
     # The run may continue from a newer checkpoint that is not durable.
     newest = JsonExchange(run.layout.world).on_main(
         lambda: max(
-            (one.iteration for one in scan(root)[0] if one.iteration <= start), default=start
+            (saved.iteration for saved in scan(root)[0] if saved.iteration <= start),
+            default=start,
         )
     )
     return root, newest
 
 
-def is_save_due(run: Run, outcome: StepOutcome, leave: Leave | None) -> bool:
+def is_save_due(run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> bool:
     """Return whether a run with --save saves now, because a checkpoint is due or the run ends."""
-    is_last = leave is not None or run.finished
-    due = _is_due(run, run.progress.iteration) or outcome.save_due or is_last
-    return due and run.config.checkpoint.save is not None
+    is_last = early_exit is not None or run.finished
+    is_due = _is_due(run, run.progress.iteration) or outcome.save_due or is_last
+    return is_due and run.config.checkpoint.save is not None
 
 
 def _is_due(run: Run, iteration: int) -> bool:
@@ -168,7 +169,7 @@ def _is_due(run: Run, iteration: int) -> bool:
 
 def _background_saver(run: Run) -> BackgroundSaver:
     """Return a background saver with its host memory allocated. Collective."""
-    options, started = run.config.checkpoint, time.perf_counter()
+    options, start_time = run.config.checkpoint, time.perf_counter()
     assert options.save
     timeout = timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
     try:
@@ -176,7 +177,7 @@ def _background_saver(run: Run) -> BackgroundSaver:
             options.save,
             checkpointing.state_of(run),
             run.layout,
-            run.layout.beside(timeout),
+            run.layout.for_thread(timeout),
             run.device,
             keep=checkpointing.keep_of(options),
             write=checkpointing.writer_of(run),
@@ -188,7 +189,7 @@ def _background_saver(run: Run) -> BackgroundSaver:
             "the flag"
         ) from error
     if run.layout.world.rank == 0:
-        size, seconds = saver.host_bytes / 1e9, time.perf_counter() - started
+        size, seconds = saver.host_bytes / 1e9, time.perf_counter() - start_time
         print_line(
             f"  --async-save: {size:.3g} GB of host memory per process, ready in {seconds:.2f} s"
         )
@@ -219,7 +220,7 @@ def best_interval(cost: float, between_failures: float) -> float:
 
 
 def advice(
-    *, cost: float, step: float, processes: int, hours: float | None, left: int
+    *, cost: float, step: float, processes: int, hours: float | None, remaining: int
 ) -> str | None:
     """Return a one-line recommendation on how often to save.
 
@@ -230,7 +231,7 @@ def advice(
         step: The time per iteration in seconds.
         processes: The number of processes of the job.
         hours: The mean time between failures of the job in hours, or `None` if unknown.
-        left: The number of iterations left in the run.
+        remaining: The number of iterations left in the run.
     """
     source = "--mean-hours-between-failures"
     if hours is None:
@@ -238,7 +239,7 @@ def advice(
         source = f"as in Llama 3's training; set {source} to change it"
     interval = best_interval(cost, hours * _HOUR)
     iterations = max(1, round(interval / step))
-    if iterations > left:
+    if iterations > remaining:
         return None
     return (
         f"  training waits {cost:.2f} s for a save: with a failure every {hours:,.0f} h "

@@ -6,7 +6,7 @@ import math
 import time
 
 from megatron.command import print_line
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.log_line import training_line, update_figures
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -39,7 +39,7 @@ class LogLine(Callback):
         """Start the clock."""
         self._start = time.perf_counter()
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Count the step, and print the log line, timers and memory if they are due."""
         self._seconds += time.perf_counter() - self._start
         self._add(outcome)

@@ -10,7 +10,7 @@ from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.durable import writing_to
 from megatron.parallel.collectives import all_gather
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.scalars import Writer
 from megatron.training.passes import schedule_of
 from megatron.training.run import Run
@@ -74,20 +74,20 @@ class Profile(Callback):
             self._iteration = record_function(f"iteration {upcoming}")
             self._iteration.__enter__()
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Write the trace after the last iteration of a window."""
         if self._profiler is not None:
             self._iteration.__exit__(None, None, None)
-            self._finish_if_over(run, leave)
+            self._finish_if_over(run, early_exit)
 
     def after_skipped(self, run: Run) -> None:
         """Write the trace if this was the last iteration of a window."""
         if self._profiler is not None:
             self._finish_if_over(run, None)
 
-    def _finish_if_over(self, run: Run, leave: Leave | None) -> None:
-        over = run.progress.iteration + 1 >= self._end
-        if not (over or leave or run.finished):
+    def _finish_if_over(self, run: Run, early_exit: EarlyExit | None) -> None:
+        is_over = run.progress.iteration + 1 >= self._end
+        if not (is_over or early_exit or run.finished):
             return
         run.device.synchronize()
         self._profiler.__exit__(None, None, None)
@@ -112,7 +112,7 @@ class PipelineBubble(Callback):
         self._writers = writers
         self._bubbles: list[Bubble] = []
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Gather the stages' times and report the bubble. Collective."""
         stages = all_gather(self._clock.read(len(run.parts)).unsqueeze(0), run.layout.pipeline)
         if not run.is_log_rank:

@@ -20,7 +20,7 @@ from megatron.errors import NumericsError
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import spec_of
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import is_save_due
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome, any_rank
@@ -53,9 +53,9 @@ class ReplicaHashes(Callback):
         """Return whether a comparison follows, which would wait for a forward pass in progress."""
         return self._is_due(run, run.progress.iteration + 1)
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Compare if a comparison is due, or if a checkpoint is about to be saved."""
-        if self._is_due(run, run.progress.iteration) or is_save_due(run, outcome, leave):
+        if self._is_due(run, run.progress.iteration) or is_save_due(run, outcome, early_exit):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
@@ -65,20 +65,20 @@ class ReplicaHashes(Callback):
             NumericsError: Copies differ. The message names tensors and ranks, on every rank.
         """
         run.layout.journal.enter("comparison of the replicas")
-        found = []
+        differences = []
         for axis, tensors in _copies(run):
             if axis.size > 1 and tensors:
-                found += _differences(axis, tensors, run.device.torch_device)
-        if any_rank(bool(found), run):
-            told = JsonExchange(run.layout.world).gather(found)
-            lines = list(dict.fromkeys(line for of_rank in told for line in of_rank))
-            more = f"; and {len(lines) - _SHOWN} more tensors" if len(lines) > _SHOWN else ""
+                differences += _differences(axis, tensors, run.device.torch_device)
+        if any_rank(bool(differences), run):
+            gathered = JsonExchange(run.layout.world).gather(differences)
+            lines = list(dict.fromkeys(line for of_rank in gathered for line in of_rank))
+            suffix = f"; and {len(lines) - _SHOWN} more tensors" if len(lines) > _SHOWN else ""
             raise NumericsError(
                 f"iteration {run.progress.iteration}: replicas differ: "
                 + "; ".join(lines[:_SHOWN])
-                + f"{more}. They were equal after iteration {self._equal_at}: test the machine of "
-                "the rank that differs, and resume without it from a checkpoint of that iteration "
-                "or earlier"
+                + f"{suffix}. They were equal after iteration {self._equal_at}: test the machine "
+                "of the rank that differs, and resume without it from a checkpoint of that "
+                "iteration or earlier"
             )
         self._equal_at = run.progress.iteration
 
@@ -95,22 +95,22 @@ def _copies(run: Run) -> list[tuple[Axis, dict[str, Tensor]]]:
     states. The order is the same on all processes of an axis.
     """
     run.optimizer.wait_for_weights()
-    plain: dict[str, Tensor] = {}
-    of_experts: dict[str, Tensor] = {}
-    named = [(name, p.detach(), p) for name, p in run.named_parameters()]
+    shared: dict[str, Tensor] = {}
+    experts: dict[str, Tensor] = {}
+    named_tensors = [(name, p.detach(), p) for name, p in run.named_parameters()]
     if not run.gradients.is_sharded:
-        named += [(name, t, p) for name, (t, p) in run.optimizer.named_tensors().items()]
-    for name, tensor, parameter in named:
-        (of_experts if spec_of(parameter).is_expert else plain)[name] = tensor
+        named_tensors += [(name, t, p) for name, (t, p) in run.optimizer.named_tensors().items()]
+    for name, tensor, parameter in named_tensors:
+        (experts if spec_of(parameter).is_expert else shared)[name] = tensor
     for name, entry in flatten(buffer_state(run.parts)):
-        plain[name.removeprefix("model.")] = entry.tensor
-    return [(run.layout.replica, plain), (run.layout.expert_replica, of_experts)]
+        shared[name.removeprefix("model.")] = entry.tensor
+    return [(run.layout.replica, shared), (run.layout.expert_replica, experts)]
 
 
 def _differences(axis: Axis, tensors: Mapping[str, Tensor], device: torch.device) -> list[str]:
     """Return a description of each tensor whose copies differ. Collective over the axis."""
-    mine = torch.stack([hash_of(tensor).to(device) for tensor in tensors.values()])
-    hashes = all_gather(mine[None], axis)  # [copies, tensors]
+    local_hashes = torch.stack([hash_of(tensor).to(device) for tensor in tensors.values()])
+    hashes = all_gather(local_hashes[None], axis)  # [copies, tensors]
     differ = (hashes != hashes[0]).any(0).nonzero().flatten()
     if not len(differ):
         return []

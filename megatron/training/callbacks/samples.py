@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.command import print_line
 from megatron.inference.request import Sampling
 from megatron.inference.samples import read_prompts
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.generation import AnswerGenerator
 
@@ -41,22 +41,24 @@ class SampleAnswers(Callback):
             stop_tokens=self._generator.ends,
         )
         self._requests = [
-            (str(number), self._generator.encode(text), sampling)
-            for number, text in enumerate(self._texts)
+            (str(index), self._generator.encode(text), sampling)
+            for index, text in enumerate(self._texts)
         ]
 
     def interrupts(self, run: Run) -> bool:
         """Return whether answers follow the next update."""
         return (run.progress.iteration + 1) % self._interval == 0
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Answer the prompts if answers are due, unless the run ends immediately."""
-        if run.progress.iteration % self._interval or (leave is not None and leave.at_once):
+        if run.progress.iteration % self._interval or (
+            early_exit is not None and early_exit.is_immediate
+        ):
             return
         answers = self._generator.answer(self._requests)
-        for text, found in zip(self._texts, answers, strict=True):
-            shown = [token for token in found.tokens if token not in self._generator.ends]
-            answer = found.problem or run.tokenizer.detokenize(shown)
+        for text, result in zip(self._texts, answers, strict=True):
+            tokens = [token for token in result.tokens if token not in self._generator.ends]
+            answer = result.problem or run.tokenizer.detokenize(tokens)
             if run.is_log_rank:
                 print_line(
                     f" sample at iteration {run.progress.iteration} | {text!r} -> {answer!r}"

@@ -21,7 +21,7 @@ from megatron.config import RunConfig
 from megatron.config.run import flatten, values_of
 from megatron.durable import writing_to
 from megatron.errors import ConfigError, StorageError
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.log_line import is_likelihood, perplexity, update_figures
 from megatron.training.panel import start_rows
@@ -332,7 +332,7 @@ class Scalars(Callback):
         """Start the clock."""
         self._start = time.perf_counter()
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Write the step's scalars. Collective: ranks without writers also take part."""
         seconds = time.perf_counter() - self._start
         options = run.config.logging
@@ -363,22 +363,23 @@ class Scalars(Callback):
                 for name, over_ranks in run.timers.over_ranks().items()
             }
         if self._writers:
-            of_all = seconds * run.layout.world.size
+            device_seconds = seconds * run.layout.world.size
             speed = {
-                "tokens-per-second-per-gpu": outcome.tokens / of_all,
-                "throughput": outcome.flops / of_all / 1e12,  # Megatron's tag: TFLOP/s per GPU
+                "tokens-per-second-per-gpu": outcome.tokens / device_seconds,
+                # Megatron's tag: TFLOP/s per GPU
+                "throughput": outcome.flops / device_seconds / 1e12,
             }
             share = {} if run.goodput is None else {"goodput": run.goodput}
-            more = speed | share | times | sizes
-            self._write(run, step_scalars(run, outcome, norm, seconds) | more)
+            extra = speed | share | times | sizes
+            self._write(run, step_scalars(run, outcome, norm, seconds) | extra)
 
     def after_skipped(self, run: Run) -> None:
         """Record that the iteration was skipped."""
         self.event(run, "skipped iteration", "--iterations-to-skip")
 
-    def on_end(self, run: Run, leave: Leave | None) -> None:
+    def on_end(self, run: Run, early_exit: EarlyExit | None) -> None:
         """Record why training ended."""
-        self.event(run, "end", "training is complete" if leave is None else leave.reason)
+        self.event(run, "end", "training is complete" if early_exit is None else early_exit.reason)
 
     def on_failure(self, run: Run) -> None:
         """Record the error that ends training."""
@@ -442,7 +443,7 @@ def step_scalars(
             "mem-max-allocated-bytes": memory.peak_allocated,
             "mem-allocated-count": memory.allocations,
         }
-    is_wanted = {
+    is_enabled = {
         "learning-rate": options.log_learning_rate_to_tensorboard,
         "decoupled-learning-rate": options.log_learning_rate_to_tensorboard,
         "batch-size": options.log_batch_size_to_tensorboard,
@@ -453,5 +454,5 @@ def step_scalars(
     return {
         tag: value
         for tag, value in scalars.items()
-        if value is not None and is_wanted.get(tag, True)
+        if value is not None and is_enabled.get(tag, True)
     }

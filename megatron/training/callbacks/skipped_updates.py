@@ -11,7 +11,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.command import print_line
 from megatron.errors import NumericsError
 from megatron.parallel.collectives import all_gather
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.fast_state import NonPersistentCheckpoints
 from megatron.training.callbacks.scalars import Scalars
@@ -27,14 +27,14 @@ class _SkipReason:
     """A reason for skipping updates.
 
     Attributes:
-        what: A description of what is wrong, and in which iteration.
+        description: A description of what is wrong, and in which iteration.
         skips: Whether the flags ask to skip such updates and continue.
         remedy: The remedy if the flags do not ask for that.
         limit: The number of such updates in a row that the flags allow.
         flag: The flag that sets the limit.
     """
 
-    what: str
+    description: str
     skips: bool
     remedy: str
     limit: int
@@ -55,20 +55,21 @@ class SkippedUpdates(Callback):
         self,
         scalars: Scalars,
         checkpoints: Checkpoints | None,
-        often: NonPersistentCheckpoints | None = None,
+        non_persistent: NonPersistentCheckpoints | None = None,
     ) -> None:
         """Create the callback, with no skipped updates.
 
         Args:
             scalars: The callback that records events.
             checkpoints: The callback that saves, if there is one.
-            often: The callback that saves non-persistent checkpoints, if there is one.
+            non_persistent: The callback that saves non-persistent checkpoints, if there is one.
         """
-        self._scalars, self._checkpoints, self._often = scalars, checkpoints, often
+        self._scalars = scalars
+        self._checkpoints, self._non_persistent = checkpoints, non_persistent
         self._in_a_row = 0
         self._rewinds: dict[int, int] = {}  # how often the run went back, by iteration
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """End the run, rewind, or count the skipped update.
 
         Raises:
@@ -86,35 +87,37 @@ class SkippedUpdates(Callback):
             if outcome.found_spike and run.config.training.on_spike == "rewind":
                 self._rewind(run, reason)
             elif run.is_log_rank:
-                print_line(f" skipped the update: {reason.what}")
+                print_line(f" skipped the update: {reason.description}")
             return
         remedy = reason.remedy
         if reason.skips:
             limit = f"{reason.flag} {reason.limit}"
             remedy = f"{self._in_a_row} such iterations in a row exceed {limit}"
-        raise NumericsError(f"{reason.what}. The parameters are unchanged; {remedy}")
+        raise NumericsError(f"{reason.description}. The parameters are unchanged; {remedy}")
 
     def _rewind(self, run: Run, reason: _SkipReason) -> None:
         """Go back to the last checkpoint, or only report the skipped update if there is none."""
-        found = self._newest(run)
-        if found is None:
+        reader = self._newest(run)
+        if reader is None:
             if run.is_log_rank:
                 print_line(
-                    f" skipped the update: {reason.what}; there is no checkpoint yet to go back to"
+                    f" skipped the update: {reason.description}; there is no checkpoint yet to "
+                    "go back to"
                 )
             return
-        iteration = found.iteration
+        iteration = reader.iteration
         count = self._rewinds[iteration] = self._rewinds.get(iteration, 0) + 1
         if count > reason.limit:
             raise NumericsError(
-                f"{reason.what}. The run has gone back to the checkpoint of iteration {iteration} "
-                f"{reason.limit} times ({reason.flag}): resume from an older one with --ckpt-step"
+                f"{reason.description}. The run has gone back to the checkpoint of iteration "
+                f"{iteration} {reason.limit} times ({reason.flag}): resume from an older one "
+                "with --ckpt-step"
             )
-        samples = rewind_run(run, found)
+        samples = rewind_run(run, reader)
         self._scalars.event(run, "rewind", f"to the weights of iteration {iteration}")
         if run.is_log_rank:
             print_line(
-                f" went back to the weights of iteration {iteration}: {reason.what}; the "
+                f" went back to the weights of iteration {iteration}: {reason.description}; the "
                 f"{samples} samples read since then are not trained on again"
             )
 
@@ -126,7 +129,9 @@ class SkippedUpdates(Callback):
         """
         durable = None if self._checkpoints is None else self._checkpoints.newest(run)
         root, iteration = durable or (None, -1)
-        newest = None if self._often is None else self._often.open_newest(after=iteration)
+        newest = None
+        if self._non_persistent is not None:
+            newest = self._non_persistent.open_newest(after=iteration)
         if newest is not None or root is None:
             return newest
         trust = run.config.checkpoint.allow_foreign_checkpoints
@@ -136,14 +141,14 @@ class SkippedUpdates(Callback):
 def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
     """Return why an update was skipped and what the flags require in that case. Collective."""
     options, ids = run.config.training, _suspects(run, outcome)
-    shown = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
-    at, samples = f"iteration {run.progress.iteration}", f"(training sample ids {shown})"
+    id_text = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
+    position, samples = f"iteration {run.progress.iteration}", f"(training sample ids {id_text})"
     if outcome.found_spike:
-        what, limit = f"{at}: {outcome.spike} {samples}", options.max_spikes
-        return _SkipReason(what, skips=True, remedy="", limit=limit, flag="--max-spikes")
+        description, limit = f"{position}: {outcome.spike} {samples}", options.max_spikes
+        return _SkipReason(description, skips=True, remedy="", limit=limit, flag="--max-spikes")
     losses = ", ".join(f"{name} {value}" for name, value in outcome.losses.items())
     return _SkipReason(
-        f"{at}: {losses}, grad norm {outcome.grad_norm} are not all finite {samples}",
+        f"{position}: {losses}, grad norm {outcome.grad_norm} are not all finite {samples}",
         skips=options.on_nonfinite == "skip",
         remedy="--on-nonfinite skip skips such updates and continues",
         limit=options.max_nonfinite_skips,
@@ -154,9 +159,9 @@ def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
 def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
     """Return the sample ids of the micro-batches with an abnormal loss, or of the whole batch."""
     width = run.batches.micro_batch
-    mine = torch.tensor(outcome.sample_ids).reshape(-1, width)
+    local_ids = torch.tensor(outcome.sample_ids).reshape(-1, width)
     bad = ~torch.tensor(outcome.ordinary).reshape(-1, 1)
-    table = torch.cat([mine, bad.long().expand(-1, 1)], dim=1)
+    table = torch.cat([local_ids, bad.long().expand(-1, 1)], dim=1)
     rows = all_gather(table, run.layout.world)  # the last stage may be on another rank
-    chosen = rows[rows[:, -1] > 0] if bool((rows[:, -1] > 0).any()) else rows
-    return sorted(set(chosen[:, :-1].flatten().tolist()))
+    suspicious = rows[rows[:, -1] > 0] if bool((rows[:, -1] > 0).any()) else rows
+    return sorted(set(suspicious[:, :-1].flatten().tolist()))

@@ -13,7 +13,7 @@ from megatron.command import print_line
 from megatron.data.text_stream import count_bad_lines
 from megatron.errors import warn
 from megatron.parallel.collectives import all_gather
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.health import check_health, health_table, problems_of
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -32,13 +32,13 @@ class GarbageCollection(Callback):
         gc.freeze()  # the objects that exist now stay for the whole run
         gc.disable()
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Collect garbage every `--manual-gc-interval` iterations."""
         interval = run.config.training.manual_gc_interval
         if interval and run.progress.iteration % interval == 0:
             gc.collect()
 
-    def on_end(self, run: Run, leave: Leave | None) -> None:
+    def on_end(self, run: Run, early_exit: EarlyExit | None) -> None:
         """Turn automatic garbage collection on again."""
         gc.unfreeze()
         gc.enable()
@@ -47,7 +47,7 @@ class GarbageCollection(Callback):
 class EmptyCache(Callback):
     """A callback that returns unused GPU memory to the driver (`--empty-unused-memory-level`)."""
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Empty the cache after every iteration."""
         run.device.empty_cache()
 
@@ -55,7 +55,7 @@ class EmptyCache(Callback):
 class BadLines(Callback):
     """A callback that reports at the end how many lines `--skip-bad-lines` has skipped."""
 
-    def on_end(self, run: Run, leave: Leave | None) -> None:
+    def on_end(self, run: Run, early_exit: EarlyExit | None) -> None:
         """Report the number of lines that all processes have skipped since the run began."""
         dataset, consumed = run.datasets[0], run.progress.consumed_samples
         count = count_bad_lines(dataset, consumed, run.layout.world)
@@ -73,10 +73,10 @@ class SampleIds(Callback):
     different layouts are equal.
     """
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Append the line of this iteration."""
-        mine = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
-        ids = sorted(all_gather(mine, run.layout.data).flatten().tolist())
+        local_ids = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
+        ids = sorted(all_gather(local_ids, run.layout.data).flatten().tolist())
         if not run.is_log_rank:
             return
         path = Path(run.config.checkpoint.save or ".") / "samples.jsonl"
@@ -96,9 +96,9 @@ class HealthCheck(Callback):
         """Return whether a test follows, which a forward pass would slow down."""
         return self._is_due(run, run.progress.iteration + 1)
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Run the test if it is due. Collective."""
-        if self._is_due(run, run.progress.iteration) and leave is None:
+        if self._is_due(run, run.progress.iteration) and early_exit is None:
             self._check(run)
 
     @staticmethod
@@ -128,7 +128,7 @@ class ProgressBar(Callback):
             total=total, initial=start, unit="it", dynamic_ncols=True, desc="training"
         )
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Show the losses and advance the bar."""
         losses = {name: f"{value:.4f}" for name, value in outcome.losses.items()}
         self._bar.set_postfix(losses, refresh=False)
@@ -138,6 +138,6 @@ class ProgressBar(Callback):
         """Advance the bar without losses."""
         self._bar.update(1)
 
-    def on_end(self, run: Run, leave: Leave | None) -> None:
+    def on_end(self, run: Run, early_exit: EarlyExit | None) -> None:
         """Close the bar."""
         self._bar.close()

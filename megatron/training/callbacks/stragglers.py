@@ -15,7 +15,7 @@ from megatron.command import print_line
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.layout import Layout
 from megatron.processes.watchdog import ranks_text
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -25,7 +25,7 @@ INTERVAL = 10  # updates between two comparisons, and in a window
 _SHARE = 0.7  # a rank is slow if the others take less than this fraction of its time
 _GROUP_SHARE = 0.4  # the same for a group's communication, which varies more with load
 _IN_A_ROW = 3  # consecutive comparisons in which a rank must be slow to be named
-_LEAST = 0.05  # of an update: a smaller loss of time is not worth a warning
+_MIN_LOSS = 0.05  # of an update: a smaller loss of time is not worth a warning
 _BASELINE = 3  # comparisons whose medians are the usual times of a rank that has no peers
 _SECTION_NAMES = {
     "compute": "the forward and backward passes",
@@ -85,9 +85,10 @@ class StragglerWatch:
         }
         grid = [Layout.at(rank, layout.world.size, **sizes) for rank in layout.world.ranks]
         groups = {
-            name: list(dict.fromkeys(getattr(at, name).ranks for at in grid)) for name in axes
+            name: list(dict.fromkeys(getattr(rank_layout, name).ranks for rank_layout in grid))
+            for name in axes
         }
-        return cls([at.pipeline.rank for at in grid], groups)
+        return cls([rank_layout.pipeline.rank for rank_layout in grid], groups)
 
     def compare(self, times: Mapping[str, Sequence[float]]) -> tuple[list[Straggler], list[str]]:
         """Compare the ranks once.
@@ -99,18 +100,20 @@ class StragglerWatch:
         Returns:
             The stragglers found now, and descriptions of those that are no longer slow.
         """
-        least = _LEAST * statistics.median(times["update"])
-        found = {}
+        min_loss = _MIN_LOSS * statistics.median(times["update"])
+        slow = {}
         for section, ranks, seconds, usual in self._pairs(times):
             share = _SHARE if section in SECTIONS else _GROUP_SHARE
-            if seconds > usual / share and seconds - usual > least:
-                found[ranks, section] = Straggler(ranks, section, seconds, usual)
+            if seconds > usual / share and seconds - usual > min_loss:
+                slow[ranks, section] = Straggler(ranks, section, seconds, usual)
         if len(self._first) < _BASELINE:
             self._first.append(times)
-        gone = [key for key, count in self._slow.items() if count >= _IN_A_ROW and key not in found]
-        self._slow = {key: self._slow.get(key, 0) + 1 for key in found}
-        new = [found[key] for key, count in self._slow.items() if count == _IN_A_ROW]
-        return new, [f"{ranks_text(ranks)} in {_name(section)}" for ranks, section in gone]
+        recovered = [
+            key for key, count in self._slow.items() if count >= _IN_A_ROW and key not in slow
+        ]
+        self._slow = {key: self._slow.get(key, 0) + 1 for key in slow}
+        new = [slow[key] for key, count in self._slow.items() if count == _IN_A_ROW]
+        return new, [f"{ranks_text(ranks)} in {_name(section)}" for ranks, section in recovered]
 
     def _pairs(
         self, times: Mapping[str, Sequence[float]]
@@ -120,41 +123,43 @@ class StragglerWatch:
         for section in SECTIONS:
             for rank, seconds in enumerate(times[section]):
                 peers = [
-                    other
-                    for other, stage in zip(times[section], self._stages, strict=True)
+                    peer
+                    for peer, stage in zip(times[section], self._stages, strict=True)
                     if stage == self._stages[rank]
                 ]
                 usual = _usual(seconds, peers)
                 if usual is None:
-                    usual = self._former(times, section, rank)
+                    usual = self._expected_without_peers(times, section, rank)
                 if usual is not None:
                     pairs.append((section, (rank,), seconds, usual))
         for axis, groups in self._groups.items():
-            best = {ranks: min(times[axis][rank] for rank in ranks) for ranks in groups}
-            for ranks, seconds in best.items():
+            shortest = {ranks: min(times[axis][rank] for rank in ranks) for ranks in groups}
+            for ranks, seconds in shortest.items():
                 stage = self._stages[ranks[0]]
-                peers = [best[other] for other in groups if self._stages[other[0]] == stage]
+                peers = [shortest[peer] for peer in groups if self._stages[peer[0]] == stage]
                 usual = _usual(seconds, peers)
                 if usual is not None:
                     pairs.append((axis, ranks, seconds, usual))
         return pairs
 
-    def _former(
+    def _expected_without_peers(
         self, times: Mapping[str, Sequence[float]], section: str, rank: int
     ) -> float | None:
         """Return the time a rank without peers would take if it had slowed down like the others."""
         if len(self._first) < _BASELINE or len(self._stages) == 1:
             return None
-        before = [
+        baseline = [
             statistics.median(column)
-            for column in zip(*(each[section] for each in self._first), strict=True)
+            for column in zip(*(comparison[section] for comparison in self._first), strict=True)
         ]
         growth = [
-            now / former
-            for other, (now, former) in enumerate(zip(times[section], before, strict=True))
-            if other != rank and former > 0.0
+            current / former
+            for other_rank, (current, former) in enumerate(
+                zip(times[section], baseline, strict=True)
+            )
+            if other_rank != rank and former > 0.0
         ]
-        return before[rank] * statistics.median(growth) if growth else None
+        return baseline[rank] * statistics.median(growth) if growth else None
 
 
 class Stragglers(Callback):
@@ -178,7 +183,7 @@ class Stragglers(Callback):
         if run.layout.world.size == 1:
             print_line("  --log-straggler: there is only one rank, so nothing is compared")
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Read the clock, and compare the ranks or report their times if due. Collective."""
         self._window.append(self._clock.read())
         if run.progress.iteration % INTERVAL == 0 and len(self._window) == INTERVAL:
@@ -191,25 +196,28 @@ class Stragglers(Callback):
     def _compare(self, run: Run) -> None:
         columns_here = zip(*self._window, strict=True)
         row = [sorted(column)[len(column) // 4] for column in columns_here]  # lower quartiles
-        mine = torch.tensor([row], dtype=torch.float64)
-        columns = all_gather(mine, run.layout.world).T.tolist()
+        local_times = torch.tensor([row], dtype=torch.float64)
+        columns = all_gather(local_times, run.layout.world).T.tolist()
         self._times = dict(zip(self._clock.columns, columns, strict=True))
-        found, gone = self._watch.compare(self._times)
-        for straggler in found:
-            told = self._describe(straggler)
-            self._scalars.event(run, "straggler", told)
+        stragglers, recovered = self._watch.compare(self._times)
+        for straggler in stragglers:
+            description = self._describe(straggler)
+            self._scalars.event(run, "straggler", description)
             if run.is_log_rank:
-                print_line(f"WARNING: iteration {run.progress.iteration}: {told}")
-        for text in gone:
+                print_line(f"WARNING: iteration {run.progress.iteration}: {description}")
+        for recovered_text in recovered:
             if run.is_log_rank:
-                print_line(f" no longer slow: {text}")
+                print_line(f" no longer slow: {recovered_text}")
 
-    def _describe(self, found: Straggler) -> str:
-        hosts = ", ".join(dict.fromkeys(self._hosts[rank] for rank in found.ranks))
-        times = f"{1000 * found.seconds:.1f} ms per update instead of {1000 * found.usual:.1f} ms"
+    def _describe(self, straggler: Straggler) -> str:
+        hosts = ", ".join(dict.fromkeys(self._hosts[rank] for rank in straggler.ranks))
+        times = (
+            f"{1000 * straggler.seconds:.1f} ms per update instead of "
+            f"{1000 * straggler.usual:.1f} ms"
+        )
         return (
-            f"slow: {ranks_text(found.ranks)} (on {hosts}) in {_name(found.section)}: {times}, "
-            f"{found.seconds / found.usual:.1f} times as long"
+            f"slow: {ranks_text(straggler.ranks)} (on {hosts}) in {_name(straggler.section)}: "
+            f"{times}, {straggler.seconds / straggler.usual:.1f} times as long"
         )
 
 
@@ -235,8 +243,8 @@ def times_line(times: Mapping[str, Sequence[float]], count: int) -> str:
     for section in SECTIONS:
         ranked = sorted(enumerate(times[section]), key=lambda pair: -pair[1])
         slow, fast = (
-            ", ".join(f"{1000 * seconds:.1f} (rank {rank})" for rank, seconds in chosen)
-            for chosen in (ranked[:count], ranked[: -count - 1 : -1])
+            ", ".join(f"{1000 * seconds:.1f} (rank {rank})" for rank, seconds in selection)
+            for selection in (ranked[:count], ranked[: -count - 1 : -1])
         )
         median = 1000 * statistics.median(times[section])
         parts.append(f"{section}: median {median:.1f}, slowest {slow}, fastest {fast}")

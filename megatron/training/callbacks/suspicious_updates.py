@@ -14,7 +14,7 @@ from megatron.durable import open_trusted, replace_file, writing_to
 from megatron.errors import SuspiciousResultError, TransientFaultError
 from megatron.processes.watchdog import ranks_text
 from megatron.training import checkpointing
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.rerun import Rerun
@@ -23,7 +23,7 @@ from megatron.training.step import StepOutcome
 
 FILE = "suspicious_iteration.json"  # in --save
 _MAX_BYTES = 2**16
-_LEAST = 1e-30  # the smallest divisor, so that nothing is divided by 0
+_MIN_DIVISOR = 1e-30  # the smallest divisor, so that nothing is divided by 0
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class SuspiciousUpdates(Callback):
         if run.config.checkpoint.save is None:
             return
         path = Path(run.config.checkpoint.save) / FILE
-        found = JsonExchange(run.layout.world).on_main(lambda: _read(path))
-        self._suspicion = None if found is None else _Suspicion(**found)
+        suspicion = JsonExchange(run.layout.world).on_main(lambda: _read(path))
+        self._suspicion = None if suspicion is None else _Suspicion(**suspicion)
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Report a second computation, and end the run if its result requires that.
 
         Raises:
@@ -71,55 +71,59 @@ class SuspiciousUpdates(Callback):
             SuspiciousResultError: Other machines must compute the update to show whether a machine
                 or the data is at fault.
         """
-        rerun, at = outcome.rerun, run.progress.iteration
-        before = self._suspicion
-        known = before if before is not None and before.iteration == at else None
-        if known is not None:
-            self._forget(run)
+        rerun, iteration = outcome.rerun, run.progress.iteration
+        suspicion = self._suspicion
+        pending = suspicion if suspicion is not None and suspicion.iteration == iteration else None
+        if pending is not None:
+            self._clear(run)
         if rerun is None:
-            if known is not None:
-                self._tell(
+            if pending is not None:
+                self._report(
                     run,
-                    f"iteration {at} gave {known.told} on {', '.join(known.hosts)}, and is no "
-                    "longer suspicious: one of these machines computes wrong results",
+                    f"iteration {iteration} gave {pending.told} on {', '.join(pending.hosts)}, "
+                    "and is no longer suspicious: one of these machines computes wrong results",
                 )
             return
         if not rerun.is_same:
             self._end_after_error(run, rerun)
-        told = f"iteration {at}: computed again, it gives {_words(rerun.second)} as before"
+        losses = _losses_text(rerun.second)
+        message = f"iteration {iteration}: computed again, it gives {losses} as before"
         flags = run.config.training
         keeps_all = not flags.check_for_nan_in_loss_and_grad
-        goes_on = outcome.found_spike or flags.on_nonfinite == "skip" or keeps_all
-        if known is not None and not set(known.hosts) & set(rerun.hosts):
-            self._tell(run, f"{told}, on other machines too: the data is at fault")
-        elif known is not None:
-            self._tell(run, f"{told}, but on the same machines: the data or a machine is at fault")
-        elif goes_on or run.config.checkpoint.save is None:
-            self._tell(run, f"{told}: the data or a machine is at fault")
+        continues = outcome.found_spike or flags.on_nonfinite == "skip" or keeps_all
+        if pending is not None and not set(pending.hosts) & set(rerun.hosts):
+            self._report(run, f"{message}, on other machines too: the data is at fault")
+        elif pending is not None:
+            self._report(
+                run, f"{message}, but on the same machines: the data or a machine is at fault"
+            )
+        elif continues or run.config.checkpoint.save is None:
+            self._report(run, f"{message}: the data or a machine is at fault")
         else:
-            self._leave_to_others(run, rerun, told)
+            self._exit_for_other_machines(run, rerun, message)
 
     def _end_after_error(self, run: Run, rerun: Rerun) -> None:
-        at = run.progress.iteration
-        who = f"{'one of ' * (len(rerun.ranks) > 1)}{ranks_text(rerun.ranks)}"
-        where = f"{who} (on {', '.join(rerun.hosts)})"
+        iteration = run.progress.iteration
+        ranks_description = f"{'one of ' * (len(rerun.ranks) > 1)}{ranks_text(rerun.ranks)}"
+        source = f"{ranks_description} (on {', '.join(rerun.hosts)})"
         if not rerun.ranks:
-            where = f"the communication between {', '.join(rerun.hosts)}"
-        told = (
-            f"iteration {at}: {_words(rerun.first)}, but {_words(rerun.second)} when it was "
-            f"computed again from the same samples and weights: a transient error of {where}"
+            source = f"the communication between {', '.join(rerun.hosts)}"
+        message = (
+            f"iteration {iteration}: {_losses_text(rerun.first)}, but "
+            f"{_losses_text(rerun.second)} when it was computed again from the same "
+            f"samples and weights: a transient error of {source}"
         )
-        self._tell(run, told)
+        self._report(run, message)
         rerun.undo()
         saved = self._save(run)
         raise TransientFaultError(
-            f"{told}. The parameters are unchanged{saved}; test or replace the machine (megatron "
-            "health), and start again"
+            f"{message}. The parameters are unchanged{saved}; test or replace the machine "
+            "(megatron health), and start again"
         )
 
-    def _leave_to_others(self, run: Run, rerun: Rerun, told: str) -> None:
-        suspicion = _Suspicion(run.progress.iteration, rerun.hosts, _words(rerun.second))
-        self._tell(run, told)
+    def _exit_for_other_machines(self, run: Run, rerun: Rerun, message: str) -> None:
+        suspicion = _Suspicion(run.progress.iteration, rerun.hosts, _losses_text(rerun.second))
+        self._report(run, message)
         if run.layout.world.is_first:
             path = Path(str(run.config.checkpoint.save)) / FILE
             with writing_to("--save", path.parent):
@@ -127,28 +131,28 @@ class SuspiciousUpdates(Callback):
         rerun.undo()
         saved = self._save(run)
         raise SuspiciousResultError(
-            f"{told}: the data or a machine is at fault. The parameters are unchanged{saved}. "
+            f"{message}: the data or a machine is at fault. The parameters are unchanged{saved}. "
             "Start again, on other machines if possible: the run computes the iteration once more "
             "and says which. --on-nonfinite skip skips such updates instead"
         )
 
     def _save(self, run: Run) -> str:
         """Save unless that is already done, and return a clause for the message. Collective."""
-        at = run.progress.iteration
-        if self._checkpoints is None or at == 0:
+        iteration = run.progress.iteration
+        if self._checkpoints is None or iteration == 0:
             return ""
         newest = self._checkpoints.newest(run)
-        if newest is None or newest[1] != at:
+        if newest is None or newest[1] != iteration:
             checkpointing.save_run(run)
-        return f", and the checkpoint of iteration {at} is saved"
+        return f", and the checkpoint of iteration {iteration} is saved"
 
-    def _forget(self, run: Run) -> None:
+    def _clear(self, run: Run) -> None:
         self._suspicion = None
         if run.layout.world.is_first:
             with suppress(OSError):
                 (Path(str(run.config.checkpoint.save)) / FILE).unlink()
 
-    def _tell(self, run: Run, text: str) -> None:
+    def _report(self, run: Run, text: str) -> None:
         self._scalars.event(run, "rerun", text)
         if run.is_log_rank:
             print_line(f"WARNING: {text}")
@@ -159,21 +163,21 @@ class ResultDifferences(Callback):
 
     def __init__(self) -> None:
         """Create the callback, with no differences recorded yet."""
-        self._found: list[float] = []
+        self._differences: list[float] = []
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Record the largest relative difference, and print a line at each log interval."""
         assert outcome.rerun is not None
-        self._found.append(largest_difference(outcome.rerun))
+        self._differences.append(largest_difference(outcome.rerun))
         if run.progress.iteration % run.config.logging.log_interval:
             return
         if run.is_log_rank:
             print_line(
-                f" computed twice | updates: {len(self._found)} | with different losses: "
-                f"{sum(one > 0 for one in self._found)} | largest relative difference: "
-                f"{max(self._found):.3g} |"
+                f" computed twice | updates: {len(self._differences)} | with different losses: "
+                f"{sum(difference > 0 for difference in self._differences)} | largest relative "
+                f"difference: {max(self._differences):.3g} |"
             )
-        self._found = []
+        self._differences = []
 
 
 def largest_difference(rerun: Rerun) -> float:
@@ -181,12 +185,12 @@ def largest_difference(rerun: Rerun) -> float:
     if rerun.is_same:
         return 0.0
     pairs = [(rerun.first[name], second) for name, second in rerun.second.items()]
-    if not all(math.isfinite(one) for pair in pairs for one in pair):
+    if not all(math.isfinite(value) for pair in pairs for value in pair):
         return math.inf
-    return max(abs(a - b) / max(abs(a), abs(b), _LEAST) for a, b in pairs)
+    return max(abs(a - b) / max(abs(a), abs(b), _MIN_DIVISOR) for a, b in pairs)
 
 
-def _words(numbers: dict[str, float]) -> str:
+def _losses_text(numbers: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
 
 
@@ -194,7 +198,9 @@ def _read(path: Path) -> dict[str, object] | None:
     """Return the contents of the file, or `None` if it is missing or not in our format."""
     try:
         with open_trusted(path) as file:
-            held = json.loads(file.read(_MAX_BYTES))
-        return asdict(_Suspicion(int(held["iteration"]), list(held["hosts"]), str(held["told"])))
+            content = json.loads(file.read(_MAX_BYTES))
+        return asdict(
+            _Suspicion(int(content["iteration"]), list(content["hosts"]), str(content["told"]))
+        )
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None

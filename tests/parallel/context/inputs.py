@@ -75,7 +75,7 @@ def ring_in_one(
         for index, step in enumerate(plan):
             rows = QueryRows(*(x[:, :, step.queries] for x in (grad, query[rank], out, logsumexp)))
             places = [x[step.source][:, :, step.keys] for x in (key, value)]
-            found = block.backward(rows, *places, **fixed[index], drawn=())
+            found = block.backward(rows, *places, **fixed[index], rng_state=())
             of_query[rank][:, :, step.queries] += found[0]
             of_key[step.source][:, :, step.keys] += found[1]
             of_value[step.source][:, :, step.keys] += found[2]

@@ -35,12 +35,17 @@ def test_the_plain_form_equals_attention(groups, causal):
     out, *gradients = by_head(
         [x.unflatten(2, (4, 8)) if x.dim() == 3 else x for x in one_process(inputs, causal=causal)]
     )
-    got, logsumexp, drawn = reference_forward(*by_head(inputs), causal=causal, dropout=0.0)
+    got, logsumexp, rng_state = reference_forward(*by_head(inputs), causal=causal, dropout=0.0)
     torch.testing.assert_close(got, out, rtol=1e-5, atol=1e-6)
     grad = weights_of(torch.empty(9, 2, 32)).unflatten(2, (4, 8)).permute(1, 2, 0, 3)
     query, key, value = by_head(inputs)
     back = reference_backward(
-        QueryRows(grad, query, got, logsumexp), key, value, causal=causal, dropout=0.0, drawn=drawn
+        QueryRows(grad, query, got, logsumexp),
+        key,
+        value,
+        causal=causal,
+        dropout=0.0,
+        rng_state=rng_state,
     )
     for ours, theirs in zip(back, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -67,13 +72,13 @@ def in_two_blocks(forward, backward, inputs, grad, dropout=0.0):
         QueryRows(grad, query, rounded, logsumexp),
         *(early_key, early_value),
         causal=False,
-        drawn=of_early,
+        rng_state=of_early,
     )
     other = backward(
         QueryRows(late[3], late[0], rounded[:, :, half:], late[2]),
         *(late_key, late_value),
         causal=True,
-        drawn=of_late,
+        rng_state=of_late,
     )
     grad_query = early[0].to(out.dtype).clone()
     grad_query[:, :, half:] += other[0]
@@ -162,13 +167,13 @@ def test_sums_are_in_fp32():
 def test_the_flash_form_calls_operations_that_torch_has(dropout):
     """Check types and shapes on the meta device; values are compared on a GPU."""
     query, key, value = (x.bfloat16().to("meta") for x in by_head(heads(16, 2)))
-    out, logsumexp, drawn = flash_forward(query, key, value, causal=True, dropout=dropout)
-    assert len(drawn) == (2 if dropout else 0)
+    out, logsumexp, rng_state = flash_forward(query, key, value, causal=True, dropout=dropout)
+    assert len(rng_state) == (2 if dropout else 0)
     assert out.shape == query.shape
     assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:3], torch.float32)
     half = logsumexp[:, :, 8:]
     late = [x[:, :, 8:] for x in (out, query)]
-    options = {"causal": False, "dropout": dropout, "drawn": drawn}
+    options = {"causal": False, "dropout": dropout, "rng_state": rng_state}
     rows = QueryRows(late[0], late[1], late[0], half)
     gradients = flash_backward(rows, key, value, **options)
     assert [g.shape for g in gradients] == [late[1].shape, key.shape, value.shape]

@@ -142,12 +142,12 @@ def test_the_flash_form_of_documents_calls_operations_that_torch_has(dropout):
     has_keys = torch.ones(2, 16, dtype=torch.bool, device="meta")
     documents = BlockDocuments(ends, ends, 16, has_keys)
     options = {"causal": True, "dropout": dropout, "documents": documents}
-    out, logsumexp, drawn = flash_forward(query, key, value, **options)
-    assert len(drawn) == (2 if dropout else 0)
+    out, logsumexp, rng_state = flash_forward(query, key, value, **options)
+    assert len(rng_state) == (2 if dropout else 0)
     assert out.shape == query.shape
     assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:3], torch.float32)
     rows = QueryRows(out, query, out, logsumexp)
-    gradients = flash_backward(rows, key, value, **options, drawn=drawn)
+    gradients = flash_backward(rows, key, value, **options, rng_state=rng_state)
     assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
 
 

@@ -8,7 +8,13 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.parallel.pipeline.schedule import make_schedule
-from megatron.parallel.pipeline.simulate import Course, Timeline, Times, simulate, time_table
+from megatron.parallel.pipeline.simulate import (
+    RunnableSchedule,
+    Timeline,
+    Times,
+    simulate,
+    time_table,
+)
 
 
 def _uniform(
@@ -59,7 +65,7 @@ def test_a_slow_stage_and_slow_messages_delay_the_others() -> None:
 @pytest.mark.parametrize(("kind", "v"), [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1)])
 def test_a_course_is_timed_again_and_again(kind, v: int) -> None:
     schedule = make_schedule(kind, 4, v, 10)
-    course = Course(schedule)
+    course = RunnableSchedule(schedule)
     for seed in range(3):
         chance = random.Random(seed)
         tables = [time_table("", [chance.random() for _ in range(4 * v)], 4, v) for _ in range(3)]

@@ -71,7 +71,7 @@ def _read_library(folder: Path) -> Any:
     """Return the library to load, compiled if none is cached; nothing if the cache is unusable."""
     try:
         cache_folder = private_cache("kernels")
-        library = build.find_built("sm_90a", cache_folder, build.say_nothing)
+        library = build.find_built("sm_90a", cache_folder, build.discard_line)
         if library is None:
             (folder / "made").write_bytes(_LIBRARY)
             library = build.keep(

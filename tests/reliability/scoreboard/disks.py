@@ -140,7 +140,7 @@ def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[st
     """Try every case on this rank; return each name and what went wrong."""
     results = []
     rank = layout.world.rank
-    beside = layout.beside(TIMEOUT)
+    beside = layout.for_thread(TIMEOUT)
     for round_index in range(rounds):
         for background in (False, True):
             for victim in (0, 1):

@@ -60,7 +60,7 @@ def _save_on_and_on(rank: int, store: Path, root: Path, background: bool, ready_
     saver: BackgroundSaver | None = None
     if background:
         state = _state_of(1, rank)
-        beside = layout.beside(_TIMEOUT)
+        beside = layout.for_thread(_TIMEOUT)
         saver = BackgroundSaver(
             root, state, layout, beside, device, keep=RetentionPolicy(3), report=lambda *_: None
         )

@@ -11,7 +11,7 @@ from megatron.config.reliability import Fault
 from megatron.errors import NumericsError
 from megatron.parallel.layout import Layout
 from megatron.processes.faults import FaultyJournal, attach_faults
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -41,7 +41,7 @@ class _Outcomes(Callback):
     def __init__(self) -> None:
         self.spikes: dict[int, str] = {}
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, leave: EarlyExit | None) -> None:
         if outcome.found_spike:
             self.spikes[run.progress.iteration] = outcome.spike
 

@@ -17,7 +17,7 @@ from megatron.checkpoint.loading import open_folder
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.errors import NumericsError
 from megatron.parallel.layout import Layout
-from megatron.training.callbacks.base import Callback, Leave
+from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -201,7 +201,7 @@ class _Usage(Callback):
     def __init__(self) -> None:
         self.samples: list[tuple[int, int]] = []
 
-    def after_step(self, run: Run, outcome: StepOutcome, leave: Leave | None) -> None:
+    def after_step(self, run: Run, outcome: StepOutcome, leave: EarlyExit | None) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.samples.append((len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")))
 
