@@ -102,7 +102,7 @@ def private_cache(name: str) -> Path:
 
 
 def name_problem(name: str) -> str | None:
-    """Return why libraries cannot use this path or text and the remedy, or `None` if they can.
+    """Return why libraries cannot use this path or text, with a remedy, or `None` if they can.
 
     Libraries expect names in UTF-8, but Python uses the encoding of the locale. A name is usable
     only if both encodings give the same bytes.

@@ -105,7 +105,7 @@ def _settings(meta: dict[str, Any]) -> dict[str, Any]:
 def summarize(
     root: Path, *, verify: bool, details: bool, allow_foreign: bool = False
 ) -> tuple[list[str], bool]:
-    """Describe every checkpoint of a folder, without loading tensors into memory.
+    """Describe every checkpoint in a folder, without loading tensors into memory.
 
     Args:
         root: Folder of checkpoints, one checkpoint, or a Hugging Face folder.

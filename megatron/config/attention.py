@@ -1,4 +1,4 @@
-"""Options of attention and of its rotary embeddings, under Megatron Core's names."""
+"""Options for attention and rotary embeddings, named as in Megatron Core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options for mixtures of experts, under Megatron Core's names."""
+"""Options for mixtures of experts, named as in Megatron Core."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def closest_match(
     Args:
         name: The word as it was written.
         candidates: The words that it may mean.
-        fallbacks: Other words, considered only if no known word is equally near.
+        fallbacks: Other words, considered only if no candidate matches as closely.
     """
     import difflib  # needed only for error messages
 
@@ -273,7 +273,7 @@ def _parts(word: str) -> set[str]:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return `: did you mean X?`, or nothing if no known word is near."""
+    """Return `: did you mean X?`, or "" if no known word is close."""
     match = closest_match(word, known)
     return f": did you mean {match}?" if match else ""
 
@@ -281,7 +281,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def from_text(field: Field, text: str) -> Any:
     """Parse a value as it is written on a command line.
 
-    A value that YAML sets can be unset with `none`, or with an empty word if it is text.
+    A value that YAML sets can be unset with `none` or, if it is a string, with an empty string.
 
     Raises:
         ValueError: The message says what was expected.

@@ -1,4 +1,4 @@
-"""Options of hybrid models and their Mamba-2 layers, under Megatron Core's names."""
+"""Options for hybrid models and their Mamba-2 layers, named as in Megatron Core."""
 
 from __future__ import annotations
 

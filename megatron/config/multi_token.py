@@ -1,4 +1,4 @@
-"""Options of multi-token prediction, under Megatron Core's names."""
+"""Options for multi-token prediction, named as in Megatron Core."""
 
 from __future__ import annotations
 

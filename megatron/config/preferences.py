@@ -1,4 +1,4 @@
-"""Options of training on preferences: the loss of answers, and the reference model."""
+"""Options for training on preferences: the loss of answers, and the reference model."""
 
 from __future__ import annotations
 

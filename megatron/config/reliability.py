@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.config.fields import Requirement, flag, suggestion
 
 POINTS = ("load", "step", "data", "forward", "backward", "optimizer", "save")
-# The kinds of faults, and the points at which each can strike. `None` means all of them.
+# The kinds of faults, and the points at which each can be triggered. `None` means all of them.
 KINDS: dict[str, tuple[str, ...] | None] = {
     "kill": None,
     "stop": None,
@@ -34,13 +34,14 @@ class Fault:
     """A fault to inject.
 
     Attributes:
-        point: Where it strikes, one of `POINTS`.
-        rank: The rank that it strikes.
-        step: The iteration in which it strikes, counted from 1; 0 while a checkpoint is loaded.
+        point: Where it is triggered, one of `POINTS`.
+        rank: The rank on which it is triggered.
+        step: The iteration in which it is triggered, counted from 1; 0 while a checkpoint is
+            loaded.
         kind: What happens, one of `KINDS`.
         seconds: The delay of a signal or an exit, or the time that a slow rank loses each time.
         factor: How many times as long a slow rank takes, instead of `seconds`; 0 if not given.
-        attempt: The number of restarts after which it strikes; `None` for every attempt.
+        attempt: The number of restarts after which it is triggered; `None` for every attempt.
     """
 
     point: str

@@ -1,4 +1,4 @@
-"""Options of a bi-encoder: its towers, the text it is trained on, and its scores."""
+"""Options for a bi-encoder: its towers, the text it is trained on, and its scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options for Retro's network and for its data, under Megatron-LM's names."""
+"""Options for Retro's network and data, named as in Megatron-LM."""
 
 from __future__ import annotations
 

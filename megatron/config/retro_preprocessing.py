@@ -1,4 +1,4 @@
-"""Options of `tools/retro/main.py` under Megatron-LM's names."""
+"""Options for `tools/retro/main.py`, named as in Megatron-LM."""
 
 from __future__ import annotations
 

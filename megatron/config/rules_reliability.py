@@ -58,7 +58,7 @@ def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def faults(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each fault of --fault-inject that could not strike."""
+    """Yield an error for each fault of --fault-inject that could never be triggered."""
     flags = {"load": ("--load", config.checkpoint.load), "save": ("--save", config.checkpoint.save)}
     length = config.training.train_iters
     for text, fault in zip(config.reliability.fault_inject, config.reliability.faults, strict=True):

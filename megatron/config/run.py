@@ -150,7 +150,7 @@ def flatten(config: RunOptions) -> dict[str, Any]:
 
 
 def with_values(config: Run, values: Mapping[str, Any]) -> Run:
-    """Return a run with other "section.field" values: the inverse of `flatten`."""
+    """Return a copy of a run with some values replaced, by "section.field" as in `flatten`."""
     changed: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         section, name = path.split(".")

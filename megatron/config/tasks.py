@@ -1,4 +1,4 @@
-"""Options of `tasks/main.py`: evaluation and finetuning on downstream tasks."""
+"""Options for `tasks/main.py`: evaluation and finetuning on downstream tasks."""
 
 from __future__ import annotations
 

@@ -63,10 +63,11 @@ UNPACK = Kernel.of("unpack", _Unpack)
 
 @functools.cache
 def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the levels of nf4 in ascending order, [16].
+    """Return the levels of nf4 in ascending order, from -1 to 1, [16].
 
-    The lowest 8 levels, up to 0, are evenly spaced quantiles up to the median. The highest 9, from
-    0 up, are evenly spaced quantiles from the median up.
+    They are quantiles of the normal distribution, divided by the largest. The lowest 8 levels, up
+    to 0, are evenly spaced quantiles up to the median. The highest 9, from 0 up, are evenly spaced
+    quantiles from the median up.
 
     Args:
         dtype: The number format.

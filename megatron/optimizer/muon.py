@@ -287,7 +287,7 @@ class _Kind:
 
 
 def _matrix_view(index: int, groups: tuple[int, int, int], rows: slice, tensor: Tensor) -> Tensor:
-    """Return a view of one matrix of a tensor, [groups, rows of a group, columns].
+    """Return a view of one matrix of a tensor, [groups, selected rows of each group, columns].
 
     Args:
         index: The index of the matrix in the leading dimensions.

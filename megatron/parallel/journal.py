@@ -27,7 +27,7 @@ _RECORDED_POSITIONS = 4096  # a process is never this far ahead of its device
 
 
 class Position(NamedTuple):
-    """One line of the journal: its number, the iteration, and the operation."""
+    """A position in the journal: its number, the iteration, and the operation."""
 
     number: int
     iteration: int
@@ -175,7 +175,7 @@ class Journal:
 
     @property
     def position(self) -> Position:
-        """The latest line that the process or, if there are marks, its device has reached."""
+        """The latest position that the process or, if there are marks, its device has reached."""
         if self._marks is None:
             return self._position
         behind = self._marks.lag(self._position.number)

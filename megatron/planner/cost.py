@@ -97,7 +97,7 @@ class Seconds(NamedTuple):
         return Seconds(*map(sum, zip(self, *others, strict=True)))
 
     def times(self, factor: float) -> Seconds:
-        """Return a multiple of this time."""
+        """Return this time multiplied by `factor`."""
         return Seconds(*(factor * value for value in self))
 
 

@@ -96,11 +96,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The estimated time and memory of an update.
+    """The estimated time and memory of an update. Times are in seconds.
 
     Attributes:
         seconds: The time of an update.
-        stage: The times of the device's work in the busiest pipeline stage.
+        stage: The times of the work that a device of the busiest pipeline stage does.
         host: The time that this device waits for the host.
         bubble: The time that this stage waits for other stages.
         gradients: The time of exposed messages between data-parallel processes.
@@ -134,7 +134,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization."""
+        """Model FLOPs utilization, as a fraction."""
         return 1e12 * self.tflops / self.peak
 
     @cached_property
@@ -289,7 +289,7 @@ def pipeline_of(
     machine: Machine,
     pipelines: Callable[..., Pipeline] = Pipeline,
 ) -> tuple[Pipeline, tuple[int, ...], Costs]:
-    """Return a run's pipeline, the layers of its parts, and their times.
+    """Return a run's pipeline, the number of layers in each of its parts, and the layers' times.
 
     The arguments are the same as for `predict`.
     """
@@ -422,12 +422,12 @@ class Failures:
 
     @property
     def young(self) -> float:
-        """Young's interval (1974), sqrt(2 C M)."""
+        """Young's checkpoint interval (1974), sqrt(2 C M)."""
         return math.sqrt(2 * self.checkpoint * self.between)
 
     @property
     def daly(self) -> float:
-        """Daly's higher-order interval (2006)."""
+        """Daly's higher-order checkpoint interval (2006)."""
         ratio = self.checkpoint / (2 * self.between)
         if ratio >= 1:
             return self.between
@@ -435,7 +435,7 @@ class Failures:
 
     @property
     def best(self) -> float:
-        """The interval with the highest goodput, found by golden-section search."""
+        """The checkpoint interval with the highest goodput, found by golden-section search."""
         low, high = min(1e-3, self.checkpoint), 10 * (self.young + self.between)
         shrink = (math.sqrt(5) - 1) / 2
         while high - low > 1e-6 * high:

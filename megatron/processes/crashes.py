@@ -1,4 +1,4 @@
-"""A record of the failures of a run, which ends crash loops.
+"""A log of a run's failures, which is used to end crash loops.
 
 torchrun and SLURM restart a run after any failure. If it then fails in the same way at the same
 iteration, further restarts are useless.

@@ -1,4 +1,4 @@
-"""The early end of a run, because of an error or on request."""
+"""Ending a run early, because of an error or on request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's message in one line."""
+    """Return the first line of an error's message, or the error's type if it has none."""
     return (str(error) or type(error).__name__).splitlines()[0].removesuffix(":")
 
 

@@ -1,7 +1,7 @@
 """Faults injected into a process (`--fault-inject`), to test how a run survives them.
 
-Faults strike where the journal records what the process does next, so a run without faults executes
-no extra code. Hooks on the model's modules corrupt values.
+Faults are triggered where the journal records what the process does next, so a run without faults
+executes no extra code. Hooks on the model's modules corrupt values.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SPIKE = 1000.0  # factor by which the fault "spike" multiplies values
 _CORRUPTING = ("nan", "spike", "flip")
 _FULL_BYTES = 4096  # the largest file that a process can write after the fault "full"
 _FOREVER = 1e9  # seconds
-# The operations in the journal at which faults strike. All others are operations of the pipeline
-# schedule.
+# The operations in the journal at which faults are triggered. All others are operations of the
+# pipeline schedule.
 _OPERATIONS = {
     "loading of the checkpoint": "load",
     "loading of micro-batch": "data",
@@ -127,7 +127,7 @@ class FaultyJournal(Journal):
             module.register_forward_hook(self._corrupt_output)
 
     def _due(self, point: str, *, in_hook: bool = False) -> list[Fault]:
-        """Return the faults that are due, and remove those that strike only once."""
+        """Return the faults that are due, and remove those that are triggered only once."""
         due = []
         for fault in list(self._faults):
             is_slow, corrupts = fault.kind == "slow", fault.kind in _CORRUPTING

@@ -1,4 +1,4 @@
-"""Files that record what every rank was doing in a hang, shown by `megatron health --hang`.
+"""Files that record what every rank was doing when a run hung, shown by `megatron health --hang`.
 
 When a run ends because of a hang, the process that explains it writes the last state of every rank,
 and every process that still runs writes its own stacks. A stopped process writes nothing, but the

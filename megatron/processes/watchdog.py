@@ -1,14 +1,14 @@
 """A watchdog that ends the run on all processes when one of them hangs, fails or disappears.
 
-Every process has two threads in addition to the one that trains. The talker communicates: every
-second it publishes the position of the process and checks whether another process has ended the
-run. The clock watches the time and ends the process at its deadline.
+Every process has two threads in addition to the one that trains. The exchange thread communicates:
+every second it publishes the position of the process and checks whether another process has ended
+the run. The watch thread checks the time, and ends the process at its deadline.
 
 Any call to the store may wait forever, because a store whose machine is frozen still accepts
-connections, and PyTorch's timeouts do not cover its answers. Therefore only the talker asks the
-store for the states of other processes, and nothing depends on the talker: the clock uses no
-network and no file, and never waits for its output to be read. Its deadline is set before the
-processes connect, and again before the first call that ends a run.
+connections, and PyTorch's timeouts do not cover its answers. Therefore only the exchange thread
+asks the store for the states of other processes, and nothing depends on that thread: the watch
+thread uses no network and no file, and never waits for its output to be read. The deadline is set
+before the processes connect, and again before the first call that ends a run.
 
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
 that is the first process to exceed the time limit for a communication. It collects the positions of
@@ -266,8 +266,9 @@ class _Claim(NamedTuple):
 class Watchdog:
     """A watchdog for one process of a run, from construction to `stop`.
 
-    While the processes connect and at the end of a run, the process ends at a fixed time, which
-    `end_within` sets. Between `begin` and the end it ends if a communication takes too long.
+    While the processes connect, and again once the run is ending, the watchdog ends this process at
+    a fixed time, which `end_within` sets. In between, from `begin` on, it ends the process if a
+    communication takes too long.
 
     Args:
         launch: The ranks of this process. If a rank on another machine printed the whole error, the
@@ -284,7 +285,7 @@ class Watchdog:
         record: Callable[[Verdict], None] | None = None,
         files: HangFiles | None = None,
     ) -> None:
-        """Start the clock."""
+        """Start the watch thread."""
         self._record, self._files = record, files
         self._launch, self._rank, self._seconds = launch, launch.rank, seconds
         self._main = threading.get_ident()
@@ -324,10 +325,10 @@ class Watchdog:
         self._exchanger.start()
 
     def end_within(self, seconds: float, code: int, text: str | None) -> None:
-        """Have the clock end this process after some time, unless it has ended by itself.
+        """Make the watch thread end this process after some time, unless it has ended by itself.
 
         Args:
-            seconds: The time until the clock ends the process. An earlier deadline stays in force.
+            seconds: The time until the process is ended. An earlier deadline stays in force.
             code: The exit code.
             text: The last message of the process, or `None` if it has already printed why it ends.
         """
@@ -355,7 +356,7 @@ class Watchdog:
     ) -> tuple[Verdict, bool]:
         """Announce that this process failed, unless another has already ended the run.
 
-        From here on the clock ends the process if any part of its shutdown takes too long.
+        From here on, the watch thread ends the process if any part of its shutdown takes too long.
 
         Args:
             code: The exit code for all processes.
@@ -620,7 +621,7 @@ class Watchdog:
 
 
 def _process_namespace() -> str:
-    """Return the namespace of this process's id, which differs between containers."""
+    """Return this process's PID namespace, which differs between containers, or "" if unknown."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""

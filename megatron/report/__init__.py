@@ -5,7 +5,7 @@ In reading order:
 - `history`: the record of a run: curves, events, settings, expert load.
 - `sources`: reading a history from the files of a run's folder.
 - `timeline`: reading one iteration from the traces of `--profile`.
-- `charts`: which curves share a chart, and their reduction to what a screen can show.
+- `charts`: which curves share a chart, and how they are downsampled for the screen.
 - `page`: the HTML page. Its files are in the folder `page`.
 - `live`: the local server behind `--live`.
 - `__main__`: the command line.

@@ -1,4 +1,4 @@
-"""The grouping of curves into charts, and their reduction to what a screen can show."""
+"""Grouping curves into charts, and downsampling them to what a screen can show."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u20
 
 
 def page_data(histories: Sequence[History]) -> dict[str, Any]:
-    """Return everything that the page shows as plain data."""
+    """Return, as plain data, everything that the page shows."""
     charts, constants = make_charts(histories)
     return {
         "runs": [_run_data(history) for history in histories],

@@ -212,7 +212,7 @@ def open_runs(
     """Return the records of all runs, read at least once.
 
     Args:
-        paths: The paths to give to `find_sources`.
+        paths: The paths to pass to `find_sources`.
         may_be_empty: Whether to accept folders without runs, and runs without iterations.
         opened: The result of an earlier call. Runs in it that are found again come first and are
             not read again.

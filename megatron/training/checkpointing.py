@@ -575,7 +575,7 @@ def _load_adapter(
 
     Args:
         run: The run.
-        folder: The files.
+        folder: The folder with the PEFT files.
         new_parts: The parts of the model that the checkpoint lacks.
         base: The checkpoint, with the model that the adapter was trained for.
 

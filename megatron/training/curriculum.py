@@ -47,7 +47,7 @@ class Growing:
 
     @property
     def final_update(self) -> int:
-        """The first update of the last length."""
+        """The first update that has the final length."""
         return self.steps
 
     def at(self, update: int) -> int:
@@ -75,7 +75,7 @@ class Discrete:
 
     @property
     def final_update(self) -> int:
-        """The first update of the last length."""
+        """The first update that has the final length."""
         return self.until[-1] + 1
 
     def at(self, update: int) -> int:

@@ -27,7 +27,7 @@ _RENAMED = {
 
 
 def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return a command line of Megatron-DeepSpeed under the names of Megatron-LM.
+    """Translate the arguments of a Megatron-DeepSpeed run to Megatron-LM's names.
 
     Raises:
         CheckpointError: The network has a feature that our networks lack.

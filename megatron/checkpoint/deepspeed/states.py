@@ -141,7 +141,7 @@ def _slices(
 def _states_of(
     file: StateFile, base: Any, groups: int, steps: list[tuple[TorchZip, Any]]
 ) -> list[Any]:
-    """Return the state of each group's flat partition, and add the groups' counts to `steps`."""
+    """Return the state of each group's flat partition, and add step counts to `steps`."""
     if isinstance(base, list):  # an elastic checkpoint has a list
         return base
     state = base.get("state") if isinstance(base, dict) else None

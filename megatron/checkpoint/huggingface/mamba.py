@@ -1,4 +1,4 @@
-"""Mamba-2, and Nemotron-H: layers of Mamba-2, attention, MLPs and mixtures of experts."""
+"""Mamba-2, and Nemotron-H, whose layers are Mamba-2, attention, MLPs or mixtures of experts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The parts of PEFT's adapters that correspond to our adapters.
 
 PEFT gives a single adapter to a module of `transformers`. If the module computes several of our
-projections at once (Phi-3's `qkv_proj`), its adapter combines all of theirs: A stacks their A's, B
-has their B's as blocks, and the rank is the sum of their ranks. A module's rows may also be in a
-different order from ours (GPT-J's queries, GPT-OSS's experts).
+projections at once (Phi-3's `qkv_proj`), its adapter combines the adapters of those projections: A
+stacks their A's, B has their B's as blocks, and the rank is the sum of their ranks. A module's rows
+may also be in a different order from ours (GPT-J's queries, GPT-OSS's experts).
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def is_core(model: Any) -> bool:
 def towers_of(model: Any) -> list[str]:
     """Return the names of the towers in a file's `model`, in Megatron's order, if it has any.
 
-    The tree of a bi-encoder has the tree of a BERT for each tower.
+    A bi-encoder's tree contains the tree of a BERT model for each tower.
     """
     return [tower for tower in TOWERS if isinstance(model, dict) and tower in model]
 

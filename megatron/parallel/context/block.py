@@ -288,7 +288,10 @@ def flash_backward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients, computed by the flash kernel from the rows' log-sum-exp."""
+    """Return the gradients of query [b, n, q, d], key and value [b, g, k, d].
+
+    The flash kernel computes them from the log-sum-exp of `rows`.
+    """
     if not rng_state:
         rng_state = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
     grad, query, out, logsumexp = rows

@@ -75,7 +75,7 @@ class PipelineChannel:
         self._shape_of: Callable[[int], Sequence[int]] = lambda micro_batch: shape
 
     def with_shapes(self, shape_of: Callable[[int], Sequence[int]]) -> PipelineChannel:
-        """Return the same connection for messages whose shape depends on the micro-batch."""
+        """Return a copy of this channel whose message shapes depend on the micro-batch."""
         other = copy.copy(self)
         other._shape_of = shape_of
         return other
