@@ -4,8 +4,8 @@ PEFT names an adapter's tensors after the module of `transformers` that it adapt
 computes several of our projections at once, its adapter combines the adapters of those projections
 (`peft_slices`), and adapter_config.json lists its rank and alpha as exceptions (`rank_pattern`,
 `alpha_pattern`). The adapters of a mixture's experts are stacked in two matrices
-(`target_parameters`): A [experts * rank, in], B [out, rank * experts]. The head of a reward model is
-trained in full alongside the adapters, and is in the same file (`modules_to_save`).
+(`target_parameters`): A [experts * rank, in], B [out, rank * experts]. The head of a reward model
+is trained in full alongside the adapters, and is in the same file (`modules_to_save`).
 """
 
 from __future__ import annotations
