@@ -109,7 +109,7 @@ class BackgroundSaver:
             root: Folder of checkpoints.
             entries: This rank's tensors. Every save has the same names, types and boxes.
             layout: The ranks that take part.
-            thread_layout: The same ranks with process groups for the thread (`Layout.beside`).
+            thread_layout: The same ranks with process groups for the thread (`Layout.for_thread`).
             device: Device of the tensors.
             keep: Which older checkpoints to keep. None keeps all of them.
             write: `write_checkpoint`, or a function with the same arguments that writes another

@@ -155,7 +155,7 @@ class Field:
         return " ".join(word or '""' for word in self.to_args(value))
 
     def to_args(self, value: Any) -> list[str]:
-        """Return a value as the words of a command line."""
+        """Return a value as command-line arguments."""
         if self.is_switch and self.names and (value or self.off_names):
             return [self.names[0] if value else self.off_names[0]]
         unset = "" if self.kind is str else "none"

@@ -123,7 +123,7 @@ class Reducer:
         self._tensor = tensor
         self._zero_stage = zero_stage
         self.fingerprints: list[Tensor] | None = None
-        self._is_noted = False  # whether the buckets left to send are in `prints`
+        self._is_noted = False  # whether the buckets left to send are in `fingerprints`
         self._collecting = False  # whether finished gradients may be sent
         self._wave_now: Hashable = None
         # Reductions in flight, and the memory that must outlive them.
@@ -200,7 +200,7 @@ class Reducer:
             self._send(bucket)
 
     def note_remaining(self) -> None:
-        """Add the remaining buckets to `prints`, before copies' gradients are added to them."""
+        """Add the remaining buckets to `fingerprints`, before they receive gradients of copies."""
         if self.fingerprints is not None and not self._is_noted:
             self._is_noted = True
             remaining = [bucket.allocate() for bucket in self._expected[self._next :]]

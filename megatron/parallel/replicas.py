@@ -64,7 +64,7 @@ class Gradients(Protocol):
         """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view into it."""
 
     def gradient(self, parameter: nn.Parameter, /) -> Tensor:
-        """Return the gradient of `part`, in the same shape."""
+        """Return the gradient of the weights that `part` returns, in the same shape."""
 
     def compute_dtype(self, parameter: nn.Parameter, /) -> torch.dtype:
         """Return the weight's data type in the forward pass and in checkpoints."""

@@ -33,7 +33,7 @@ from megatron.planner.machine import HOST_SPREAD, Machine
 from megatron.planner.memory import MemoryEstimate, largest_process
 from megatron.planner.pipeline_balance import Costs, Pipeline
 
-# Bytes that ZeRO stage 3 reads and writes per weight and micro-batch, in addition to communication.
+# Bytes that ZeRO stage 3 reads and writes per weight per micro-batch, besides communication.
 # For all weights: two copies out of gathered buffers in 16 bits, and one of gradients into an fp32
 # buffer. For a process's shard: two casts to 16 bits, and an addition to the sum of gradients.
 _COPIED_WHOLE, _COPIED_SHARD = 14, 24
@@ -106,7 +106,7 @@ class Prediction:
         gradients: The time of exposed messages between data-parallel processes.
         optimizer: The time of the optimizer.
         memory: The memory of the largest process.
-        tokens: Tokens per update and GPU.
+        tokens: Tokens per GPU in an update.
         flops: Model FLOPs per token.
         peak: The machine's peak FLOP/s.
     """
@@ -124,7 +124,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second and GPU."""
+        """Tokens per second per GPU."""
         return self.tokens / self.seconds
 
     @property
@@ -153,7 +153,7 @@ class Prediction:
 
 
 def micro_batches_of(config: RunConfig, world_size: int) -> int:
-    """Return the number of micro-batches per update and pipeline.
+    """Return the number of micro-batches of each pipeline in an update.
 
     Raises:
         ConfigError: The micro-batches do not divide the global batch.

@@ -127,7 +127,7 @@ class Plan:
 
 @dataclass
 class Search:
-    """The layouts of a run on a given number of GPUs.
+    """A search for the fastest layouts of a run on a given number of GPUs.
 
     Attributes:
         start: The run, with any layout.

@@ -211,7 +211,7 @@ def _average_state(run: Run, sets: Mapping[str, Sequence[Tensor]], *, copies: bo
 
     Args:
         run: The run.
-        sets: The tensors by name prefix (`WeightAverage.sets`).
+        sets: The tensors by name prefix (`WeightAverage.tensor_sets`).
         copies: Whether to include tied parameters whose original is on another stage.
     """
     return {

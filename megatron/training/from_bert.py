@@ -89,7 +89,7 @@ class _InTowers(Reader):
         self.tensors = {name: reader.tensors[source] for name, source in self._sources.items()}
 
     def chunks(self, name: str) -> list[Box]:
-        """Return the boxes in which the BERT's checkpoint reads a tensor.
+        """Return the boxes in which the reader of the BERT checkpoint reads a tensor.
 
         Args:
             name: The tensor's name in a tower.

@@ -174,7 +174,7 @@ def _steps_of_groups(
 
 
 def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> dict[str, Any]:
-    """Return a flat partition's state tensors by our kind names, and collect its step count."""
+    """Return a flat partition's state tensors by our name for each, and collect its step count."""
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.zip.path}: the state of a partition is missing")
     tensors = {}

@@ -209,7 +209,7 @@ class DeepSeek(Mixtral):
         }
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a network's config.json. For dense ones, first_k_dense_replace is num_layers."""
+        """Return a network's config.json. If it is dense, first_k_dense_replace is num_layers."""
         values = super().write(model, vocab)
         scaling = values["rope_scaling"]
         if scaling and not scaling.get("mscale", 1):

@@ -1,4 +1,4 @@
-"""Small callbacks for garbage, unused memory, bad lines, sample ids, health and a progress bar."""
+"""Small callbacks: garbage collection, unused memory, bad lines, sample ids, health, progress."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SampleIds(Callback):
 
 
 class HealthCheck(Callback):
-    """A callback that tests the machines before training, and at an interval."""
+    """A callback that tests the machines before training and at regular intervals."""
 
     def on_start(self, run: Run) -> None:
         """Test the machines before the first step. Collective."""
