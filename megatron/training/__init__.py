@@ -16,7 +16,7 @@ The modules, in the order in which a run uses them:
     checkpointing  saves the state of a run and restores it
     fast_state     the run's identity, and its newest checkpoint, durable or non-persistent
     branches       starts a run that branches off another one for its final decay
-    from_bert      starts a bi-encoder from a BERT
+    from_bert      starts a bi-encoder from a BERT model
 
 `recipe` defines what a `pretrain_*.py` supplies. `megatron.processes` starts and ends processes.
 """

@@ -74,7 +74,7 @@ class StartFromBert(Extras):
 
 
 class _InTowers(Reader):
-    """A BERT's checkpoint, presented as a bi-encoder's, with the same weights in every tower."""
+    """A BERT checkpoint presented as that of a bi-encoder, with the same weights in every tower."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

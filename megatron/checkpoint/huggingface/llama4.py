@@ -136,7 +136,7 @@ def _pattern(chosen: Iterable[bool]) -> str:
 
 
 def _read_rotating(settings: Settings, layers: int) -> list[bool]:
-    """Return which layers have rotary embeddings. These, and no others, have chunks.
+    """Return which layers have rotary embeddings. Only these have chunked attention.
 
     `transformers` calls the list of these layers no_rope_layers.
     """
