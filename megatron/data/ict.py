@@ -172,7 +172,7 @@ class ICTDataset:
 
     `query_tokens`, `context_tokens`: The tokens of query and context.
     `query_pad_mask`, `context_pad_mask`: 0 at padding, otherwise 1.
-    `block_data`: `[4]`, the block's `place`.
+    `block_data`: `[4]`, as in `TitledBlock`.
     `id`: The sample's index.
     """
 
