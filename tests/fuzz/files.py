@@ -144,7 +144,7 @@ def _read_lock(data: bytes, folder: Path) -> None:
 
 def _read_samples(data: bytes, folder: Path) -> None:
     (folder / "out.jsonl").write_bytes(data)
-    SampleFile(folder / "out.jsonl").rest(["a", "b"])
+    SampleFile(folder / "out.jsonl").remaining(["a", "b"])
 
 
 def _read_settings(data: bytes, folder: Path) -> None:
