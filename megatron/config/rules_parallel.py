@@ -73,7 +73,7 @@ _NOT_RECORDED: Exclusions = {
     "parallel.overlap_param_gather": ((False,), "a recorded forward pass cannot wait for weights"),
     "reliability.fault_inject": (
         ((),),
-        "faults strike inside a pass, which is recorded as a whole",
+        "faults are injected inside a pass, which is recorded as a whole",
     ),
 }
 

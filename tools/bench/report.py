@@ -35,7 +35,7 @@ class Facts:
     """The constants for deriving the other metrics from the seconds per step.
 
     Attributes:
-        tokens: Tokens per step and GPU.
+        tokens: Tokens per step per GPU.
         flops: Model FLOPs per token.
         precision: Name of the precision.
         gpus: Number of GPUs.
@@ -85,7 +85,7 @@ class Facts:
 
 
 def run_line(name: str, number: int, measured: RunMeasurements, tokens: float) -> str:
-    """Describe one finished run in a line. `tokens` is the number of tokens per step and GPU."""
+    """Describe one finished run in a line. `tokens` is the number of tokens per step per GPU."""
     return (
         f"{name} run {number}: tokens/s per GPU best {tokens / measured.best:,.0f}, "
         f"median {tokens / measured.median:,.0f}, by wall clock {tokens / measured.mean:,.0f}; "
@@ -136,7 +136,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe_ceilings(ceilings: Mapping[str, Any], tokens: float) -> str:
-    """Describe the ceilings of the machine. `tokens` is the number of tokens per step and GPU."""
+    """Describe the ceilings of the machine. `tokens` is the number of tokens per step per GPU."""
     peak = ceilings["datasheet"]
     rows = [(f"ceilings of {ceilings['device']}, {ceilings['seconds']:g} s each", "")]
     rows.append(("datasheet, dense 16-bit", _rate(peak)))

@@ -41,7 +41,7 @@ class Workload:
         network: Flags of the network.
         vocabulary: Number of entries, including the end-of-document token. It needs no padding.
         micro_batch: Samples per forward pass.
-        samples_per_gpu: Samples per update and GPU.
+        samples_per_gpu: Samples per update per GPU.
         corpus_tokens: Size of the generated corpus.
     """
 
