@@ -439,7 +439,7 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("--faults", nargs="+", default=["kill"], metavar="KIND", help="Faults to draw from.")
     add("--mtbf", type=duration, default=60.0, metavar="TIME", help="Mean time between faults.")
-    add("--hours", type=float, default=1.0, metavar="H", help="No fault is injected after this time.")
+    add("--hours", type=float, default=1.0, metavar="H", help="No faults after this time.")
     add("--seed", type=int, default=0, help="Seed of all choices.")
     add("--against", type=Path, metavar="FILE", help="Metrics of an uninterrupted run.")
     add(

@@ -151,7 +151,7 @@ def test_tensors_leave_the_device_and_return_one_module_ahead():
         with keeping():
             x = (x @ weight).tanh() * small.mean()
         calls.append(store._last)
-    assert all(call.before is before for call, before in zip(calls, [None, *calls], strict=False))
+    assert all(call.previous is other for call, other in zip(calls, [None, *calls], strict=False))
     away = [[kept.source is None for kept in call.tensors()] for call in calls]
     assert all(all(one) for one in away[:3]), "the first modules' tensors are in host memory"
     assert not any(any(one) for one in away[3:]), "the latest modules' tensors are on the device"
