@@ -235,7 +235,10 @@ def test_the_command_prints_a_table_and_says_what_stands_out(
 ) -> None:
     monkeypatch.setattr(health, "_SECONDS", 0.01)  # the ranks are forks of this process
     words = ["-m", "megatron", "health", "--save", str(tmp_path), "--factor"]
-    calm = run_ranks([*words, "0.001"], os.environ, 2)
+    for _ in range(3):  # a busy machine may stop a rank for longer than its test takes
+        calm = run_ranks([*words, "0.001"], os.environ, 2)
+        if calm.returncode == 0:
+            break
     assert (calm.returncode, calm.stderr) == (0, "")
     assert calm.stdout.count("\n0  ") == calm.stdout.count("\n1  ") == 1
     assert "nothing stands out" in calm.stdout
