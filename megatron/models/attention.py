@@ -545,7 +545,7 @@ def new_sinks(plan: AttentionPlan, context: BuildContext) -> Tensor | None:
 
 
 def count_sinks(plan: AttentionPlan, split: WeightSplit) -> int:
-    """Count the learned sinks of one process."""
+    """Count the learned sinks on one process."""
     return plan.heads // split.tensor if plan.softmax == "learnable" else 0
 
 

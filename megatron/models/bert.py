@@ -185,7 +185,7 @@ class Classifier(Linear):
 
     @staticmethod
     def parameter_count(plan: ClassifierPlan, tensor: int) -> int:
-        """Count the weight and the bias."""
+        """Count the parameters of the weight and the bias."""
         return plan.outputs * (plan.hidden + 1)
 
     @staticmethod
@@ -245,7 +245,7 @@ class MaskedTokenHead(nn.Module):
 
     @staticmethod
     def parameter_count(plan: MaskedTokenPlan, tensor: int) -> int:
-        """Count the dense layer and the normalization."""
+        """Count the parameters of the dense layer and the normalization."""
         return plan.hidden * (plan.hidden + 1) + Norm.parameter_count(plan.norm, plan.hidden)
 
     @staticmethod

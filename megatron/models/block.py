@@ -52,7 +52,7 @@ class Sublayer(Protocol):
         ...
 
     def vectors(self, plan: Any, split: WeightSplit, /) -> int:
-        """Count the parameters outside matrices that one process holds."""
+        """Count the parameters on one process that are not in `matrices`."""
         ...
 
     def flops(self, plan: Any, length: int, encoder_length: int, /) -> Flops:

@@ -167,7 +167,7 @@ class RotaryTable(nn.Module):
     """
 
     def __init__(self, plan: RotaryPlan, device: torch.device) -> None:
-        """Compute the table on the device."""
+        """Compute the table on the device, unless it depends on the length of a sequence."""
         super().__init__()
         self.plan = plan
         if plan.dynamic is not None:

@@ -261,7 +261,7 @@ class AttentionWithMamba(SelfAttention):
 
     @staticmethod
     def vectors(plan: ParallelMambaPlan, split: WeightSplit) -> int:  # type: ignore[override]
-        """Count all other parameters on one process."""
+        """Count the parameters on one process that are not in `matrices`."""
         return SelfAttention.vectors(plan, split) + Mamba.vectors(plan.mamba, split)
 
     @staticmethod

@@ -182,7 +182,7 @@ class MultiToken(nn.ModuleList):
 
     @staticmethod
     def parameter_count(plan: MultiTokenPlan, tensor: int) -> int:
-        """Count the parameters outside layers. Every tensor rank holds all of them."""
+        """Count the parameters outside the layers. Every tensor rank holds all of them."""
         norms = 3 * Norm.parameter_count(plan.norm, plan.hidden)
         return plan.depths * norms + MultiToken.matrix_parameters(plan)
 
@@ -199,7 +199,7 @@ class MultiToken(nn.ModuleList):
 
     @staticmethod
     def activation_bytes(plan: MultiTokenPlan, batch: MicroBatch) -> int:
-        """Count the bytes kept outside layers for the backward pass.
+        """Count the bytes kept outside the layers for the backward pass.
 
         These are each depth's logits, input, embeddings, normalized pair and result.
         """

@@ -112,12 +112,12 @@ class PositionBias(SharedTable):
 
         Args:
             length: Length of the sequence, s.
-            mask: bool [b, 1, 1, s], True where a query may attend; `None` allows all tokens in an
-                encoder and earlier ones in a decoder.
+            mask: bool [b, 1, 1, s], True for keys that queries may attend to. With `None`, a query
+                may attend to all keys in an encoder, and in a decoder to those up to its position.
 
         Returns:
-            [b or 1, n/t, s, s] in the table's type, with the lowest value of that type where a
-            query may not attend.
+            [b or 1, n/t, s, s] in the table's type, with the lowest value of that type for keys
+            that a query may not attend to.
         """
         if self.original is not None:
             shared: Tensor = self.original(length, mask)

@@ -137,8 +137,9 @@ class GatedDeltaNetPlan(RecurrentPlan):
     """A gated delta net (Yang et al., 2024). Its linear layers have no biases.
 
     Attributes:
-        key_heads: Number of query heads, which equals the number of key heads.
-        value_heads: Number of value heads. Each query and key serves the same number of them.
+        key_heads: Number of key heads, which equals the number of query heads.
+        value_heads: Number of value heads, a multiple of `key_heads`. Consecutive value heads share
+            a query head and a key head.
         key_size: Number of channels in a query or key.
         value_size: Number of channels in a value.
         epsilon: Number added to the variance in the normalization of each head's output.
@@ -155,7 +156,7 @@ class GatedDeltaNetPlan(RecurrentPlan):
 
     @property
     def keys(self) -> int:
-        """Width of all queries side by side, which equals that of all keys."""
+        """Width of all keys side by side, which equals that of all queries."""
         return self.key_heads * self.key_size
 
     @property

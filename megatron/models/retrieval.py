@@ -280,7 +280,7 @@ class ChunkedCrossAttention(CrossAttention):
 
     @property
     def _slices(self) -> tuple[int, int]:
-        """Number of slices of a sequence on this rank, and of tokens added before each."""
+        """Slices of a sequence on this rank, and tokens to pad before each (negative: to cut)."""
         return (1, 1 - self.chunk) if self.context_axis.size == 1 else (2, 1)
 
 

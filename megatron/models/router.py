@@ -222,7 +222,10 @@ class Router(nn.Module):
         return (sums * hits).sum() * factor
 
     def _with_loss(self, x: Tensor, kind: str, coefficient: float, loss: Tensor) -> Tensor:
-        """Return x with the loss attached, so that its backward pass adds this part's gradients."""
+        """Attach this rank's part of a loss to x, and return x.
+
+        The backward pass of x then also computes the gradients of the loss.
+        """
         layout = self.layout
         # Without sequence parallelism, every tensor rank has the same part.
         self.state.add_loss(kind, loss.detach() * layout.sequence.size / layout.tensor.size)
