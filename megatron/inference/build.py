@@ -394,7 +394,10 @@ def replica_ranks(layout: Layout) -> Axis:
 
 
 def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:
-    """Return the process group of these ranks. All processes create all groups in order."""
+    """Return the process group of these ranks, or `None` for a single rank. Collective.
+
+    Every process creates the groups of all replicas, in the same order.
+    """
     if len(ranks) == 1:
         return None
     step = layout.tensor.size  # the distance between neighboring data-parallel ranks

@@ -128,7 +128,7 @@ class BlockPool:
 
 
 class Snapshots:
-    """Snapshots of sequences' states at the ends of blocks, and their slots. It has no tensors.
+    """Snapshots of sequences' states at the ends of blocks, and their slots, without tensors.
 
     A new snapshot replaces the least recently used one.
     """
@@ -140,7 +140,7 @@ class Snapshots:
             slots: The state slots for snapshots.
         """
         self._free = list(slots)
-        self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # the one unused longest is first
+        self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # least recently used first
 
     def __contains__(self, key: BlockKey) -> bool:
         """Return whether there is a snapshot at the end of the block with this key."""

@@ -172,7 +172,7 @@ class Prompt:
 
     Attributes:
         request: Id of the request.
-        logprobs: Log probability of every prompt token except the first, which follows nothing.
+        logprobs: Log probability of every prompt token except the first, which has no context.
         top: The most likely tokens at those positions. Empty without `top_logprobs`.
     """
 

@@ -45,7 +45,7 @@ def draft_budget(row: Row, limit: int) -> int:
 
 
 def describe_drafts(stats: Stats) -> str:
-    """Describe how many drafts were correct."""
+    """Return a line with the tokens per step and the number of accepted drafts."""
     tokens_per_step = stats.new_tokens / max(stats.choosing_rows, 1)
     return (
         f"speculative decoding: {tokens_per_step:.2f} tokens of an answer per step, "
@@ -70,9 +70,8 @@ class _NgramIndex:
 class NgramDrafter:
     """A drafter that looks for an earlier occurrence of the last tokens.
 
-    It drafts the tokens after that occurrence (Saxena, "Prompt Lookup
-    Decoding", 2023). Longer n-grams are tried first, and the latest of several occurrences is
-    used.
+    It drafts the tokens after that occurrence (Saxena, "Prompt Lookup Decoding", 2023). Longer
+    n-grams are tried first, and the latest of several occurrences is used.
 
     Args:
         max_drafts: Maximum number of drafts.

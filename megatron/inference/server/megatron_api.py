@@ -283,7 +283,7 @@ class MegatronApi:
 
     def _sampling(self, request: MegatronRequest, body: Mapping[str, Any], index: int) -> Sampling:
         """Return the settings for continuing the prompt with this index."""
-        settings = self._service.settings  # the command line has its own defaults
+        settings = self._service.settings  # the command line sets the defaults
         top_k, top_p = settings.resolve_top_k_top_p(body.get("top_k"), body.get("top_p"))
         eol, double_eol = request.stop_on_eol, request.stop_on_double_eol
         stop_tokens = set(self._service.stop_tokens)

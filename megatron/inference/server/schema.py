@@ -1,4 +1,4 @@
-"""Models of OpenAI's requests, which validate them and describe them in the OpenAPI document."""
+"""Pydantic models of OpenAI's requests, for validation and for the OpenAPI document."""
 
 from __future__ import annotations
 

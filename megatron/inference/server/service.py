@@ -175,7 +175,7 @@ class TextPiece:
 
 
 class TokenDecoder:
-    """A converter of tokens to their texts, each in the context of the tokens before it."""
+    """Converts tokens to their texts, each in the context of the tokens before it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), offset: int = 0) -> None:
         """Start after a prompt.
@@ -218,7 +218,7 @@ def decode_prompt(
 ) -> list[DecodedToken]:
     """Return a prompt's tokens with their texts.
 
-    The first token follows nothing, so it has no log probability.
+    The first token has no context, so it has no log probability.
     """
     decoder = TokenDecoder(tokenizer)
     logprobs = (None, *scores.logprobs) if scores else (None,) * len(prompt)

@@ -305,19 +305,19 @@ class Texts:
             max_length: Maximum number of tokens in a prompt and its answer together.
 
         Raises:
-            ConfigError: The text of a single token could be very long.
+            ConfigError: The text of a single token could exceed `_MAX_DECODED_BYTES`.
             DataError: The time to decode a token has no bound.
         """
         self._max_length = max_length
         longest = max(len(entry.encode("utf-8", "surrogatepass")) for entry in tokenizer.vocab)
-        # Texts are decoded in the web server itself, where the time of each decoding counts.
+        # The web server decodes texts in its own process, so every call must be short.
         if longest * tokenizer.text_growth() > _MAX_DECODED_BYTES:
             raise ConfigError(
                 f"a token of this tokenizer may become a text of more than {_MAX_DECODED_BYTES:,} "
                 f"bytes (its longest entry has {longest:,}): give another --tokenizer-model"
             )
-        # One more byte may separate two tokens. A larger text could fit only if it had more spaces,
-        # or longer words that the tokenizer replaces with a single token.
+        # Add one byte per token for a separator. Only two kinds of longer text could still have few
+        # enough tokens: runs of spaces, and long words that become a single (unknown) token.
         self._max_bytes = max_length * (longest + 1)
 
         def process(niceness: int) -> TextProcess:
