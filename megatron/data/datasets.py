@@ -595,16 +595,17 @@ def _advance(
     counts: NDArray[np.float64],
     length: int,
 ) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """Make `length` choices in every block.
+    """Choose the dataset of each of the next `length` samples in every block.
 
     Args:
         weights: The shares of the datasets, `[d]`.
         starts: The index of each block's first sample, `[blocks]`.
         counts: The number of samples taken from each dataset before that sample, `[blocks, d]`.
-        length: The number of choices to make in each block.
+        length: The number of samples in each block.
 
     Returns:
-        The choices, `[blocks, length]`, and the counts after them.
+        The index of each sample's dataset, `[blocks, length]`, and the counts after the block,
+        `[blocks, d]`.
     """
     num_drawn = counts.copy()
     rows = np.arange(len(starts))

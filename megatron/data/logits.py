@@ -13,7 +13,8 @@ in total:
     tokens  [n]         int64                digest of each sample's tokens
     checks  [n]         int64                digest of each sample's logits, as stored
 
-A file gets its name only when it is complete, so an interrupted run continues with the next file.
+A file gets its final name only when it is complete, so an interrupted run continues with the files
+that are missing.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _digest(name: str, files: list[str], infos: list[dict[str, Any]]) -> str:
 
 
 def _copy(system: Any, file: str, size: int, target: Path, flag: str) -> None:
-    """Copy a file unless a copy exists. The copy gets its name only when it is complete."""
+    """Copy a file unless a copy exists. The copy gets its final name only when it is complete."""
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_name(f".{target.name}.lock").open("ab") as lock:

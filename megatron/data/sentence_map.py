@@ -79,7 +79,10 @@ class DocumentSentences(NamedTuple):
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 
     def overlong(self) -> NDArray[np.bool_]:
-        """Return a mask of documents with several sentences, one of over 512 tokens, `[D]`."""
+        """Return a mask of documents that are dropped for a sentence of over 512 tokens, `[D]`.
+
+        A document with a single sentence is not dropped.
+        """
         first, last = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[first:last] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - first]

@@ -101,7 +101,7 @@ class T5Dataset(SentenceSamples):
 def replace_spans(
     text: NDArray[np.int64], spans: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
-    """Replace each span by a sentinel; return the new text, and the spans preceded by sentinels."""
+    """Replace each span by a sentinel; return the new text, and each sentinel with its span."""
     remaining: list[int] = []
     removed: list[int] = []
     start = 0

@@ -31,7 +31,7 @@ class GPT2Tokenizer(ByteTokenizer):
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        """Read the files, and compile them if they are new."""
+        """Read the files, and build the encoder if no compiled one is cached."""
         self._file = VocabularyFile.read("--vocab-file", config.vocab_file)
         merge_file = VocabularyFile.read("--merge-file", config.merge_file)
         key = digest(self._file.data, merge_file.data)

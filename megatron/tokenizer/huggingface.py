@@ -151,9 +151,9 @@ def _find_file(name: str) -> Path:
 
 
 def _growth(decoder: dict[str, Any]) -> int:
-    """Return an upper bound on the factor by which a decoder may lengthen a text.
+    """Return the result of `text_growth` for a decoder: a bound on both its output and its time.
 
-    The bound of a sequence of decoders is the product of their bounds. Each bound is at least 2.
+    The bound for a sequence of decoders is the product of their bounds. Each bound is at least 2.
     """
     if decoder["type"] == "Sequence":
         return math.prod(map(_growth, decoder["decoders"]))
