@@ -32,8 +32,8 @@ class MinHash:
     """The settings for making and comparing signatures.
 
     With the defaults, 72% of the pairs with similarity 0.5 become candidates, 96% of those with 0.6
-    and 99.9% of those with 0.7. Candidates are then judged by an estimate from all 200 values,
-    whose standard deviation is at most 0.035.
+    and 99.9% of those with 0.7. For each candidate, all 200 values then give an estimate of the
+    similarity. The standard deviation of this estimate is at most 0.035.
 
     Attributes:
         ngram: The number of words in an n-gram.

@@ -70,7 +70,7 @@ def transform_records(
 
     Args:
         path: A JSON lines file.
-        outputs: The files to write. They get their names once everything is written.
+        outputs: The files to write. They get their final names once everything is written.
         transform: The function. It runs in several processes, on one block of lines at a time.
         keys: Keys that every record must have, with a string as the value.
         workers: The number of processes. The output does not depend on it.

@@ -1,7 +1,9 @@
-"""Log-probabilities of the documents of packed rows in every layout, and models that compute them.
+"""Log-probabilities of whole documents in packed rows, and the base class of recipes that use them.
 
-b rows of s tokens contain k segments, including the padding of rows. Every context rank gets the
-sums over whole documents, although it computes the losses of only some of their tokens.
+Every context rank gets the sums over whole documents, although it computes the losses of only some
+of their tokens.
+
+Shapes: b rows of s tokens contain k segments. The padding of a row is also a segment.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from megatron.parallel.layout import Axis
 
 
 class ComparingRecipe:
-    """The base of recipes whose losses compare whole documents: a GPT without its own loss."""
+    """The base class of recipes whose losses compare whole documents. They train a GPT."""
 
     architecture = "gpt"
     head = HeadSpec(compares=True)

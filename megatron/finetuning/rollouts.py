@@ -295,7 +295,7 @@ class Rollouts(Extras):
         return False
 
     def begin(self, run: Run) -> None:
-        """Make the model produce the run's micro-batches. Collective."""
+        """Make the run train on batches that the model generates. Collective."""
         self._generator = AnswerGenerator(run, at_once=self._at_once)
         self._sampling = replace(self._sampling, stop_tokens=self._generator.ends, logprobs=True)
         run.train_batches = self._batches(run)

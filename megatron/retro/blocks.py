@@ -1,7 +1,7 @@
 """Tables in HDF5 block files, so that work can be divided and can continue after any block.
 
 A table of `count` rows is divided into blocks of `size` rows. `a-b.hdf5` holds rows a to b - 1. A
-file gets its name only when it is complete: it is written under a temporary name, flushed and
+file gets its final name only when it is complete: it is written under a temporary name, flushed and
 renamed. File names and layout are the same as in Megatron-LM 23.08: contiguous data sets without
 attributes or filters.
 
@@ -207,7 +207,9 @@ def on_first(work: Callable[[], object], world: Axis) -> None:
 
 @contextmanager
 def new_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Yield a new HDF5 file. It gets its name if the `with` body succeeds; otherwise it is removed.
+    """Yield a new HDF5 file, which gets its final name only if the `with` body succeeds.
+
+    Otherwise the file is removed.
 
     Raises:
         StorageError: The file cannot be written.

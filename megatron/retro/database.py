@@ -176,7 +176,7 @@ def max_chunks(data: IndexedDataset, chunk_length: int) -> int:
 
 
 class ChunkCutter(NamedTuple):
-    """A cutter of documents into chunks.
+    """Cuts documents into chunks.
 
     Attributes:
         length: The number of tokens in a chunk.
@@ -285,7 +285,7 @@ def build_database(
     Args:
         options: The options of the preprocessing.
         corpora: The datasets, from `plan_corpora`.
-        cutter: The cutter of documents into chunks.
+        cutter: The object that cuts documents into chunks.
         world: The processes that share the working folder.
 
     Returns:

@@ -103,7 +103,7 @@ def describe_work(
         options: The options of the preprocessing.
         datasets: The datasets.
         queries: The number of chunks in each split's samples.
-        cutter: The cutter of documents into chunks.
+        cutter: The object that cuts documents into chunks.
         embedder: A function that loads the embedder. It is called only if a stage needs it.
         processes: The number of processes that share the work.
     """

@@ -119,7 +119,7 @@ class IndexOptions:
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> IndexOptions:
-        """Return the index that the preprocessing's options describe."""
+        """Return the settings of the index from the options of the preprocessing."""
         index = options.index
         return cls(
             factory=str(index.retro_index_str),
@@ -135,7 +135,10 @@ class IndexOptions:
         )
 
     def selected_rows(self, block: TableBlock, fraction: float) -> Rows:
-        """Return the ascending rows of a block to use if only a fraction of all rows is used."""
+        """Return a fraction of a block's rows, ascending and evenly spaced over the whole table.
+
+        With `compatible`, return the block's first rows instead, as Megatron-LM does.
+        """
         if self.compatible:
             return np.arange(block.start, block.start + int(fraction * block.rows))
         rows = np.arange(block.start, block.stop)
@@ -165,12 +168,12 @@ class IndexPaths(NamedTuple):
 
     @property
     def empty(self) -> Path:
-        """The trained index."""
+        """The file of the trained index, before any chunks are added."""
         return self.folder / f"empty_{self.options.train_fraction:.3f}.faissindex"
 
     @property
     def added(self) -> Path:
-        """The filled index."""
+        """The file of the index after chunks are added."""
         fractions = f"{self.options.train_fraction:.3f}_{self.options.add_fraction:.3f}"
         return self.folder / f"added_{fractions}.faissindex"
 
@@ -369,7 +372,7 @@ def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
 
 
 class Codec:
-    """An encoder of vectors into the codes that an index stores.
+    """Encodes vectors as the codes that an index stores.
 
     Attributes:
         index: A trained faiss index.

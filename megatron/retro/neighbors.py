@@ -75,7 +75,7 @@ class QueryOptions:
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> QueryOptions:
-        """Return the settings that the preprocessing's options describe."""
+        """Return the settings of the queries from the options of the preprocessing."""
         index = options.index
         return cls(
             queried=index.retro_query_num_neighbors_query,
