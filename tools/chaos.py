@@ -414,7 +414,7 @@ def judge(
 
 
 def duration(text: str) -> float:
-    """Return the seconds of a time such as `90`, `60s`, `5m` or `1h`."""
+    """Convert a duration such as `90`, `60s`, `5m` or `1h` to seconds."""
     match = re.fullmatch(r"(\d+\.?\d*)([smh]?)", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"expected a time such as 60s, 5m or 1h, got {text!r}")

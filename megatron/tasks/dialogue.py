@@ -245,7 +245,7 @@ def _begin_output(options: TaskConfig, task_options: DialogueConfig) -> None:
 
 
 def _open_partial_output(task_options: DialogueConfig) -> SampleFile:
-    """Open the partial output, which an interrupted run leaves behind: prompts and their lines."""
+    """Open the partial output of prompts and generated lines, new or from an interrupted run."""
     path = _output_path(task_options)
     output = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
     if output.done:

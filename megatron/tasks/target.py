@@ -113,7 +113,7 @@ def accuracy(matrix: Matrix) -> float:
 
 
 def matthews(matrix: Matrix) -> float:
-    """Return the Matthews correlation coefficient of any number of classes; 0 is chance level."""
+    """Return the Matthews correlation coefficient for any number of classes; 0 is chance level."""
     total, correct = _total(matrix), sum(matrix[i][i] for i in range(len(matrix)))
     true = [sum(row) for row in matrix]
     predicted = [sum(column) for column in zip(*matrix, strict=True)]

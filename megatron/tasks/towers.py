@@ -170,7 +170,7 @@ def _entries(path: str, flag: str) -> Iterator[Any]:
 
 
 class TextRows:
-    """A converter of texts to rows of equal length.
+    """Converts texts to rows of equal length.
 
     Args:
         tokenizer: The tokenizer of a BERT.

@@ -1,4 +1,4 @@
-r"""Check that muP works: train a network at several widths and compare changes of activations.
+r"""Check that muP works: train a network at several widths and compare changes in activations.
 
     python tools/coordinate_check.py --widths 64 128 256 512 --output runs/coordinates -- \
         --num-layers 2 --seq-length 32 --micro-batch-size 4 --lr 3e-3 --use-mup

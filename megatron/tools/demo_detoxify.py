@@ -223,7 +223,8 @@ def _open_folder(out: Path, *, overwrite: bool) -> None:
     """Create an empty folder. With `overwrite`, remove an earlier demo in it.
 
     Raises:
-        ConfigError: The folder contains something else, or `overwrite` is false.
+        ConfigError: The folder contains an earlier demo and `overwrite` is false, or it contains
+            something else.
         StorageError: The folder cannot be written.
     """
     with writing_to("--out", out):

@@ -101,10 +101,10 @@ class EngineBenchmark:
         return Decoding(batch, length, seconds, self._floor(batch, length))
 
     def prefill(self, length: int, tokens: int) -> float:
-        """Return the tokens/s of prefill, for prompts of this length with `tokens` in total."""
+        """Return the prefill speed in tokens/s, for prompts of this length, `tokens` in total."""
         engine = self._engine(16, max(tokens, length) + 32 * _BLOCK)
         count = max(1, tokens // length)
-        # No timed prompt is the first one again, whose keys and values are in the cache.
+        # Prompt 0 is the warm-up. It is not timed again, because it would be read from the cache.
         for indices in (range(1), range(1, 1 + count)):
             for i in indices:
                 engine.add(self._request(i, length, 1))

@@ -1,8 +1,8 @@
-"""Attention of a layer at training sizes: a choice among PyTorch's kernels.
+"""The attention of one layer at training sizes.
 
 "Ours" is the kernel that a model runs (`gpu_attention`, or PyTorch's softmax if scores are kept).
-The libraries are kernels that it could run instead. If FlashAttention 4 is installed, it has its
-own row, for contiguous tensors [b, s, n, d].
+The libraries are other kernels that it could run. If FlashAttention 4 is installed, it has its own
+row, for contiguous tensors [b, s, n, d].
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def add_norm(
     bias: bool,
     stream: torch.dtype = BF16,
 ) -> Operation:
-    """Define residual + delta with its LayerNorm (if it has a bias) or RMSNorm."""
+    """Define residual + delta, followed by LayerNorm with a bias or by RMSNorm without one."""
 
     def make_inputs() -> Inputs:
         return [

@@ -147,7 +147,10 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
 
 
 def load_checkpoint(options: argparse.Namespace) -> SourceModel:
-    """Open the newest checkpoint of this program, Megatron-LM, Megatron Core or DeepSpeed."""
+    """Open the newest checkpoint in --load-dir.
+
+    This program, Megatron-LM, Megatron Core or DeepSpeed may have written it.
+    """
     folder = options.load_dir
     reader = None
     if not folder.is_file():
