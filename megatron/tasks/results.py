@@ -136,7 +136,7 @@ class TaskProgress:
     """A progress bar if stderr is a terminal, otherwise an occasional line.
 
     Args:
-        shown: Whether this process shows progress.
+        enabled: Whether this process shows progress.
         log_interval: The number of batches between lines.
     """
 
