@@ -46,7 +46,7 @@ class CrashLog:
         self.path = Path(folder).absolute() / FILE
 
     def record(self, verdict: Verdict) -> None:
-        """Add a failure. It is not counted if the file cannot be written."""
+        """Add a failure to the log, unless the file cannot be written."""
         if verdict.code == CrashLoopError.exit_code:  # must not hide the failures that caused it
             return
         log = self._read()
@@ -66,7 +66,11 @@ class CrashLog:
         return crashes[-1] if is_loop else None
 
     def skip(self, iteration: int) -> bool:
-        """Skip an iteration, counted from 0, from now on. Return False if it is already skipped."""
+        """Mark an iteration (counted from 0) as skipped, and forget the failures.
+
+        Returns:
+            Whether the iteration was marked: it is not negative and was not skipped before.
+        """
         log = self._read()
         if iteration < 0 or iteration in log.skipped:
             return False
@@ -79,9 +83,10 @@ class CrashLog:
         return self._read().skipped
 
     def _read(self) -> _Record:
-        """Return the record, which is empty if there is no file written by this user or by root.
+        """Return the content of the file, or an empty record if there is none.
 
-        A damaged file counts as empty: a run must not fail because of its record of failures.
+        A file that belongs to another user (except root) or is damaged counts as empty, because a
+        run must not fail because of its log of failures.
         """
         try:
             with open_trusted(self.path) as file:

@@ -1,4 +1,4 @@
-"""Ending a run early, because of an error or on request."""
+"""Early ends of a run, because of an error or on request."""
 
 from __future__ import annotations
 
@@ -101,9 +101,8 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
 class ExitRequest:
     """A request to exit early, because of a signal, a time limit, a file, or an unread log.
 
-    A signal handler only sets a flag. The flag is reduced together with the losses of every step,
-    so all ranks exit after the same iteration, with a checkpoint. It is therefore enough if a
-    single rank sees the file.
+    The request only sets a flag, which is reduced over all ranks together with the losses of every
+    step. If any rank has a request, all ranks exit after the same iteration, with a checkpoint.
 
     Args:
         handle_signals: Whether to install handlers for SIGTERM and SIGINT.

@@ -206,7 +206,7 @@ _CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _map(change: Callable[[Tensor], Any], output: Any) -> Any:
-    """Apply a function to all tensors in the output of a module that require gradients."""
+    """Apply a function to every tensor in a module's output that requires gradients."""
     if isinstance(output, Tensor):
         return change(output) if output.requires_grad else output
     if isinstance(output, Mapping):

@@ -47,10 +47,10 @@ class HangFiles:
     def write_report(
         self, report: str, states: Mapping[int, State | None], silent: frozenset[int]
     ) -> None:
-        """Write what this process found out about all ranks. Errors in writing are ignored.
+        """Write the hang report and the state of every rank. Write errors are ignored.
 
         Args:
-            report: The report, as it is printed.
+            report: The printed report.
             states: The last state of each rank, or `None` for a rank that never published one.
             silent: The ranks that no longer publish their state.
         """
@@ -59,7 +59,7 @@ class HangFiles:
         self._write(REPORT, content)
 
     def write_stacks(self, reason: str) -> None:
-        """Write this process's stacks. Errors in writing are ignored.
+        """Write the stacks of this process's threads. Write errors are ignored.
 
         Args:
             reason: The first line of the report, which distinguishes this hang from earlier ones.
@@ -111,7 +111,7 @@ def _unfinished_collectives() -> list[str]:
 
 
 def hang_view(folder: Path, *, stacks: bool = False) -> str:
-    """Return the table of a hang: which ranks wait, for what, and which are missing.
+    """Return a hang as a table: the state of each rank, and the ranks that it waits for.
 
     Args:
         folder: The folder of the files, or a checkpoint folder that has them in its subfolder

@@ -1,4 +1,4 @@
-"""The launch of this process, and the environment variables that libraries read at start-up."""
+"""This process's ranks and launcher, and the environment variables that libraries read once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Launch:
 
 
 def read_launch(*, use_mpi: bool = False) -> Launch:
-    """Read the variables of torchrun, `deepspeed` or mpirun. Without any, the world size is 1.
+    """Read this process's ranks from the variables of torchrun, `deepspeed` or mpirun.
+
+    If none of these variables is set, the world size is 1.
 
     Args:
         use_mpi: Whether to read mpirun's variables instead of those of the other launchers
@@ -171,14 +173,14 @@ def write_error_file(text: str) -> None:
 
 
 def announce_launcher(signum: signal.Signals) -> None:
-    """Tell the ranks which process launched them, and which signal ends it without a restart."""
+    """Tell the ranks the id of this launcher, and the signal that ends it without a restart."""
     os.environ[_END_SIGNAL_ENV] = str(signum.value)
     os.environ[_LAUNCHER_ENV] = str(os.getpid())
 
 
 @contextmanager
 def module_search_path(folders: Sequence[str]) -> Iterator[None]:
-    """Make Python processes that are started in this block also search `folders` for modules."""
+    """Add `folders` to the module search path of Python processes started inside the block."""
     previous = os.environ.get(_SEARCHED_ENV)
     os.environ[_SEARCHED_ENV] = os.pathsep.join([*folders, *filter(None, [previous])])
     try:
@@ -188,14 +190,14 @@ def module_search_path(folders: Sequence[str]) -> Iterator[None]:
 
 
 def restore_module_search_path(folders: str | None) -> None:
-    """Restore the folders that Python processes search for modules; `None` removes all."""
+    """Set PYTHONPATH, or remove it if `folders` is `None`."""
     os.environ.pop(_SEARCHED_ENV, None)
     if folders is not None:
         os.environ[_SEARCHED_ENV] = folders
 
 
 def searched_folders() -> str | None:
-    """Return the folders that the user has added to Python's module search path, if any."""
+    """Return the value of PYTHONPATH, or `None` if it is not set."""
     return os.environ.get(_SEARCHED_ENV)
 
 
@@ -227,7 +229,7 @@ def notify_saved(launch: Launch) -> None:
 
 
 def _running_launcher() -> int | None:
-    """Return the id of our launcher if it is still this process's parent or grandparent."""
+    """Return our launcher's process id if it is still this process's parent or grandparent."""
     launcher, parent = whole_number(_LAUNCHER_ENV, 0), os.getppid()
     grandparent = 0
     with suppress(OSError):
@@ -265,7 +267,7 @@ def check_rendezvous_address(world_size: int) -> None:
 
 
 def record_collectives(entries: int) -> None:
-    """Make PyTorch's flight recorder keep NCCL's latest collectives, for `hang_files`."""
+    """Make PyTorch's flight recorder keep the last `entries` NCCL collectives, for `hang_files`."""
     for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):  # PyTorch versions differ
         os.environ.setdefault(name, str(entries))
 

@@ -37,7 +37,7 @@ _TURN = 2.0  # seconds for rank 0 to print an error before other ranks exit
 
 
 def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
-    """Run this process's work, with the ranks that the launcher's variables give.
+    """Read this process's ranks, run its work, and report an error of the user.
 
     Args:
         arguments: The command line, which may contain --use-mpi.
@@ -46,6 +46,9 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
     Returns:
         The exit code of the work, or of the error, whose message is printed once for all
         processes; 130 if Ctrl-C interrupts the work.
+
+    Raises:
+        Exception: The work failed with an error that is not a `UserError`.
     """
     prepare_streams()
     launch = Launch()

@@ -63,7 +63,7 @@ def start_warm(arguments: argparse.Namespace) -> None:
 
 
 def ranks() -> list[int]:
-    """Return the process ids of the ranks that this launcher has started and not waited for."""
+    """Return the process ids of the ranks that this launcher has started and not yet reaped."""
     pids = []
     for pid in _children_of(os.getpid()):
         command = _command_of(pid)
@@ -143,7 +143,7 @@ def _run(kind: str, name: str, folders: str, argv: Sequence[str]) -> None:
 
 
 def _follow_launcher(done: threading.Event) -> None:
-    """End this process once the launcher has ended, which nothing else would notice.
+    """Wait for the launcher to end, which nothing else would notice, then end this process.
 
     A rank that is training saves a checkpoint and exits, as on any SIGTERM. torchrun makes a rank
     that has finished wait for all the others.

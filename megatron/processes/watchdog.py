@@ -74,7 +74,14 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Wait:
-    """A communication that a process is waiting for (a `journal.Transfer`)."""
+    """A communication that a process is waiting for (a `journal.Transfer`).
+
+    Attributes:
+        kind: The kind of communication, such as "all-reduce".
+        ranks: The global ranks of its group, or the other end of a message.
+        number: The number of the collective among those of its group, counted from 1, or `None` for
+            a message.
+    """
 
     kind: str
     ranks: Ranks
@@ -93,7 +100,7 @@ class State:
         wait: The communication that the process is waiting for, if any.
         device_is_behind: Whether the process is waiting for its device, which may itself be waiting
             for a communication.
-        started: For each set of participating ranks, the number of communications started so far.
+        started: The number of collectives started so far, by the ranks of their group.
         source: The current position in the source code.
     """
 
@@ -125,10 +132,10 @@ def explain(
     Args:
         states: The last state of each rank, or `None` for a rank that never published one.
         silent: The ranks that no longer publish their state.
-        seconds: The time limit.
+        seconds: The time limit of a communication.
 
     Returns:
-        The missing ranks, and the report.
+        The ranks that kept the others waiting, and the report.
     """
     waiting = {
         rank: state
@@ -273,7 +280,7 @@ class Watchdog:
     Args:
         launch: The ranks of this process. If a rank on another machine printed the whole error, the
             first rank on this machine prints why the run ends.
-        seconds: The longest time that a process may wait for another.
+        seconds: The maximum time that a process may wait for another.
         record: A function that is called with the verdict, in the process that announces it.
         files: The files in which a hang is recorded, if any.
     """

@@ -96,14 +96,19 @@ class BatchPlan:
         return self.seq_length if self.curriculum is None else self.curriculum.at(iteration + 1)
 
     def tokens_at(self, iteration: int, consumed_samples: int) -> int:
-        """Return the number of tokens in the update after this many iterations and samples."""
+        """Return the number of tokens in the update after `iteration` updates.
+
+        Args:
+            iteration: The number of earlier updates.
+            consumed_samples: The number of samples in these updates.
+        """
         return self.global_batch_at(consumed_samples) * self.length_at(iteration)
 
     def iterations_of(self, training: TrainingConfig, start: Progress) -> int:
         """Return the number of updates in a run, including those before `start`.
 
-        The remaining tokens are counted from `start`, because earlier updates may have had other
-        lengths.
+        The tokens of earlier updates are read from `start`, because these updates may have had
+        other lengths.
         """
         limits = [training.train_iters]
         if training.train_samples is not None:
@@ -167,9 +172,14 @@ class BatchPlan:
 
 
 def samples_needed(config: RunConfig, train_iterations: int, start: Progress) -> SampleCounts:
-    """Count the training, validation and test samples of the whole run, as Megatron does.
+    """Return the numbers of training, validation and test samples of the run, as Megatron does.
 
-    If batches or sequences have become shorter before `start`, more training samples are needed.
+    The training samples include those of earlier updates, whose batches may have been larger.
+
+    Args:
+        config: The run's configuration.
+        train_iterations: The number of updates of the run.
+        start: The counters with which the run begins.
     """
     batch, evaluation = config.training.global_batch_size, config.evaluation
     train = config.training.train_samples
@@ -192,7 +202,12 @@ def evaluation_position(run: Run, iteration: int) -> int:
 
 
 def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator[Batch]:
-    """Return this rank's micro-batches after `consumed` samples of the global order.
+    """Yield this rank's micro-batches, beginning at a position in the global sample order.
+
+    Args:
+        run: The run.
+        dataset: The samples.
+        consumed: The number of samples that all ranks together have consumed.
 
     Raises:
         DataError: The dataset has no further micro-batch.

@@ -1,4 +1,4 @@
-"""Branches of a run with a WSD schedule. Each begins its decay at one of the run's checkpoints."""
+"""Branches of a run with a WSD schedule, which begin their decay at a checkpoint of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from megatron.training.run import Run
 
 
 def open_trunk(config: RunConfig, root: Path, layout: Layout) -> Reader:
-    """Open the checkpoint from which a branch starts. Collective."""
+    """Open the checkpoint from which a branch starts. Collective.
+
+    Args:
+        config: The run's configuration.
+        root: The folder in --lr-wsd-branch-from.
+        layout: The grid of processes as this process sees it.
+
+    Raises:
+        CheckpointError: The folder contains no valid checkpoint.
+    """
     reader = open_root(
         root,
         step=config.schedule.lr_wsd_branch_step,
@@ -36,8 +45,8 @@ def _starts_branch(config: RunConfig, reader: Reader) -> bool:
 def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
     """Return a branch's configuration with its number of iterations or samples filled in.
 
-    The number depends on the checkpoint at which the branch starts. Other configurations are
-    returned unchanged.
+    The number depends on the checkpoint at which the branch starts. The configuration of a run that
+    is not a branch is returned unchanged.
     """
     schedule = config.schedule
     if schedule.lr_wsd_branch_from is None:
@@ -56,7 +65,7 @@ def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
 
 
 def resumed_schedules(run: Run, reader: Reader) -> tuple[Schedules, int]:
-    """Return the schedules to continue with, and the number of samples that they have consumed."""
+    """Return the schedules to continue with, and the position in them in samples."""
     saved, options = reader.meta["schedule"], run.config.schedule
     if options.lr_wsd_branch_from is None:
         return run.schedules.resumed(

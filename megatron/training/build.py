@@ -1,4 +1,4 @@
-"""Construction of a run from its configuration, with each component after its dependencies."""
+"""Construction of a run from its configuration, each component after its dependencies."""
 
 from __future__ import annotations
 
@@ -59,9 +59,15 @@ if TYPE_CHECKING:
 
 
 def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout) -> Run:
-    """Build everything a run needs, load its checkpoint and open its data at the right position.
+    """Build everything that a run needs, load its checkpoint, and open its data at its position.
 
     Collective.
+
+    Args:
+        config: The run's configuration.
+        recipe: The recipe, which defines model, data and loss.
+        device: The device on which this process computes.
+        layout: The grid of processes as this process sees it.
 
     Raises:
         UserError: The run cannot be built, for a reason that the user can fix.
@@ -307,7 +313,7 @@ def new_expert_exchange(
     """Return the exchange that sends tokens to experts and back between the GPUs of a machine.
 
     Collective over the expert ranks. The result is `None` if collectives are used instead: on CPUs,
-    on several machines, and by GPUs that cannot map each other's memory.
+    across machines, and if the GPUs cannot map each other's memory.
 
     Args:
         config: The run's configuration.
@@ -338,7 +344,7 @@ def _map_memory(
 def _connect(
     config: RunConfig, layout: Layout, device: Device, chunks: int, texts: int
 ) -> PipelineChannel | None:
-    """Connect to the neighboring pipeline stages, or return `None` without a pipeline. Collective.
+    """Return the channel to the neighboring stages, or `None` without a pipeline. Collective.
 
     Args:
         config: The run's configuration.

@@ -39,7 +39,7 @@ _NOT_OF_SCHEDULES = (
 
 
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
-    """Yield a log line for each changeable setting that has changed since the checkpoint.
+    """Yield a log line for each setting that has changed since the checkpoint.
 
     Megatron-LM's checkpoints contain some flags that we do not have. For these checkpoints, and for
     those converted from them, only the settings that determine the order of samples are compared.

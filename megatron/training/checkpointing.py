@@ -59,7 +59,7 @@ _ORDER_HEADS = ("model.pooler.", "model.binary_head.")
 
 
 def save_run(run: Run) -> Path:
-    """Write the run's state under `--save`. Collective."""
+    """Write the run's state to a new checkpoint in --save, and return its folder. Collective."""
     options, iteration = run.config.checkpoint, run.progress.iteration
     assert options.save
     start_time = time.perf_counter()
@@ -72,15 +72,15 @@ def save_run(run: Run) -> Path:
 
 
 def keep_of(options: CheckpointConfig) -> RetentionPolicy | None:
-    """Return which checkpoints to keep when a run saves, or `None` to keep all."""
+    """Return the policy that deletes old checkpoints when a run saves, or `None` to keep all."""
     keep = RetentionPolicy(options.keep_latest, options.save_retain_interval)
     return None if keep == RetentionPolicy() else keep
 
 
 def writer_of(run: Run) -> Callable[..., Path]:
-    """Return the function that writes checkpoints in the run's `--ckpt-format`.
+    """Return the function that writes checkpoints in the run's --ckpt-format.
 
-    It is called like `store.write_checkpoint`.
+    Its arguments are those of `store.write_checkpoint`.
     """
     # Few runs need the other modules: see `open_folder`.
     if run.config.checkpoint.ckpt_format == "native":
@@ -95,7 +95,7 @@ def writer_of(run: Run) -> Callable[..., Path]:
 
 
 def save_weights(run: Run, root: Path) -> Path:
-    """Write only the weights under `root`, as the only checkpoint there. Collective."""
+    """Write the weights alone to `root`, replacing any earlier checkpoint in it. Collective."""
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
     meta = {**meta_of(run), "optimizer": None, "average": None}
@@ -122,7 +122,7 @@ def load_shared_weights(run: Run, reader: Reader, *, new: Iterable[str]) -> None
 
 
 def report_saved(saved: SavedCheckpoint) -> None:
-    """Print which checkpoint was published and how long it took."""
+    """Print which checkpoint was published, its size and the duration of the save."""
     speed = f"{saved.size / 1e9:.3g} GB in {saved.seconds:.2f} s"
     print_line(
         f"  successfully saved checkpoint at iteration {saved.iteration:7d} to {saved.path} "
@@ -133,13 +133,13 @@ def report_saved(saved: SavedCheckpoint) -> None:
 def state_of(run: Run) -> State:
     """Return this process's tensors to save in a checkpoint, as the flags specify.
 
-    They are the run's own tensors, not copies, except that weights sharded over processes are
-    copied in their own number format, and scaled optimizer states are decoded.
+    These are the run's own tensors, not copies, with three exceptions: sharded weights are copied
+    in the dtype of the forward pass, scaled optimizer states are decoded, and formats other than
+    `native` receive optimizer states in fp32.
 
     Each optimizer state of a tied parameter is saved by a single stage. With a distributed
-    optimizer, each stage shards its own gradient buffer, and would cut a tied parameter at
-    different points from the other stage: the pieces would overlap, and no reader could
-    reassemble them.
+    optimizer, each stage shards its own gradient buffer. Two stages would cut a tied parameter at
+    different offsets, so their pieces would overlap, and no reader could reassemble them.
     """
     run.optimizer.wait_for_weights()
     state = _weights_state(run, is_copy=True)
@@ -159,14 +159,13 @@ def shard_state(
     *,
     is_copy: bool = False,
 ) -> State:
-    """Return this process's shards of the parameters. The weights must be sharded.
+    """Return this process's shards of the parameters of a sharded model.
 
     Args:
         named_parameters: The parameters.
         gradients: The gradient buffers, which hold the shards.
-        is_copy: Whether to return the shards in the number format of the forward pass, as in
-            checkpoints (copies if that format has 16 bits), instead of the fp32 or packed shards
-            themselves.
+        is_copy: Whether to return the shards in the dtype of the forward pass, as in checkpoints
+            (copies if this dtype has 16 bits), instead of the fp32 or packed shards themselves.
     """
     return {
         f"model.{name}": _entries(
@@ -222,7 +221,7 @@ def _average_state(run: Run, sets: Mapping[str, Sequence[Tensor]], *, copies: bo
 
 
 def _average_from(run: Run, reader: Reader) -> State:
-    """Return the tensors into which to load the average of the weights; empty without one."""
+    """Return the tensors into which to load the averaged weights; empty without an average."""
     average, saved = run.optimizer.average, reader.meta.get("average")
     if average is None:
         return {}
@@ -237,13 +236,13 @@ def _average_from(run: Run, reader: Reader) -> State:
 
 
 def _history_state(run: Run) -> State:
-    """Return the history of delayed fp8 scaling, which is training state, like the optimizer's."""
+    """Return the amax history of delayed fp8 scaling, which is training state."""
     named = run.amax_history.named_tensors().items()
     return {f"fp8.{name}": Entry.whole(tensor) for name, tensor in named}
 
 
 def _history_from(run: Run, reader: Reader) -> State:
-    """Return the tensors into which to load the fp8 history.
+    """Return the tensors into which to load the amax history of delayed fp8 scaling.
 
     If the lengths of the histories differ, only the newest entries are loaded.
     """
@@ -263,7 +262,7 @@ def _history_from(run: Run, reader: Reader) -> State:
 
 
 def _entries(tensor: Tensor, parameter: nn.Parameter, span: Span) -> list[Entry]:
-    """Return the entries for `tensor`, which holds the elements `span` of a flattened parameter."""
+    """Return the entries for a tensor that holds the range `span` of a flattened parameter."""
     spec = spec_of(parameter)
     boxes = boxes_of_range(spec.shape, span.start, span.end)
     values = tensor.view(-1).split([box.volume for box in boxes])
@@ -306,15 +305,15 @@ def meta_of(run: Run) -> dict[str, Any]:
 
 
 def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
-    """Open the checkpoint under `--load`, or return `None` if the run starts fresh. Collective.
+    """Open the checkpoint in --load, or return `None` if the run starts fresh. Collective.
 
     Raises:
-        ConfigError: The folder does not exist or holds no checkpoint, and either it is not `--save`
-            or `--finetune` asks for its weights.
-        CheckpointError: `--exit-on-missing-checkpoint` is given and there is no checkpoint; there
-            is none for the iteration that `--ckpt-step` names; the folder is not `--save`, and
-            checkpoints are only in a folder inside it; all checkpoints are damaged; or the
-            checkpoint is for a different network.
+        ConfigError: The folder does not exist or contains no checkpoint, and it is not --save or
+            --finetune needs its weights.
+        CheckpointError: There is no checkpoint, but --exit-on-missing-checkpoint is given; there is
+            no checkpoint of the iteration in --ckpt-step; the folder is not --save, and only its
+            subfolders contain checkpoints; all checkpoints are damaged; or the checkpoint is for a
+            different network.
     """
     if config.checkpoint.load is None:
         return None
@@ -373,7 +372,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
 
 
 def stored_entries(reader: Reader, entries: int) -> int:
-    """Return the number of a tokenizer's entries for which a checkpoint should have rows.
+    """Return the number of embedding rows that a checkpoint should have for a tokenizer.
 
     Hugging Face's BERT has no rows for [BOS] and [EOS], which our tokenizer adds to its vocabulary.
 
@@ -386,7 +385,7 @@ def stored_entries(reader: Reader, entries: int) -> int:
 
 
 def network_of(options: CheckpointConfig) -> dict[str, Any]:
-    """Return a checkpoint's network settings by "model.field", for --use-checkpoint-args.
+    """Return the network settings in a checkpoint by "model.field", for --use-checkpoint-args.
 
     Args:
         options: The checkpoint options, which include --load.
@@ -424,9 +423,10 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
 
 
 def progress_at_start(config: RunConfig, reader: Reader | None) -> Progress:
-    """Return the counters with which a run begins: those of the checkpoint that it continues from.
+    """Return the counters with which a run begins.
 
-    The position in the schedules is restored with the schedules.
+    They are read from the checkpoint that the run continues from, if any. The position in the
+    schedules (`scheduled_samples`) is restored later, with the schedules.
     """
     if reader is None or config.checkpoint.finetune:
         return Progress(dropout_seed=config.training.seed)
@@ -448,7 +448,11 @@ def _saved_progress(config: RunConfig, reader: Reader) -> Progress:
 
 
 def restore_run(run: Run, reader: Reader) -> None:
-    """Load weights, optimizer and position from the checkpoint, according to the flags."""
+    """Load weights, optimizer and position from the checkpoint, as the flags specify. Collective.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the run or its flags.
+    """
     options, start_time = run.config.checkpoint, time.perf_counter()
     weights_only = options.finetune or options.no_load_optim
     # If only the weights are loaded, they go directly into the fp32 masters of 16-bit weights.
@@ -499,13 +503,19 @@ def restore_run(run: Run, reader: Reader) -> None:
 def _updated_state(
     run: Run, reader: Reader, named: Mapping[str, tuple[Tensor, nn.Parameter]]
 ) -> State:
-    """Return the tensors that updates change, except the weights. `named` are the optimizer's."""
+    """Return the tensors that updates change, except the weights.
+
+    Args:
+        run: The run.
+        reader: The checkpoint.
+        named: The optimizer's `named_tensors`.
+    """
     state = optimizer_state(run, named=named) | _history_from(run, reader)
     return state | _average_from(run, reader)
 
 
 def _continue_updates(run: Run, reader: Reader) -> None:
-    """Make the optimizer continue with the loaded tensors and its saved counters."""
+    """Continue training with the loaded tensors: restore the optimizer's counters and limits."""
     run.optimizer.reload_masters(include_16_bit=False)
     run.optimizer.load_scalars(reader.meta["optimizer"])
     run.amax_history.after_loading()
@@ -546,7 +556,7 @@ def rewind_run(run: Run, checkpoint: Reader) -> int:
 
 
 def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...], State]:
-    """Return the parts of the model that finetuning adds, and the weights to load. Collective."""
+    """Return the parts of the model that finetuning adds, and the state to load. Collective."""
     new_parts = _lacking_heads(run, reader, state)
     if new_parts and run.config.model.lora_rank is not None:
         lacking = ", ".join(name.removeprefix("model.").rstrip(".") for name in new_parts)
@@ -649,7 +659,7 @@ def _check_tokenizer(run: Run, reader: Reader) -> None:
 
 
 def _restore_position(run: Run, reader: Reader) -> None:
-    """Continue where the checkpoint's run stopped, in data, schedule and random numbers."""
+    """Continue the data, the schedules and the random numbers from the checkpoint."""
     meta = reader.meta
     run.progress = progress_at_start(run.config, reader)
     if run.record is not None and meta.get(RUN) == run.record.run:

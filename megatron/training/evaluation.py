@@ -1,4 +1,4 @@
-"""Losses on held-out samples."""
+"""Evaluation: the losses on held-out samples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron.training.step import StepOutcome, reduce_losses
 
 
 def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float] | None:
-    """Return mean losses over `--eval-iters` global batches. Collective.
+    """Compute mean losses over `--eval-iters` global batches. Collective.
 
-    With --calculate-per-token-loss the mean is over all tokens in the loss mask.
+    With --calculate-per-token-loss, the mean is over all labels in the loss mask.
 
     Args:
         run: The run whose model is evaluated.

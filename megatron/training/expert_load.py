@@ -99,7 +99,7 @@ class ExpertLoad:
         return cls(layers)
 
     def line(self) -> str:
-        """Return the log line with the loads of each layer's most and least loaded expert."""
+        """Return the log line with the highest and lowest load of an expert in each layer."""
         fields = [
             f"layer {layer}: {load.max():.2f} to {load.min():.2f}"
             for layer, load in self.layers.items()
@@ -131,7 +131,7 @@ class ExpertLoad:
         return f" {' | '.join(warnings)}" if warnings else None
 
     def scalars(self) -> dict[str, float]:
-        """Return the loads of each layer's most and least loaded expert, by TensorBoard tag."""
+        """Return the highest and lowest load of an expert in each layer, by TensorBoard tag."""
         return {
             f"expert-load/layer {layer} {name}": float(value)
             for layer, load in self.layers.items()
@@ -160,7 +160,7 @@ class ExpertLoad:
 
 
 def _first(names: Sequence[str]) -> str:
-    """Return the first few names, and the number of others."""
+    """Return the first few names and the number of omitted ones, as text."""
     omitted = len(names) - _MAX_NAMED
     suffix = [f"and {omitted} more"] if omitted > 0 else []
     return ", ".join([*names[:_MAX_NAMED], *suffix])

@@ -150,7 +150,7 @@ def expert_rows(
 
 
 def full_at(memory: float, even: int, per_share: float, max_imbalance: float) -> str:
-    """Describe the load of a process's experts at which its device memory is full.
+    """Describe the expert load, in even shares, at which a process's device memory is full.
 
     Args:
         memory: Memory of the device in bytes.

@@ -1,4 +1,4 @@
-"""A run's identity in its folder of checkpoints, and the newest state from which it can resume."""
+"""A run's identity, and the newest checkpoint from which it can resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_BYTES = 2**16
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The identity that distinguishes a run from others in the same folders, and its start time.
+    """The identity and start time of a run, which distinguish it from others in the same folders.
 
     Attributes:
         run: A random string. If the folder of checkpoints is deleted, the next run gets another
@@ -88,7 +88,7 @@ def store_of(config: RunConfig, layout: Layout) -> NonPersistentStore | None:
 def open_newest(
     config: RunConfig, layout: Layout, open_durable: Callable[[], Reader | None]
 ) -> Reader | None:
-    """Open the newest valid checkpoint, durable or not, from which a run can resume.
+    """Open the newest valid checkpoint, durable or non-persistent, from which a run can resume.
 
     Collective. Non-persistent checkpoints are ignored if the run does not resume from its own
     --save folder, or if the tracker was set back to an older checkpoint.

@@ -1,4 +1,4 @@
-r"""Find a learning rate: train briefly at growing rates, and see where the loss falls and rises.
+r"""Find a learning rate: train briefly at increasing rates, and see when the loss rises again.
 
     python tools/find_lr.py --output runs/rates -- pretrain_gpt.py --config examples/gpt_tiny.yaml
     python tools/find_lr.py --output runs/rates -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
@@ -128,7 +128,12 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
-    """Return the command with the flags of the test, which override earlier flags."""
+    """Return the training command with the flags of the test appended.
+
+    Args:
+        options: The flags of this tool.
+        metrics: The file to which the run writes its metrics.
+    """
     argv = list(options.words)
     program = [sys.executable] if argv[0].endswith(".py") else []
     unset_flags: tuple[str, ...] = (
@@ -190,6 +195,11 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
     The rates are also read from the file, because an update that is skipped after an fp16 overflow
     does not raise the rate.
 
+    Args:
+        metrics: The file.
+        first_rate: The learning rate of the first update.
+        iterations: The number of iterations of the test.
+
     Raises:
         DataError: The file has no loss for an iteration.
     """
@@ -209,7 +219,7 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
             f"{metrics} has no lm loss for iteration {missing[0]}: the command must train a "
             "language model and use the flags that follow it"
         )
-    # The loss of an iteration is computed before its update: it shows the effect of the last one.
+    # The loss of an iteration is computed before its update, so it shows the previous one's effect.
     updates = range(1, iterations)
     return RateCurve(
         [rates[update] for update in updates], [losses[update + 1] for update in updates]
@@ -237,7 +247,7 @@ def analyze_curve(curve: RateCurve) -> RangeTestResult:
     # Neighboring losses differ more by noise than by trend: half the mean square of their
     # differences is the variance of the noise.
     noise = math.sqrt(sum(d * d for d in differences) / (2 * len(differences)))
-    # A value at either end is the average of only reach + 1 losses.
+    # A value at either end is the average of only `half_width + 1` losses.
     threshold = _NOISE_FACTOR * noise / math.sqrt(half_width + 1)
     lowest = min(range(finite), key=smoothed.__getitem__)
     fall = smoothed[0] - smoothed[lowest]
@@ -267,7 +277,7 @@ _FOUND = (
 
 
 def draw(curve: RateCurve, result: RangeTestResult, output: Path) -> None:
-    """Draw the curve and the finding, and save the image."""
+    """Draw the curve with the rates that the analysis found, and save the image."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

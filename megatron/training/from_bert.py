@@ -25,10 +25,14 @@ _FLAG = "--bert-load"
 
 
 class StartFromBert(Extras):
-    """Initialization of both towers of a bi-encoder with the weights of the BERT in --bert-load."""
+    """An extra step that starts both towers of a bi-encoder from the BERT in --bert-load."""
 
     def begin(self, run: Run) -> None:
-        """Load the BERT, unless the run continues from its own checkpoint. Collective."""
+        """Load the BERT, unless the run continues from its own checkpoint. Collective.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or it is not for a BERT of this size.
+        """
         folder = run.config.retriever.bert_load
         if folder is None or run.progress.iteration or run.config.checkpoint.finetune:
             return
@@ -74,7 +78,7 @@ class StartFromBert(Extras):
 
 
 class _InTowers(Reader):
-    """A BERT checkpoint presented as that of a bi-encoder, with the same weights in every tower."""
+    """A reader that presents a BERT checkpoint as a bi-encoder with the same weights per tower."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

@@ -34,7 +34,7 @@ class GeneratedAnswer(NamedTuple):
     """The model's answer to a prompt.
 
     Attributes:
-        tokens: Its token ids, including the one that ended it, if any.
+        tokens: The token ids of the answer, including the token that ended it, if any.
         log_probs: The log-probability of each token, if the sampling settings ask for them.
         problem: Why there is no answer, or an empty string.
     """
@@ -45,15 +45,15 @@ class GeneratedAnswer(NamedTuple):
 
 
 class AnswerGenerator:
-    """An inference engine for a run's own model. Every method is collective over `copy`.
+    """A generator of answers from a run's own model. Every method is collective over `copy`.
 
     Args:
         run: The run.
         copy: The processes that choose the same tokens. If all processes answer the same prompts,
             this is the world, and experts may be divided over data-parallel ranks. `None` means one
             copy of the model, so that each data-parallel rank may answer different prompts.
-        at_once: The number of answers that are generated concurrently. Further answers wait,
-            because each needs memory for its keys and values.
+        at_once: The maximum number of answers to generate concurrently. Further prompts wait,
+            because each answer needs memory for its keys and values.
 
     Attributes:
         ends: The tokens that end an answer: the end-of-document token and, with --sft, the
@@ -94,8 +94,8 @@ class AnswerGenerator:
         """Answer prompts with the current weights.
 
         Args:
-            requests: A name, the prompt's tokens and the sampling settings of each answer. If the
-                settings have no seed, random draws depend on --seed and the name.
+            requests: For each answer, a name, the tokens of the prompt and the sampling settings.
+                If the settings have no seed, random draws depend on --seed and the name.
 
         Returns:
             The answers in the same order. An answer is shorter than requested if it reaches the

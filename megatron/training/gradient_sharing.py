@@ -1,4 +1,4 @@
-"""Buffers or shards for a run's gradients, and ties between weight copies on pipeline stages."""
+"""Buffers or shards for gradients, and ties between copies of weights on pipeline stages."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from megatron.parallel.tied import WORD_EMBEDDING, Tie, find_ties, tied_names
 
 
 def named_parameters_of(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return the current parameters of all parts by their global names."""
+    """Return the global name and the current parameter object, for each parameter of the parts."""
     return [pair for part in parts for pair in part.named_parameters()]
 
 
 def uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:
-    """Return whether PyTorch's data parallelism, and not our buffer, averages the gradients."""
+    """Return whether PyTorch's DDP averages the gradients, instead of our gradient buffer."""
     return config.parallel.ddp_impl == "torch" and layout.replica.size > 1
 
 
 def gathered_in_8_bits(config: RunConfig, layers: LayerRegistry) -> dict[nn.Parameter, Fp8Products]:
-    """Return the weights that processes gather in 8 bits after a sharded update."""
+    """Return the weights that are gathered in fp8 after a sharded update, with their products."""
     return layers.fp8_weights() if config.precision.fp8_param_gather else {}
 
 
@@ -74,7 +74,7 @@ def tie_copies(
     layout: Layout,
     device: Device,
 ) -> list[Tie]:
-    """Return the parameters of which other pipeline stages hold copies.
+    """Return the ties between parameters of this stage and their copies on other stages.
 
     Collective over the pipeline.
 
@@ -105,7 +105,7 @@ def new_gradient_buffer(
     layers: LayerRegistry,
     layout: Layout,
 ) -> GradientBuffer:
-    """Plan the buckets for the gradients of whole parameters, and build the buffer for them.
+    """Plan gradient buckets for unsharded parameters, and build the buffer.
 
     Args:
         config: The run's configuration.

@@ -32,9 +32,9 @@ from megatron.parallel.layout import Layout
 from megatron.processes.watchdog import ranks_text
 from megatron.training.timers import ReadyClock
 
-_SECONDS = 0.4  # for measuring each speed of a device
-_REPEATS = 10  # of each message
-_MAX_CLOCK_SECONDS = 1.0  # difference between clocks; rendezvous fails at 15 s
+_SECONDS = 0.4  # the time for measuring each speed of a device
+_REPEATS = 10  # the number of repetitions of each message
+_MAX_CLOCK_SECONDS = 1.0  # maximum difference between clocks; rendezvous fails at 15 s
 _DISK_BYTES = 16 << 20
 # Ranks of a machine share its disk, and all ranks take part in an all-reduce.
 _DISK, _ALL_REDUCE = "disk MB/s", "all-reduce GB/s"
@@ -45,10 +45,10 @@ class Health:
     """The measurements of a rank.
 
     Attributes:
-        host: The name of its machine.
-        device: The name of its device.
+        host: The name of the machine.
+        device: The name of the device.
         speeds: Speeds by name and unit, for example {"bf16 TFLOP/s": 611.3}.
-        links: GB/s in each direction to other ranks, by rank.
+        links: The speed in GB/s in each direction to and from other ranks, by rank.
         digest: A digest of the result of a fixed product.
         is_stable: Whether the product had the same bits each time.
         clock: Seconds since 1970, read at the same moment on all ranks.
@@ -188,7 +188,7 @@ def _message(device: Device) -> torch.Tensor:
 
 
 def neighbors(rank: int, ranks: int) -> list[int | None]:
-    """Return a rank's partner in each of the two rounds of link tests, or `None` for no partner.
+    """Return the partner of a rank in each of the two rounds of link tests, `None` if it has none.
 
     The two rounds test the links to the two neighboring ranks. No rank has two partners in a round.
     """
@@ -226,11 +226,11 @@ def _link_speeds(layout: Layout, device: Device) -> dict[int, float]:
 
 
 def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[str]:
-    """Return a line for each rank, link, clock or version that stands out.
+    """Return a line for each slow, faulty or inconsistent rank, link, clock or version.
 
     Args:
         rows: The measurements of each rank.
-        factor: The fraction of the others' median speed below which a speed stands out.
+        factor: The fraction of the median speed of the others below which a speed counts as slow.
     """
     lines = []
     for name in [name for name in rows[0].speeds if name not in (_DISK, _ALL_REDUCE)]:
@@ -282,7 +282,13 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
 def _slow(
     values: Sequence[float], kinds: Sequence[str], factor: float
 ) -> Iterable[tuple[int, float]]:
-    """Yield the index of each value far below the median of others of its kind, and that median."""
+    """Yield the index of each value far below the median of its peers, and this median.
+
+    Args:
+        values: The measured speeds.
+        kinds: The kind of each value. Only values of the same kind are peers.
+        factor: The fraction of the median below which a speed counts as slow.
+    """
     for index, value in enumerate(values):
         peers = [
             peer
@@ -296,7 +302,14 @@ def _slow(
 def _odd(
     quantity: str, values: Sequence[str], kinds: Sequence[str], rows: Sequence[Health]
 ) -> Iterable[str]:
-    """Yield a line for each rank whose value differs from that of most ranks of its kind."""
+    """Yield a line for each kind of rank in which some ranks differ from the majority.
+
+    Args:
+        quantity: The name of the compared quantity.
+        values: The value of each rank.
+        kinds: The kind of each rank. Only ranks of the same kind are compared.
+        rows: The measurements of each rank.
+    """
     for kind in dict.fromkeys(kinds):
         ranks = [rank for rank, kind_of_rank in enumerate(kinds) if kind_of_rank == kind]
         usual, count = Counter(values[rank] for rank in ranks).most_common(1)[0]

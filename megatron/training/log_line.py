@@ -1,4 +1,4 @@
-"""The figures of an update, and log lines that match Megatron's exactly, plus throughput."""
+"""The figures of an update, and log lines in Megatron's exact format, with throughput added."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron.training.step import StepOutcome
 
 Figures = Mapping[str, float | None]
-"""Figures by TensorBoard tag. Those that are `None` are not shown."""
+"""Figures by TensorBoard tag. A figure that is `None` is not shown."""
 
 # The log name of the divergence from a teacher, which is not a negative log likelihood.
 DIVERGENCE = "logits distillation loss"
@@ -55,8 +55,8 @@ def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) ->
         "decoupled-learning-rate": run.schedules.decoupled_at(next_update),
         "skipped-train-samples": run.progress.skipped_samples or None,
         "batch-size": outcome.samples,
-        # As in Megatron-DeepSpeed, tokens are shown only if their number may not follow from that
-        # of the samples.
+        # As in Megatron-DeepSpeed, tokens are shown only if their number does not follow from the
+        # number of samples.
         "seqlen/curriculum_seqlen": outcome.length,
         "consumed-train-tokens": run.progress.consumed_tokens if counts_tokens else None,
         "loss-scale": outcome.loss_scale,
@@ -91,7 +91,7 @@ def training_line(
 
 
 def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
-    """Return the line for a skipped iteration. --iterations-to-skip counts from 0."""
+    """Return the log line for a skipped iteration, counted from 1 (in the flag: from 0)."""
     return (
         f" skipped iteration {iteration} of {train_iterations} (--iterations-to-skip "
         f"{iteration - 1}): consumed its {samples} samples without an update"
@@ -99,7 +99,7 @@ def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
 
 
 def is_likelihood(name: str) -> bool:
-    """Return whether exp(loss) is a perplexity, for a language model's loss of this name."""
+    """Return whether the exponential of a language model's loss `name` is a perplexity."""
     return not name.startswith(DIVERGENCE)
 
 

@@ -31,7 +31,7 @@ from megatron.training.step import Updates, any_rank, reduce_losses, skip_iterat
 
 
 def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callback], Scalars]:
-    """Return the run's callbacks in order, and the one that receives evaluation results.
+    """Return the run's callbacks in order, and the callback that records evaluation results.
 
     The profile comes first, because it must enclose only the step. The policy on skipped updates
     follows, so that nothing is logged or saved after a step that ends the run; a comparison of the

@@ -1,4 +1,4 @@
-"""The start-up panel: what a run is about to do, and why. `--dry-run` also prints it."""
+"""The start-up panel: what a run is about to do, and why. `--dry-run` prints part of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start_panel(run: Run, seconds: float) -> str:
 
 
 def start_rows(run: Run) -> list[PanelRow]:
-    """Return the rows of all decisions and their reasons, after the checkpoint has been loaded."""
+    """Return the rows of the panel, after the checkpoint has been loaded."""
     config = run.config
     rows = device_rows(config, run.device, run.recipe.describe_kernels(run.parts[0]))
     if isinstance(run.forward, RecordedPasses):
@@ -140,7 +140,7 @@ def _describe_checkpoints(run: Run) -> str:
 def size_rows(
     config: RunConfig, world_size: int, plan: ModelPlan, memory: float | None = None
 ) -> list[PanelRow]:
-    """Return the rows that follow from the flags alone, for any world size, with no side effects.
+    """Return the rows that follow from the flags alone, for any world size.
 
     Args:
         config: The run's configuration.

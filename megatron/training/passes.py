@@ -36,7 +36,13 @@ def _schedule(
 
 
 def schedule_of(run: Run, micro_batches: int, *, trains: bool = True) -> Schedule:
-    """Return every stage's operations for `micro_batches` micro-batches."""
+    """Return the operations of every stage for `micro_batches` micro-batches.
+
+    Args:
+        run: The run.
+        micro_batches: The number of micro-batches.
+        trains: Whether the schedule includes backward passes.
+    """
     kind = pipeline.schedule_kind(run.config.parallel, len(run.parts))
     return _schedule(kind, run.layout.pipeline.size, len(run.parts), micro_batches, trains)
 
@@ -44,7 +50,7 @@ def schedule_of(run: Run, micro_batches: int, *, trains: bool = True) -> Schedul
 def message_shape(
     config: RunConfig, layout: Layout, tokens: int, texts: int
 ) -> tuple[int, int, int]:
-    """Return the shape of a message between pipeline stages: this rank's shard of [s, b, h].
+    """Return the shape of a message between pipeline stages: this rank's shard of `[s, b, h]`.
 
     Retro's messages also contain the hidden states of all neighbors.
 
@@ -69,7 +75,7 @@ class Passes:
         count: The number of micro-batches.
         first_sample: The index of the first sample in the sample order; `None` means that
             dropout is not seeded.
-        scale: The factor applied to the summed losses before the backward pass.
+        scale: A function that scales the summed losses before the backward pass.
         forward: A replacement for the recipe's forward that computes something other than losses,
             or that computes the losses with recorded kernels.
         length: The number of tokens to use from each sample; `None` means all.
@@ -119,7 +125,7 @@ class Passes:
         """Return the same passes, to be run again with fresh gradients.
 
         Args:
-            scale: The factor applied to the summed losses before the backward pass.
+            scale: A function that scales the summed losses before the backward pass.
         """
         assert self._records, "--rerun-mode keeps the micro-batches"
         return Passes(
@@ -241,10 +247,10 @@ class Passes:
 
     @property
     def weights(self) -> Tensor | None:
-        """The share of each micro-batch's labels that counts in the loss, [micro-batches] fp32.
+        """The fraction of each micro-batch's labels that count in the loss, `[micro-batches]` fp32.
 
-        It is `None` if all losses have the same weight. Otherwise each loss was multiplied by its
-        share.
+        It is `None` if all micro-batches have the same weight. Otherwise each loss was multiplied
+        by its fraction.
         """
         return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 
@@ -262,7 +268,7 @@ class Passes:
         run.device.seed(derive_seed(seed, "place", *position) if any(position) else seed)
 
     def _batch(self, micro_batch: int, *, is_last_use: bool) -> Batch:
-        """Return the micro-batch on the device. It is kept until its last use on this process."""
+        """Return a micro-batch on the device, and release it after its last use on this process."""
         while len(self.sample_ids) <= micro_batch:
             loading = f"loading of micro-batch {len(self.sample_ids)}"
             with (

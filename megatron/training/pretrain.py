@@ -1,4 +1,4 @@
-"""A whole run, from a command line to a trained model. Every `pretrain_*.py` calls it."""
+"""A whole run, from a command line to a trained model. Every `pretrain_*.py` calls `main`."""
 
 from __future__ import annotations
 
@@ -54,14 +54,19 @@ class Extras:
     """Steps that a kind of training adds to pretraining. Every method is collective."""
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
-        """Do other work instead of training if the flags ask for it, and return whether they do.
+        """Run another job instead of training if the flags request one; return whether they do.
 
-        It is called before anything is built.
+        This is called before the model or the data is built.
         """
         return False
 
     def teacher_plan(self, config: RunConfig, vocabulary: int) -> ModelPlan | None:
-        """Return the teacher's network, for estimates, or `None` if there is no teacher."""
+        """Return the plan of the teacher's network, for estimates, or `None` without a teacher.
+
+        Args:
+            config: The run's configuration.
+            vocabulary: The padded vocabulary size.
+        """
         return None
 
     def begin(self, run: Run) -> None:
@@ -72,7 +77,7 @@ class Extras:
         return []
 
     def end(self, run: Run) -> None:
-        """Run once the requested training is complete, even if there was nothing left to train."""
+        """Run once training is complete, even if there was nothing left to train."""
 
 
 def main(
@@ -88,12 +93,12 @@ def main(
         argv: The command line, or `None` for the process's own.
         extras: Additional steps, if any.
         choose: For a program with several kinds of training, a function that returns the recipe and
-            the steps that the flags ask for, which replace the two above. All of its recipes have
-            the architecture and the program of `recipe`.
+            the additional steps for a configuration, which replace `recipe` and `extras`. All of
+            its recipes have the architecture and the program of `recipe`.
 
     Returns:
-        The exit code: 0 after a complete run; 3 if a signal made the run save and exit; 141 if it
-            did so because nothing reads its log anymore; otherwise the code of the error
+        The exit code: 0 after a complete run; 3 if a signal made the run save and exit; 141 if the
+            run saved and exited because its log was closed; otherwise the code of the error
             (`megatron.errors`).
     """
     started = time.monotonic()
@@ -118,6 +123,12 @@ def main(
 
 def dry_run(config: RunConfig, recipe: Recipe, launch: Launch, extras: Extras | None = None) -> int:
     """Print the plan of the run, without using a device, process group or corpus.
+
+    Args:
+        config: The run's configuration.
+        recipe: The recipe, which defines model, data and loss.
+        launch: The ranks of this process. Only rank 0 prints.
+        extras: Additional steps, if any.
 
     Returns:
         The exit code.
@@ -195,9 +206,9 @@ def pretrain(
 def _end_crash_loop(
     config: RunConfig, crashes: CrashLog, launch: Launch, layout: Layout
 ) -> RunConfig:
-    """Return the configuration, with the iterations to skip because the run failed in them twice.
+    """Return the configuration, extended by the iterations in which the run has failed twice.
 
-    Collective.
+    Collective. With --on-crash-loop skip, these iterations are skipped.
 
     Raises:
         CrashLoopError: The last two attempts failed in the same way, and nothing can be skipped.
@@ -235,7 +246,7 @@ def _end_crash_loop(
 
 
 def _close(writer: Writer) -> None:
-    """Close a writer. After training, a full disk is reported as a warning, not an error."""
+    """Close a writer. Report a full disk as a warning, because training has already ended."""
     try:
         writer.close()
     except StorageError as error:
@@ -243,7 +254,7 @@ def _close(writer: Writer) -> None:
 
 
 def _warn_of_newer(run: Run) -> None:
-    """Warn if --save holds checkpoints newer than this run's start: --load may be missing."""
+    """Warn if --save holds checkpoints newer than this run's start, as when --load is missing."""
     root, start = run.config.checkpoint.save, run.progress.iteration
     if root is None or run.layout.world.rank:
         return

@@ -22,7 +22,7 @@ SampleCounts = tuple[int, int, int]  # training, validation, test
 
 @runtime_checkable
 class CountsEpochs(Protocol):
-    """A recipe whose runs may be measured in epochs (--train-epochs)."""
+    """A recipe that supports --train-epochs."""
 
     def epoch_samples(self, config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> int:
         """Return the number of training samples in an epoch. Collective."""
@@ -30,10 +30,10 @@ class CountsEpochs(Protocol):
 
 @runtime_checkable
 class ReportsMeans(Protocol):
-    """A recipe that logs values other than the means of what `Recipe.forward` returns."""
+    """A recipe that logs values computed from the mean losses instead of the means themselves."""
 
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Return the values to log under the same names.
+        """Compute the values to log, under the names of the losses.
 
         Args:
             losses: The mean of each loss over the labels of a global batch.
@@ -67,12 +67,26 @@ class Recipe(Protocol):
         padded_vocab_size: int,
         part: ModelPart,
     ) -> nn.Module:
-        """Build one part of the model, with global parameter names and uninitialized values."""
+        """Build one part of the model, with global parameter names and uninitialized values.
+
+        Args:
+            config: The run's configuration.
+            context: Everything else that the constructors of layers need.
+            padded_vocab_size: The number of rows of the embedding table.
+            part: The layers to build.
+        """
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Return training, validation and test samples (`None` for an empty split). Collective."""
+        """Build the training, validation and test datasets (`None` if empty). Collective.
+
+        Args:
+            config: The run's configuration.
+            tokenizer: The run's tokenizer.
+            samples: The number of samples that the run needs from each split.
+            layout: The ranks of this process.
+        """
 
     def describe_kernels(self, part: Any) -> str:
         """Describe which kernels the model uses and why, for the start-up panel."""
@@ -80,7 +94,7 @@ class Recipe(Protocol):
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label of a micro-batch that contributes to the loss, and 0 otherwise.
 
-        It is used with --calculate-per-token-loss. `batch` contains whole sequences. The shape of
+        This is used with --calculate-per-token-loss. `batch` contains whole sequences. The shape of
         the result is constant during a run: `[b, s]` if labels are tokens.
         """
 
@@ -98,13 +112,13 @@ class Recipe(Protocol):
         Args:
             part: A part of the model that `build_part` built.
             batch: Whole sequences. Each context rank selects its own slice of them.
-            hidden: The previous part's output, [s, b, h]; `None` for the first part of the model.
+            hidden: The output of the previous part, `[s, b, h]`; `None` for the first part.
             config: The run's configuration.
             tokenizer: The run's tokenizer.
             layout: The ranks of this process.
 
         Returns:
-            Hidden states for the next part. The last part returns scalar losses by log name; their
-            sum is differentiated. Each loss, averaged over context ranks, is the mean over the
-            labels in the loss mask, or 0 if the mask is empty.
+            Hidden states `[s, b, h]` for the next part. The last part returns scalar losses by log
+            name; their sum is differentiated. Each loss, averaged over context ranks, is the mean
+            over the labels in the loss mask, or 0 if the mask is empty.
         """

@@ -1,11 +1,11 @@
 """A second computation of suspicious updates (`--rerun-mode`): is a machine or the data at fault?
 
 An update is suspicious if its loss or gradients are not finite, or if it is a spike (`--on-spike`).
-Its weights have not changed, so the same passes run again, with the same samples, weights and
-dropout. If the values now differ, a machine made a transient error. If they are the same, the cause
-is the data, or a machine that is wrong every time.
+Such an update is not applied, so its passes can run again with the same samples, weights and
+dropout. If the results differ, a machine made a transient error. If they are the same, the cause is
+the data, or a machine that makes the same error every time.
 
-Each rank also keeps a fingerprint of the output of each pass, and of each bucket of its own
+Each rank also records a fingerprint of the output of each pass, and of each bucket of its own
 gradients. The fingerprints show where the two computations diverge.
 """
 
@@ -29,7 +29,7 @@ from megatron.training.passes import Passes
 from megatron.training.run import Run
 from megatron.training.spikes import NORM
 
-_TOLERANCE = 0.01  # of sums that a GPU may add up in a different order
+_TOLERANCE = 0.01  # relative; a GPU may add up the same values in a different order
 _NOWHERE = 2**31 - 1  # an index after the last part of the model
 
 
@@ -40,10 +40,10 @@ class Rerun:
     Attributes:
         first: The losses and the gradient norm of the first computation.
         second: The losses and the gradient norm of the second computation.
-        is_same: Whether both are the same, up to the order of additions.
-        ranks: If they differ, the ranks whose own values changed first; empty if only sums over
-            ranks changed.
-        hosts: The machines of these ranks or, if there are none, of all ranks.
+        is_same: Whether both results are the same, up to the order of additions.
+        ranks: If the results differ, the ranks whose own values changed first; empty if only sums
+            over ranks changed.
+        hosts: The machines of `ranks` or, if it is empty, of all ranks.
         undo: A function that returns the run to its position before the update.
     """
 
@@ -56,7 +56,10 @@ class Rerun:
 
 
 def is_close(first: float, second: float, tolerance: float) -> bool:
-    """Return whether two values are the same. Any two that are not finite count as the same."""
+    """Return whether two values are equal up to a relative tolerance.
+
+    Any two values that are not finite count as equal.
+    """
     if not (math.isfinite(first) and math.isfinite(second)):
         return math.isfinite(first) == math.isfinite(second)
     return abs(first - second) <= tolerance * max(abs(first), abs(second))
@@ -83,7 +86,7 @@ def first_to_differ(
 
 
 class Reruns:
-    """The second computations of a run's updates.
+    """The second computation of suspicious updates.
 
     Args:
         run: The run.
@@ -105,7 +108,7 @@ class Reruns:
         self._first_losses: dict[str, float] = {}
 
     def begin(self, passes: Passes) -> None:
-        """Store what an update will change, before its passes end."""
+        """Store the state that an update will change. Call this before its passes end."""
         run = self._run
         self._passes, self._scale = passes, run.optimizer.scale
         self._before = replace(run.progress)
@@ -151,7 +154,7 @@ class Reruns:
         return Rerun(first, scores, is_same, ranks, list(hosts), self._undo)
 
     def compute_first(self, passes: Passes) -> Passes:
-        """Compute an update only for comparison, and return its passes to be run again.
+        """Run an update's passes for comparison, and return the same passes for the update itself.
 
         Collective. Used with --rerun-mode report_stats.
         """
@@ -164,7 +167,7 @@ class Reruns:
         return passes.repeated(run.optimizer.scale_loss)
 
     def compare_with_first(self, losses: Mapping[str, float]) -> Rerun:
-        """Return the losses of `compute_first`, and those of the update itself."""
+        """Compare the losses of `compute_first` with those of the update itself."""
         second = {name: losses[name] for name in self._first_losses}
         is_same = all(is_close(self._first_losses[name], second[name], 0.0) for name in second)
         return Rerun(self._first_losses, second, is_same, [], [])
@@ -206,7 +209,7 @@ class Reruns:
         gradients: Sequence[Tensor],
         gradients_again: Sequence[Tensor],
     ) -> tuple[list[int], list[bool]]:
-        """Return the first two arguments of `first_to_differ`. Collective."""
+        """Return the arguments `forward` and `backward` of `first_to_differ`. Collective."""
         parts = [
             part for part, values in outputs.items() if self._differ(values, outputs_again[part])
         ]
@@ -221,7 +224,7 @@ class Reruns:
         return not all(is_close(a, b, self._tolerance) for a, b in zip(*numbers, strict=True))
 
     def _undo(self) -> None:
-        """Return to the position before the update, so that it can be saved."""
+        """Restore the state before the update, so that it can be saved."""
         run = self._run
         vars(run.progress).update(vars(self._before))
         run.optimizer.restore_scale(self._scale)

@@ -1,4 +1,4 @@
-"""`Run`, the parts of one training run, and `Progress`, its counters."""
+"""The components of one training run (`Run`), and its counters (`Progress`)."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class Progress:
 
 @dataclass
 class ParallelModel:
-    """A process's parts of a model, with everything that trains them, from `build.parallelize`.
+    """The parts of the model on this process and everything that trains them.
 
     Attributes:
-        plan: The whole network.
-        parts: The modules.
-        layers: The registry of their layers.
+        plan: The plan of the whole network.
+        parts: The parts of the model.
+        layers: The registry of the parts' layers.
         ties: The parameters that other pipeline stages also hold.
         amax_history: The amaxes that set the scales of fp8 layers; empty with current scaling.
         weight_gradients: The queue in which a zero-bubble schedule defers weight gradients.
-        gradients: The parts' gradients.
+        gradients: The gradients of the parts.
         forward: A function that runs a micro-batch through a part in training.
         optimizer: The optimizer that turns gradients into new weights.
     """
@@ -85,7 +85,35 @@ class ParallelModel:
 
 @dataclass(kw_only=True)
 class Run(ParallelModel):
-    """Everything that a step, a callback or a checkpoint needs, built once by `build.build_run`."""
+    """Everything that a step, a callback or a checkpoint needs, built once by `build.build_run`.
+
+    Attributes:
+        config: The run's configuration.
+        recipe: The model, data and loss of the script that trains.
+        device: The device on which this process computes.
+        layout: The grid of processes as this process sees it.
+        tokenizer: The run's tokenizer.
+        schedules: The schedules of learning rate and weight decay.
+        channel: The channel to the neighboring pipeline stages; `None` without a pipeline.
+        batches: The number of samples in each update.
+        train_iterations: The number of iterations of the run, including those before a restart.
+        datasets: The training, validation and test datasets.
+        exit: A request to exit early, from a signal, a time limit or a file.
+        save_clock: The clock of --save-interval-in-mins.
+        timers: The timers of --timing-log-level.
+        spikes: The limits for losses and gradient norms; `None` with --on-spike none.
+        operation_clock: The clock of --log-pipeline-bubble, if given.
+        section_clock: The clock of --log-straggler, if given.
+        progress: The counters that checkpoints store.
+        train_batches: This rank's micro-batches, from its position in the sample order.
+        pretrained: The checkpoint of a different network that supplied the initial weights, if any.
+        save_at: Iterations after which to save, regardless of the interval, because an epoch ends.
+        corpus: The fingerprint of the training data, on rank 0; `None` if tokens are generated.
+        record: The run's identity, and when it was first started; `None` without --save.
+        useful_seconds: The seconds spent in the iterations so far. An iteration that was repeated
+            after a restart counts once.
+        was_resumed: Whether this start continues an earlier one.
+    """
 
     config: RunConfig
     recipe: Recipe
@@ -106,17 +134,11 @@ class Run(ParallelModel):
     progress: Progress
     train_batches: Iterator[Batch] = iter(())
     pretrained: str | None = None
-    """Source of the initial weights, if that is a different network's checkpoint."""
     save_at: Set[int] = frozenset()
-    """Iterations after which to save, regardless of the interval: those that end an epoch."""
     corpus: str | None = None
-    """Fingerprint of the training data, on rank 0; `None` if tokens are generated."""
     record: RunRecord | None = None
-    """The run's identity, and when it was first started; `None` without --save."""
     useful_seconds: float = 0.0
-    """The time spent in the iterations so far. Those that a restart repeated count once."""
     was_resumed: bool = False
-    """Whether this start continues an earlier one."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all parts with their global names."""
@@ -124,7 +146,7 @@ class Run(ParallelModel):
             yield from part.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of all model parts on this process."""
+        """Yield the parameters of all parts."""
         return (parameter for _, parameter in self.named_parameters())
 
     def parameters_norm(self) -> float:
@@ -135,7 +157,7 @@ class Run(ParallelModel):
 
     @property
     def next_length(self) -> int | None:
-        """Number of tokens per sample in the next update; `None` without a curriculum."""
+        """The sequence length of the next update in tokens; `None` without a curriculum."""
         has_curriculum = self.batches.curriculum is not None
         return self.batches.length_at(self.progress.iteration) if has_curriculum else None
 
@@ -148,7 +170,10 @@ class Run(ParallelModel):
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time since the first start that was spent in steps that were kept."""
+        """The fraction of the time since the first start that the retained iterations took.
+
+        It is `None` without --save.
+        """
         if self.record is None:
             return None
         return self.useful_seconds / max(time.time() - self.record.began, 1e-9)
@@ -165,7 +190,7 @@ class Run(ParallelModel):
 
     @property
     def finished(self) -> bool:
-        """Whether all requested training is done. A last partial batch is not used."""
+        """Whether all requested training is done. A final partial batch is not trained on."""
         training, progress = self.config.training, self.progress
         tokens, samples = training.train_tokens, training.train_samples
         if tokens is not None and progress.consumed_tokens >= tokens:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from megatron.config.training import TrainingConfig
 
 NORM = "grad norm"
-_OF_NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
+_OF_NORMAL = 1.4826  # the standard deviation of normal values over their median deviation
 # Minimum spread as a fraction of the median, so that small deviations from nearly constant values
 # are not spikes.
 _MIN_SPREAD = 0.01
@@ -33,7 +33,7 @@ class SpikeWatch:
         self._values: dict[str, deque[float]] = {}
 
     def limit(self, name: str) -> float:
-        """Return the largest value that is not a spike.
+        """Return the largest value that is not a spike, which is infinity until the window is full.
 
         Args:
             name: The log name of a loss, or `NORM`.

@@ -30,7 +30,7 @@ from megatron.training.rerun import Rerun, Reruns
 from megatron.training.run import Run
 from megatron.training.spikes import NORM
 
-_MIN_SHARE = 1e-30  # the share of labels if none counts: all gradients are 0 and must stay 0
+_MIN_SHARE = 1e-30  # replaces a share of 0, with which all gradients are 0 and must stay 0
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,24 @@ class StepOutcome(StepResult):
     """The result of one update, the same on every rank except for `sample_ids` and `ordinary`.
 
     Attributes:
-        losses: The mean losses of the global batch, by log name: the mean over micro-batches, or
-            with --calculate-per-token-loss over all tokens that count.
+        losses: The losses of the global batch, by log name: means over micro-batches or, with
+            --calculate-per-token-loss, over all labels that count.
         layer_losses: The losses of each layer's expert router, by TensorBoard tag, with
             --moe-per-layer-logging; otherwise empty.
         samples: The size of the global batch.
-        tokens: The number of tokens that the model read, including the padding that it computed.
+        tokens: The number of tokens that the model read, including padding.
         flops: The floating-point operations of the update in the whole model.
         length: The sequence length that the curriculum chose; `None` without a curriculum.
         loss_scale: The factor by which the loss was multiplied.
         exit_requested: Whether some rank asked to exit.
         save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
-        spike: A description of what exceeds which limit, if `found_spike`; otherwise empty.
+        spike: A description of the values that exceed their limits, if `found_spike`; otherwise
+            empty.
         sample_ids: The sample ids of this rank, one list per micro-batch.
         ordinary: Whether each micro-batch of this rank had a finite loss that is not a spike.
         expert_load: The load of the experts since the last log line; `None` between log lines, and
             without mixtures of experts.
-        rerun: The result of a second computation, if --rerun-mode asks for one.
+        rerun: The result of the second computation, if --rerun-mode required one.
     """
 
     losses: dict[str, float]
@@ -319,10 +320,10 @@ class _OutcomeReader:
     ]:
         """Return the optimizer's result, losses, two lists of flags, and the experts' load.
 
-        The losses are those in the log, and those of each layer's router. The first list says
-        whether some rank wants to exit, and whether one has a checkpoint due. The second list says
-        whether each micro-batch of this rank had an ordinary loss. The experts' load is `None` if
-        no log line is due.
+        The two dictionaries hold the losses in the log and the losses of each layer's router. The
+        first list says whether any rank was asked to exit, and whether a checkpoint is due on any
+        rank. The second list says whether each micro-batch of this rank had an ordinary loss. The
+        experts' load is `None` if no log line is due.
         """
         values = iter(self._read.wait())
         step_values, packed, ordinary = (list(islice(values, size)) for size in self._sizes)
@@ -336,14 +337,17 @@ class _OutcomeReader:
 
 
 def _gradients_of(run: Run, passes: Passes) -> tuple[dict[str, float], Tensor | None]:
-    """Average the gradients of passes, and return their losses and the gradients' divisor."""
+    """Average the gradients of the passes, and return the losses and the gradients' divisor."""
     reduce_gradients(run)
     share = counted_share(passes, run) if run.config.training.calculate_per_token_loss else None
     return reduce_losses(passes, [], run)[0], share
 
 
 def reduce_gradients(run: Run) -> None:
-    """Turn this process's gradients into those of the global batch. Collective."""
+    """Reduce the gradients of all micro-batches on all replicas to those of the global batch.
+
+    Collective. The gradients of tied copies are added up first.
+    """
     run.gradients.complete()
     for tie in run.ties:
         tie.add_up()
@@ -351,12 +355,12 @@ def reduce_gradients(run: Run) -> None:
 
 
 def counted_share(passes: Passes, run: Run) -> Tensor:
-    """Return the share of the global batch's labels that counts: a scalar fp64 on the device.
+    """Return the fraction of the global batch's labels that count: a scalar fp64 on the device.
 
-    Collective over the data axis. Each micro-batch's loss is multiplied by the share of its own
-    labels, which is known when the loss is differentiated. The global share is known once all
-    micro-batches are loaded, and then divides the average of the gradients. The sums are of
-    integers, so all processes get the same bits.
+    Collective over the data axis. The loss of each micro-batch is multiplied by its own fraction,
+    which is known when the loss is differentiated. The global fraction is known once all
+    micro-batches are loaded, and then divides the average of the gradients. Only integers are
+    summed, so all processes get the same bits.
     """
     counted = all_reduce(torch.stack(passes.counted).sum(), run.layout.data)
     labels = passes.labels * len(passes.counted) * run.layout.data.size
@@ -385,14 +389,14 @@ def any_rank(flag: bool, run: Run) -> bool:
 def reduce_losses(
     passes: Passes | None, flags: Sequence[bool], run: Run
 ) -> tuple[dict[str, float], float, list[bool]]:
-    """Return each loss's mean over the global batch, the batch's weight, and the flags.
+    """Return the mean of each loss over the global batch, the weight of the batch, and the flags.
 
     A flag is true if any rank has set it. Collective; waits for the device.
 
     Args:
         passes: The passes that computed the losses, or `None` if only the flags are needed.
         flags: The flags of this rank.
-        run: The run to which the losses belong.
+        run: The run.
     """
     return unpack_losses(pack_losses(passes, flags, run).tolist(), run)
 
@@ -438,8 +442,13 @@ def pack_losses(
     With --calculate-per-token-loss, losses are multiplied by their weights, and the mean weight is
     appended to them. This takes a single all-reduce over the world: the ranks with the last part
     of the model have the losses, and one tensor rank contributes on behalf of all. Each data and
-    context rank contributes its mean over micro-batches. `more`, summed over all ranks, come
-    last.
+    context rank contributes its mean over micro-batches.
+
+    Args:
+        passes: The passes that computed the losses, or `None` if only the flags are needed.
+        flags: The flags of this rank.
+        run: The run.
+        more: Further values, `[n]`, which are summed over all ranks and appended to the result.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
     count = len(names) + run.config.training.calculate_per_token_loss
@@ -464,7 +473,7 @@ def pack_losses(
 
 
 def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], float, list[bool]]:
-    """Return losses by log name, the weight of their mean, and whether some rank set each flag."""
+    """Return losses by log name, the weight of their mean, and whether any rank set each flag."""
     values, weight = iter(packed), 1.0
     losses = dict(zip(run.recipe.loss_names(run.config), values, strict=False))
     if run.config.training.calculate_per_token_loss:

@@ -1,4 +1,4 @@
-"""Clocks of a run: named timers, times of pipeline operations, and the interval between saves.
+"""Clocks: named timers, times of update sections and pipeline operations, and save intervals.
 
 Level 0 times the iteration, level 1 its parts, and level 2 the parts of those. Timers above the
 requested level do not wait for the device. All timers appear as named ranges in a profile.
@@ -66,7 +66,7 @@ class Timers:
 
     @contextmanager
     def measure(self, name: str, level: int = 1) -> Iterator[None]:
-        """Add the time inside the block to `name`."""
+        """Add the seconds spent in the block to timer `name`, if `level` is timed."""
         is_timed = level <= self._level  # a block that is not timed does not synchronize either
         start = self._now(level) if is_timed else 0.0
         outer = None if self._sections is None else self._sections.enter(name)
@@ -90,7 +90,7 @@ class Timers:
         self.resets += 1
 
     def over_ranks(self) -> dict[str, list[float]]:
-        """Return every rank's seconds by name. Collective; all ranks time the same names."""
+        """Return every rank's seconds by name. Collective. All ranks have the same timers."""
         names = sorted(self._seconds)
         if not names:
             return {}
@@ -172,7 +172,7 @@ class SectionClock:
             self._spans.append((self._mark(), section))
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Attribute the time from now on to communication, unless another stream waits for it."""
+        """Attribute the time from now on to communication, unless only another stream waits."""
         if self._section is not None and self._device.stream == self._stream:
             waits = self._waits.get(transfer.ranks) if transfer.number is not None else None
             self._spans.append((self._mark(), waits))

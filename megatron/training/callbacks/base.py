@@ -41,9 +41,9 @@ class Callback:
         """Run once, before the first step."""
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether `after_step` of the next update will occupy the device.
+        """Return whether `after_step` will occupy the device after the next update.
 
-        If so, the update after it does not begin early.
+        If so, the update that follows does not begin early.
         """
         return False
 

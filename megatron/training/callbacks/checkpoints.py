@@ -1,4 +1,4 @@
-"""Saving during a run, background saves and their results, and advice on how often to save."""
+"""Saves during a run, in the foreground or background, and advice on how often to save."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Checkpoints(Callback):
         run.save_clock.restart()
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a save follows, which would wait for a forward pass in progress."""
+        """Return whether a save follows the next update. It waits for passes in progress."""
         return _is_due(run, run.progress.iteration + 1)
 
     def before_step(self, run: Run) -> None:
@@ -104,7 +104,7 @@ class Checkpoints(Callback):
                 print_line(line)
 
     def _settle(self, run: Run) -> bool:
-        """Wait for any background save, and return whether background saving works."""
+        """Wait for any background save. Return False if it has failed."""
         if self._background is None:
             return True
         if self._background.is_busy and run.layout.world.rank == 0:
@@ -209,7 +209,7 @@ def _report(iteration: int, outcome: SavedCheckpoint | Exception) -> None:
 
 
 def best_interval(cost: float, between_failures: float) -> float:
-    """Return the interval between saves, in seconds, that loses the least time (Young and Daly).
+    """Return the interval between saves, in seconds, that loses the least time (Young, Daly).
 
     Args:
         cost: The cost of a save in seconds.

@@ -45,13 +45,13 @@ class NonPersistentCheckpoints(Callback):
         """Open the newest intact checkpoint that the run has saved or resumed from. Collective.
 
         Args:
-            after: The iteration that the checkpoint must be newer than.
+            after: Only checkpoints of later iterations are considered.
         """
         assert self._store is not None, "on_start has opened it"
         return self._store.open_newest(after=max(after, self._min_iteration))
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a save follows, which would wait for a forward pass in progress."""
+        """Return whether a save follows the next update. It waits for passes in progress."""
         return _is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
@@ -90,9 +90,10 @@ def _is_due(run: Run, iteration: int) -> bool:
 
 
 class Goodput(Callback):
-    """A callback that reports goodput, the share of time since the first start spent in steps.
+    """A callback that reports goodput: the fraction of time since the first start spent in steps.
 
-    Checkpoints store the sum, so a step that is repeated after a restart counts only once.
+    Checkpoints store the time spent in steps, so a step that is repeated after a restart counts
+    once.
     """
 
     def __init__(self) -> None:

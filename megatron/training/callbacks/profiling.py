@@ -21,7 +21,7 @@ from megatron.training.timers import Bubble, OperationClock, compare_with_predic
 def profile_folder(config: RunConfig) -> Path:
     """Return the folder of traces.
 
-    It is `--profile-dir`, or by default "profile" in --tensorboard-dir, in --save or in the current
+    This is --profile-dir or, by default, "profile" in --tensorboard-dir, --save or the current
     folder.
     """
     if config.profiling.profile_dir:
@@ -32,10 +32,10 @@ def profile_folder(config: RunConfig) -> Path:
 class Profile(Callback):
     """A callback that traces windows of iterations, each [start, end) (`--profile`).
 
-    In a trace every iteration is a range called "iteration N", and every timer of `Timers` is a
-    range with its name. Each window of a rank is a file for TensorBoard's profiler plugin, which
-    reads "rank0.12.pt.trace.json" as window 12 of the worker rank0. Windows are named after their
-    last iterations. Perfetto and chrome://tracing also open the files.
+    In a trace, every iteration is a range called "iteration N", and every timer of `Timers` is a
+    range with its name. The trace of a window has the name that TensorBoard's profiler plugin
+    expects: "rank0.12.pt.trace.json" is the window of rank 0 that ends with iteration 12. Perfetto
+    and chrome://tracing also open the files.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""A comparison of replicas' weights and moments, which finds processes with faulty hardware.
+"""A comparison of weights and moments between replicas, which finds faulty hardware.
 
 Replicas begin with the same values and apply the same updates, so their tensors are bitwise
-identical. A bit that flips in one of them, in memory or in a faulty matrix product, changes its
-hash.
+identical. A flipped bit, in memory or in the result of a matrix product, changes a tensor's hash.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ReplicaHashes(Callback):
         self.compare(run)
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a comparison follows, which would wait for a forward pass in progress."""
+        """Return whether a comparison follows the next update. It waits for passes in progress."""
         return self._is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
@@ -59,10 +58,10 @@ class ReplicaHashes(Callback):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare all tensors of which several processes hold copies. Collective.
+        """Compare the copies of all replicated tensors. Collective.
 
         Raises:
-            NumericsError: Copies differ. The message names tensors and ranks, on every rank.
+            NumericsError: Copies differ. Every rank raises this and names the tensors and ranks.
         """
         run.layout.journal.enter("comparison of the replicas")
         differences = []
@@ -91,7 +90,7 @@ class ReplicaHashes(Callback):
 def _copies(run: Run) -> list[tuple[Axis, dict[str, Tensor]]]:
     """Return the tensors of this process that have replicas, grouped by the axis of the replicas.
 
-    They are the weights, the buffers and, unless an update is sharded (ZeRO), the optimizer's
+    These are the weights, the buffers and, unless updates are sharded (ZeRO), the optimizer
     states. The order is the same on all processes of an axis.
     """
     run.optimizer.wait_for_weights()
@@ -122,7 +121,7 @@ def _differences(axis: Axis, tensors: Mapping[str, Tensor], device: torch.device
 
 
 def _odd_ones(ranks: Sequence[int], hashes: Sequence[int]) -> str:
-    """Describe which ranks differ from the majority, if there is one."""
+    """Describe which ranks differ from the majority, if any hash has one."""
     ((usual, count), *_) = Counter(hashes).most_common()
     if 2 * count <= len(ranks):
         return f"of ranks {', '.join(map(str, ranks))} (too few agree to tell which is wrong)"
@@ -133,9 +132,9 @@ def _odd_ones(ranks: Sequence[int], hashes: Sequence[int]) -> str:
 def hash_of(tensor: Tensor) -> Tensor:
     """Return a hash of a tensor's bits: a scalar int64 on its device.
 
-    It is a sum of integers, so the order of summation does not matter and one pass over memory
-    suffices. A single flipped bit always changes it. Swapping elements within a row of 1024 does
-    not.
+    The hash is a sum of integers, so the order of summation does not matter and one pass over
+    memory suffices. A single flipped bit always changes the hash. Swapping elements within a row of
+    1024 does not.
     """
     flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     whole = flat.numel() // _ROW * _ROW

@@ -110,7 +110,15 @@ class Writer(Protocol):
         *,
         at_end_of_training: bool = False,
     ) -> None:
-        """Write the scalars of an iteration, or of the evaluation at the end of training."""
+        """Write the scalars of an iteration or evaluation.
+
+        Args:
+            scalars: The values by tag.
+            iteration: The iteration that has ended.
+            samples: The number of consumed samples.
+            at_end_of_training: Whether the scalars are those of the evaluation after the last
+                iteration.
+        """
 
     def write_expert_load(self, load: ExpertLoad, iteration: int, samples: int) -> None:
         """Write the load of the experts since the last log line."""
@@ -232,10 +240,10 @@ class JsonLinesWriter:
     """A file with one JSON object per iteration or evaluation, with floats in full precision.
 
     Objects are appended, so that a resumed run continues the same file. "time" is in seconds since
-    1970. Objects with "event" record what happened: "start", with all settings, "checkpoint",
-    "failed checkpoint", "skipped update", "skipped iteration", "end" or "failure". The evaluation
-    at the end of training has "end of training": true, which distinguishes it from a regular
-    evaluation at the same iteration.
+    1970. An object with "event" records what happened, for example "start" (with all settings),
+    "checkpoint", "skipped update", "rewind", "straggler", "end" or "failure". The evaluation at the
+    end of training has "end of training": true, which distinguishes it from a regular evaluation at
+    the same iteration.
     """
 
     def __init__(self, path: str) -> None:
@@ -387,13 +395,26 @@ class Scalars(Callback):
         self.event(run, "failure", f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
 
     def event(self, run: Run, kind: str, text: str) -> None:
-        """Write an event."""
+        """Write an event to all writers.
+
+        Args:
+            run: The run.
+            kind: The kind of event, such as "checkpoint".
+            text: The details.
+        """
         self._write_to_all(lambda writer, *when: writer.write_event(kind, text, *when), run)
 
     def after_evaluation(
         self, run: Run, split: str, losses: Mapping[str, float], *, at_end_of_training: bool
     ) -> None:
-        """Write the losses of a split ("validation" or "test")."""
+        """Write the losses of an evaluation.
+
+        Args:
+            run: The run.
+            split: "validation" or "test".
+            losses: The losses by log name.
+            at_end_of_training: Whether this is the evaluation after the last iteration.
+        """
         scalars = {}
         for name, value in losses.items():
             scalars[f"{name} {split}"] = value
@@ -427,7 +448,14 @@ class Scalars(Callback):
 def step_scalars(
     run: Run, outcome: StepOutcome, params_norm: float | None, seconds: float
 ) -> dict[str, float]:
-    """Return Megatron's TensorBoard tags and their values for one step."""
+    """Return the values of one step by Megatron's TensorBoard tags.
+
+    Args:
+        run: The run.
+        outcome: The result of the step.
+        params_norm: The L2 norm of the parameters, or `None` if it is not logged.
+        seconds: The duration of the step in seconds.
+    """
     options = run.config.logging
     scalars = {
         **outcome.losses,

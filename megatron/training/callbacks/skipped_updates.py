@@ -29,7 +29,7 @@ class _SkipReason:
     Attributes:
         description: A description of what is wrong, and in which iteration.
         skips: Whether the flags ask to skip such updates and continue.
-        remedy: The remedy if the flags do not ask for that.
+        remedy: What the user can do if the flags do not ask to skip.
         limit: The number of such updates in a row that the flags allow.
         flag: The flag that sets the limit.
     """
@@ -44,11 +44,11 @@ class _SkipReason:
 class SkippedUpdates(Callback):
     """A callback that reports skipped updates, and ends the run if there are too many in a row.
 
-    The update itself has changed no parameter if its gradients were not finite or if it was a spike
-    (`--on-spike`). With a dynamic fp16 loss scale, overflowing gradients are not an error: they
-    only lower the scale. A non-finite loss is always an error.
+    An update with non-finite gradients or a spike (`--on-spike`) has not changed the parameters.
+    With a dynamic fp16 loss scale, overflowing gradients are not an error: they only lower the
+    scale. A non-finite loss is always an error.
 
-    With `--on-spike rewind`, it also restores the weights of the last checkpoint.
+    With `--on-spike rewind`, the callback also restores the weights of the last checkpoint.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SkippedUpdates(Callback):
 
 
 def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
-    """Return why an update was skipped and what the flags require in that case. Collective."""
+    """Return why an update was skipped, and what the flags say about such updates. Collective."""
     options, ids = run.config.training, _suspects(run, outcome)
     id_text = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
     position, samples = f"iteration {run.progress.iteration}", f"(training sample ids {id_text})"
@@ -157,7 +157,10 @@ def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
 
 
 def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
-    """Return the sample ids of the micro-batches with an abnormal loss, or of the whole batch."""
+    """Return the sample ids of micro-batches with an abnormal loss, or of the whole batch.
+
+    Collective.
+    """
     width = run.batches.micro_batch
     local_ids = torch.tensor(outcome.sample_ids).reshape(-1, width)
     bad = ~torch.tensor(outcome.ordinary).reshape(-1, 1)

@@ -53,7 +53,7 @@ class EmptyCache(Callback):
 
 
 class BadLines(Callback):
-    """A callback that reports at the end how many lines `--skip-bad-lines` has skipped."""
+    """A callback that reports the number of skipped lines at the end (`--skip-bad-lines`)."""
 
     def on_end(self, run: Run, early_exit: EarlyExit | None) -> None:
         """Report the number of lines that all processes have skipped since the run began."""
@@ -86,14 +86,17 @@ class SampleIds(Callback):
 
 
 class HealthCheck(Callback):
-    """A callback that tests the machines before training and at regular intervals."""
+    """A callback that tests the machines before training and every so many iterations.
+
+    The flags are --health-check and --gpu-sniff-test-interval.
+    """
 
     def on_start(self, run: Run) -> None:
         """Test the machines before the first step. Collective."""
         self._check(run)
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a test follows, which a forward pass would slow down."""
+        """Return whether a test follows the next update. Passes in progress would slow it down."""
         return self._is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
@@ -117,7 +120,7 @@ class HealthCheck(Callback):
 
 
 class ProgressBar(Callback):
-    """A live progress bar with loss, speed and time left, on stderr."""
+    """A callback that shows a progress bar with losses, speed and remaining time on stderr."""
 
     def on_start(self, run: Run) -> None:
         """Draw the bar."""

@@ -41,8 +41,9 @@ class Straggler:
     Attributes:
         ranks: One rank or, for communication, all ranks of a group.
         section: One of `SECTIONS`, or the name of an axis.
-        seconds: The time that they take per update.
-        usual: The time that the others take or, if there are none, that the rank used to take.
+        seconds: The time in seconds that these ranks take per update.
+        usual: The time in seconds that the others take or, if there are none, that the rank used to
+            take.
     """
 
     ranks: tuple[int, ...]
@@ -55,13 +56,13 @@ class StragglerWatch:
     """A detector of ranks that are slow in several consecutive comparisons of all ranks' times.
 
     A rank's time is compared with the median over all ranks of its pipeline stage, which do the
-    same work, or with that of the other rank if there are two. A rank alone in its stage is
+    same work, or with the time of the other rank if a stage has two. A rank alone in its stage is
     compared with its own times in the first comparisons, multiplied by the factor by which the
     other ranks have slowed down since then.
 
     All ranks of a group wait equally long for a slow connection, and the last one to join a
     collective waits only for the connection. The shortest time in a group is therefore compared
-    with that of the other groups of the same axis and stage.
+    with the shortest times of the other groups of the same axis and stage.
 
     Args:
         stages: The pipeline stage of each rank.
@@ -78,7 +79,12 @@ class StragglerWatch:
 
     @classmethod
     def of(cls, layout: Layout, axes: Sequence[str]) -> StragglerWatch:
-        """Return the watch of a run."""
+        """Return the watch for a run with this layout.
+
+        Args:
+            layout: The grid of processes as this process sees it.
+            axes: The names of the axes whose groups are compared.
+        """
         sizes = {
             **{name: getattr(layout, name).size for name in ("tensor", "context", "pipeline")},
             **{name: getattr(layout, name).size for name in ("expert", "expert_tensor")},
@@ -91,7 +97,7 @@ class StragglerWatch:
         return cls([rank_layout.pipeline.rank for rank_layout in grid], groups)
 
     def compare(self, times: Mapping[str, Sequence[float]]) -> tuple[list[Straggler], list[str]]:
-        """Compare the ranks once.
+        """Compare the times of all ranks in one window.
 
         Args:
             times: The seconds of every rank, keyed by section, by axis, and by "update" for the
@@ -118,7 +124,7 @@ class StragglerWatch:
     def _pairs(
         self, times: Mapping[str, Sequence[float]]
     ) -> list[tuple[str, tuple[int, ...], float, float]]:
-        """Return each comparison: a section, ranks, their seconds and the usual seconds."""
+        """Return all comparisons: section or axis, ranks, their seconds and the usual seconds."""
         pairs: list[tuple[str, tuple[int, ...], float, float]] = []
         for section in SECTIONS:
             for rank, seconds in enumerate(times[section]):
@@ -145,7 +151,10 @@ class StragglerWatch:
     def _expected_without_peers(
         self, times: Mapping[str, Sequence[float]], section: str, rank: int
     ) -> float | None:
-        """Return the time a rank without peers would take if it had slowed down like the others."""
+        """Return the time that a rank without peers should take, or `None` if it is not known.
+
+        This is the rank's first time, multiplied by the median slowdown of the other ranks.
+        """
         if len(self._first) < _BASELINE or len(self._stages) == 1:
             return None
         baseline = [
@@ -222,7 +231,7 @@ class Stragglers(Callback):
 
 
 def _usual(seconds: float, peers: Sequence[float]) -> float | None:
-    """Return the usual time among all peers: the median, or the other's time if there are two."""
+    """Return the median time of all peers, or the time of the other peer if there are two."""
     others = list(peers)
     others.remove(seconds)
     return statistics.median(peers if len(others) > 1 else others) if others else None

@@ -31,9 +31,9 @@ class _Suspicion:
     """An iteration that gave the same values twice, and must be computed on other machines.
 
     Attributes:
-        iteration: The iteration, from 1.
-        hosts: The machines on which it was computed.
-        told: A description of its values.
+        iteration: The iteration, counted from 1.
+        hosts: The machines that computed the iteration.
+        told: Its losses and gradient norm, as text.
     """
 
     iteration: int
@@ -44,10 +44,11 @@ class _Suspicion:
 class SuspiciousUpdates(Callback):
     """A callback that acts on the result of a second computation, as Megatron Core does.
 
-    If the values differ, a machine made a transient error. The run saves the state before the
-    update and exits with code 17. If they are the same, the cause is the data, or a machine that is
-    always wrong. Unless the flags skip the update anyway, the run then saves and exits with code
-    16, so that other machines can compute the update. Their result shows the cause.
+    If the two results differ, a machine made a transient error. The run saves the state before the
+    update and exits with code 17. If the results are the same, the cause is the data, or a machine
+    that makes the same error every time. Unless the flags skip the update anyway, the run then
+    saves and exits with code 16, so that other machines can compute the update. Their result shows
+    the cause.
     """
 
     def __init__(self, scalars: Scalars, checkpoints: Checkpoints | None) -> None:
@@ -56,7 +57,7 @@ class SuspiciousUpdates(Callback):
         self._suspicion: _Suspicion | None = None
 
     def on_start(self, run: Run) -> None:
-        """Read the suspicion that an earlier start of the run left unresolved. Collective."""
+        """Read the unresolved suspicion of an earlier start of the run, if any. Collective."""
         if run.config.checkpoint.save is None:
             return
         path = Path(run.config.checkpoint.save) / FILE
@@ -137,7 +138,7 @@ class SuspiciousUpdates(Callback):
         )
 
     def _save(self, run: Run) -> str:
-        """Save unless that is already done, and return a clause for the message. Collective."""
+        """Save unless this iteration is saved, and return a clause for the message. Collective."""
         iteration = run.progress.iteration
         if self._checkpoints is None or iteration == 0:
             return ""
@@ -159,7 +160,10 @@ class SuspiciousUpdates(Callback):
 
 
 class ResultDifferences(Callback):
-    """A callback that reports how much two computations of each update differ (report_stats)."""
+    """A callback that reports how much two computations of each update differ.
+
+    It is used with --rerun-mode report_stats.
+    """
 
     def __init__(self) -> None:
         """Create the callback, with no differences recorded yet."""
@@ -181,7 +185,7 @@ class ResultDifferences(Callback):
 
 
 def largest_difference(rerun: Rerun) -> float:
-    """Return the largest relative difference of a loss; infinite if one is not finite."""
+    """Return the largest relative difference of a loss; infinite if a loss is not finite."""
     if rerun.is_same:
         return 0.0
     pairs = [(rerun.first[name], second) for name, second in rerun.second.items()]
