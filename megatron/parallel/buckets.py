@@ -1,11 +1,11 @@
 """The bucket plan: the layout of gradients and weights in flat buffers, and the sending order.
 
 A plan is pure data, computed from the names, shapes and traits of parameters without any tensor or
-process. It can be printed, compared and tested on its own. `gradients` and `weights` carry it out.
+process. It can be printed, compared and tested on its own. `gradients` and `weights` execute it.
 
 The backward pass reaches the last layers first, so parameters are in reverse order and a buffer
-fills from front to back. A bucket holds neighboring parameters and is communicated as one message.
-If processes share the update, each owns an equal part of every bucket, its shard.
+fills from front to back. A bucket holds adjacent parameters and is communicated as one message. If
+processes share the update, each owns an equal shard of every bucket.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT_BYTES = 256  # alignment of every tensor's start: whole vector loads and cache lines
-MAX_PADDING = 0.1  # as a fraction of a bucket whose shards hold whole tensors
+ALIGNMENT_BYTES = 256  # alignment of every tensor's start, for vector loads and cache lines
+MAX_PADDING = 0.1  # maximum fraction of padding in a bucket whose shards hold whole tensors
 BUCKET_BYTES = 64 * 2**20  # large enough that a collective runs at full bandwidth
 
 WireFormat = Literal["fp32", "16 bit", "8 bit"]
@@ -59,13 +59,13 @@ class Span:
 
 
 def row_shards(rows: int, elements: int, shards: int) -> list[Span]:
-    """Return the elements in each shard of a tensor whose rows are divided in order (ZeRO stage 3).
+    """Return the elements in each shard of a tensor that is sharded by rows (ZeRO stage 3).
 
-    All shards have the same number of rows, except that the last ones may have fewer or none.
+    All shards have the same number of rows, except that the last shards may have fewer or none.
 
     Args:
-        rows: The size of the tensor's first dimension.
-        elements: The number of its elements.
+        rows: The number of rows of the tensor (the size of its first dimension).
+        elements: The number of elements of the tensor.
         shards: The number of shards.
     """
     height = -(-rows // shards)
@@ -76,7 +76,7 @@ def row_shards(rows: int, elements: int, shards: int) -> list[Span]:
 def runs(
     members: Iterable[tuple[nn.Parameter, Span]], select: Callable[[nn.Parameter], bool]
 ) -> Iterator[Span]:
-    """Yield the fewest spans that cover all selected parameters and no others.
+    """Yield the smallest number of spans that cover all selected parameters and no others.
 
     Args:
         members: Parameters with their slots, in the order of the slots.
@@ -94,23 +94,23 @@ class ParameterTraits:
 
     Attributes:
         name: A name that is unique among the parameters of this process.
-        shape: The shape of the part that this tensor rank holds.
+        shape: The shape of this tensor rank's shard.
         dtype: The data type of the weight.
         replica_axis: The axis of the processes that hold the same weight, over which its gradient
             is averaged: "data", or "expert_data" for the weights of an expert.
         waves: In stage 2, the pipeline operations that add to the gradient.
         gathered_in_8_bits: Whether updated weights are cast to fp8 before they are gathered.
-        is_partial: Whether each tensor rank sees only a part of the sequence or some of the heads,
-            so that the gradient must be summed over the tensor axis before it is averaged.
+        is_partial: Whether each tensor rank processes only a part of the sequence or some of the
+            heads, so the gradient must be summed over the tensor axis before it is averaged.
         is_tied: Whether a copy on another pipeline stage adds to the gradient after the backward
-            pass. The parameter's bucket and all later ones wait for that. In stage 2 the parameter
-            has its own bucket, so that both stages cut it at the same rows.
+            pass. The parameter's bucket and all later buckets wait for this sum. In stage 2 the
+            parameter has its own bucket, so that both stages shard it at the same rows.
         comes_first: In stage 2, whether the backward pass reaches this tied parameter first. This
             is the word embedding table if the output layer shares it, although it is the model's
             first parameter.
-        may_be_idle: Whether an iteration may compute no gradient for it (an idle expert, an unused
-            adapter). Such parameters have their own buckets, which are sent last so that no other
-            bucket waits for them.
+        may_be_idle: Whether an iteration may compute no gradient for this parameter (an idle
+            expert, an unused adapter). Such parameters have their own buckets, which are sent last
+            so that no other bucket waits for them.
         needs_whole: Whether the update needs the whole tensor on one process, not a shard of it.
     """
 
@@ -147,13 +147,13 @@ class PlannedParameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighboring parameters that are communicated as one message.
+    """Adjacent parameters that are communicated as one message.
 
     Attributes:
-        span: All elements of the bucket, padding included.
+        span: All elements of the bucket, including padding.
         members: The bucket's parameters, in the order of their slots.
-        waves: In stage 2, the pipeline operations that add to the bucket's gradients. Each of them
-            adds to all of these gradients.
+        waves: In stage 2, the pipeline operations that compute the bucket's gradients. Each
+            operation adds to every gradient in the bucket.
     """
 
     span: Span
@@ -167,7 +167,7 @@ class FlatPlan:
 
     Attributes:
         axis: The name of the axis whose processes hold the same parameters.
-        replicas: The number of these processes.
+        replicas: The number of processes on this axis.
         dtype: The data type of the weights.
         gradient_dtype: The data type of the gradients, in the buffer and on the wire.
         wire: The format in which updated weights are sent.
@@ -183,7 +183,7 @@ class FlatPlan:
 
     @property
     def elements(self) -> int:
-        """The number of elements, padding included."""
+        """The number of elements, including padding."""
         return self.buckets[-1].span.end
 
     @property
@@ -198,9 +198,9 @@ class BucketPlan:
 
     Attributes:
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
-        flats: The buffers.
-        order: For each bucket in sending order, the index of its buffer and its index within that
-            buffer.
+        flats: The flat buffers.
+        order: The buckets in sending order, each as the index of its buffer and its own index
+            within this buffer.
     """
 
     zero_stage: int
@@ -242,7 +242,7 @@ def plan_buckets(
         replicas: The number of processes along each replica axis.
         zero_stage: The ZeRO stage, 0 to 2. With a single replica, stage 0 is used.
         gradients_in_fp32: Whether to keep the gradients of 16-bit parameters in fp32.
-        bucket_bytes: The minimum size of every bucket except the last.
+        bucket_bytes: The minimum size, in bytes, of a bucket that is not the last in its buffer.
     """
     stage = zero_stage if any(size > 1 for size in replicas.values()) else 0
     ordered = list(parameters)[::-1]
@@ -250,7 +250,7 @@ def plan_buckets(
         waves = list(dict.fromkeys(p.waves for p in ordered))
         ordered.sort(key=lambda p: (waves.index(p.waves), not p.comes_first))
 
-    def is_cast(p: ParameterTraits) -> bool:  # a single process gathers nothing
+    def is_cast(p: ParameterTraits) -> bool:  # a single process does not gather
         return p.gathered_in_8_bits and replicas[p.replica_axis] > 1
 
     by_kind: dict[tuple[Hashable, ...], list[ParameterTraits]] = {}
@@ -314,22 +314,22 @@ def lay_out(
     ends: Collection[int] = (),
     keeps_whole: bool = False,
 ) -> list[tuple[Span, list[tuple[int, Span]]]]:
-    """Place tensors in buckets of at least `limit` elements.
+    """Assign tensors to buckets of at least `limit` elements.
 
     Every slot starts at a multiple of `alignment`. Buckets follow one another without gaps. Only
-    the last bucket and those with a forced end may be smaller than the limit. Each bucket is padded
-    so that it divides into `shards` equal parts, which also start at multiples of the alignment.
+    the last bucket and buckets with a forced end may be smaller than the limit. Each bucket is
+    padded to divide into equal shards, which also start at multiples of the alignment.
 
     Args:
         sizes: The sizes of the tensors, in elements, in the order of the buffer.
-        alignment: The alignment of every start, in elements.
-        limit: The smallest size of a bucket.
-        shards: The number of equal parts of each bucket.
+        alignment: The alignment of slots and shards, in elements.
+        limit: The minimum size of a bucket, in elements.
+        shards: The number of shards of each bucket.
         ends: The indices of tensors that must end a bucket.
         keeps_whole: Whether each tensor must be within a single shard. If so, tensors are
             distributed over the shards by size, the largest first. A bucket grows until at most
             `MAX_PADDING` of it is padding. If the last bucket has more padding, it is merged
-            with the one before.
+            with the bucket before it.
 
     Returns:
         For each bucket, its span and the index and slot of each tensor, in the order of the slots.
@@ -369,7 +369,7 @@ def lay_out(
 
 
 def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]:
-    """Distribute tensors over shards, largest first, each to the least full shard.
+    """Distribute tensors over shards, largest first, each to the shard with the fewest elements.
 
     Args:
         sizes: The sizes of the tensors, in elements.
@@ -388,6 +388,6 @@ def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]
 
 
 def is_even(sizes: Sequence[int], shards: int) -> bool:
-    """Return whether whole tensors can be distributed over shards with little padding."""
+    """Return whether `deal` distributes tensors with at most `MAX_PADDING` of padding."""
     max_elements = sum(sizes) / (1 - MAX_PADDING)
     return max(sizes) * shards <= max_elements and deal(sizes, shards)[1] * shards <= max_elements

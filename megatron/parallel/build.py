@@ -93,7 +93,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The settings that a layer's constructor takes in addition to the layer's plan.
+    """The settings that a layer's constructor takes in addition to the layer's own sizes.
 
     Attributes:
         layout: The grid of processes as this process sees it.
@@ -105,9 +105,9 @@ class BuildContext:
         precision: The remaining precision settings.
         kernels: The implementation of each operation.
         overlap: Whether to communicate while computing. The results are the same without it.
-        exchange: The exchange through which split layers send rows part by part while they
-            multiply; `None` runs collectives before and after the products.
-        expert_exchange: The exchange through which tokens travel to experts and back; `None` runs
+        exchange: The exchange through which split layers send rows during their products; `None`
+            uses collectives before and after the products.
+        expert_exchange: The exchange that sends tokens to experts and back; `None` uses
             collectives.
         weight_gradients: The queue in which the backward pass defers weight gradients; `None`
             computes them immediately.
@@ -116,8 +116,8 @@ class BuildContext:
         recomputed: The modules of a layer that the backward pass recomputes (--recompute-modules).
         frozen_format: The format in which linear layers keep frozen weights; `None` keeps them in
             `dtype`.
-        halves_experts: Whether mixtures process a micro-batch in two halves in training, so that
-            one half is sent while the other is computed.
+        halves_experts: Whether mixtures process each training micro-batch in two halves and send
+            one half while they compute the other.
         on_host: The activations that modules keep in host memory; `None` if all stay on the device.
     """
 
@@ -218,10 +218,9 @@ class BuildContext:
         return parameter
 
     def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function that creates a context manager for each call of a module.
+        """Return a function that creates a context for each call of a module.
 
-        In this context, autograd keeps tensors in host memory if --offload-modules names the
-        module.
+        In the context, autograd saves tensors in host memory if --offload-modules names the module.
 
         Args:
             module: One of `config.training.OFFLOADED_MODULES`.
@@ -229,7 +228,7 @@ class BuildContext:
         return nullcontext if self.on_host is None else self.on_host.keeping(module)
 
     def within_rank(self) -> BuildContext:
-        """Return a copy of this context for attention over sequences that a rank holds whole."""
+        """Return a copy of this context for attention over sequences that are not split."""
         return replace(self, kernels=replace(self.kernels, attention=self.kernels.own_attention))
 
     def multiplying_by(
@@ -293,7 +292,7 @@ def choose_kernels(
     zeros = Zeros()
     casts = choose_fp8_casts(library, zeros)
     product = choose_fp8_product(device)
-    # Only casts that scale a whole tensor by its own largest magnitude need this.
+    # Only casts that scale a whole tensor by its own amax need zeros.
     amax_zeros = zeros if precision.fp8_recipe == "tensorwise" else None
     return replace(
         kernels,

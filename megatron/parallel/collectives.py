@@ -1,8 +1,8 @@
-"""Communication within the model. Each operation comes with its backward pass.
+"""Collectives, and other communication between the ranks of an axis.
 
 On an axis of one process, every function is the identity. The functions at the top support
-autograd; those at the bottom do not. `Communication` serves the split products in `linear`.
-Functions named `start_...` return before the data has arrived.
+autograd; those at the bottom do not. `linear` uses `Communication` for the products of split
+layers. Functions named `start_...` return before the data has arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.parallel.exchange import Exchange, Use
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
-# torch 2.13 renamed both.
+# torch 2.13 renamed both functions.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -51,24 +51,26 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows_to(x: Tensor, axis: Axis) -> Tensor:
-    """Join parts along dimension 0 (forward: all-gather; backward: reduce-scatter)."""
+    """Concatenate the ranks' shards along dimension 0: [s, ...] -> [t s, ...].
+
+    The forward pass is an all-gather; the backward pass is a reduce-scatter.
+    """
     return x if axis.size == 1 else _Communicate.apply(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum partial results and keep this rank's part of dimension 0.
+    """Sum partial results and return this rank's shard along dimension 0: [s, ...] -> [s/t, ...].
 
-    The forward pass is a reduce-scatter, [s, ...] -> [s/t, ...]; the backward pass is an
-    all-gather.
+    The forward pass is a reduce-scatter; the backward pass is an all-gather.
     """
     return x if axis.size == 1 else _Communicate.apply(x, axis, reduce_scatter, all_gather)
 
 
 def gather_to(x: Tensor, axis: Axis) -> Tensor:
-    """Join parts along the last dimension for a computation that is split over the axis.
+    """Concatenate the ranks' shards along the last dimension: [..., h] -> [..., t h].
 
     The forward pass is an all-gather. The backward pass is a reduce-scatter, because every rank
-    computes a part of the gradient.
+    computes a partial gradient of the result.
     """
     if axis.size == 1:
         return x
@@ -83,9 +85,10 @@ def gather_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Exchange [C, ...] -> [C, ...]: send x[i] to rank i and receive result[i] from it.
+    """Exchange slices with all ranks: send x[i] to rank i and receive result[i] from it.
 
-    The backward pass is the same exchange.
+    The input and the result are [t, ...], with one slice for each rank. The backward pass is the
+    same exchange.
     """
 
     def exchange(x: Tensor, axis: Axis) -> Tensor:
@@ -99,35 +102,35 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    """Send consecutive rows to each rank: [sum of sent, ...] -> [sum of received, ...].
+    """Send consecutive rows to each rank: [sum(sent), ...] -> [sum(received), ...].
 
     The backward pass sends the gradients back.
 
     Args:
-        x: The rows for rank 0, then those for rank 1, and so on.
+        x: The rows to send, ordered by destination rank.
         axis: The ranks.
-        sent: Number of rows for each rank.
-        received: Number of rows from each rank.
+        sent: The number of rows to send to each rank.
+        received: The number of rows to receive from each rank.
     """
     return start_all_to_all_rows(x, axis, sent, received).wait()
 
 
 def start_all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> InTransit:
-    """Start the exchange of `all_to_all_rows`."""
+    """Start an `all_to_all_rows`, whose result the caller waits for."""
     forward = partial(_start_all_to_all, axis=axis, sent=sent, received=received)
     backward = partial(_start_all_to_all, axis=axis, sent=received, received=sent)
     return InTransit(x, Direction(forward), Direction(backward))
 
 
 def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> InTransit:
-    """Start joining parts along dimension 0: [T, ...] -> [t T, ...].
+    """Start concatenating the ranks' rows: [T, ...] -> [t T, ...].
 
-    The backward pass adds up the ranks' gradients of a part in fp32, in the order of the ranks.
+    The backward pass sums the ranks' gradients of each row in fp32, in rank order.
 
     Args:
-        x: This rank's part.
+        x: This rank's rows.
         axis: The ranks.
-        exchange: The exchange over the axis that sends the rows; `None` runs collectives.
+        exchange: The exchange over the axis that sends the rows; `None` uses collectives.
     """
 
     def start(x: Tensor) -> Pending | LentRows:
@@ -142,14 +145,14 @@ def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -
 
 
 def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> InTransit:
-    """Start summing over ranks in fp32, keeping one part: [t T, ...] -> [T, ...].
+    """Start summing rows over ranks in fp32; each rank gets its shard: [t T, ...] -> [T, ...].
 
-    The backward pass joins the gradients of the parts.
+    The backward pass is an all-gather.
 
     Args:
-        x: This rank's terms of the sums, for all parts.
+        x: This rank's terms of all sums.
         axis: The ranks.
-        exchange: The exchange over the axis that sends the terms; `None` runs collectives.
+        exchange: The exchange over the axis that sends the terms; `None` uses collectives.
     """
     return InTransit(
         x, _sum_direction(axis, exchange), Direction(partial(start_all_gather, axis=axis))
@@ -157,7 +160,7 @@ def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> I
 
 
 class Direction(NamedTuple):
-    """One direction of a communication.
+    """The communication of a tensor in the forward or the backward pass.
 
     Attributes:
         start: A function that starts sending a tensor.
@@ -191,11 +194,11 @@ def _sum_direction(axis: Axis, exchange: Exchange | None) -> Direction:
 
 
 class InTransit:
-    """A tensor in transit between ranks, and later its gradient in transit back.
+    """A tensor in transit between ranks and, in the backward pass, its gradient in transit back.
 
-    Work between the start and `wait` overlaps with the communication in both directions. Autograd
-    runs operations in reverse order, so the backward pass of this work runs between the start and
-    the end of the gradient's communication.
+    Work between construction and `wait` overlaps with the communication in both passes: autograd
+    runs operations in reverse order, so the backward pass of this work runs while the gradient is
+    in transit.
 
     Args:
         x: The tensor to send.
@@ -220,8 +223,8 @@ class InTransit:
         """Return the received tensor. Call this only once.
 
         Args:
-            row_map: A map to apply to the received rows; `None` returns them as they are, which
-                requires a copy if they are in an exchange's memory.
+            row_map: A map to apply to the received rows. `None` returns the rows unchanged, which
+                requires a copy if an exchange owns their memory.
         """
         self._row_map = row_map or _AS_RECEIVED
         handle, self._handle = self._handle, None  # its graph refers to this object
@@ -233,7 +236,7 @@ class InTransit:
         self._pending = self.forward.start(x)
 
     def finish_forward(self) -> Tensor:
-        """Wait for the tensor, and map its rows."""
+        """Wait for the tensor, and return its mapped rows."""
         return self._read(lambda received: self._row_map.forward(self.forward.finish(received)))
 
     def start_backward(self, grad: Tensor) -> None:
@@ -243,7 +246,7 @@ class InTransit:
             self.deferred_work.pop()()
 
     def finish_backward(self) -> Tensor:
-        """Wait for the tensor's gradient."""
+        """Wait for the tensor's gradient, and return it."""
         return self._read(self.backward.finish)
 
     def _read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
@@ -253,13 +256,13 @@ class InTransit:
 
 
 class RowMap(Protocol):
-    """A linear map of received rows, and its gradient."""
+    """A linear map of received rows, with its backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the map applied to the received rows."""
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the received rows, given the gradient of the result."""
+        """Return the gradient of the received rows, given the gradient of the mapped rows."""
 
 
 class _AsReceived:
@@ -274,7 +277,7 @@ _AS_RECEIVED: RowMap = _AsReceived()
 
 
 def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of the given shape that takes no memory."""
+    """Return a tensor of the given shape that uses the memory of one element."""
     return like.new_empty(1).expand(shape)
 
 
@@ -308,25 +311,30 @@ class _Receive(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective in progress. Its input must not be read or changed until `wait` has returned."""
+    """A collective in progress. Its input must not be read or changed until `wait` returns.
+
+    Attributes:
+        result: The tensor that receives the result.
+        transfer: The collective, as recorded in the journal; `None` if nothing is communicated.
+    """
 
     result: Tensor
     transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
-        """Return the result. On a GPU, later kernels wait for it, but this process does not."""
+        """Return the result. On a GPU, later kernels wait for it; the calling process does not."""
         if self.transfer is not None:
             self.transfer.wait()
         return self.result
 
     def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Wait for the result, and return the value of a function applied to it."""
+        """Wait for the result, and return `read(result)`."""
         return read(self.wait())
 
 
 @dataclass(frozen=True)
 class LentRows:
-    """Rows in an exchange's memory, which the exchange may reuse once they have been read.
+    """Rows in the memory of an exchange, which the exchange may reuse once they have been read.
 
     Attributes:
         use: The use of the exchange. Its messages have been sent.
@@ -339,7 +347,7 @@ class LentRows:
     axis: Axis
 
     def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Wait for all ranks' rows, join them along dimension 0, and apply a function to them."""
+        """Wait for all ranks' rows, concatenate them, and return `read(rows)`."""
         self.use.computing()
         for step in range(1, self.axis.size):
             self.use.receive(step)
@@ -354,7 +362,7 @@ class LentRows:
 def start_all_reduce(
     x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
-    """Start an all-reduce of `x` in place."""
+    """Start an in-place all-reduce of `x`."""
     if axis.size == 1:
         return Pending(x)
     work = dist.all_reduce(x, op=op, group=_group(axis), async_op=True)
@@ -362,9 +370,9 @@ def start_all_reduce(
 
 
 def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pending:
-    """Start joining parts along dimension 0: [s, ...] -> [t s, ...], written to `into` if given.
+    """Start concatenating shards along dimension 0: [s, ...] -> [t s, ...].
 
-    It runs in place if `x` is this rank's part of `into`.
+    The result is written to `into` if given, in place if `x` is this rank's shard of `into`.
     """
     if axis.size == 1:
         return Pending(x)
@@ -379,9 +387,9 @@ def start_reduce_scatter(
     into: Tensor | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Pending:
-    """Start summing over the axis; each rank gets a part of dimension 0: [t s, ...] -> [s, ...].
+    """Start a reduce-scatter along dimension 0: [t s, ...] -> [s, ...].
 
-    The result is written to `into` if given. It runs in place if `into` is this rank's part of `x`.
+    The result is written to `into` if given, in place if `into` is this rank's shard of `x`.
     """
     if axis.size == 1:
         return Pending(x)
@@ -392,10 +400,10 @@ def start_reduce_scatter(
 
 
 def mean_of(x: Tensor, axis: Axis) -> dist.ReduceOp.RedOpType:
-    """Return the operation that averages `x` over the axis.
+    """Return the reduction that averages `x` over the axis, after dividing `x` if necessary.
 
-    NCCL divides while it adds. gloo cannot, so for gloo `x` is divided now, in a separate pass (3.4
-    ms for the gradients of a 1.7B GPT on a GPU), and the operation is a sum.
+    NCCL can average. gloo cannot, so this function divides `x` in place, which takes a separate
+    pass (3.4 ms for the gradients of a 1.7B GPT on a GPU), and returns a sum.
     """
     if axis.size > 1:
         if dist.get_backend(_group(axis)) == "nccl":
@@ -410,7 +418,7 @@ def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceO
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Copy `x` in place from one of the axis's ranks to all of them, and return it."""
+    """Broadcast `x` in place from rank `source` of the axis, and return it."""
     if axis.size > 1:
         work = dist.broadcast(x, src=axis.ranks[source], group=axis.group, async_op=True)
         axis.transfer("broadcast", work).wait()
@@ -419,9 +427,9 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 @torch.no_grad()
 def add_over_ranks(tensors: Iterable[Tensor], axis: Axis) -> None:
-    """Sum tensors over an axis, in place, with one all-reduce for each dtype.
+    """Sum tensors over an axis, in place, with one all-reduce per dtype.
 
-    Collective over the axis; every rank gets the same bits.
+    Every rank gets the same bits.
     """
     if axis.size == 1:
         return
@@ -436,12 +444,12 @@ def add_over_ranks(tensors: Iterable[Tensor], axis: Axis) -> None:
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Join the parts along dimension 0: [s, ...] -> [t s, ...]."""
+    """Concatenate the ranks' shards along dimension 0, without autograd: [s, ...] -> [t s, ...]."""
     return start_all_gather(x, axis).wait()
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis; each rank gets its part of dimension 0: [t s, ...] -> [s, ...]."""
+    """Reduce-scatter along dimension 0, without autograd: [t s, ...] -> [s, ...]."""
     return start_reduce_scatter(x, axis).wait()
 
 
@@ -452,12 +460,11 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Communication:
-    """The collectives around the product of a layer with a split weight.
+    """The collectives before and after the product of a layer with a split weight.
 
     Attributes:
-        axis: The ranks that hold different rows of the weight. With one rank, nothing is
-            communicated.
-        along_sequence: Whether the input is only this rank's part along dimension 0.
+        axis: The ranks that hold different rows of the weight. A single rank communicates nothing.
+        along_sequence: Whether the input is only this rank's shard along dimension 0.
         overlap: Whether to communicate during the products instead of before and after them. The
             results are the same.
     """
@@ -468,15 +475,15 @@ class Communication:
 
     @property
     def gathers(self) -> bool:
-        """Whether the rest of the input must be gathered, because this rank has only a part."""
+        """Whether the input must be gathered, because each rank has only a shard of it."""
         return self.along_sequence and self.axis.size > 1
 
     def start_gather(self, x: Tensor) -> Pending:
-        """Start gathering the whole input from its parts."""
+        """Start gathering the whole input; an input that is already whole is returned as it is."""
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:
-        """Start computing the maximum over the ranks in place, if the input is only a part."""
+        """Start an in-place maximum of `x` over the ranks if each has only a shard of the input."""
         if not self.gathers:
             return Pending(x)
         return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))

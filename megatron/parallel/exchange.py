@@ -1,13 +1,13 @@
 """An exchange of rows between the ranks of an axis while they compute.
 
-A product that is cut by rows sends each part as soon as it is ready, and receives the other ranks'
-parts when it needs them. The messages between an `open` and its `close` are one use of an exchange.
-All ranks start the same uses in the same order. In step i, a rank sends to the i-th rank after it
-and receives from the i-th rank before it, cyclically.
+A product that is split by rows sends each block of rows as soon as it is ready, and receives the
+other ranks' rows when it needs them. The messages between an `open` and its `close` are one use of
+an exchange. All ranks make the same uses in the same order. In step i, a rank sends to the i-th
+rank after it and receives from the i-th rank before it, cyclically.
 
-On a GPU, ranks write into each other's memory. Each rank keeps track of which slots of that memory
-are free (`Ledger`) without asking the others. The ranks are not synchronized, but each makes the
-same calls in the same order. When a rank has sent rows for a use, its queue has therefore already
+On a GPU, ranks write into each other's memory. Each rank tracks which slots of that memory are free
+(`Ledger`) without asking the other ranks. The ranks are not synchronized, but all make the same
+calls in the same order. Therefore, when a rank has sent rows for a use, its queue has already
 closed every use that the code closes before this use.
 """
 
@@ -24,30 +24,34 @@ from megatron.parallel.layout import Axis
 
 
 class Use(Protocol):
-    """One message to and one from every other rank, all of the same shape [rows, ...]."""
+    """One use of an exchange: a message to and from every other rank, all of shape [rows, ...]."""
 
     def send(self, step: int, rows: Tensor) -> None:
-        """Start sending contiguous rows `step` ranks ahead. They must not change until `close`."""
+        """Start sending rows to the rank `step` ranks ahead.
+
+        Args:
+            step: The number of ranks to the destination, cyclically.
+            rows: The rows, contiguous. They must not change until `close`.
+        """
 
     def computing(self) -> None:
         """Record that the kernels that run alongside the messages have been launched."""
 
     def receive(self, step: int) -> Tensor:
-        """Return the rows from `step` ranks behind, [rows, ...]. They may be read until `close`."""
+        """Return the rows [rows, ...] sent by the rank `step` ranks behind, valid until `close`."""
 
     def whole(self, own: Tensor) -> Tensor:
-        """Return all received rows and this rank's own rows, in rank order.
+        """Return the received rows and this rank's own rows in rank order, [t rows, ...].
 
-        The result is [t rows, ...] and may be read until `close`. Call this only after all calls of
-        `receive`.
+        The result is valid until `close`. Call this method after all calls of `receive`.
         """
 
     def close(self) -> None:
-        """Record that the messages have been read."""
+        """End this use, after all messages have been read."""
 
 
 class Exchange(Protocol):
-    """A way for ranks to send rows to each other. Two uses of it may be open at a time."""
+    """A means for ranks to send rows to each other. Two uses may be open at the same time."""
 
     axis: Axis
 
@@ -55,14 +59,14 @@ class Exchange(Protocol):
         """Return whether messages of this many elements can be sent, the same on all ranks."""
 
     def open(self, rows: Tensor) -> Use:
-        """Begin a use whose messages have the shape and type of `rows`."""
+        """Begin a use whose messages have the shape and dtype of `rows`."""
 
 
 class GroupExchange:
-    """An exchange that sends messages in the axis's process group, for CPUs.
+    """An exchange that sends messages through the axis's process group, for CPUs.
 
     Args:
-        axis: The axis, which has at least two processes.
+        axis: The axis. It has at least two processes.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -75,7 +79,7 @@ class GroupExchange:
         return True
 
     def open(self, rows: Tensor) -> Use:
-        """Begin a use whose messages have the shape and type of `rows`."""
+        """Begin a use whose messages have the shape and dtype of `rows`."""
         return _GroupUse(self.axis, rows)
 
 
@@ -124,11 +128,14 @@ SLOTS = 3
 
 
 class Ledger:
-    """A record of each use's slot, and of whether all ranks are known to have freed it.
+    """A record of which slots all ranks are known to have freed.
 
-    Uses are numbered from 0, and use k takes slot k modulo `slots`. All ranks open and close uses
-    in the same order. When a rank sends its rows for use k, it has therefore closed the same
-    earlier uses as this rank had when it sent its own rows for k.
+    Uses are numbered from 0, and use k occupies slot k modulo `slots`. All ranks open and close
+    uses in the same order. Therefore, when rows for use k arrive from another rank, that rank has
+    closed every use that this rank had closed when it sent its own rows for use k.
+
+    Args:
+        slots: The number of slots.
     """
 
     def __init__(self, slots: int) -> None:
@@ -148,7 +155,7 @@ class Ledger:
         return use
 
     def may_send(self, use: int) -> bool:
-        """Return whether all other ranks have closed the previous use of the same slot."""
+        """Return whether all other ranks are known to have closed the slot's previous use."""
         return use - self._slots < self._known
 
     def met(self) -> None:
@@ -164,7 +171,7 @@ class Ledger:
         self._known = max(self._known, self._closed_at_send.pop(use))
 
     def close(self, use: int) -> None:
-        """Record that a use's slot has been read."""
+        """Record that this rank has read all rows of a use."""
         self._open.remove(use)
 
     @property

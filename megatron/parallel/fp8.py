@@ -1,19 +1,19 @@
 """FP8 versions of a linear layer's three products, and the history that determines their scales.
 
 Both operands of each product are scaled to fill the format's range and rounded to 8 bits
-(Micikevicius et al., "FP8 Formats for Deep Learning", 2022). The scale comes from their current
-values (current scaling) or from the same tensors' values in earlier updates (delayed scaling).
+(Micikevicius et al., "FP8 Formats for Deep Learning", 2022). An operand's scale comes from its
+current values (current scaling) or from its values in earlier updates (delayed scaling).
 
-A cast that scales by its own tensor's largest magnitude (amax) reads the tensor twice. A cast that
-scales by the amax of earlier updates reads it once and finds this update's amax on the way
-(Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have a slot
-(`AmaxSlot`). Within an update the slot's `scale_amax` is constant and its `running_amax` only
-grows, so neither the number and order of micro-batches nor recomputation matters. Once per update,
-all slots of a process advance together, after one max-reduction over all processes that hold a part
-or a replica of the same layers: tensor, context and data-parallel ranks. All of them then have the
-same scales. The scales depend on global batches and not on how these are divided, with one
-exception: a process divides its losses, and therefore its gradients, by the number of its
-micro-batches. None of this waits for the device.
+A cast that scales by the largest magnitude (amax) of its own tensor reads the tensor twice. A cast
+that scales by the amax of earlier updates reads the tensor once and computes this update's amax in
+the same pass (Transformer Engine's DelayedScaling). A layer's input, weight and gradient each have
+a slot (`AmaxSlot`). Within an update the slot's `scale_amax` is constant and its `running_amax`
+only grows, so the result does not depend on the number or order of micro-batches, or on
+recomputation. Once per update, all slots of a process advance together, after one max-reduction
+over all processes that hold a shard or a replica of the same layers: tensor, context and
+data-parallel ranks. All of them then have the same scales. The scales depend on global batches and
+not on how these are divided, with one exception: a process divides its losses, and therefore its
+gradients, by the number of its micro-batches. None of this waits for the device.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class DelayedScaling:
     """The rule that derives scales from the history.
 
     Attributes:
-        length: The number of updates that are remembered.
-        takes_max: Whether to scale by the maximum of all these updates instead of the last one.
+        length: The number of updates in the history.
+        takes_max: Whether to scale by the maximum over the history instead of the latest amax.
         margin: The number of powers of 2 by which scales are smaller than the amax would allow.
-        interval: The number of updates between changes to the scales.
+        interval: The number of updates between changes of the scales.
     """
 
     length: int = 1
@@ -74,8 +74,8 @@ class AmaxSlot:
     Attributes:
         scale_amax: The amax to scale by, fp32 [].
         running_amax: The largest magnitude in this update so far, fp32 [].
-        is_valid: A function that returns whether `scale_amax` is valid. It is not valid before the
-            first update of a history. Until then casts scale by their tensors' own amaxes, like
+        is_valid: A function that returns whether `scale_amax` is valid. Before the first update of
+            the history it is not, and casts scale by their tensors' own amaxes, as with
             `--fp8-recipe tensorwise`.
     """
 
@@ -85,7 +85,7 @@ class AmaxSlot:
 
 
 LayerSlots = Mapping[Role, AmaxSlot]
-"""The slots of one layer. If there are none, casts scale by their tensors' own amaxes."""
+"""The slots of one layer. Without slots, casts scale by their tensors' own amaxes."""
 
 
 class AmaxHistory:
@@ -96,8 +96,8 @@ class AmaxHistory:
             layers.
         largest: The largest value of each role's fp8 format, in the order of `ROLES`.
         scaling: The rule that derives scales from the history.
-        layout: The grid, whose tensor ranks hold parts of these layers and whose replicas hold
-            copies.
+        layout: The grid of processes. Its tensor ranks hold shards of these layers, and its
+            replicas hold copies.
         device: The device of the layers' tensors.
     """
 
@@ -118,7 +118,7 @@ class AmaxHistory:
         self._largest = torch.tensor(largest, dtype=torch.float32, device=device)
         self._scale_amaxes = torch.zeros(shape, device=device)
         self._running_amaxes = torch.zeros(shape, device=device)
-        self._history = torch.zeros(*shape, scaling.length, device=device)  # the newest one first
+        self._history = torch.zeros(*shape, scaling.length, device=device)  # newest first
 
     @classmethod
     def empty(cls) -> AmaxHistory:
@@ -137,11 +137,11 @@ class AmaxHistory:
 
     @torch.no_grad()
     def update(self, iteration: int) -> None:
-        """Add this update's amaxes to the history, as its newest entry. Collective.
+        """Add this update's amaxes to the history, and update the scales. Collective.
 
-        Values that are not finite are not recorded. If one gradient is not finite, no gradient is
-        recorded: the loss scale was too high and made all of them too large, and it will be
-        lowered. A tensor that was zero keeps its scale.
+        Amaxes that are not finite are not recorded. If the amax of any gradient is not finite, no
+        gradient's amax is recorded, because the loss scale was too high for all gradients and will
+        be lowered. A tensor that was zero keeps its scale.
 
         Args:
             iteration: The number of updates of the run so far, including this one.
@@ -160,7 +160,7 @@ class AmaxHistory:
         self._has_amaxes = True
 
     def _global_amaxes(self) -> Tensor:
-        """Return the maximum of all processes' amaxes, [layers, 3]; 0 for those not recorded."""
+        """Return the maxima of all processes' amaxes, [layers, 3]; 0 if not to be recorded."""
         finite = self._running_amaxes.isfinite()
         overflow = ~finite[:, ROLES.index("gradient")].all()
         # Remove nan first: no backend specifies the maximum of values that include nan.
@@ -175,8 +175,8 @@ class AmaxHistory:
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint, the same on every process that has the layer.
 
-        For each layer these are `NAME.held` [3], all zero before the first update, and
-        `NAME.history` [3, length], the newest entry first.
+        Each layer has two: `NAME.held` [3], the amaxes to scale by, all zero before the first
+        update; and `NAME.history` [3, length], the newest entry first.
         """
         tensors = {}
         for index, name in enumerate(self.layers):
@@ -185,7 +185,10 @@ class AmaxHistory:
         return tensors
 
     def after_loading(self) -> None:
-        """Record that the named tensors have been filled. This waits for the device."""
+        """Use the values that a checkpoint has loaded into `named_tensors`.
+
+        This waits for the device.
+        """
         self._has_amaxes = bool((self._scale_amaxes > 0).any())
 
 
@@ -196,9 +199,9 @@ class Fp8Format:
     Attributes:
         values: The format of inputs and weights.
         gradients: The format of output gradients, which need more range and less precision.
-        by_row: Whether each row of an operand has its own scale. Otherwise the whole operand has
-            one scale.
-        weight_gradient: Whether the weight's gradient is also computed in 8 bits instead of the
+        by_row: Whether each row of an operand has its own scale, instead of one scale for the
+            whole operand.
+        weight_gradient: Whether the weight's gradient is also computed in 8 bits, instead of the
             tensors' own format.
     """
 
@@ -214,8 +217,8 @@ class ArrivingWeight:
 
     Attributes:
         fp8: The weight, [out, in], always in the same memory.
-        has_arrived: A function that returns whether the 8-bit weight has arrived. Before the first
-            update it has not, and each process casts its own copy of the weight.
+        has_arrived: A function that returns whether the 8-bit weight has been gathered. Until the
+            first update, each process casts its own copy of the weight instead.
     """
 
     fp8: Fp8
@@ -223,25 +226,24 @@ class ArrivingWeight:
 
 
 class Fp8Products(Products):
-    """FP8 products of 16-bit tensors with sizes that are multiples of 16.
+    """FP8 products of 16-bit tensors whose sizes are multiples of 16.
 
     The forward pass allows the hardware to accumulate with fewer bits; the backward pass does not.
-    Casts are shared: a weight is cast once per update, an input and a gradient once for both of
-    their products. A part of an input is cast before it is gathered, which halves the traffic.
+    Casts are reused: a weight is cast once per update, and an input and a gradient once for both
+    of their products. A shard of an input is cast before it is gathered, which halves the traffic.
 
     Args:
         form: The formats.
-        casts: The casts, in kernels or in plain PyTorch.
-        multiply: The product, in a kernel or in plain PyTorch.
+        casts: The implementation of the casts.
+        multiply: The implementation of the products.
         zeros: Zeroed memory in which other kernels store the amaxes of the input and of the
-            output's gradient for the casts; `None` if the casts need no amax or measure it
+            output's gradient for the casts; `None` if the casts need no amax or compute it
             themselves.
 
     Attributes:
-        slots: The slots for delayed scaling; without them, casts scale by their tensors' own
-            amaxes.
-        arriving: The weight if it arrives in 8 bits; `None` if this process casts it.
-        casts: The casts.
+        slots: The slots for delayed scaling; if empty, casts scale by their tensors' own amaxes.
+        arriving: The weight, if it is gathered in 8 bits; `None` if this process casts it.
+        casts: The implementation of the casts.
     """
 
     matches_autograd = False
@@ -253,7 +255,7 @@ class Fp8Products(Products):
         multiply: Fp8Product = reference_product,
         zeros: Zeros | None = None,
     ) -> None:
-        """Create products with current scaling and a weight that this process casts."""
+        """Create products with current scaling, whose weight this process casts."""
         self.slots: LayerSlots = {}
         self.arriving: ArrivingWeight | None = None
         self.fused_amaxes = NO_FUSED_AMAXES
@@ -272,27 +274,30 @@ class Fp8Products(Products):
         self.can_be_split = form.weight_gradient and not form.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
-        """Use the amaxes of earlier updates for scaling from now on."""
+        """Switch to delayed scaling with the given slots."""
         self.slots = slots
 
     def receive_weight(self, weight: ArrivingWeight) -> None:
-        """Use an arriving 8-bit weight from now on."""
+        """Switch to a weight that is gathered in 8 bits."""
         self.arriving = weight
 
     @property
     def largest(self) -> list[float]:
-        """The largest values of the formats of input, weight and gradient."""
+        """The largest finite value of the formats of input, weight and gradient."""
         return [torch.finfo(fp8).max for fp8 in self._formats.values()]
 
     @property
     def weight_format(self) -> torch.dtype | None:
-        """The format of a weight that is cast with one scale; `None` if each row has its own."""
+        """The 8-bit dtype of the weight; `None` if each row has its own scale."""
         return None if self._form.by_row else self._form.values
 
     def forward(
         self, call: LinearCall, communication: Communication = ALONE
     ) -> tuple[Tensor, Operand]:
-        """Return the output, and the transposes of weight and input in 8 bits."""
+        """Return the output [s, ..., out], and the 8-bit transposes of the weight and the input.
+
+        The input's transpose is omitted if the input itself is saved.
+        """
         x = call.x
         wait_for_input = self._start_input(x, communication, records=call.training)
         by_out, by_in = self.weight_operands(call.weight)  # cast while the input is in transit
@@ -302,7 +307,7 @@ class Fp8Products(Products):
         return out.view(-1, *x.shape[1:-1], out.shape[-1]), saved
 
     def weight_operands(self, weight: Tensor) -> tuple[Fp8, Fp8]:
-        """Return the weight in 8 bits and its transpose, cast once per update."""
+        """Return the weight and its transpose in 8 bits, cast once per update."""
         if self._weight is None:
             self._weight = self._cast_weight(weight)
         return self._weight
@@ -320,7 +325,7 @@ class Fp8Products(Products):
         return whole, self.casts.transpose(whole)
 
     def amax_of_weight(self) -> Tensor | None:
-        """Return the amax that scales the weight's casts, fp32 []; `None` means its own amax."""
+        """Return the amax by which the weight is scaled, fp32 []; `None` for its current amax."""
         slot = self.slots.get("weight")
         return slot.scale_amax if slot is not None and slot.is_valid() else None
 
@@ -344,10 +349,10 @@ class Fp8Products(Products):
         """Start casting and gathering the input.
 
         Returns:
-            A function that waits for the whole input and, if the weight's gradient needs it, its
-            transpose.
+            A function that waits for the whole input and returns it in 8 bits, with its transpose
+            if the weight's gradient needs that.
         """
-        # With scales per row, the transpose is a different matrix and would also have to be sent.
+        # With a scale per row, the transpose has other values and would also have to be sent.
         if not communication.gathers or (self._form.by_row and not self.keeps_input):
             rows = communication.start_gather(x).wait().flatten(0, -2)
             if self.keeps_input:
@@ -369,17 +374,17 @@ class Fp8Products(Products):
         return wait
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Operand:
-        """Return the gradient in 8 bits, and its transpose if this rank has all rows."""
+        """Return the gradient in 8 bits, with its transpose if this rank has all rows."""
         return self._operand(grad.flatten(0, -2).contiguous(), "gradient", axis)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Operand:
-        """Return the input in 8 bits, and its transpose if this rank has all rows."""
+        """Return the input in 8 bits, with its transpose if this rank has all rows."""
         return self._operand(x, "input", axis, records=training)
 
     def _operand(
         self, rows: Tensor, role: Role, axis: Axis | None, *, records: bool = True
     ) -> Operand:
-        # The first tensor determines the result's format, and the weight gradient may read it.
+        # The first tensor carries the dtype of the result. The weight gradient may also read it.
         like = rows if self.keeps_input else rows.new_empty(0)
         if axis is None and not self.keeps_input:
             left, transposed = self._cast_transpose(rows, role, records=records)
@@ -388,13 +393,13 @@ class Fp8Products(Products):
         return like, *self._cast(rows, role, communication, records=records)
 
     def input_gradient(self, grad: Operand, saved: Operand) -> Tensor:
-        """Return grad W, [m, in]."""
+        """Return the input's gradient grad W, [m, in]."""
         return self._product(Fp8(*grad[1:3]), Fp8(*saved[:2]), grad[0].dtype)
 
     def weight_gradient(
         self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write grad^T x to `into`, or add it there, in 16 bits if the input was kept."""
+        """Write grad^T x to `into` [out, in], or add it; in 16 bits if the input was saved."""
         if x is not None:
             weight_gradient(grad[0], x, into, accumulate=accumulate)
             return
@@ -402,7 +407,7 @@ class Fp8Products(Products):
         self._product(left, right, into.dtype, into=into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Discard the cast weight, the memory of the casts, and recorded but unused amaxes."""
+        """Discard the cast weight, the memory of the casts, and amaxes that were never used."""
         self._weight = None
         self.casts.forget()
         for fused_amax in self.fused_amaxes:
@@ -414,17 +419,17 @@ class Fp8Products(Products):
         return operand[1].view(torch.uint8)
 
     def with_all_rows(self, operand: Operand, rows: Tensor, *, copy: bool) -> Operand:
-        """Return the operand with the transpose of all rows."""
+        """Return the operand with the transpose of all ranks' rows."""
         like, values, inverse = operand
         whole = Fp8(rows.view(values.dtype), inverse)
         return like, values, inverse, *self.casts.transpose(whole)
 
     def keep(self, weight: Operand, operand: Operand) -> Operand:
-        """Return the transposes of weight and input."""
+        """Return the transposes of the weight and the input."""
         return *weight, *operand[3:]
 
     def multiply_rows(self, operands: RowOperands, rows: Tensor, into: Tensor) -> None:
-        """Write the product of some rows, which use the scale of the whole operand."""
+        """Write the product of some rows, which share the scale of the whole operand."""
         _, values, inverse, *_ = operands.rows
         part, weight = Fp8(rows.view(values.dtype), inverse), Fp8(*operands.weight[:2])
         fast = not operands.backward
@@ -447,7 +452,7 @@ class Fp8Products(Products):
     def _amaxes(
         self, x: Tensor, role: Role, communication: Communication, *, records: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the amax to scale by and the tensor in which to record the amax of `x`."""
+        """Return the amax to scale by, and the tensor that records the amax of `x`, if any."""
         slot = self.slots.get(role)
         running_amax = slot.running_amax if slot is not None and records else None
         if slot is not None and slot.is_valid():

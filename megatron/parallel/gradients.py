@@ -1,8 +1,8 @@
 """Gradients in flat buffers, averaged over the processes that hold the same weights.
 
 `buckets.BucketPlan` defines where each gradient is stored and when it is sent, and `GradientBuffer`
-carries out the plan. If gradients have the parameter's dtype, autograd adds directly into the
-buffer. Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to it.
+executes the plan. If gradients have the parameter's dtype, autograd adds directly into the buffer.
+Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to the buffer.
 Alternatively, the code that computes a gradient requests a `slot` and writes to it directly: a
 product that adds to fp32 memory needs neither a 16-bit gradient nor a buffer of zeros.
 
@@ -21,10 +21,10 @@ processes send the buckets in the plan's order, regardless of the order of their
 parameter without a gradient in an iteration counts as zero: its bucket and those after it are sent
 when the backward pass ends.
 
-In a pipeline, a micro-batch's backward pass goes through the model parts of a process one by one,
-with parts of other processes in between. Each such step is a wave. In stage 2, all gradients of a
-bucket are computed in the same wave, or in the same waves if several parts share them. After the
-wave, only shards of the bucket remain.
+In a pipeline, the backward pass of a micro-batch goes through the model parts of a process one by
+one, with parts of other processes in between. Each such step is a wave. In stage 2, all gradients
+of a bucket are computed in the same wave, or in the same waves if several parts share the
+parameters. After the wave, only shards of the bucket remain.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class PendingBucket:
 
     Args:
         plan: The plan of the bucket.
-        axis: The processes to average over.
-        parameters: The parameters by name; they include those of the bucket.
-        reduced: The memory for the reduced gradients, which is the whole bucket or this process's
-            shard.
-        whole: All gradients of the bucket. In stage 2 it is `None` until the first one arrives.
+        axis: The processes over which gradients are averaged.
+        parameters: The parameters by name, including those of the bucket.
+        reduced: The memory for the reduced gradients: the whole bucket or this process's shard.
+        whole: All gradients of the bucket. In stage 2 this is `None` until the first gradient
+            arrives.
 
     Attributes:
-        members: The parameters in the bucket, each with its location in it.
-        tied: The members, by `id`, whose copies' gradients are added after the backward pass.
-        partial: The locations of gradients that are first summed over tensor ranks.
-        missing: For each parameter, the number of additions to its gradient that have yet to be
-            made. A parameter is removed when its gradient is complete.
+        members: The bucket's parameters, each with its span relative to the bucket.
+        tied: The parameters, by `id`, whose copies' gradients are added after the backward pass.
+        partial: The spans of gradients that are first summed over tensor ranks.
+        missing: The number of additions to the gradient of each parameter, by `id`, that are still
+            to come. A parameter is removed when its gradient is complete.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class PendingBucket:
         self.missing: dict[int, int] = {}
 
     def allocate(self) -> Tensor:
-        """Return the memory of the whole bucket, which is allocated as zeros if necessary."""
+        """Return the memory of the whole bucket, allocating zeros if necessary."""
         if self.whole is None:
             self.whole = self.reduced.new_zeros(self.plan.span.size)
         return self.whole
 
 
 class Reducer:
-    """An object that sends buckets of gradients and receives their averages.
+    """Averages buckets of gradients over the processes that hold the same weights.
 
     Args:
         buckets: All buckets, in sending order.
@@ -105,11 +105,10 @@ class Reducer:
 
     Attributes:
         overlap: The argument, or False if no other process holds the same weights.
-        uses: For each parameter with slots, by `id`, how many times a backward pass adds to its
-            gradient. Every other parameter's gradient is added to once. This mapping is read again
-            at each call of `expect`.
-        fingerprints: If not `None`, a list that receives the sum of squares of each bucket's
-            gradients on this rank alone, fp32 scalars.
+        uses: The number of times that a backward pass adds to the gradient of each parameter with
+            slots, by `id`. All other gradients are added to once. `expect` reads this mapping.
+        fingerprints: If not `None`, a list to which the reducer appends the sum of squares of each
+            bucket's gradients on this rank before reduction, fp32 [].
     """
 
     def __init__(
@@ -131,14 +130,16 @@ class Reducer:
         self.expect(self.buckets)
 
     def expect(self, buckets: list[PendingBucket]) -> None:
-        """Record that these buckets have received no gradients yet and that none has been sent."""
-        self._expected, self._next, self._is_noted = buckets, 0, False  # the next to be sent
+        """Record that these buckets have received no gradients and none has been sent."""
+        self._expected, self._next, self._is_noted = buckets, 0, False
         for bucket in buckets:
             bucket.missing = {id(p): self.uses.get(id(p), 1) for p, _ in bucket.members}
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable) -> Iterator[None]:
-        """Send completed buckets in the last micro-batch of an update or, in stage 2, in every one.
+        """Send completed buckets during the backward pass in this context.
+
+        Buckets are sent in the last micro-batch of an update or, in stage 2, in every micro-batch.
 
         Args:
             is_last: Whether this is the last backward pass of the update to reach these parameters.
@@ -187,7 +188,7 @@ class Reducer:
         self.expect(self.buckets)
 
     def receive(self) -> None:
-        """Wait for all messages in flight."""
+        """Wait for all reductions in flight."""
         for bucket, work, _ in self._sent:
             received = work.wait()
             if self._zero_stage == 2:
@@ -200,7 +201,7 @@ class Reducer:
             self._send(bucket)
 
     def note_remaining(self) -> None:
-        """Add the remaining buckets to `fingerprints`, before they receive gradients of copies."""
+        """Record fingerprints of the remaining buckets, before gradients of copies are added."""
         if self.fingerprints is not None and not self._is_noted:
             self._is_noted = True
             remaining = [bucket.allocate() for bucket in self._expected[self._next :]]
@@ -236,7 +237,7 @@ def _sum_of_squares(gradients: Tensor) -> Tensor:
 
 
 def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
-    """Return the traits that a parameter itself defines: its name, shape, dtype and spec."""
+    """Return the traits that follow from a parameter's name, shape, dtype and spec."""
     spec: ParameterSpec | None = getattr(parameter, "spec", None)
     is_partial = spec is not None and spec.partial_gradient
     axis = "expert_data" if spec is not None and spec.is_expert else "data"
@@ -245,14 +246,14 @@ def traits_of(name: str, parameter: nn.Parameter) -> ParameterTraits:
 
 
 class GradientBuffer:
-    """A buffer that holds a model's gradients and averages them.
+    """A buffer that stores and averages the gradients of a model (ZeRO stages 0 to 2).
 
     Below stage 2 each parameter's gradient is `parameter.main_grad`, a view of a flat buffer. In
-    stage 2 only a tied parameter has a `main_grad`: the part of its bucket that this process keeps.
+    stage 2 only a tied parameter has a `main_grad`: this process's shard of the parameter's bucket.
 
     Args:
-        named_parameters: The parameters of the plan, as `model.named_parameters()` returns them,
-            each tensor once. Parameters that need no gradient are omitted.
+        named_parameters: The parameters, as `model.named_parameters()` returns them, each tensor
+            once. Those that require gradients must be the parameters of the plan.
         plan: The layout of gradients and the sending order.
         axes: The plan's replica axes by name.
         tensor: The axis over which partial gradients are summed, just before they are averaged.
@@ -260,9 +261,9 @@ class GradientBuffer:
 
     Attributes:
         plan: The plan.
-        flats: The buffers that carry it out.
+        flats: The flat buffers of the plan.
         is_sharded: Whether each process keeps and updates only its own shard.
-        shares_weights: Whether a process lacks some of the weights. Always False in stages 0 to 2.
+        shares_weights: Whether a process stores only a shard of the weights; always False here.
     """
 
     shares_weights = False
@@ -287,7 +288,7 @@ class GradientBuffer:
         self._in_place: dict[nn.Parameter, Tensor] = {}
         self._owned: dict[int, tuple[Span, Tensor]] = {}
         self._spans: dict[int, tuple[PendingBucket, Span]] = {}
-        self._unslotted: list[Tensor] | None = None  # gradients without a slot, found once
+        self._unslotted: list[Tensor] | None = None  # gradients without a slot, cached
         self._stale: set[int] = set()  # gradients of the previous update, to be overwritten
         self._has_waves = any(b.waves != (None,) for flat in plan.flats for b in flat.buckets)
         self.flats: list[FlatBuffer] = []
@@ -311,9 +312,9 @@ class GradientBuffer:
     def _allocate(
         self, plan: FlatPlan, axis: Axis, parameters: Parameters
     ) -> tuple[FlatBuffer, list[PendingBucket]]:
-        """Allocate a buffer and its buckets, and note where each gradient is."""
+        """Allocate a buffer and its buckets, and record where each gradient is stored."""
         shards, rank = (axis.size, axis.rank) if self.is_sharded else (1, 0)
-        # A bucket has this many parts, and this process keeps one of them.
+        # This process stores one of this many parts of each bucket.
         parts = shards if self.plan.zero_stage == 2 else 1
         members = [(parameters[member.traits.name], member.slot) for member in plan.members]
         first, _ = members[0]
@@ -352,8 +353,8 @@ class GradientBuffer:
             parameter.main_grad = bucket.reduced  # type: ignore[attr-defined]
         if parameter not in self._in_place or self._reducer.overlap:
             # The garbage collector does not see the parameter's reference to its hook. The buffer
-            # holds the parameter, so a strong reference from the hook to the buffer would keep both
-            # alive forever.
+            # refers to the parameter, so a strong reference from the hook to the buffer would keep
+            # both alive forever.
             buffer = weakref.ref(self)
 
             def collect(parameter: nn.Parameter) -> None:
@@ -363,24 +364,24 @@ class GradientBuffer:
             parameter.register_post_accumulate_grad_hook(collect)
 
     def owned(self, parameter: nn.Parameter) -> Span:
-        """Return the elements of the flattened parameter that this process updates, if any."""
+        """Return the span of the flattened parameter that this process updates; it may be empty."""
         return self._owned[id(parameter)][0]
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view into it."""
+        """Return the `owned` weights: the parameter or, if sharded, a 1-D view into it."""
         if not self.is_sharded:
             return parameter.detach()
         own = self.owned(parameter)
         return parameter.detach().view(-1)[own.start : own.end]
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the data type of the forward pass."""
+        """Return the parameter's data type in the forward pass."""
         return parameter.dtype
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient of the `owned` elements, in the buffer's dtype.
 
-        It has the parameter's shape or, if the buffer is sharded, one dimension.
+        The result has the parameter's shape or, if the buffer is sharded, one dimension.
         """
         if self.is_sharded:
             return self._owned[id(parameter)][1]
@@ -390,12 +391,12 @@ class GradientBuffer:
     def slot(self, parameter: nn.Parameter) -> WeightSlot | None:
         """Return a slot for one use of the parameter. Autograd must not differentiate this use.
 
-        With several uses (tied embeddings), each use asks for its own slot. The gradient is
-        complete when all of them have added to it.
+        Each use of a parameter (tied embeddings have two) requests its own slot. The gradient is
+        complete when all uses have added to it.
 
         Returns:
-            The slot, or `None` if the parameter's gradient is not kept in fp32. Autograd then
-            handles it.
+            The slot, or `None` if the buffer does not store the parameter's gradient in fp32.
+            Autograd then handles the gradient.
         """
         if id(parameter) not in self._spans:
             return None
@@ -408,7 +409,7 @@ class GradientBuffer:
 
     @contextmanager
     def _add_to(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, bool]]:
-        """Yield a slot's gradient, and whether it already holds part of this update's sum."""
+        """Yield a slot's gradient, and whether to add to it instead of overwriting it."""
         bucket, span = self._spans[id(parameter)]
         is_stale = id(parameter) in self._stale
         self._stale.discard(id(parameter))
@@ -417,30 +418,30 @@ class GradientBuffer:
         self._reducer.finish(bucket, parameter)
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return the fewest 1-D tensors that cover the owned part of all selected gradients.
+        """Return 1-D views of the owned gradients of selected parameters, as few as possible.
 
-        Between two parameters there may be padding, which is zero.
+        Padding between parameters is included and is zero.
         """
         return [run for flat in self.flats for run in flat.runs(select)]
 
     def share_weights(
         self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> WeightBuffer | None:
-        """Return the object that gathers updated weights; `None` if every process updates them all.
+        """Return the object that gathers updated weights, or `None` if the buffer is not sharded.
 
-        This moves the parameters' values, so call it before `part`.
+        This moves the parameters into flat buffers, so call it before `part`.
 
         Args:
-            overlap_in: The models whose forward pass may begin while weights are in transit.
-            in_8_bits: The parameters that the plan gathers in 8 bits, and the products that use
-                each.
+            overlap_in: The models whose forward pass may begin while weights are in transit;
+                `None` waits for the weights first.
+            in_8_bits: The products of each parameter that the plan gathers in 8 bits.
         """
         if not self.is_sharded:
             return None
         return WeightBuffer(self.flats, overlap_in=overlap_in, in_8_bits=in_8_bits)
 
     def zero(self) -> None:
-        """Forget all gradients. Call before the first micro-batch of an update."""
+        """Reset all gradients. Call before the first micro-batch of an update."""
         if self.plan.zero_stage == 2 or not self._uses:
             for storage in self._storages:
                 storage.zero_()
@@ -465,10 +466,10 @@ class GradientBuffer:
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], None]]:
-        """Wrap a backward pass that a device only records (no gradient is computed yet).
+        """Wrap a backward pass that a device only records, without computing gradients.
 
-        Yields a function to call after each replay of the recorded kernels that starts with the
-        same `to_overwrite`.
+        Yields a function to call after each replay of the recorded kernels. A replay must start
+        with the same `to_overwrite` as the recording.
         """
         before, written = self._stale, set[int]()
         self._stale = set(before)
@@ -482,7 +483,7 @@ class GradientBuffer:
     def complete(self) -> None:
         """Zero the gradients to which no backward pass of this update has added.
 
-        Call it before any gradient is read.
+        Call this method before reading any gradient.
         """
         if self.plan.zero_stage == 2:
             self._reducer.receive()
@@ -493,39 +494,40 @@ class GradientBuffer:
         self._reducer.note_remaining()
 
     def pop_fingerprints(self) -> list[Tensor]:
-        """Return a number for each gradient bucket that this rank has filled since the last call.
+        """Return a fingerprint of each bucket that has been sent since the last call.
 
-        The first call returns an empty list and starts recording. Each number is the sum of squares
-        of this rank's own gradients, before those of other ranks are added: fp32 [].
+        A fingerprint is the sum of squares of this rank's gradients before reduction, fp32 []. The
+        first call returns an empty list and starts recording.
         """
         fingerprints, self._reducer.fingerprints = self._reducer.fingerprints or [], []
         return fingerprints
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Wrap each backward pass. With overlap, the last one sends buckets as they are completed.
+        """Return a context for one backward pass, which sends buckets as they are completed.
 
-        Collective over the replica axis with overlap or in stage 2.
+        Buckets are sent in the last backward pass with overlap, and in each one in stage 2. In
+        these cases the context is collective over the replica axis.
 
         Args:
             is_last: Whether this is the last backward pass of the update to reach these parameters.
-            wave: The wave (of the plan) that this backward pass computes.
+            wave: The wave of the plan that this backward pass computes.
         """
         wave = wave if self._has_waves else None
         return self._reducer.micro_batch(is_last=is_last, wave=wave)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average the gradients over the replica axis. Collective over that axis.
+        """Average the gradients over the replica axis. Collective over this axis.
 
-        Every element is summed on one process and sent to the others, so that all have the same
-        bits. Dividing before the sum keeps fp16 sums in range.
+        Every element is summed on one process and sent to the others, so all processes have the
+        same bits. Gradients are divided before they are summed, which keeps fp16 sums in range.
         """
         self.complete()
         self._reducer.reduce()
 
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter) -> None:
-        """Collect a finished gradient, the sum over all uses of the parameter."""
+        """Add a parameter's finished gradient (the sum over all its uses) to its bucket."""
         bucket, span = self._spans[id(parameter)]
         assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
         if parameter not in self._in_place:

@@ -1,11 +1,11 @@
-"""The state of a process: its iteration, its operation and the communication it is waiting for.
+"""The journal of a process: its iteration, its operation and the communication it waits for.
 
-Training updates it with a few assignments. The watchdog reads it from another thread and, when a
-run hangs, reports which ranks are missing from which operation.
+Training updates the journal with a few assignments. The watchdog reads it from another thread and,
+when a run hangs, reports which ranks are missing from which operation.
 
 On a GPU, the process runs ahead of its device. It does not wait at each communication, but only
 when it needs the device's results. The journal therefore also sends marks through the device's
-queue. The last mark that came back shows which operation the device is in.
+queue. The last mark that the device has reached shows which operation the device is in.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from megatron.device import StreamMarks
 
-# Number of communications between two marks. Half of the kernels that fit into a device's queue
-# (about 1,000) must contain more communications than this, so that a process that fills the queue
-# has sent marks that its device has not yet reached.
+# The number of communications between two marks. Half of the kernels that fit into a device's queue
+# (about 1,000) must contain more communications than this. A process that fills the queue has then
+# sent marks that its device has not yet reached.
 _WAITS_PER_MARK = 8
 _RECORDED_POSITIONS = 4096  # a process is never this far ahead of its device
 
@@ -35,7 +35,7 @@ class Position(NamedTuple):
 
 
 class WaitClock(Protocol):
-    """A clock that is notified when the process, or its device, is only waiting for others."""
+    """A clock that is notified while the process, or its device, only waits for other processes."""
 
     def begin_wait(self, transfer: Transfer) -> None:
         """Note that a wait for a communication begins."""
@@ -45,14 +45,14 @@ class WaitClock(Protocol):
 
 
 class Transfer:
-    """A communication in progress, a `torch.distributed.Work` with a name and participants.
+    """A communication in progress: a `torch.distributed.Work` with a name and participants.
 
     Attributes:
         kind: The kind of communication, such as "all-reduce" or "receive".
-        ranks: The global ranks of the group, including this one. For a message, only the rank at
-            the other end.
-        number: How many collectives the process has started with these ranks, including this one;
-            `None` for a message.
+        ranks: The global ranks of the group, including this rank. For a message, only the rank of
+            the peer.
+        number: The number of collectives that the process has started with these ranks so far,
+            including this one; `None` for a message.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Transfer:
         self._journal, self._work = journal, work
 
     def wait(self) -> None:
-        """Wait for the data. On a GPU, later kernels wait for it, but this process does not."""
+        """Wait for the data. On a GPU, later kernels wait for it; the calling process does not."""
         self._journal.begin_wait(self)
         self._work.wait()
         self._journal.end_wait()  # skipped after an error, so that this wait is still reported
@@ -78,7 +78,7 @@ class Transfer:
 
 
 class Journal:
-    """A record that the training thread and autograd's threads write and any thread may read.
+    """A record that the training thread and autograd's threads write, and any thread may read.
 
     Args:
         marks: The marks that follow a GPU; `None` on a CPU.
@@ -106,7 +106,7 @@ class Journal:
         )
 
     def enter(self, operation: object) -> None:
-        """Record that the process is in `operation`. Reports show `str(operation)`."""
+        """Record that the process enters `operation`. Reports show `str(operation)`."""
         self._moved = time.monotonic()
         number = self._position.number + 1
         self._position = Position(number, self.iteration, operation)
@@ -124,7 +124,10 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Send no marks inside the block, which a device records: each replay would resend them."""
+        """Send no marks inside the block, in which a device records a pass.
+
+        Otherwise each replay of the recording would send the marks again.
+        """
         marks, self._marks = self._marks, None
         clock, self.clock = self.clock, None
         try:
@@ -133,16 +136,26 @@ class Journal:
             self._marks, self.clock = marks, clock
 
     def transfer(self, kind: str, ranks: tuple[int, ...], work: Any) -> Transfer:
-        """Record that a collective over `ranks` has been started."""
+        """Record that a collective has been started, and return it as a `Transfer`.
+
+        Args:
+            kind: The name of the collective, such as "all-reduce".
+            ranks: The global ranks of the group.
+            work: The `torch.distributed.Work` of the collective.
+        """
         number = self.started[ranks] = self.started.get(ranks, 0) + 1
         return Transfer(self, kind, ranks, number, work)
 
     @contextmanager
     def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Wrap a collective that another library starts and waits for.
+        """Return a context that records a collective which another library starts and waits for.
 
-        On a GPU, the collective is only queued, in a stream of that library, where marks would be
-        out of order.
+        On a GPU, the library only queues the collective, in its own stream. No mark is sent,
+        because a mark would be out of order there.
+
+        Args:
+            kind: The name of the collective.
+            ranks: The global ranks of the group.
         """
         self.begin_wait(self.transfer(kind, ranks, None))
         yield
@@ -152,7 +165,13 @@ class Journal:
             self.clock.end_wait()
 
     def message(self, kind: str, peer: int, work: Any) -> Transfer:
-        """Record that a message to or from global rank `peer` has been started."""
+        """Record that a message has been started, and return it as a `Transfer`.
+
+        Args:
+            kind: The kind of message, such as "send" or "receive".
+            peer: The global rank at the other end.
+            work: The `torch.distributed.Work` of the message.
+        """
         return Transfer(self, kind, (peer,), None, work)
 
     def begin_wait(self, transfer: Transfer) -> None:

@@ -1,4 +1,4 @@
-"""Layers whose weights can be split over tensor ranks, depending on the constructor's arguments."""
+"""Linear layers and embeddings whose weights may be split over tensor ranks."""
 
 from __future__ import annotations
 
@@ -51,26 +51,28 @@ class Projections:
 
 
 class Linear(nn.Module):
-    """A linear layer y = x W^T + b, kept whole or split over the tensor axis.
+    """A linear layer y = x W^T + b, whole or split over the tensor axis.
 
-    split="column" splits the output features: every rank has the whole input and a part of the
-    output. split="row" splits the input features: every rank has a part of the input and the whole
-    output. With sequence parallelism, "whole" means this rank's part of the sequence (dimension 0):
-    a column layer gathers its input, and a row layer scatters its output. A layer that is not split
-    runs on that part, and its gradients must be summed over the ranks.
+    split="column" splits the output features: every rank has the whole input and a shard of the
+    output. split="row" splits the input features: every rank has a shard of the input and the whole
+    output. With sequence parallelism, a column layer gathers its input from the ranks' shards of
+    the sequence (dimension 0), and a row layer scatters its output to them. A layer that is not
+    split processes this rank's shard of the sequence, and its gradients must be summed over the
+    ranks.
 
     Args:
         in_features: The number of input features of the whole layer.
         out_features: The number of output features of the whole layer.
         context: The build context; `kernels.new_products` makes the layer's products.
-        split: How the weight is split over tensor ranks; `None` keeps all of it on every rank.
+        split: How the weight is split over tensor ranks; `None` keeps the whole weight on every
+            rank.
         init: The initialization of the weight; biases start at zero.
         bias: Whether the layer has a bias.
         adds_bias: Whether the layer adds the bias. Otherwise the caller adds `bias_to_add`.
         projections: The projections that make up the output, if there are several.
-        adapted_as: The parts of the output that each have their own adapter, if these are not the
-            projections themselves. Each part joins neighboring projections that a single Hugging
-            Face module computes.
+        adapted_as: The slices of the output that have separate adapters, if these differ from
+            `projections`. A slice consists of adjacent projections that are a single module in
+            Hugging Face models.
 
     Attributes:
         adapter: An adapter that adds to the frozen weight's output, or a stack of adapters, one of
@@ -90,7 +92,7 @@ class Linear(nn.Module):
         projections: Projections | None = None,
         adapted_as: Projections | None = None,
     ) -> None:
-        """Allocate this rank's part and record it in the context's registry."""
+        """Allocate this rank's shard and record it in the context's registry."""
         super().__init__()
         self.adds_bias = adds_bias
         self.in_features, self.out_features = in_features, out_features
@@ -141,8 +143,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply the input by the weight: [s, b, in] -> [s, b, out].
 
-        On the split side, the features are divided by t. On the other side, s is divided by t with
-        sequence parallelism.
+        The split features are divided by t. With sequence parallelism, s is divided by t in the
+        tensor whose features are not split.
         """
         overlapped = self._overlapped
         if overlapped is not None and not overlapped.fits(x, self.weight):
@@ -164,7 +166,7 @@ class Linear(nn.Module):
         if self._sums_over is not None and overlapped is None:
             out = sum_over_ranks(out, self._sums_over)
         if self.adapter is not None and low is not None:
-            # The adapter adds in place, which autograd does not allow for an exchange's view.
+            # The adapter adds in place, which autograd does not allow on a custom function's view.
             out = out if overlapped is None else out.clone()
             out = self.adapter.add_product(low, out, self.weight)
         return out if bias is None or bias is added else out + bias.flatten()
@@ -173,7 +175,7 @@ class Linear(nn.Module):
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
     """Sum the ranks' partial results `x` [s, ...] at the end of a tensor-parallel region.
 
-    Every rank gets the whole sum or, with sequence parallelism, its part of the sequence.
+    Every rank gets the whole sum [s, ...] or, with sequence parallelism, its shard [s/t, ...].
     """
     if layout.sequence_parallel:
         return reduce_scatter_from(x, layout.tensor)
@@ -185,11 +187,11 @@ class VocabularyEmbedding(nn.Module):
 
     Args:
         vocab_size: The padded size of the whole table.
-        hidden: The size of a vector.
+        hidden: The number of elements of a vector.
         context: The build context.
         init: The initialization of the table.
-        lookup_in_fp32: Whether to look up in an fp32 copy of the weight, so that the gradients of
-            an entry that occurs often are summed in fp32.
+        lookup_in_fp32: Whether to look up vectors in an fp32 copy of the weight, so that the
+            gradient of a frequent entry is summed in fp32.
         calls: How many times the layer is called in a forward pass.
     """
 
@@ -214,15 +216,13 @@ class VocabularyEmbedding(nn.Module):
         self._gradient = context.registry.reserve_slot(self.weight, uses=calls)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up entries [s, ...] -> vectors [s, ..., h] in the weight's type.
+        """Look up the vectors of tokens: [s, ...] -> [s, ..., h], in the weight's dtype.
 
-        The result is whole on every rank or, with sequence parallelism, this rank's part of the
-        sequence.
+        With sequence parallelism, the result is this rank's shard of the sequence, [s/t, ..., h].
         """
         axis, slot = self.layout.tensor, self._gradient.slot
         if slot is not None:
-            # Return rows of the weight, and zeros for entries of other ranks. The gradient goes to
-            # the slot.
+            # Entries of other ranks give zeros. The gradient goes to the slot.
             local = tokens - axis.rank * self.weight.shape[0]
             anchor = self.weight.new_empty(0).requires_grad_()  # so that backward runs
             vectors = _Lookup.apply(anchor, local, self.weight.detach(), slot, self.gradient_form)

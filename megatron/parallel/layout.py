@@ -1,4 +1,4 @@
-"""The grid of tensor, context, data and pipeline ranks, with this process's position in it.
+"""The grid of tensor, context, data and pipeline ranks, and this process's position in it.
 
 Ranks are numbered as in Megatron: the tensor rank varies fastest, then context, data, pipeline. For
 tensor size T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
@@ -28,8 +28,9 @@ class Axis:
         size: The number of processes along the axis.
         rank: The index of this process among them.
         ranks: The global ranks of the processes along the axis, in order.
-        group: The group for collectives; `None` if this process is the only one.
-        journal: The record of this process's communication, which all axes share.
+        group: The process group for collectives; `None` if the axis has a single process or the
+            layout is not connected.
+        journal: The record of this process's communication, shared by all axes.
     """
 
     size: int = 1
@@ -49,15 +50,24 @@ class Axis:
         return self.rank == self.size - 1
 
     def transfer(self, kind: str, work: Any) -> Transfer:
-        """Record that a collective of this axis has been started; `kind` is its name."""
+        """Record a collective over this axis that has been started, and return it as a `Transfer`.
+
+        Args:
+            kind: The name of the collective, such as "all-reduce".
+            work: The `torch.distributed.Work` of the collective.
+        """
         return self.journal.transfer(kind, self.ranks, work)
 
     def joining(self, kind: str) -> AbstractContextManager[None]:
-        """Wrap a collective of this axis that another library starts and waits for."""
+        """Return a context that records a collective over this axis run by another library.
+
+        Args:
+            kind: The name of the collective.
+        """
         return self.journal.joining(kind, self.ranks)
 
     def barrier(self) -> None:
-        """Return once every process of the axis has called this."""
+        """Wait until every process of the axis has called this method."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -68,16 +78,22 @@ class Axis:
 class Layout:
     """The process grid of a run, built once and passed to all code that needs it.
 
-    `replica` is data x context, with context varying fastest. Its processes hold the same weights.
-
     For experts, the ranks of a pipeline stage form another grid, in which the expert tensor rank
     varies fastest, then the expert rank, then the expert replica (Megatron Core's parallel
     folding).
 
     Attributes:
+        world: All ranks.
+        tensor: The ranks that split each layer.
+        context: The ranks that split each sequence.
+        data: The ranks that process different samples.
+        pipeline: The ranks that hold different layers.
+        replica: The ranks that hold the same weights: data x context, with context varying fastest.
+        embedding: The first and the last pipeline stage, which both hold tied word embeddings. On
+            the stages in between, and without a pipeline, this axis has a single process.
         expert: The ranks among which experts are divided.
         expert_tensor: The ranks that split each expert: the tensor ranks, or only this rank.
-        expert_replica: The ranks that hold the same experts, or the same parts of them.
+        expert_replica: The ranks that hold the same experts, or the same shards of them.
         sequence_parallel: Whether tensor ranks also split the activations between tensor-parallel
             layers along the sequence.
     """
@@ -89,8 +105,6 @@ class Layout:
     pipeline: Axis = Axis()
     replica: Axis = Axis()
     embedding: Axis = Axis()
-    """The first and the last pipeline stage, which both hold tied word embeddings. On the stages in
-    between, and without a pipeline, this axis has one process."""
     expert: Axis = Axis()
     expert_tensor: Axis = Axis()
     expert_replica: Axis = Axis()
@@ -108,7 +122,7 @@ class Layout:
 
     @classmethod
     def single(cls) -> Layout:
-        """Return the grid of a single process, for tests, tools and laptops."""
+        """Return the layout of a single process, for tests, tools and laptops."""
         return cls()
 
     @classmethod
@@ -123,7 +137,11 @@ class Layout:
         expert: int = 1,
         expert_tensor: int | None = None,
     ) -> Layout:
-        """Return the grid as seen by process `rank` of `world_size`, without process groups."""
+        """Return the layout as seen by process `rank` of `world_size`, without process groups.
+
+        The arguments are the sizes of the axes. The data axis gets the remaining processes.
+        `expert_tensor` defaults to `tensor`.
+        """
 
         def axis(*ranks: int) -> Axis:
             return Axis(len(ranks), ranks.index(rank), ranks)
@@ -154,12 +172,12 @@ class Layout:
         return cls(**axes)
 
     def connect(self, device_type: str, journal: Journal | None = None) -> Layout:
-        """Return this grid with process groups. Collective, after `init_process_group`.
+        """Return a copy of this layout with process groups. Collective.
 
-        A single process has no groups and needs no initialization.
+        Call `init_process_group` first, except in a single process, which needs no groups.
 
         Args:
-            device_type: The type of the devices whose tensors are communicated.
+            device_type: The device type of the tensors to communicate, such as "cuda".
             journal: The record of communication; `None` creates a new one.
         """
         groups = _new_groups(self, device_type) if self.world.size > 1 else {}
@@ -176,10 +194,13 @@ class Layout:
         return self.world.journal
 
     def for_thread(self, timeout: timedelta) -> Layout:
-        """Return this grid for a thread that runs next to the training thread. Collective.
+        """Return a copy of this layout for a thread that runs alongside training. Collective.
 
-        Only its `world` axis can communicate. It has its own group for CPU tensors and its own
-        journal.
+        Only the `world` axis of the copy may communicate. It has its own gloo group, for CPU
+        tensors, and its own journal.
+
+        Args:
+            timeout: The timeout of each collective of the thread.
         """
         if self.world.size == 1:
             return self
@@ -189,7 +210,7 @@ class Layout:
         return replace(self, world=replace(self.world, group=group, journal=Journal()))
 
     def wait_for_all(self) -> None:
-        """Return once every process has called this."""
+        """Wait until every process has called this method."""
         self.world.barrier()
 
     def describe(self) -> str:
@@ -204,14 +225,14 @@ class Layout:
 
 
 def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> dict[str, int]:
-    """Return the size of every axis. The data axis gets the remaining processes."""
+    """Return the size of each axis in `AXES`. The data axis gets the remaining processes."""
     model = tensor * context * pipeline
     assert world_size % model == 0, "rules_parallel.layout: the sizes divide the world"
     return dict(zip(AXES, (pipeline, world_size // model, context, tensor), strict=True))
 
 
 def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | None]:
-    """Return the process groups of the axes by name. All processes create all groups in order."""
+    """Return the process groups by axis name. All processes create all groups in the same order."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -239,8 +260,8 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
         for name in (*AXES, "replica", "world")
         if name in groups
     }
-    # An expert axis consists of every stride-th rank. If another axis has the same stride and size,
-    # it has them on all ranks, so its group can be reused.
+    # An expert axis consists of every stride-th rank. If another axis consists of the same ranks
+    # here, it does so in every process, so its group can be reused.
     stride = 1
     for name in reversed(_EXPERT_AXES):
         axis: Axis = getattr(layout, name)

@@ -3,25 +3,25 @@
 A product has two independent properties: the number format of its operands (see
 `products.Products`) and the transport that brings the operands to the ranks that need them:
 
-- `CollectiveTransport` uses collectives around the product, or none. If every rank holds different
-  rows of the weight [out, in], the backward pass has two products: one for the input's gradient,
-  which must be summed over the ranks, and one for the weight's gradient. The sum runs during the
-  second product.
-  With sequence parallelism (Korthikanti et al., 2022), ranks keep parts of the input along
-  dimension 0. The forward pass gathers them, the backward pass gathers them again during the first
-  product, and the sum is a reduce-scatter.
-- `OverlappedColumn`: a layer split by columns gathers its input part by part. A rank first
+- `CollectiveTransport` uses collectives before and after the product, or none. If every rank holds
+  different rows of the weight [out, in], the backward pass has two products: one for the input's
+  gradient, which must be summed over the ranks, and one for the weight's gradient. The sum runs
+  during the second product.
+  With sequence parallelism (Korthikanti et al., 2022), each rank keeps a shard of the input along
+  dimension 0. The forward pass gathers the shards, the backward pass gathers them again during the
+  first product, and the sum is a reduce-scatter.
+- `OverlappedColumn`: a column-parallel layer gathers its input shard by shard. A rank first
   multiplies its own rows, and then the other ranks' rows as they arrive.
-- `OverlappedRow`: a layer split by rows scatters the sum of its outputs part by part. A rank first
-  multiplies the other ranks' rows, which are sent while it multiplies its own. It then adds the
-  parts that the others have sent for its rows.
+- `OverlappedRow`: a row-parallel layer reduce-scatters its output shard by shard. A rank first
+  multiplies the rows that other ranks need and sends the results while it multiplies its own rows.
+  It then adds the results that the other ranks have sent for its rows.
 
 The backward pass of a gathered product is a scattered one, and vice versa. The other ranks' rows
 that the weight's gradient needs are also sent during a product (Wang et al., "Overlap Communication
 with Dependent Computation via Decomposition", 2023). Every transport computes the same sums, but
 the library may choose another kernel for a product with fewer rows, so the last bits may differ.
-With FP8, parts are cast first and sent in 8 bits. This holds for parts of the input with every
-transport; parts of the output's gradient are sent in 16 bits with `CollectiveTransport`.
+With FP8, shards of the input are cast first and sent in 8 bits with every transport. Shards of the
+output's gradient are sent in 8 bits too, except by `CollectiveTransport`, which sends 16 bits.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from megatron.parallel.products import PLAIN, LinearCall, Operand, Products, Row
 from megatron.parallel.quantized import PackedWeight, unpacked
 
 WeightSlot = Callable[[], AbstractContextManager[tuple[Tensor, bool]]]
-"""A destination outside autograd for one use's contribution to a weight's gradient.
+"""A destination, outside autograd, for the weight gradient of one use of a weight.
 
 A backward pass enters the context once. The context yields the gradient [rows, columns] and whether
-to add to it instead of overwriting it. When the context ends, the contribution is complete.
+to add to it instead of overwriting it. When the context ends, the contribution of this use is
+complete.
 """
 
 
@@ -54,9 +55,9 @@ class SavedTensors(NamedTuple):
     """The tensors that the forward pass saves for the backward pass.
 
     Attributes:
-        x: The input, if the format keeps it.
+        x: The input, or this rank's shard of it; `None` if the number format does not need it.
         weight: The weight [out, in].
-        operands: The values that the format keeps.
+        operands: The tensors that the number format saves.
     """
 
     x: Tensor | None
@@ -68,21 +69,20 @@ class WeightWork(Protocol):
     """A weight gradient that has not been computed yet."""
 
     def start(self) -> None:
-        """Start gathering the operands of which this rank holds only a part."""
+        """Start gathering the operands of which this rank has only a shard."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write the gradient to `into` [rows, columns], or add it there."""
+        """Write the gradient to `into` [rows, columns], or add it if `accumulate`."""
 
 
 class WeightProduct:
-    """The product grad^T x for the weight's gradient, which has not been computed yet.
+    """The product grad^T x for a weight's gradient, which has not been computed yet.
 
-    In this class, both operands are complete. In subclasses the input may still have to be
-    gathered.
+    In this class, both operands are complete. Subclasses may have to gather the input.
 
     Args:
-        products: The layer's products, which determine the number format.
-        saved: The tensors of the forward pass.
+        products: The products of the layer.
+        saved: The tensors saved by the forward pass.
         grad: The prepared gradient of the output.
         use: The use of an exchange whose memory holds an operand, if any.
     """
@@ -95,14 +95,14 @@ class WeightProduct:
         self._x, _, self._operands = saved
 
     def start(self) -> None:
-        """Start gathering the input if only a part was kept. In that case this is collective."""
+        """Start gathering the input if only a shard was saved; collective in this case."""
 
     def whole_input(self) -> Tensor | None:
-        """Return the whole input, or `None` if the format does not keep it."""
+        """Return the whole input, or `None` if the format does not save it."""
         return self._x
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write the gradient to `into` [out, in], or add it there."""
+        """Write the gradient to `into` [out, in], or add it if `accumulate`."""
         x = self.whole_input()
         self._products.weight_gradient(self._grad, self._operands, x, into, accumulate=accumulate)
         if self._use is not None:
@@ -129,12 +129,13 @@ class Owner:
         return self.queue is not None and self.queue.is_collecting
 
     def accept(self, product: WeightWork, later: list[Callable[[], None]] | None = None) -> None:
-        """Compute the gradient, or defer it to the queue.
+        """Compute the gradient now, later in this backward pass, or deferred in the queue.
 
         Args:
-            product: The product that computes the gradient.
-            later: A list of functions that this backward pass will call; `None` computes the
-                gradient now.
+            product: The product that computes the gradient. It must be started already if the
+                gradient is computed now.
+            later: A list of functions that this backward pass will call, to which the computation
+                is added if it is not deferred; `None` computes the gradient now.
         """
         if self.is_deferred:
             assert self.queue is not None
@@ -146,7 +147,7 @@ class Owner:
 
     @torch.no_grad()
     def _compute(self, product: WeightWork, *, starts: bool = False) -> None:
-        """Add the product to the gradient, in the slot or, without one, as autograd would."""
+        """Add the product to the gradient: in the slot or, if there is none, through autograd."""
         if starts:
             product.start()
         if self.slot is None:
@@ -180,11 +181,11 @@ class Transport(Protocol):
     """A method of bringing a product's operands to the ranks that need them."""
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Operand]:
-        """Return the output and the tensors that backward needs in addition to input and weight.
+        """Return the output and the tensors to save in addition to the input and the weight.
 
         Args:
-            products: The layer's products, which determine the number format.
-            call: The arguments; the input is [s, b, in], or this rank's part of the sequence.
+            products: The products of the layer.
+            call: The arguments of the layer, with an input [s, b, in] or [s/t, b, in].
         """
 
     def backward(
@@ -193,10 +194,10 @@ class Transport(Protocol):
         """Start computing the input's gradient.
 
         Args:
-            products: The layer's products, which determine the number format.
-            grad: The gradient of the output.
-            saved: The tensors of the forward pass.
-            needed: The gradients that are needed. The product for the weight's gradient is started
+            products: The products of the layer.
+            grad: The gradient of the output, in the output's shape.
+            saved: The tensors saved by the forward pass.
+            needed: The gradients to compute. The product for the weight's gradient is started
                 unless it is deferred or not needed.
 
         Returns:
@@ -215,18 +216,19 @@ def parallel_linear(
     """Return x W^T + b.
 
     Args:
-        call: The arguments: the input [s or s/t, b, in]; the weight [..., out, in], which is
-            flattened to two dimensions; and the bias, which is flattened to [out].
-        transport: How operands get to the ranks that need them; `None` if each rank already has its
+        call: The arguments of the layer: the input [s, b, in] or [s/t, b, in]; the weight
+            [..., out, in], which is flattened to two dimensions; and the bias, which is flattened
+            to [out].
+        transport: How operands reach the ranks that need them; `None` if each rank already has its
             operands.
-        queue: The queue in which the backward pass defers the product for the weight's gradient.
-            The pushed work accumulates its result as autograd would, including hooks. Running it is
-            collective if the input is split along the sequence.
-        slot: The destination of the weight's gradient; `None` leaves it to autograd.
-        products: The layer's products, which determine the number format.
+        queue: The queue to which the backward pass defers the product for the weight's gradient.
+            The deferred work accumulates its result as autograd would, including hooks. Running
+            the work is collective if the input is split along the sequence.
+        slot: The destination of the weight's gradient; `None` leaves the gradient to autograd.
+        products: The products of the layer.
 
     Returns:
-        The output [s, b, out], or this rank's part of the sequence with an `OverlappedRow`.
+        The output [s, b, out], or [s/t, b, out] with an `OverlappedRow`.
     """
     x, weight, bias, training = call
     bias = None if bias is None else bias.flatten()
@@ -237,8 +239,8 @@ def parallel_linear(
             return F.linear(x, weight.flatten(0, -2), bias)
         owner, matrix = None, weight.flatten(0, -2)
     else:
-        # Detached, because the parameter's hooks would run in every backward pass, even without a
-        # gradient.
+        # Detach the weight. Otherwise the parameter's hooks would run in every backward pass, even
+        # without a gradient.
         owner, matrix = Owner(weight, queue, slot), weight.detach().flatten(0, -2)
         if not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # backward must reach this function
@@ -287,7 +289,7 @@ class _Product(torch.autograd.Function):
 
 
 class CollectiveTransport:
-    """A transport with collectives around whole products.
+    """A transport that runs collectives before and after whole products.
 
     Args:
         communication: The collectives to use.
@@ -298,7 +300,7 @@ class CollectiveTransport:
         self._communication = communication
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Operand]:
-        """Return the output, and the values that the format keeps."""
+        """Return the output, and the tensors that the number format saves."""
         return products.forward(call, self._communication)
 
     def backward(
@@ -320,12 +322,12 @@ NO_TRANSPORT = CollectiveTransport(ALONE)
 
 
 def around(communication: Communication) -> Transport | None:
-    """Return a transport that uses these collectives, or `None` on an axis of one process."""
+    """Return a transport that uses these collectives, or `None` if the axis has one process."""
     return None if communication.axis.size == 1 else CollectiveTransport(communication)
 
 
 class _GatheredInput(WeightProduct):
-    """A `WeightProduct` that gathers its input with a collective if only a part was kept."""
+    """A `WeightProduct` that gathers its input with a collective if only a shard was saved."""
 
     def __init__(
         self, products: Products, saved: SavedTensors, grad: Operand, communication: Communication
@@ -343,7 +345,7 @@ class _GatheredInput(WeightProduct):
 
 
 Multiply = Callable[[Tensor, Tensor], None]
-"""A function that writes the product of rows [m, in] to [m, out]."""
+"""A function that writes the product of rows [m, in] to a tensor [m, out]."""
 
 
 def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Exchange) -> Use:
@@ -356,7 +358,7 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
         exchange: The exchange between the ranks.
 
     Returns:
-        The use of the exchange, to be closed once its `whole` [t m, in] has been read.
+        The use of the exchange. The caller must close it after reading its `whole` [t m, in].
     """
     axis = exchange.axis
     parts = out.unflatten(0, (axis.size, -1))
@@ -371,14 +373,15 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
 
 
 class ScatteredProduct:
-    """A product that is summed over the ranks and scattered to them by rows.
+    """A product whose rows are reduce-scattered over the ranks.
 
-    The constructor sends the rows that other ranks need. `finish` waits for this rank's rows.
+    The constructor multiplies and sends the rows that other ranks need. `finish` waits for this
+    rank's rows.
 
     Args:
-        rows: All rows [t m, in]; rank r gets the r-th part.
+        rows: All rows [t m, in]; rank r gets the result of the r-th m rows.
         multiply: A function that writes the product of some rows.
-        width: The width of the product.
+        width: The number of columns of the product.
         exchange: The exchange between the ranks.
         dtype: The data type of the product.
         before_sending: A function to call between the first product and the first message.
@@ -414,7 +417,7 @@ class ScatteredProduct:
         self._use.computing()
 
     def finish(self) -> Tensor:
-        """Return this rank's part of the sum, [m, out]."""
+        """Return this rank's rows of the sum, [m, out]."""
         steps = range(1, self._axis.size)
         if len(steps) == 1:
             self._own += self._use.receive(1)
@@ -429,7 +432,7 @@ class ScatteredProduct:
 
 
 class OverlappedColumn:
-    """A transport that gathers a product's input part by part while the product is computed.
+    """A transport that gathers a product's input shard by shard while the product is computed.
 
     Args:
         exchange: The exchange between the ranks.
@@ -444,7 +447,7 @@ class OverlappedColumn:
         return self._exchange.fits(x.numel(), x.dtype)
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Operand]:
-        """Return the output [s, b, out] from this rank's part [s/t, b, in] of the input."""
+        """Return the output [s, b, out], given this rank's shard [s/t, b, in] of the input."""
         x, weight, bias, training = call
         rows, axis = x.flatten(0, -2).contiguous(), self._exchange.axis
         by_out, by_in = products.weight_operands(weight)
@@ -462,7 +465,7 @@ class OverlappedColumn:
     def backward(
         self, products: Products, grad: Tensor, saved: SavedTensors, needed: NeededGradients
     ) -> tuple[WeightProduct, Finish]:
-        """Scatter the input's gradient while the other ranks' rows of the input arrive."""
+        """Reduce-scatter the input's gradient while the other ranks' rows of the input arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
         operand = products.prepare(rows)
         product = _ArrivingInput(products, saved, operand, exchange)
@@ -470,7 +473,7 @@ class OverlappedColumn:
             product.start()
         if not needed.input:
             return product, lambda: None
-        weight = tuple(map(unpacked, saved.operands))  # unpacked once for all parts
+        weight = tuple(map(unpacked, saved.operands))  # unpacked once for all products
         operands = RowOperands(operand, weight, backward=True)
         multiply, width = partial(products.multiply_rows, operands), saved.weight.shape[1]
         own = products.rows_of(operand)
@@ -480,7 +483,7 @@ class OverlappedColumn:
 
 
 class _ArrivingInput(WeightProduct):
-    """A `WeightProduct` that receives the other ranks' input rows during another product."""
+    """A `WeightProduct` that receives the other ranks' input rows while another product runs."""
 
     def __init__(
         self, products: Products, saved: SavedTensors, grad: Operand, exchange: Exchange
@@ -514,7 +517,7 @@ class _ArrivingInput(WeightProduct):
 
 
 class OverlappedRow:
-    """A transport that sums and scatters a product's output part by part while it is computed.
+    """A transport that reduce-scatters a product's output shard by shard while it is computed.
 
     Args:
         exchange: The exchange between the ranks.
@@ -530,7 +533,7 @@ class OverlappedRow:
         return self._exchange.fits(rows * weight.shape[:-1].numel(), x.dtype)
 
     def forward(self, products: Products, call: LinearCall) -> tuple[Tensor, Operand]:
-        """Return this rank's part [s/t, b, out] of the output for the input [s, b, in]."""
+        """Return this rank's shard [s/t, b, out] of the output, given the input [s, b, in]."""
         x, weight, bias, training = call
         assert bias is None, "a bias would be added on every rank"
         exchange = self._exchange
@@ -545,7 +548,7 @@ class OverlappedRow:
     def backward(
         self, products: Products, grad: Tensor, saved: SavedTensors, needed: NeededGradients
     ) -> tuple[WeightProduct, Finish]:
-        """Gather the output's gradient and multiply its parts as they arrive."""
+        """Gather the output's gradient and multiply the ranks' rows as they arrive."""
         rows, exchange = grad.flatten(0, -2).contiguous(), self._exchange
         operand = products.prepare(rows, exchange.axis)
         weight = tuple(map(unpacked, saved.operands)) if needed.input else saved.operands

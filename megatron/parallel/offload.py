@@ -1,7 +1,7 @@
 """Activations moved to host memory after a module's forward pass and back for its backward pass.
 
-Both copies overlap with the computation of other modules. The tensors of the latest modules stay on
-the device until a later module begins, so the backward pass starts without waiting.
+Both copies overlap with the computation of other modules. The tensors of the most recent modules
+stay on the device until a later module begins, so the backward pass starts without waiting.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from megatron.device import CopyStream, QueuedCopy
 
 # The number of module calls whose tensors may be in transit to the host. The device waits for the
-# copies of the call before these.
+# copies of any earlier call.
 _MAX_CALLS_IN_TRANSIT = 2
 
 
 class _SavedTensor:
-    """A tensor that autograd keeps: on the device, in host memory, or both.
+    """A tensor saved by autograd: on the device, in host memory, or both.
 
     Args:
         source: The tensor on the device.
         host: Host memory of the same shape.
-        call: The module call that keeps the tensor.
+        call: The module call that saves the tensor.
     """
 
     def __init__(self, source: Tensor, host: Tensor, call: _ModuleCall) -> None:
@@ -39,7 +39,7 @@ class _SavedTensor:
 
 
 class _ModuleCall:
-    """One call of a module, whose tensors go to the host and come back together.
+    """One call of a module, whose saved tensors are copied to the host and back together.
 
     Args:
         previous: The previous call in the same forward pass, whose tensors the backward pass needs
@@ -47,23 +47,23 @@ class _ModuleCall:
     """
 
     def __init__(self, previous: _ModuleCall | None) -> None:
-        """Create an object without tensors."""
+        """Create a call without saved tensors."""
         self.previous = previous
-        # Autograd is the owner, so that a tensor is freed as soon as backward has used it.
+        # Only autograd owns a tensor, so the tensor is freed once the backward pass has used it.
         self.saved: list[weakref.ref[_SavedTensor]] = []
 
     def tensors(self) -> list[_SavedTensor]:
-        """Return the tensors that backward has not used yet."""
+        """Return the saved tensors that the backward pass has not used yet."""
         return [saved for reference in self.saved if (saved := reference()) is not None]
 
 
 class HostActivations:
-    """Tensors that modules keep in host memory for the backward pass.
+    """Tensors that modules save in host memory for the backward pass.
 
     Args:
         device: The device on which the modules run.
-        modules: The names of the modules whose tensors go to the host.
-        min_elements: The minimum number of elements of a tensor that is moved.
+        modules: The names of the modules whose tensors are copied to the host.
+        min_elements: The number of elements from which a tensor is copied to the host.
 
     Attributes:
         bytes_sent: The number of bytes copied to the host so far.
@@ -75,19 +75,19 @@ class HostActivations:
         modules: frozenset[str],
         min_elements: int,
     ) -> None:
-        """Create an object without tensors."""
+        """Create an object that stores no tensors yet."""
         self._device, self._modules, self._min_elements = device, modules, min_elements
         self._out, self._back = CopyStream(device), CopyStream(device)
         self._last: _ModuleCall | None = None
         self._in_transit: deque[_ModuleCall] = deque()
         self._weights = set[int]()
-        # A tensor that two modules keep, such as the output of one and input of the other, is
-        # copied once.
+        # A tensor that two modules save, as the output of one and the input of the other, is copied
+        # only once.
         self._saved: dict[tuple[object, ...], weakref.ref[_SavedTensor]] = {}
         self.bytes_sent = 0
 
     def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function that creates a context manager for one call of a module.
+        """Return a function that creates a context for one call of a module.
 
         Args:
             module: The name of the module.
@@ -98,13 +98,13 @@ class HostActivations:
         """Record the beginning of a forward pass whose backward pass needs no earlier tensors.
 
         Args:
-            weights: The weights of its modules, which stay on the device.
+            weights: The weights of the modules, which stay on the device.
         """
         self._last = None
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def _begin(self) -> AbstractContextManager[object]:
-        """Return the context manager for one call."""
+        """Return the context for one call."""
         if not torch.is_grad_enabled():
             return nullcontext()
         call = self._last = _ModuleCall(self._last)
@@ -117,7 +117,7 @@ class HostActivations:
 
         def pack(x: Tensor) -> Tensor | _SavedTensor:
             is_large = x.device.type == self._device.type and x.numel() >= self._min_elements
-            # Autograd passes objects other than the parameters, with the same memory.
+            # Autograd passes other tensor objects than the parameters, but with the same memory.
             if is_large and x.untyped_storage().data_ptr() not in self._weights:
                 return self._pack(x.detach(), call)
             return x.detach()

@@ -1,7 +1,7 @@
-"""Parameters that know which part of the whole tensor they hold, and how they are initialized.
+"""Specs of parameters: which shard of the whole tensor each one holds, and how it is initialized.
 
-A parameter's initial values, its checkpoint entry and its share of the gradient norm depend only on
-its `ParameterSpec`, and not on how the model is split.
+A parameter's initial values, checkpoint entry and share of the gradient norm depend only on its
+`ParameterSpec`, not on how the model is split.
 
 Initial values are a function of the global index and are the same for every layout, device and
 order: element i of the tensor called `name` is a pure function of (seed, name, i). A counter-based
@@ -50,13 +50,13 @@ ONES = Init("ones")
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices [out, in] that make up a weight, for update rules that treat each separately.
+    """The matrices [out, in] in a weight, for update rules that treat each matrix separately.
 
     Leading dimensions of the weight (experts, stacked projections) index matrices.
 
     Attributes:
-        shares: The number of rows that each projection has in a group, if a matrix contains several
-            projections ordered by group. Otherwise empty.
+        shares: The number of rows per group of each projection, if the rows of several projections
+            are interleaved by group. Otherwise empty.
     """
 
     shares: tuple[int, ...] = ()
@@ -64,20 +64,22 @@ class Matrices:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """The position of a local tensor in the whole tensor.
+    """The position of a parameter's shard in the whole tensor, and the properties of the tensor.
 
     Attributes:
         global_shape: The shape of the whole tensor.
-        shape: The shape of this part. A parameter may store it as a matrix, or store only some of
-            its rows (ZeRO stage 3).
-        offset: The index of this part's first element in each dimension.
+        shape: The shape of this shard. The parameter may store the shard as a matrix, or store
+            only some of its rows (ZeRO stage 3).
+        offset: The index of the shard's first element in each dimension.
         init: How the whole tensor is initialized.
-        split_dim: The dimension split over tensor ranks; `None` if every rank holds all of it.
-        partial_gradient: Whether every tensor rank holds the whole tensor but sees only a part of
-            the sequence or some heads, so that its gradients must be summed over the ranks.
-        is_copy: Whether another pipeline stage holds the original (see `tied`).
+        split_dim: The dimension that is split over tensor ranks; `None` if every rank holds the
+            whole tensor.
+        partial_gradient: Whether every tensor rank holds the whole tensor but processes only a
+            part of the sequence or some of the heads, so its gradient must be summed over the
+            ranks.
+        is_copy: Whether the original is on another pipeline stage (see `tied`).
         is_expert: Whether the tensor contains expert weights, which are replicated and split over
-            different ranks than all other layers (`Layout.expert`).
+            different ranks than other weights (`Layout.expert`).
         is_vocabulary: Whether the tensor has a row for each vocabulary entry, like the word
             embeddings and the output layer. --decoupled-lr applies to these parameters.
         matrices: The matrices in the tensor, if a layer multiplies by them; `None` for vectors,
@@ -97,7 +99,7 @@ class ParameterSpec:
 
 
 def spec_of(parameter: nn.Parameter) -> ParameterSpec:
-    """Return the spec that `BuildContext.new_parameter` attached."""
+    """Return the spec that `BuildContext.new_parameter` attached to the parameter."""
     spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
     return spec
 
@@ -125,7 +127,14 @@ def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) 
 
 @torch.no_grad()
 def initialize_part(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
-    """Fill `tensor` with the initial values of parameter `name` at the position given by `spec`."""
+    """Fill `tensor` with its initial values.
+
+    Args:
+        name: The global name of the parameter.
+        tensor: This process's shard of the parameter, which may be packed.
+        spec: The position of the shard in the whole tensor, and the distribution of its values.
+        seed: The run's seed.
+    """
     key = derive_key(seed, name)
     if isinstance(tensor, PackedWeight):
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -139,8 +148,8 @@ def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
     """Fill `tensor` with its initial values.
 
     Args:
-        tensor: The part of a whole tensor that this process stores.
-        spec: The position of this part in the whole tensor, and the distribution of its values.
+        tensor: This process's shard of the whole tensor.
+        spec: The position of the shard in the whole tensor, and the distribution of its values.
         key: Two 32-bit words that identify the whole tensor (`derive_key`).
     """
     constants = {"zeros": 0, "ones": 1}
@@ -157,11 +166,13 @@ def fill(tensor: Tensor, spec: ParameterSpec, key: tuple[int, int]) -> None:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Compute Philox4x32-10. Words are int64 tensors with values from 0 to 2**32 - 1.
+    """Return the four random words that Philox4x32-10 computes from a counter and a key.
+
+    Words are int64 tensors with values from 0 to 2**32 - 1.
 
     Args:
-        counter: Four words of the same shape, lowest first.
-        key: Two words.
+        counter: Four words of the same shape, least significant first.
+        key: Two 32-bit words.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -176,7 +187,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def _runs(shape: tuple[int, ...], spec: ParameterSpec) -> tuple[Tensor, int]:
-    """Return the starts and the length of the runs that are contiguous in the whole tensor."""
+    """Return where the shard's contiguous runs start in the whole tensor, and their length."""
     dims, length = len(shape), 1
     while dims:  # merge trailing dimensions, up to the first that is split
         dims -= 1

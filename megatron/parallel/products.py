@@ -5,8 +5,8 @@ With x [m, in], weight [out, in] and the output's gradient [m, out]:
     output = x W^T        input gradient = grad W        weight gradient = grad^T x
 
 `Products` itself multiplies in the tensors' own format, and `InFp32` in fp32. With `RowByRow`, the
-bits of a row do not depend on the other rows. `fp8.Fp8Products` multiplies in 8 bits. How the
-operands get to the processes that need them is a separate choice (see `linear`).
+bits of a row do not depend on the other rows. `fp8.Fp8Products` multiplies in 8 bits. How operands
+reach the ranks that need them is a separate choice (see `linear`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.parallel.collectives import ALONE, Communication
 from megatron.parallel.layout import Axis
 
 Operand = tuple[Tensor, ...]
-"""An operand of a product in the form that a number format uses, such as values with a scale."""
+"""An operand of a product, as a number format represents it: for example values and their scale."""
 
 
 class LinearCall(NamedTuple):
     """The arguments of one call of a linear layer.
 
     Attributes:
-        x: The input [s, ..., in], or a part of it along dimension 0, which is then gathered.
+        x: The input [s, ..., in], or this rank's shard of it along dimension 0.
         weight: The weight [out, in].
         bias: The bias [out].
         training: Whether statistics of the input may be recorded.
@@ -48,8 +48,8 @@ class RowOperands(NamedTuple):
 
     Attributes:
         rows: The prepared operand to which the rows belong.
-        weight: One of `Products.weight_operands`, or the operand kept for the backward pass.
-        bias: The bias to add.
+        weight: The weight: one of `Products.weight_operands`, or as saved for the backward pass.
+        bias: The bias [out] to add.
         backward: Whether the product computes the input's gradient.
     """
 
@@ -62,16 +62,16 @@ class RowOperands(NamedTuple):
 class Products:
     """The products of one layer; in this class, in the tensors' own number format.
 
-    Other formats extend this class. The two products of the backward pass need only what `forward`
-    keeps, the prepared gradient, and the input if `keeps_input`. Weight gradients that are kept in
-    fp32 are accumulated in fp32.
+    Subclasses implement other formats. The two products of the backward pass need only the tensors
+    that `forward` saves, the prepared gradient and, if `keeps_input`, the input. Weight gradients
+    stored in fp32 are accumulated in fp32.
 
     Attributes:
-        keeps_input: Whether the weight's gradient needs the input itself.
+        keeps_input: Whether the product for the weight's gradient needs the input itself.
         matches_autograd: Whether `F.linear` under autograd computes the same products.
-        can_be_split: Whether products may be computed for some of the rows at a time.
+        can_be_split: Whether products may be computed a few rows at a time.
         fused_amaxes: Where kernels store the amaxes of the input and of the output's gradient, for
-            a format that casts them.
+            formats that cast these tensors.
     """
 
     keeps_input = True
@@ -82,75 +82,95 @@ class Products:
     def forward(
         self, call: LinearCall, communication: Communication = ALONE
     ) -> tuple[Tensor, Operand]:
-        """Return the output [s, ..., out] and the tensors to keep for the backward pass.
+        """Return the output [s, ..., out] and the tensors to save for the backward pass.
 
         Args:
-            call: The arguments.
-            communication: The communication that gathers the input.
+            call: The arguments of the layer.
+            communication: The collectives that gather the input.
         """
         x = communication.start_gather(call.x).wait()
         return self._multiply(x, call.weight, call.bias), (call.weight,)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output for the whole input."""
+        """Return the output [s, ..., out] of the whole input [s, ..., in]."""
         return F.linear(x, weight, bias)
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Operand:
-        """Return the output's gradient [..., out] in the form that both backward products use.
+        """Return the output's gradient [..., out] as the operand of both backward products.
 
         Args:
-            grad: All rows, or the rows of one rank of an axis.
-            axis: The ranks that hold the other rows. All ranks' rows must be cast in the same way.
+            grad: All rows of the gradient, or this rank's rows.
+            axis: The ranks among which the rows are divided, so that all rows are cast with the
+                same scale; `None` if this rank has all rows.
         """
         return (grad.flatten(0, -2),)
 
     def input_gradient(self, grad: Operand, saved: Operand) -> Tensor:
-        """Return the input's gradient [m, in]."""
+        """Return the input's gradient grad W, [m, in].
+
+        Args:
+            grad: The prepared gradient of the output.
+            saved: The tensors that `forward` saved.
+        """
         return grad[0] @ saved[0]
 
     def weight_gradient(
         self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the gradient [out, in] to `into`, or add it there, in the format of `into`."""
+        """Write the weight's gradient grad^T x to `into` [out, in], or add it to `into`.
+
+        Args:
+            grad: The prepared gradient of the output.
+            saved: The tensors that `forward` saved.
+            x: The whole input if `keeps_input`, otherwise `None`.
+            into: The memory for the gradient, in the dtype of the result.
+            accumulate: Whether to add to `into` instead of overwriting it.
+        """
         assert x is not None
         weight_gradient(grad[0], x, into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Discard everything that is kept between calls.
+        """Discard everything that is cached between calls.
 
-        Call this when the weight has changed, and when a device starts or stops recording.
+        Call this when the weight has changed, and when a device starts or stops recording a pass.
         """
 
-    # The same operations in parts, for a transport that splits the product by rows.
+    # The same operations for a transport that splits the products by rows.
 
     def weight_operands(self, weight: Tensor) -> tuple[Operand, Operand]:
-        """Return the weight in two forms, for the output and for the input gradient."""
+        """Return the operands for a weight [out, in]: for the output, and the input's gradient."""
         return (weight.t(),), (weight,)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Operand:
-        """Return the input [m, in] in the form that the output's product uses, as in `prepare`."""
+        """Return the input [m, in] as the operand of the output's product.
+
+        Args:
+            x: All rows of the input, or this rank's rows.
+            axis: The ranks among which the rows are divided, as in `prepare`.
+            training: Whether statistics of the input may be recorded.
+        """
         return (x,)
 
     def rows_of(self, operand: Operand) -> Tensor:
-        """Return the rows of a prepared operand in the form that is sent."""
+        """Return the rows of a prepared operand, as they are sent to other ranks."""
         return operand[0]
 
     def with_all_rows(self, operand: Operand, rows: Tensor, *, copy: bool) -> Operand:
         """Return the operand with all ranks' rows, for the weight's gradient.
 
         Args:
-            operand: The operand of one rank.
-            rows: The rows of all ranks. Their memory will soon be reused.
-            copy: Whether the result must not share this memory.
+            operand: The operand of this rank.
+            rows: The rows of all ranks, as `rows_of` returns them, in memory that will be reused.
+            copy: Whether to copy the rows, so that the result does not share this memory.
         """
         return (rows.clone() if copy else rows,)
 
     def keep(self, weight: Operand, operand: Operand) -> Operand:
-        """Return the tensors to keep for backward, as `forward` does.
+        """Return the tensors to save for the backward pass, as `forward` does.
 
         Args:
-            weight: The second form of the weight (`weight_operands`).
-            operand: The input in the form that the output's product uses (`prepare_input`).
+            weight: The operand for the input's gradient (`weight_operands`).
+            operand: The operand for the input (`prepare_input`).
         """
         return weight
 
@@ -159,7 +179,7 @@ class Products:
 
         Args:
             operands: The operands of the whole product.
-            rows: The rows in the form that is sent.
+            rows: The rows, as `rows_of` returns them.
             into: The memory for the result, [rows, out] or [rows, in].
         """
         if operands.bias is None:
@@ -172,9 +192,9 @@ PLAIN = Products()
 
 
 class InFp32(Products):
-    """Products in fp32 for any format of input and weight. The output stays in fp32.
+    """Products in fp32 for any dtype of input and weight. The output stays in fp32.
 
-    This class is for layers with a few outputs that need full precision.
+    Use this class for layers with few outputs that need full precision.
     """
 
     matches_autograd = False
@@ -184,14 +204,14 @@ class InFp32(Products):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     def input_gradient(self, grad: Operand, saved: Operand) -> Tensor:
-        """Return grad W, multiplied in fp32, in the weight's format."""
+        """Return the input's gradient grad W, multiplied in fp32, in the weight's dtype."""
         (weight,) = saved
         return (grad[0] @ weight.float()).to(weight.dtype)
 
     def weight_gradient(
         self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write grad^T x to `into`, or add it there, multiplied in fp32."""
+        """Write the weight's gradient grad^T x, multiplied in fp32, to `into`, or add it."""
         assert x is not None
         value = grad[0].t() @ x.flatten(0, -2).float()
         into.copy_(into + value if accumulate else value)
@@ -201,7 +221,7 @@ IN_FP32 = InFp32()
 
 
 class RowByRow(Products):
-    """Products whose forward pass computes the same bits for a row regardless of the other rows."""
+    """Products whose forward pass computes the same bits for a row whatever the other rows are."""
 
     matches_autograd = False
     can_be_split = False

@@ -1,4 +1,4 @@
-"""Seeds that are pure functions of their purpose, so that no generator state has to be saved."""
+"""Seeds that are pure functions of their purpose, so no generator state has to be saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.parallel.layout import Axis
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on all parts and nothing else.
+    """Return a 63-bit seed that is a pure function of the arguments.
 
     Args:
         parts: The purpose of the seed, from general to specific: run seed, purpose, index.
@@ -23,7 +23,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def derive_key(*parts: int | str) -> tuple[int, int]:
-    """Return two 32-bit words that depend on all parts, as the key of a counter-based generator."""
+    """Return the key of a counter-based generator, two 32-bit words, derived from the arguments."""
     digest = _digest(*parts)
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")
 
@@ -45,8 +45,11 @@ def uniform(shape: Sequence[int], device: torch.device, *purpose: int | str) -> 
 def micro_batch_seed(seed: int, first_sample: int) -> int:
     """Return the seed for the dropout masks of one micro-batch.
 
-    It depends on the run's seed and on the position of the micro-batch's first sample in the run's
-    sample order. Neither a restart nor a different number of data-parallel processes changes it.
+    Neither a restart nor a different number of data-parallel processes changes the result.
+
+    Args:
+        seed: The run's seed.
+        first_sample: The index of the micro-batch's first sample in the run's sample order.
     """
     return derive_seed(seed, "micro batch", first_sample)
 
@@ -63,8 +66,8 @@ def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator
     Args:
         axis: The ranks that hold different parts of the tensor for which numbers are drawn.
         device: The device that draws.
-        site: A value that identifies the position in the model, for example (layer number,
-            "attention").
+        site: Values that identify the position in the model, for example the layer number and
+            "attention".
     """
     if axis.size == 1:
         yield

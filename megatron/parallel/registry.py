@@ -22,21 +22,21 @@ from megatron.parallel.routing import Routers
 
 
 class ReservedSlot:
-    """A reservation for the gradient of one use of a weight.
+    """A reserved destination for the gradient of one use of a weight.
 
     Attributes:
-        slot: The destination of the gradient; `None` leaves it to autograd.
+        slot: The destination; `None` leaves the gradient to autograd.
     """
 
     __slots__ = ("slot",)
 
     def __init__(self) -> None:
-        """Create a slot without a destination. Until it has one, autograd keeps the gradient."""
+        """Create a reservation without a destination."""
         self.slot: WeightSlot | None = None
 
 
 class LayerRegistry:
-    """The slots and products that the layers of this process's model parts have registered.
+    """The gradient slots and products that the layers of this process have registered.
 
     Attributes:
         deferrable_weights: The weights whose gradients are deferred if their layers have a queue.
@@ -56,39 +56,45 @@ class LayerRegistry:
 
         Args:
             weight: The weight whose gradient goes to the slot.
-            uses: How many times a backward pass adds to the gradient through this slot. The
-                gradient is complete when all uses of all slots have added to it.
+            uses: The number of times that a backward pass adds to the gradient through this slot.
+                The gradient is complete when all uses of all its slots have been added.
         """
         reserved = ReservedSlot()
         self._reserved.append((weight, uses, reserved))
         return reserved
 
     def add_products(self, weight: nn.Parameter, products: Products | GroupedProduct) -> None:
-        """Record the products that use a weight whose gradient can be deferred."""
+        """Record the products that read a weight whose gradient can be deferred."""
         self._products.append(products)
         self.deferrable_weights.append(weight)
         if isinstance(products, Fp8Products):
             self._fp8[weight] = products
 
     def bind_slots(self, gradients: GradientBuffer) -> None:
-        """Make products add directly to fp32 gradients, without autograd."""
+        """Set the destinations of all reserved slots.
+
+        Products then add directly to gradients in fp32, without autograd.
+
+        Args:
+            gradients: The buffer that owns the gradients.
+        """
         for weight, uses, reserved in self._reserved:
             for _ in range(uses):
                 reserved.slot = gradients.slot(weight)
 
     def forget_weights(self) -> None:
-        """Discard copies of weights in other number formats.
+        """Discard cached copies of weights in other number formats.
 
         Call this when weights have changed, and when a device starts or stops recording a pass: a
-        recording must not read from, or leave results in, memory outside the recording.
+        recording must not read or cache results in memory outside the recording.
         """
         for products in self._products:
             products.forget()
 
     def fp8_weights(self) -> dict[nn.Parameter, Fp8Products]:
-        """Map each weight that is read only by FP8 products to these products.
+        """Return the products of each weight that is cast to FP8 with a single scale.
 
-        Only weights cast with a single scale are included.
+        Nothing else reads these weights.
         """
         return {w: products for w, products in self._fp8.items() if products.weight_format}
 
@@ -99,16 +105,16 @@ class LayerRegistry:
         layout: Layout,
         device: torch.device,
     ) -> AmaxHistory:
-        """Make the FP8 layers derive their scales from earlier updates.
+        """Switch the FP8 layers to delayed scaling.
 
         Args:
             named_parameters: The parameters of the model in this process, with their global names.
             scaling: The rule that derives scales from the history.
-            layout: The grid on which the layers run.
-            device: The device on which they run.
+            layout: The grid of processes.
+            device: The device on which the layers run.
 
         Returns:
-            The history that the layers share; empty if there are no FP8 layers.
+            The history shared by the layers; empty if there are no FP8 layers.
         """
         layers = {
             name.removesuffix(".weight"): self._fp8[parameter]

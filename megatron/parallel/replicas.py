@@ -1,7 +1,7 @@
 """The interface through which an optimizer and a training step use averaged gradients.
 
-`gradients.GradientBuffer` keeps whole parameters (ZeRO stages 0 to 2), and `sharded.ShardedModel`
-keeps a shard of each parameter (stage 3).
+`gradients.GradientBuffer` implements it for whole parameters (ZeRO stages 0 to 2), and
+`sharded.ShardedModel` for shards of parameters (stage 3).
 
 `TorchDataParallel` implements --DDP-impl torch: PyTorch's DistributedDataParallel averages
 gradients in place, in the memory of a `GradientBuffer` with one replica.
@@ -28,22 +28,25 @@ from megatron.parallel.layout import Axis, Layout
 
 
 class SharedWeights(Protocol):
-    """Weights that are shared by processes, each of which updates its own part."""
+    """Weights shared by several processes, each of which updates its own shard."""
 
     def gather(self) -> None:
-        """Send every process's updated weights to all others. Collective over the replica axis."""
+        """Start gathering the updated weights. Collective over the replica axis."""
 
     def settle(self) -> None:
-        """Return once `gather` is complete."""
+        """Wait until `gather` is complete."""
 
     def wait(self) -> None:
-        """Return once parameters may be read or changed outside their model's forward pass.
+        """Wait until parameters may be read or changed outside their model's forward pass.
 
         Collective over the replica axis.
         """
 
     def forget(self) -> None:
-        """Record that all processes have changed the parameters' values."""
+        """Record that all processes have changed the parameters' values.
+
+        Call `wait` before changing them.
+        """
 
 
 class Gradients(Protocol):
@@ -55,22 +58,26 @@ class Gradients(Protocol):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether, between two passes, a process holds only the weights that it updates."""
+        """Whether each process holds only its own shard of the weights between two passes."""
 
     def owned(self, parameter: nn.Parameter, /) -> Span:
-        """Return the elements of the flattened parameter that this process updates, if any."""
+        """Return the span of the flattened parameter that this process updates; it may be empty."""
 
     def part(self, parameter: nn.Parameter, /) -> Tensor:
-        """Return the weights that are `owned`: the parameter or, if sharded, a 1-D view into it."""
+        """Return the `owned` weights: the parameter or, if sharded, a 1-D view into it."""
 
     def gradient(self, parameter: nn.Parameter, /) -> Tensor:
-        """Return the gradient of the weights that `part` returns, in the same shape."""
+        """Return the gradient of the `owned` weights, in the shape that `part` returns."""
 
     def compute_dtype(self, parameter: nn.Parameter, /) -> torch.dtype:
-        """Return the weight's data type in the forward pass and in checkpoints."""
+        """Return the parameter's data type in the forward pass and in checkpoints."""
 
     def views(self, select: Callable[[nn.Parameter], bool], /) -> list[Tensor]:
-        """Return the fewest 1-D tensors that cover the owned part of all selected gradients."""
+        """Return 1-D views of the owned gradients of selected parameters, as few as possible.
+
+        Args:
+            select: A function that returns whether to include a given parameter.
+        """
 
     def share_weights(
         self,
@@ -81,25 +88,35 @@ class Gradients(Protocol):
         """Return the object that gathers updated weights.
 
         The result is `None` if every process updates all weights itself.
+
+        Args:
+            overlap_in: The models whose forward pass may begin while weights are in transit;
+                `None` waits for the weights first.
+            in_8_bits: The products of each parameter that is gathered in 8 bits.
         """
 
     def zero(self) -> None:
-        """Forget all gradients. Call before the first micro-batch of an update."""
+        """Reset all gradients. Call before the first micro-batch of an update."""
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Wrap each backward pass of an update. `wave` identifies the gradients it computes."""
+        """Return a context for one backward pass.
+
+        Args:
+            is_last: Whether this is the last backward pass of the update to reach these parameters.
+            wave: An identifier of the gradients that this backward pass computes.
+        """
 
     def complete(self) -> None:
-        """Zero the gradients that no backward pass has reached, before any gradient is read."""
+        """Zero the gradients that no backward pass has reached. Call before reading gradients."""
 
     def reduce(self) -> None:
-        """Finish averaging. Collective over the replica axis."""
+        """Finish averaging the gradients. Collective over the replica axis."""
 
 
 def shares_weights(config: ParallelOptions, layout: Layout) -> bool:
-    """Return whether each process holds only a shard of the weights (ZeRO stage 3).
+    """Return whether each process holds only a shard of the weights.
 
-    A single replica always holds all of them.
+    This requires ZeRO stage 3 and more than one replica.
     """
     return config.zero_stage == 3 and max(layout.replica.size, layout.expert_replica.size) > 1
 
@@ -113,13 +130,13 @@ _SYNC_BUFFERS = (
 
 
 class TorchDataParallel:
-    """A model's forward pass, with a backward pass that averages gradients over `axis`.
+    """The forward pass of a model whose backward pass averages gradients over an axis.
 
     Construction and calls are collective.
 
     Args:
-        model: The model. It has no pipeline stages, so each backward pass directly follows its
-            forward pass.
+        model: The model. It is not pipelined, so each backward pass directly follows its forward
+            pass.
         forward: The function to call with the model and the arguments of `__call__`.
         axis: The processes that hold the same weights.
     """
@@ -146,15 +163,22 @@ class TorchDataParallel:
         """Do nothing, because no memory can be freed."""
 
     def __call__(self, part: nn.Module, /, *args: Any, is_last: bool) -> Any:
-        """Run one micro-batch. An update's last backward pass averages the sums of all ranks."""
+        """Run the forward pass of one micro-batch, and return the result of `forward`.
+
+        Args:
+            part: The model that the constructor has wrapped.
+            args: The arguments of `forward` after the model.
+            is_last: Whether this is the last micro-batch of an update, whose backward pass averages
+                the gradients over the ranks.
+        """
         with nullcontext() if is_last else self._replica.no_sync():
             return self._replica(*args)
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Start PyTorch's own all-reduce and record it in the journal.
+        """Start averaging a bucket and record the all-reduce in the journal.
 
         After the last bucket nothing is left to compute. The process then waits for all buckets
-        here, so that a hang can be reported with the name of the pending communication.
+        here, so that a report of a hang names the pending communication.
         """
         gradients = bucket.buffer()
         pending = start_all_reduce(gradients, self._axis, mean_of(gradients, self._axis))
@@ -168,7 +192,7 @@ class TorchDataParallel:
 
 
 class _Forward(nn.Module):
-    """A module that PyTorch wraps. Its forward calls `function` with the model."""
+    """The module that PyTorch wraps. Its forward pass calls a function with the model."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,20 +1,20 @@
 """Sharding of all tensors of a model (ZeRO stage 3), based on PyTorch's `fully_shard`.
 
 A layer's weights are whole only during its forward or backward pass. Just before the pass they are
-gathered from the processes that hold the same part of the model, in the format of the forward pass.
+gathered, in the dtype of the forward pass, from the processes that hold the same part of the model.
 Weights outside the layers (embeddings, final normalization, output) are gathered together and stay
 whole from the start of the forward pass to the end of the backward pass, so that tied embeddings
 are whole for both uses.
 
 A process keeps an fp32 shard of every parameter (the master copy of 16-bit weights) and an fp32
-shard of its gradient. Each backward pass reduces gradients immediately and adds them to the shard.
+shard of its gradient. Each backward pass reduces gradients immediately and adds them to this shard.
 With d processes this takes 4/d + 4/d bytes per parameter, plus optimizer states.
 
 Packed frozen weights (--frozen-weights-dtype) are sharded and gathered as codes and scales.
 
 The experts of a layer are gathered separately, from the processes that hold the same experts. This
-starts together with gathering the rest of the layer, because a host that waits for the token counts
-of a mixture could not start it in time.
+gather starts together with that of the layer's other weights, because the host waits for the token
+counts of the mixture and would otherwise start the gather too late.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
@@ -47,13 +47,15 @@ class ShardedModel:
     """A model that is sharded in place, which implements `Gradients` and `SharedWeights`.
 
     The modules' parameters become sharded tensors under the same names, allocated on `device` but
-    not filled. Each keeps its `spec` and has the shard of its gradient as a 1-D `main_grad`.
+    not initialized. Each parameter keeps its `spec`, and its `main_grad` is this process's shard of
+    the gradient, 1-D.
 
     Args:
-        parts: The parts of the model, built with fp32 parameters that have no memory ("meta") or
-            whose values may be discarded.
-        layout: The grid. The processes of its replica axis share the model, and those of its expert
-            replica axis share the experts. Partial gradients are summed over its tensor axis.
+        parts: The parts of the model, built with fp32 parameters on the meta device, or with
+            values that may be discarded.
+        layout: The grid of processes. Those of the replica axis share the model, and those of the
+            expert replica axis share the experts. Partial gradients are summed over the tensor
+            axis.
         device: The device of the shards.
         compute_dtype: The data type of the forward pass.
         reduce_dtype: The data type in which gradients are reduced.
@@ -100,7 +102,7 @@ class ShardedModel:
             self._gradients.append((parameter, self._attach(parameter, slot)))
 
     def _attach(self, parameter: nn.Parameter, slot: Span) -> DTensor:
-        """Return the parameter's gradient, stored in our buffer, as the tensor autograd expects."""
+        """Return the parameter's gradient as autograd expects it, a `DTensor` in our buffer."""
         flat = slot.of(self._storage)
         parameter.main_grad = flat  # type: ignore[attr-defined]
         assert isinstance(parameter, DTensor)
@@ -114,7 +116,7 @@ class ShardedModel:
         )
 
     def owned(self, parameter: nn.Parameter) -> Span:
-        """Return the elements of the flattened parameter that this process holds, if any."""
+        """Return the span of the flattened parameter that this process holds; it may be empty."""
         axis = _replicas(self._layout, parameter)
         return row_shards(parameter.shape[0], parameter.numel(), axis.size)[axis.rank]
 
@@ -123,34 +125,34 @@ class ShardedModel:
         return self._shards[id(parameter)].view(-1)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient of `part`, as a 1-D fp32 tensor."""
+        """Return the gradient of the `owned` weights, as a 1-D fp32 tensor."""
         return self._slots[id(parameter)].of(self._storage)
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the data type of the forward pass."""
+        """Return the parameter's data type in the forward pass."""
         return self._compute_dtype
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return the fewest 1-D tensors that cover the owned part of all selected gradients."""
+        """Return 1-D views of the owned gradients of selected parameters, as few as possible."""
         members = ((parameter, self._slots[id(parameter)]) for parameter in self._parameters)
         return [run.of(self._storage) for run in runs(members, select)]
 
     def share_weights(
         self, overlap_in: Sequence[nn.Module] | None, in_8_bits: Mapping[nn.Parameter, Fp8Products]
     ) -> ShardedModel:
-        """Return this object, which itself gathers the weights that the forward pass needs."""
+        """Return this object, whose forward pass gathers the weights that it needs."""
         assert not in_8_bits, "a rule refuses fp8"
         return self
 
     def gather(self) -> None:
-        """Do nothing, because the next forward pass gathers weights when it needs them."""
+        """Do nothing, because the next forward pass gathers the weights that it needs."""
 
     def settle(self) -> None:
         """Free gathered weights, as `wait` does."""
         self.wait()
 
     def forget(self) -> None:
-        """Do nothing, because only the shards are kept."""
+        """Do nothing, because no copies of the weights are kept."""
 
     def wait(self) -> None:
         """Free weights that are still whole after a forward pass without a backward pass."""
@@ -158,14 +160,14 @@ class ShardedModel:
             root.reshard()
 
     def zero(self) -> None:
-        """Forget all gradients. Call before the first micro-batch of an update."""
+        """Reset all gradients. Call before the first micro-batch of an update."""
         self._storage.zero_()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
-        """Wrap each backward pass, which reduces its own gradients. Collective."""
+        """Return a context for one backward pass, which reduces its own gradients. Collective."""
         yield
 
     def complete(self) -> None:
@@ -186,7 +188,7 @@ def _replicas(layout: Layout, parameter: nn.Parameter) -> Axis:
 
 
 def _check_packed(part: nn.Module, layout: Layout) -> None:
-    """Refuse packed weights whose shards would differ in size, which `fully_shard` cannot pad."""
+    """Raise `ConfigError` if shards of packed weights differ in size; `fully_shard` cannot pad."""
     for name, parameter in part.named_parameters():
         rows, shards = parameter.shape[:-1].numel(), _replicas(layout, parameter).size
         if isinstance(parameter, PackedWeight) and rows % shards:
@@ -212,14 +214,14 @@ class _Sharding:
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
     def part(self, part: nn.Module) -> FSDPModule:
-        """Shard a part layer by layer, then the rest of it, allocating only the shards."""
-        # torch 2.13 warns against changing a layer's output in place, which no part does.
+        """Shard a part's layers one by one, then its other parameters, allocating only shards."""
+        # torch 2.13 warns against changing a layer's output in place, which no model does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         _merge_leading_dimensions(part)
         specs = {name: spec_of(parameter) for name, parameter in part.named_parameters()}
         for layer in _layers(part):
             experts = [self._shard(module, self._expert_replicas) for module in _experts(layer)]
-            # In the backward pass, PyTorch prefetches by itself.
+            # In the backward pass, PyTorch prefetches automatically.
             self._shard(layer, self._replicas).set_modules_to_forward_prefetch(experts)
         root = self._shard(part, self._replicas, reshard_after_forward=False)
         # Like `to_empty`, but buffers keep their values.
@@ -229,10 +231,10 @@ class _Sharding:
         return root
 
     def _shard(self, module: nn.Module, axis: Axis, **options: Any) -> FSDPModule:
-        """Shard the parameters of a module that no submodule has sharded."""
+        """Shard the parameters of a module, except those of submodules that are already sharded."""
         if axis.ranks not in self._meshes:
             group = axis.group
-            if group is None:  # a single process takes the same path and keeps everything
+            if group is None:  # a single process takes the same path, with a single shard
                 group = dist.new_group(list(axis.ranks), use_local_synchronization=True)
             self._meshes[axis.ranks] = DeviceMesh.from_group(group, self._device.type)
         mesh = self._meshes[axis.ranks]
@@ -245,9 +247,9 @@ class _Sharding:
 
 
 class _NamedCollective:
-    """A collective of `fully_shard` that is also recorded in the journal.
+    """A collective for `fully_shard` that is recorded in the journal.
 
-    The watchdog can then name the pending collective and its missing ranks.
+    The watchdog can then name a pending collective and the ranks missing from it.
 
     Args:
         axis: The processes that share the model.
@@ -271,8 +273,8 @@ class _NamedCollective:
 def _merge_leading_dimensions(part: nn.Module) -> None:
     """Reshape every parameter to a matrix or a vector.
 
-    Shards are runs of rows, so otherwise at most two processes would hold parts of a weight
-    [2, f, h] (gate and up).
+    Shards are runs of rows, so otherwise at most two processes could share a weight [2, f, h] (gate
+    and up).
     """
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -287,8 +289,8 @@ def _merge_leading_dimensions(part: nn.Module) -> None:
 def _layers(part: nn.Module) -> Iterable[nn.Module]:
     """Yield the layers of the part, which are the modules in its module lists and dicts.
 
-    Layers inside a layer (Retro's encoder of neighbors) are gathered together with it. The adapter
-    of an output layer is gathered with the output layer's own weight.
+    Layers inside a layer (Retro's neighbor encoder) are gathered together with the outer layer. The
+    adapter of an output layer is gathered with the output layer's weight.
     """
     for child in part.children():
         if isinstance(child, Adapter):

@@ -1,11 +1,11 @@
-"""An exchange between GPUs of one machine, which map each other's memory.
+"""An exchange between the GPUs of one machine, which map each other's memory.
 
 Copy engines write rows into the receiver's memory, leaving the multiprocessors free for the product
-that runs at the same time. A flag next to the rows signals their arrival. This is PyTorch's
+that runs at the same time. A flag next to the rows signals their arrival. The memory is PyTorch's
 symmetric memory; NVLink multicast is not used.
 
-A rank does not ask a receiver whether it has read earlier messages; it consults its `Ledger`. If
-the ledger cannot tell, the ranks meet at a barrier.
+A sender learns from its `Ledger`, not from the receiver, whether the receiver has read earlier
+messages. If the ledger does not know, the ranks meet at a barrier.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from megatron.parallel.layout import Axis
 # the device may be waiting for a neighbor that no longer exists.
 _MAPPED: list[Tensor] = []
 _BARRIER = SLOTS  # flag channels: one per slot, then this one
-# The largest number of uses by which the process may run ahead of its device. PyTorch launches a
-# flag's kernel without releasing the GIL. A launch that waits for room in a full queue therefore
-# also stops the watchdog, just when a neighbor hangs. A use takes about ten kernels and a few
-# events, and a queue holds a thousand. With 56, a hung neighbor was reported in time; with 400, it
-# was not. With 24, the device ran out of work whenever the host paused for 40 ms
+# The maximum number of uses by which the process may run ahead of its device. PyTorch launches the
+# kernel for a flag without releasing the GIL. A launch that waits for room in a full queue
+# therefore also stops the watchdog, just when a neighbor hangs. A use takes about ten kernels and a
+# few events, and a queue holds a thousand. With 56, a hung neighbor was reported in time; with 400,
+# it was not. With 24, the device ran out of work whenever the host paused for 40 ms
 # (docs/benchmarks/parallel.md).
 _MAX_USES_AHEAD = 56
 _ALIGNMENT = 256  # bytes, like the allocator's memory; fast kernels need 16
 
 
 class SymmetricExchange:
-    """An exchange between GPUs. Construction is collective over the axis.
+    """An exchange between GPUs of one machine. Construction is collective over the axis.
 
     Args:
         axis: The axis. Its ranks must be on one machine.
         device: This rank's device.
-        message_bytes: The size of the largest message.
-        seconds: The time after which the device stops waiting for a neighbor, if the run has not
-            ended by then.
+        message_bytes: The maximum size of a message, in bytes.
+        seconds: The timeout, in seconds, after which the device stops waiting for a neighbor.
 
     Raises:
         RuntimeError: The GPUs cannot map each other's memory.
@@ -82,13 +81,23 @@ class SymmetricExchange:
         return _SymmetricUse(self, rows)
 
     def note_end(self, transfer: Transfer) -> None:
-        """Record that all work of a use has been queued. `transfer` is the use's last message."""
+        """Record that all work of a use has been queued.
+
+        Args:
+            transfer: The last message of the use.
+        """
         end = torch.Event(self.device)
         end.record(torch.accelerator.current_stream(self.device))
         self._ends.append((end, transfer))
 
     def slot(self, use: int, rank: int, rows: Tensor) -> Tensor:
-        """Return the memory on `rank` for one use, for each rank's `rows`: [t, rows, ...]."""
+        """Return the memory on `rank` that receives every rank's rows, [t, rows, ...].
+
+        Args:
+            use: The index of the use.
+            rank: The rank that owns the memory.
+            rows: A tensor with the shape and dtype of a message.
+        """
         memory = self._mapped[rank][use % SLOTS, : self.axis.size * rows.nbytes]
         return memory.view(rows.dtype).view(self.axis.size, *rows.shape)
 
@@ -120,9 +129,8 @@ class _SymmetricUse:
     def computing(self) -> None:
         """Set the flags, now that the product has been launched.
 
-        The kernel that sets a flag has to wait for the copy. Training uses a single hardware queue
-        (CUDA_DEVICE_MAX_CONNECTIONS=1). If the kernel were launched before the product, the product
-        would also wait for the copy.
+        The kernel that sets a flag waits for the copy. Training uses a single hardware queue
+        (CUDA_DEVICE_MAX_CONNECTIONS=1), so a product launched after this kernel would also wait.
         """
         exchange = self._exchange
         with exchange.side:
@@ -158,7 +166,7 @@ class _SymmetricUse:
 
 
 class _Flag:
-    """The `torch.distributed.Work` of a message. Later kernels wait for the message's flag."""
+    """A stand-in for a message's `torch.distributed.Work`; `wait` delays later kernels."""
 
     def __init__(self, exchange: SymmetricExchange, use: int, source: int) -> None:
         self._exchange, self._use, self._source = exchange, use, source

@@ -1,10 +1,10 @@
-"""Tied parameters: several parts of a model hold copies, which are kept equal.
+"""Tied parameters, of which several parts of a model have copies that stay equal.
 
 In a pipeline, the first stage looks up word embeddings, and the last stage computes logits with
 them. Every stage with layers of T5's encoder reads the encoder's table of relative positions, and
 likewise for the decoder. All copies start with the same values, because they have the same name,
-and summing their gradients before the update keeps them equal. Parts in one process share a single
-parameter.
+and summing their gradients before the update keeps them equal. Parts in the same process share a
+single parameter.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ WORD_EMBEDDING = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that other stages also hold copies of.
+    """A parameter of which other pipeline stages also have copies.
 
     Attributes:
-        axis: The stages that add up their gradients, including all that hold a copy.
-        copy: This process's copy; `None` if it has none and adds zeros.
+        axis: The stages that sum their gradients, including all that have a copy.
+        copy: This process's copy; `None` if this process has no copy and adds zeros.
         zeros: The zeros that a process without a copy adds, in the shape of a copy's gradient.
     """
 
@@ -47,12 +47,12 @@ class Tie:
 
 
 def tied_names(layout: Layout, *, word_embeddings: bool, tables: Sequence[str]) -> frozenset[str]:
-    """Return the names of parameters that other stages may also hold.
+    """Return the names of parameters of which other stages may have copies.
 
     Args:
         layout: The grid of processes as this process sees it.
         word_embeddings: Whether the output layer uses the word embeddings.
-        tables: The names of the parameters of which any stage may hold a copy.
+        tables: The names of the other parameters of which any stage may have a copy.
     """
     names = set(tables) if layout.pipeline.size > 1 else set()
     return frozenset(
@@ -69,16 +69,16 @@ def find_ties(
     device: torch.device,
     gradient_dtype: torch.dtype,
 ) -> list[Tie]:
-    """Return the parameters of which several pipeline stages may hold copies.
+    """Return the parameters of which several pipeline stages may have copies.
 
     Collective over the pipeline.
 
     Args:
-        named_parameters: The parameters held by this process, with their `main_grad`, which may
-            belong to a shard.
+        named_parameters: The parameters of this process. Their `main_grad` is the whole gradient or
+            a shard of it.
         layout: The grid of processes as this process sees it.
         word_embeddings: Whether the output layer uses the word embeddings.
-        tables: The names of the parameters of which any stage may hold a copy.
+        tables: The names of the other parameters of which any stage may have a copy.
         device: The device of the gradients.
         gradient_dtype: The data type of the gradients.
     """
@@ -101,7 +101,7 @@ def find_ties(
 
 
 class SharedTable(nn.Module):
-    """A module that occurs in several parts of a model, under the same name in each."""
+    """A module that occurs in several parts of a model, under the same name in each part."""
 
     def __init__(self) -> None:
         """Create a module that uses its own parameters."""
@@ -110,7 +110,7 @@ class SharedTable(nn.Module):
 
     @property
     def original(self) -> SharedTable | None:
-        """The module of another model part in this process that owns the parameters, if any."""
+        """The module, in another model part of this process, that owns the parameters, if any."""
         return self._original[0] if self._original else None
 
     def use(self, original: SharedTable) -> None:
@@ -121,7 +121,7 @@ class SharedTable(nn.Module):
 
 
 def unite_copies(parts: Iterable[nn.Module]) -> None:
-    """Make the model parts in a process share tables, so that each table exists only once."""
+    """Make the model parts in a process share each `SharedTable` instead of having copies."""
     tables: dict[str, SharedTable] = {}
     for part in parts:
         for name, module in part.named_modules():
@@ -132,7 +132,7 @@ def unite_copies(parts: Iterable[nn.Module]) -> None:
 
 
 def borrowed_parameters(part: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a part uses from the tables of other parts."""
+    """Yield the parameters of other parts' tables that a part uses."""
     for module in part.modules():
         if isinstance(module, SharedTable) and module.original is not None:
             yield from module.original.parameters()

@@ -1,15 +1,15 @@
-"""Weights in flat buffers. Each process updates its shard and gathers the others' shards.
+"""Weights in flat buffers. Each process updates its own shard and gathers the other shards.
 
 This is the second half of a sharded update. Weights and gradients have the same layout, so a
-process's shard of a bucket holds the weights for which it has reduced gradients.
+process's shard of a bucket contains the weights for which the process has reduced gradients.
 
 Weights that only FP8 products read may be gathered in 8 bits. A scale applies to a whole weight,
 but a process knows only its own shard. With current scaling, the processes first take the maximum
-of their parts' amaxes, for all weights together. With delayed scaling they already know the scale,
-and a part's amax goes into the history, which takes the maximum later. Each process casts its shard
-and sends the cast, which has half as many bytes. The result is bit for bit equal to a cast of the
-gathered weight. In 16 bits, a process then has only the weights that it updates, until `wait`
-gathers the rest.
+of their shards' amaxes, for all weights together. With delayed scaling they already know the scale,
+and a shard's amax goes into the history, which takes the maximum later. Each process casts its
+shard and sends the result, which has half as many bytes. The result is bit for bit equal to a cast
+of the gathered weight. A process then has only its own shard in 16 bits, until `wait` gathers the
+other shards.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Parameters in a flat buffer and the parts of it that this process keeps.
+    """A flat buffer of parameters, and the regions of it that this process owns.
 
     Attributes:
         plan: The plan of the buffer.
         axis: The processes that hold the same parameters.
         members: The parameters, each with its slot, in the order of the slots.
-        regions: The parts that this process keeps after the reduction, as spans with their
-            gradients.
+        regions: The spans that this process owns after the reduction, each with its gradients.
     """
 
     plan: FlatPlan
@@ -49,9 +48,9 @@ class FlatBuffer:
     regions: list[tuple[Span, Tensor]]
 
     def runs(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return the gradients of all selected parameters as the smallest number of 1-D views.
+        """Return 1-D views of the gradients of selected parameters, as few as possible.
 
-        Padding between parameters is zero.
+        Padding between parameters is included and is zero.
         """
         gradients = []
         for span in runs(self.members, select):
@@ -63,15 +62,18 @@ class FlatBuffer:
 
 
 class WeightBuffer:
-    """A buffer that holds parameters without changing their values, names or identity.
+    """Parameters in flat buffers, whose shards are updated by different processes and gathered.
+
+    Construction moves the parameters into the buffers; their values, names and identity stay the
+    same.
 
     Args:
         flats: The flat buffers of a sharded gradient buffer.
         overlap_in: The models whose forward pass may start while weights are still in transit.
             Their outermost modules wait for the weights that they use; any other reader must call
-            `wait`. With `None`, `gather` waits.
-        in_8_bits: The weights that are gathered in 8 bits, with the products that use them. These
-            weights have separate buffers.
+            `wait`. If `None`, `gather` waits.
+        in_8_bits: The products of each weight that is gathered in 8 bits. These weights have
+            separate buffers.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class WeightBuffer:
         self._casts: list[Fp8Weights] = []
         # The 16-bit buckets of the weights that are gathered in 8 bits.
         self._buckets_in_16_bits: list[tuple[Tensor, Axis]] = []
-        self._is_outdated = False  # whether other processes' parts of them are outdated
+        self._is_outdated = False  # whether other processes' shards of these buckets are outdated
         bucket_of: dict[nn.Parameter, int] = {}
         for flat in flats:
             storage = _move(flat)
@@ -133,7 +135,10 @@ class WeightBuffer:
         self._order.sort(key=lambda index: index not in own_buckets)
 
     def gather(self) -> None:
-        """Fetch the shards that other processes have updated. Collective over the replicas."""
+        """Gather the shards that other processes have updated. Collective over the replicas.
+
+        With overlap, this only starts the communication.
+        """
         self.settle()
         for cast in self._casts:
             cast.cast()
@@ -144,12 +149,12 @@ class WeightBuffer:
             self.settle()
 
     def settle(self) -> None:
-        """Return once the weights fetched by `gather` have arrived."""
+        """Wait for the weights that `gather` has requested."""
         for index in list(self._pending):
             self._pending.pop(index).wait()
 
     def wait(self) -> None:
-        """Return once all weights may be read or changed in 16 bits.
+        """Wait until all weights may be read or changed in 16 bits.
 
         Collective over the replicas.
         """
@@ -183,10 +188,11 @@ def _move(flat: FlatBuffer) -> Tensor:
 
 
 def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield every parameter, with a module whose forward pass starts before the parameter is used.
+    """Yield every parameter with the outermost module whose forward pass uses the parameter.
 
-    This is the outermost called module below the model that contains the parameter (lists and dicts
-    of modules are not called). For the model's own parameters, it is the model itself.
+    For the model's own parameters, this module is the model. For all others, it is the outermost
+    module below the model that contains the parameter and has a `forward` method (lists and dicts
+    of modules have none).
     """
 
     def users(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -201,13 +207,13 @@ def first_users(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 
 
 class Fp8Weights:
-    """The weights of a flat buffer in the 8-bit form that their products use.
+    """The weights of a flat buffer, cast to the 8-bit format of their products.
 
     Args:
-        flat: The weights, all [..., out, in], and the shards of this process.
+        flat: The weights, all [..., out, in], and the regions that this process owns.
         storage: The memory of the weights in 16 bits.
-        products: The products that use each weight, all in the same format. Nothing else may read
-            the weights.
+        products: The products of each weight, all in the same format. Nothing else may read the
+            weights.
 
     Attributes:
         bytes: The whole buffer as uint8, for gathering (gloo does not support fp8).
@@ -216,7 +222,7 @@ class Fp8Weights:
     def __init__(
         self, flat: FlatBuffer, storage: Tensor, products: Mapping[nn.Parameter, Fp8Products]
     ) -> None:
-        """Allocate the 8-bit buffer and assign each weight its part of it."""
+        """Allocate the 8-bit buffer and assign its elements to the weights."""
         self._axis = flat.axis
         self._products = [products[parameter] for parameter, _ in flat.members]
         fp8 = self._products[0].weight_format
@@ -227,7 +233,7 @@ class Fp8Weights:
         stride = ALIGNMENT_BYTES // torch.float32.itemsize
         self._inverses = torch.zeros(len(self._products), stride, device=storage.device)[:, 0]
         self._has_arrived = False
-        # The parts that this process updates: weight index, part in 16 bits, part in 8 bits.
+        # The elements that this process updates: weight index, 16-bit values, 8-bit values.
         self._pieces: list[tuple[int, Tensor, Tensor]] = []
         values = self.bytes.view(fp8)
         for index, (parameter, slot) in enumerate(flat.members):
@@ -241,7 +247,7 @@ class Fp8Weights:
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Cast this process's shard after an update. Under current scaling, this is collective."""
+        """Cast this process's shard after an update. Collective with current scaling."""
         amaxes = self._amaxes()
         self._inverses.copy_(inverses_of(amaxes, self._fp8))
         amax_of = amaxes.unbind()
@@ -250,11 +256,11 @@ class Fp8Weights:
         self._has_arrived = True
 
     def forget(self) -> None:
-        """Record that all processes have changed the weights in 16 bits."""
+        """Discard the 8-bit weights, because all processes have changed the 16-bit weights."""
         self._has_arrived = False
 
     def _amaxes(self) -> Tensor:
-        """Return the amax for each weight's scale, fp32 [weights]."""
+        """Return the amax by which each weight is scaled, fp32 [weights]."""
         delayed = [products.amax_of_weight() for products in self._products]
         recorded = [amax for amax in delayed if amax is not None]
         if len(recorded) == len(delayed):
