@@ -1,5 +1,6 @@
 """How commands end if nobody reads their output."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -265,3 +266,25 @@ def test_other_errors_of_a_command_are_our_bugs() -> None:
 
 def _raise(error: BaseException) -> NoReturn:
     raise error
+
+
+def test_a_full_pipe_is_not_a_closed_one() -> None:
+    """A broken pipe of something else is an error, even if stdout accepts nothing at the moment."""
+    script = PRINTS.replace(
+        'print("line\\n" * {count})', "(_ for _ in ()).throw(BrokenPipeError())"
+    )
+    reader, writer = os.pipe()
+    try:
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(writer, bytes(1 << 16)):
+                pass
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert done.returncode == 1
+    assert b"BrokenPipeError" in done.stderr

@@ -15,7 +15,7 @@ from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_args
 from megatron.data.preferences import FittedAnswers
 from megatron.errors import EXIT_OK, DataError
-from megatron.finetuning.kto import METRICS
+from megatron.finetuning.kto import METRICS, KTORecipe
 from megatron.parallel.layout import Layout
 from megatron.training.pretrain import main
 from tests.distributed import run_sharing_memory
@@ -69,6 +69,21 @@ def test_every_layout_equals_one_process(name: str) -> None:
         for ours, theirs in zip(found, expected, strict=True):
             for metric in (*METRICS, "grad-norm"):
                 assert ours[metric] == pytest.approx(theirs[metric], rel=2e-4, abs=2e-5), metric
+
+
+@pytest.mark.parametrize(
+    ("share", "chosen", "rejected"), [(0.25, 4.0, 2.0), (1.0, 1.0, 0.0), (0.0, 0.0, 1.5)]
+)
+def test_the_values_of_a_kind_of_answer_are_means_over_that_kind(
+    share: float, chosen: float, rejected: float
+) -> None:
+    losses = dict.fromkeys(METRICS, 0.0)
+    losses |= {"desirable": share, "rewards/chosen": 1.0, "rewards/rejected": 1.5}
+    losses |= {"logps/chosen": 1.0, "logps/rejected": 1.5}
+    reported = KTORecipe.reported(KTORecipe.__new__(KTORecipe), losses)
+    assert (reported["rewards/chosen"], reported["logps/chosen"]) == (chosen, chosen)
+    assert (reported["rewards/rejected"], reported["logps/rejected"]) == (rejected, rejected)
+    assert reported["rewards/margins"] == chosen - rejected
 
 
 def test_an_answer_is_paired_with_one_to_another_prompt() -> None:

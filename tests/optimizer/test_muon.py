@@ -153,6 +153,12 @@ def test_the_rows_of_equal_layers_are_dealt_evenly():
     assert max(loads) <= 1.02 * sum(loads) / 8
 
 
+def test_the_cost_of_a_matrix_is_that_of_its_product_with_itself():
+    """Per step, X X^T of `[rows, columns]` takes rows^2 x columns, of the shorter side's rows."""
+    costs = [cost_of(_spec(shape)) for shape in ((8, 32), (32, 8), (16, 16), (3, 8, 32))]
+    assert costs == [8 * 8 * 32, 8 * 8 * 32, 16**3, 3 * 8 * 8 * 32]
+
+
 def test_only_matrices_of_layers_follow_muon():
     from megatron.optimizer.rules import AdamW, rules_of
 

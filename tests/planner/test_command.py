@@ -13,7 +13,15 @@ import pytest
 from megatron.config import parse_config
 from megatron.device import datasheet_flops
 from megatron.errors import ConfigError, DataError, UserError
-from megatron.planner.command import build_parser, command, describe, read_request, run
+from megatron.planner.command import (
+    build_parser,
+    command,
+    describe,
+    predict_configured,
+    read_request,
+    run,
+    show_timeline,
+)
 from megatron.planner.machine import MACHINES, read_machine
 from megatron.planner.search import Search, layouts, to_flags
 from tests.launch import run_ranks
@@ -379,3 +387,19 @@ def test_a_host_that_was_measured_has_no_range(tmp_path, capsys):
     words += " --micro-batch-size 8 --global-batch-size 64 --cuda-graph-impl none"
     run(_options(*words.split()))
     assert "wait for the host" not in capsys.readouterr().out
+
+
+def test_the_timeline_shows_the_first_micro_batches(capsys):
+    words = "--gpus 2xH200 --global-batch 64 --", SMALL, "--pipeline-model-parallel-size 2"
+    request, search = _search(*words)
+    plan = predict_configured(request, memory=False, seconds=False)
+    show_timeline(request, plan, search.plan_for(1), _options(*words))
+    assert "the first 8 of 64 micro-batches\n" in capsys.readouterr().out
+
+
+def test_a_layout_that_takes_exactly_the_time_given_is_found():
+    _, search = _search("--gpus 2xH200 --global-batch 8 --", SMALL)
+    best = search.best(1)[0].prediction.seconds
+    (found,) = replace(search, seconds=best).best(1)
+    assert found.prediction.seconds == best
+    assert replace(search, seconds=0.999 * best).best(1) == []

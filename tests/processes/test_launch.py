@@ -16,6 +16,7 @@ from megatron.processes.launch import (
     bare_task,
     check_rendezvous_address,
     notify_saved,
+    prepare,
     read_launch,
     with_local_rank,
 )
@@ -60,6 +61,26 @@ def test_a_run_reads_the_flag(monkeypatch):
     with pytest.raises(AttributeError), processes(parse("--local_rank 2").config, Launch()):
         pass
     assert chosen == [2]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_variables_that_gpus_read_are_set_unless_the_user_has_set_them(monkeypatch, deterministic):
+    names = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8" if deterministic else None,
+        "NCCL_ALGO": "Ring" if deterministic else None,
+    }
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    prepare(Launch(2, 4, 1), deterministic=deterministic)
+    assert {name: os.environ.get(name) for name in names} == names
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["2", "4", "1"]
+    for name in names:
+        monkeypatch.setenv(name, "mine")
+    prepare(Launch(), deterministic=deterministic)
+    assert {os.environ[name] for name in names} == {"mine"}
 
 
 def test_processes_that_do_not_know_where_to_meet(monkeypatch):

@@ -116,6 +116,7 @@ def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
     assert numbers["mean_squared_error"] == pytest.approx(np.mean(error**2))
     assert "4 to 5" in (shown := capsys.readouterr().out)
     assert "mean of pearson and spearman" in shown
+    assert "> batch 12 of 12\n" in shown  # 23 samples, two at a time
 
     # The best weights alone have the score for which they were kept, and give the same guesses.
     results = tmp_path / "best.json"

@@ -12,8 +12,11 @@ import pytest
 
 from megatron.config import RunConfig
 from megatron.device import Device
+from megatron.errors import UserError
+from megatron.inference.request import Finished, Token
 from megatron.parallel.layout import Layout
 from megatron.tasks import harness
+from megatron.tasks.harness import GenerationRequest, cut_at
 from tests.config.command import parse
 
 _MODEL = "megatron.tasks.harness_model"
@@ -53,6 +56,9 @@ class _Text:
 
     def tokenize_unterminated(self, text: str) -> list[int]:
         return [*self._start, *map(ord, text)]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
 
 @pytest.mark.parametrize(("start", "prefix"), [([], 7), ([5], 5), ([5, 6], 5)])
@@ -144,3 +150,69 @@ def test_single_tokens_are_not_split_over_tensor_ranks(monkeypatch: pytest.Monke
     with pytest.raises(LookupError):
         harness.evaluate(parsed, Device.cpu(), Layout.single())  # type: ignore[arg-type]
     assert not loaded[0].parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("ends", "cut"),
+    [(["c", "e"], "ab"), (["e", "c"], "ab"), (["ab"], ""), (["x", "d"], "abc"), (["x", ""], None)],
+)
+def test_an_answer_ends_at_the_first_stop_sequence(ends: list[str], cut: str | None) -> None:
+    assert cut_at("abcde", ends) == cut
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "text"),
+    [
+        ("ab\a", "stop", "ab"),  # code point 7, the token that ends a text
+        ("abc", "length", "abc"),
+        ("a.b", "length", "a"),
+        ("", "length", ""),
+    ],
+)
+def test_an_answer_ends_before_its_end_token_or_stop_sequence(
+    tokens: str, reason: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [Token("0", ord(character)) for character in tokens]
+    engine = _Engine([*events, Finished("0", reason)])
+    request = GenerationRequest([1, 2, 3, 4, 5], 2, until=["."])
+    assert _generator(engine, monkeypatch).generate([request]) == [text]
+    assert engine.cancelled == (["0"] if "." in tokens else [])
+    (added,) = engine.added
+    assert added.prompt == (4, 5)  # a window of 4 also holds the two new tokens
+    assert added.sampling.stop_tokens == (7,)
+
+
+def test_a_request_that_fails_ends_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _Engine([Finished("0", "error", "the cache is too small")])
+    with pytest.raises(UserError, match="the cache is too small"):
+        _generator(engine, monkeypatch).generate([GenerationRequest([1], 2)])
+
+
+class _Engine:
+    """An engine that returns given events."""
+
+    def __init__(self, events: list[Token | Finished]) -> None:
+        self._events = events
+        self.added: list[Any] = []
+        self.cancelled: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._events)
+
+    def add(self, request: Any) -> None:
+        self.added.append(request)
+
+    def step(self) -> list[Token | Finished]:
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self, request: str) -> None:
+        self.cancelled.append(request)
+
+
+def _generator(engine: _Engine, monkeypatch: pytest.MonkeyPatch) -> harness.Generator:
+    monkeypatch.setattr(harness, "build_engine", lambda *_, **__: engine)
+    config = SimpleNamespace(data=SimpleNamespace(seq_length=4))
+    loaded: Any = SimpleNamespace(layout=Layout.single(), tokenizer=_Text([]), config=config)
+    return harness.Generator(loaded, Device.cpu())

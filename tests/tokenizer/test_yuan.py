@@ -121,3 +121,30 @@ def test_damaged_vocabularies(small, entries, message):
     Path(small).write_text("\n".join(entries))
     with pytest.raises(DataError, match=message):
         build("EncDecTokenizer", vocab_file=small)
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ("abc ##d", "abcd"),
+        ("a abc", "a abc"),
+        ("a \u2583 b", "a\nb"),  # no spaces around a newline
+        ("a \u2582 中 国", "a 中国"),
+        ("中 ##b a", "中##b a"),
+        ("a ? b", "a <unk> b"),  # an id outside the vocabulary
+    ],
+)
+def test_words_of_letters_are_separated(small, entries, text, monkeypatch):
+    monkeypatch.setattr(wordpiece, "_segmenter", lambda: str.split)
+    tokenizer = build("EncDecTokenizer", vocab_file=small)
+    ids = [_ENTRIES.index(entry) if entry in _ENTRIES else 99 for entry in entries.split()]
+    assert tokenizer.detokenize(ids) == text
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_sentinels_are_those_of_the_vocabulary(small, count, monkeypatch):
+    monkeypatch.setattr(wordpiece, "_segmenter", lambda: str.split)
+    entries = _ENTRIES[: _ENTRIES.index("<s_0>")] + [f"<s_{i}>" for i in range(count)]
+    Path(small).write_text("\n".join(entries))
+    tokenizer = build("EncDecTokenizer", vocab_file=small)
+    assert tokenizer.additional_special_tokens_ids == [*range(17, 17 + count)]

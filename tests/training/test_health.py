@@ -15,6 +15,7 @@ import pytest
 from megatron.cli import health as command
 from megatron.device import Device
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from megatron.training import health
 from megatron.training.callbacks.small import HealthCheck
 from megatron.training.health import Health, check_health, health_table, neighbors, problems_of
@@ -245,3 +246,20 @@ def test_the_command_prints_a_table_and_says_what_stands_out(
     slow = run_ranks([*words, "0.9999"], os.environ, 2)
     assert slow.returncode == 1
     assert " is slow: " in slow.stdout
+
+
+def test_the_command_tests_gpus_as_a_run_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hardware queue, and no NVLink multicast."""
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    seen: list[str | None] = []
+
+    def check(*_: object) -> list[Health]:
+        seen.extend(os.environ.get(name) for name in names)
+        return _ranks(1)
+
+    monkeypatch.setattr(health, "check_health", check)
+    assert command._test(Launch(), None, 0.7) == 0
+    assert seen == ["1", "1"]
