@@ -1,4 +1,4 @@
-"""Labeled texts: readers of the files of GLUE and RACE, and the samples made from them."""
+"""Labeled texts: readers of GLUE and RACE files, and samples made from their examples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Columns:
     """The columns of a GLUE task's tab-separated files. -1 is the last column.
 
     Attributes:
-        counts: The possible numbers of columns. There are several if the task's files differ.
+        counts: The allowed numbers of columns. There are several if the task's files differ.
         first: The column of the first text.
         second: The column of the second text, or `None` if there is a single text.
         label: The column of the label.
@@ -75,18 +75,18 @@ GLUE = {
 
 
 def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]:
-    """Return the examples of a file. A header line is skipped.
+    """Return the examples in a file of a GLUE task. A header line is skipped.
 
     Broken lines are skipped with a warning if they are at most 1% of the good lines.
 
     Args:
-        task: The task.
+        task: The name of the task.
         path: The file.
         flag: The flag that names the file, for error messages.
 
     Raises:
-        DataError: A line does not have the columns or labels of the task. The message names the
-            line.
+        DataError: The file cannot be read, has no examples or has too many broken lines. The
+            message names the first broken line.
     """
     target, columns = GLUE[task]
     examples: list[Example] = []
@@ -142,7 +142,7 @@ def _problem(cells: Sequence[str], target: Target, columns: Columns) -> str | No
 
 
 def read_race(folder: str, flag: str = "--valid-data") -> list[Example]:
-    """Return the questions in a folder's `*.txt` files, including subfolders.
+    """Return the questions in the `*.txt` files of a folder and its subfolders.
 
     Each question has four choices. A choice replaces the question's `_`, or follows the question.
 
@@ -151,7 +151,8 @@ def read_race(folder: str, flag: str = "--valid-data") -> list[Example]:
         flag: The flag that names the folder, for error messages.
 
     Raises:
-        DataError: A line is not an article in RACE's format. The message names the line.
+        DataError: A file cannot be read, a line is not an article in RACE's format, or there are no
+            articles. The message names the line.
     """
     files = sorted(Path(folder).rglob("*.txt")) if Path(folder).is_dir() else [Path(folder)]
     examples = [
@@ -185,7 +186,7 @@ def _questions(line: str, where: str) -> Iterator[Example]:
 
 
 def _joined(question: str, option: str) -> str:
-    """Return a question with an answer in place of its blank, or appended to it."""
+    """Return a question whose blank is replaced by an answer, or with the answer appended."""
     return _tidy(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
@@ -302,7 +303,7 @@ class _FixedLength:
 
 
 class Padded(_FixedLength):
-    """A dataset padded to `length` by repetitions of its first sample, each with its own `id`.
+    """A dataset padded to `length` with copies of its first sample, each with its own `id`.
 
     Args:
         dataset: A dataset with at least one sample.
@@ -316,7 +317,12 @@ class Padded(_FixedLength):
 
 
 class Repeated(_FixedLength):
-    """A dataset repeated up to `length`, for the validation loss between epochs."""
+    """A dataset repeated up to `length` samples, for the validation loss between epochs.
+
+    Args:
+        dataset: A dataset with at least one sample.
+        length: The total number of samples.
+    """
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i` of the repeated dataset."""

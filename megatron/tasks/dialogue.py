@@ -177,7 +177,7 @@ def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
 
 
 def _prompt(parsed: ParsedRun, device: Device, layout: Layout, output: SampleFile | None) -> None:
-    """Continue the prompts without a line in the partial output, which only rank 0 opens."""
+    """Continue the prompts that have no line in `output`, which is `None` except on rank 0."""
     _, task_options = parsed.extra
     prompts = read_prompts(task_options)
     if output is not None:
@@ -227,7 +227,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, output: SampleFil
 
 
 def _line(text: str) -> str:
-    """Return the text up to the first line feed, without characters that may end a line."""
+    """Return the text up to the first line feed, with carriage returns replaced by spaces."""
     return text.partition("\n")[0].replace("\r", " ").strip()
 
 
@@ -245,7 +245,7 @@ def _begin_output(options: TaskConfig, task_options: DialogueConfig) -> None:
 
 
 def _open_partial_output(task_options: DialogueConfig) -> SampleFile:
-    """Open the partial output of prompts and generated lines, new or from an interrupted run."""
+    """Open the file of prompts and generated lines, which may be left from an interrupted run."""
     path = _output_path(task_options)
     output = SampleFile(path.with_name(f"{path.name}.part.jsonl"))
     if output.done:
@@ -258,7 +258,7 @@ def _write(output: SampleFile, prompt: str, line: str) -> None:
 
 
 def _write_lines(task_options: DialogueConfig) -> None:
-    """Write the output from the partial output (`_open_partial_output`), which is then removed.
+    """Write the final output from the partial output, and then remove the partial output.
 
     Raises:
         DataError: A line of the partial output has no text.
@@ -279,7 +279,7 @@ def _write_lines(task_options: DialogueConfig) -> None:
 
 
 def read_prompts(task_options: DialogueConfig) -> list[str]:
-    """Return the prompt for each dialogue: examples, and the beginning of one to complete.
+    """Return a prompt for each dialogue: examples, then the beginning of one to complete.
 
     Raises:
         ConfigError: NLTK's Punkt, which response prompts need, is not installed.
@@ -321,7 +321,7 @@ def _joined(examples: Sequence[str]) -> str:
 
 
 def _examples_by_key(path: str) -> dict[str, str]:
-    """Return the examples by "TOPIC LAST_TURN". If a key occurs twice, the first one counts."""
+    """Return the examples by "TOPIC LAST_TURN". The first occurrence of a key counts."""
     examples_by_key: dict[str, str] = {}
     for number, line in enumerate(_lines("--prompt-file", path), 1):
         where = f"--prompt-file {path}, line {number}"
@@ -382,15 +382,15 @@ def word_splitter() -> Callable[[str], list[str]]:
 
 
 def ask_server(url: str, length: int, text: str) -> str:
-    """Return the continuation of `text` by a text generation server, up to the end of the line.
+    """Return a text generation server's continuation of `text`, up to the end of the line.
 
     Args:
         url: The URL of Megatron-LM's API.
-        length: The maximum number of tokens.
+        length: The maximum number of new tokens.
         text: The prompt.
 
     Raises:
-        UserError: The server cannot be reached, or refuses the request.
+        UserError: The server cannot be reached, refuses the request or returns another format.
     """
     body = {"prompts": [text], "tokens_to_generate": length, "top_k": 1}
     try:
@@ -404,7 +404,7 @@ def ask_server(url: str, length: int, text: str) -> str:
             answer = json.load(response)["text"][0]
             if not isinstance(answer, str):
                 raise TypeError(f"a text is {answer!r:.100}")
-            answer.encode()  # half a surrogate pair cannot be written
+            answer.encode()  # raises for a lone surrogate, which cannot be written
     except urllib.error.HTTPError as error:
         message = error.read().decode(errors="replace")[:500]
         raise UserError(
@@ -471,7 +471,7 @@ def measure(options: TaskConfig, task_options: DialogueConfig) -> Metrics:
 
 
 def f1_score(guess: str, answer: str) -> tuple[float, float, float]:
-    """Return precision, recall and F1 of the words in two texts.
+    """Return the precision, recall and F1 of the words in `guess` against those in `answer`.
 
     As in ParlAI, words are compared in lower case, without punctuation and articles.
     """

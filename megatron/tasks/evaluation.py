@@ -59,8 +59,8 @@ def parse_evaluation(
         world_size: The number of processes.
         options: The dataclass of the task's own flags.
         check: A function that yields the errors in the task's flags.
-        find_start: A function that returns the settings that flags override. By default they come
-            from the checkpoint in --load.
+        find_start: A function that returns the settings that flags override. The default reads
+            them from the checkpoint in --load.
         unread: Fields that other evaluations read but this one does not, as "section.field".
         kinds: The architectures that the task can evaluate.
 
@@ -116,7 +116,7 @@ def print_start(task: str, loaded: Loaded, device: Device, data: str) -> None:
 def publish(
     task: str, loaded: Loaded, options: TaskConfig, metrics: Metrics, details: Mapping[str, Any]
 ) -> None:
-    """Print the table and write the JSON file on the first process.
+    """Print the metrics and write the results file, on the first process only.
 
     Raises:
         StorageError: `--results` cannot be written. Without the flag, this is only a warning.

@@ -52,14 +52,14 @@ from megatron.training.step import StepOutcome
 
 
 class FinetuneRecipe:
-    """A recipe that learns classes by cross entropy, or values by squared error.
+    """A recipe that trains a classifier with cross entropy, or a regression with squared error.
 
     Args:
         target: The class or value to predict.
         train: The examples to train on. Empty for an evaluation.
         valid: The examples whose loss is computed during training, with --eval-iters.
-        samples_per_epoch: The number of examples to use in each epoch. `None` uses all, and those
-            that do not fill a batch are combined with the next epoch.
+        samples_per_epoch: The number of examples to use in each epoch. `None` uses all, and
+            completes an epoch's last batch with examples from the next epoch.
     """
 
     program = PROGRAM
@@ -72,7 +72,7 @@ class FinetuneRecipe:
         valid: Sequence[Example],
         samples_per_epoch: int | None,
     ) -> None:
-        """Store the target and the examples."""
+        """Store the arguments."""
         self.target = target
         self._train = train
         self._valid = valid
@@ -133,7 +133,7 @@ class FinetuneRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run a micro-batch through a part of the model. The last part returns the loss."""
+        """Run a micro-batch through a model part. The last part returns the loss."""
         result = self._scores(part, batch, hidden)
         if not part.part.head:
             return result
@@ -162,15 +162,20 @@ class FinetuneRecipe:
         return part.score(batch["text"], batch["padding_mask"].bool(), batch["types"], hidden)
 
 
-BEST = "best"  # the folder of the best weights in --save
-_RECORD = "evaluation.json"  # the file in that folder with the iteration and its score
-_OPTIONAL_PARTS = ("pooler", "embedding.token_type")  # parts that a pretrained model may lack
+BEST = "best"  # the subfolder of --save that contains the best weights
+_RECORD = "evaluation.json"  # the file in this subfolder with the iteration and its score
+_OPTIONAL_PARTS = ("pooler", "embedding.token_type")  # modules that a pretrained model may lack
 _PASSES = 16  # micro-batches between two updates of the progress
 
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """The predictions of one evaluation, by file."""
+    """The predictions of one evaluation.
+
+    Attributes:
+        iteration: The iteration of the evaluated weights.
+        by_file: The predictions by validation file.
+    """
 
     iteration: int
     by_file: Mapping[str, Predictions]
@@ -189,7 +194,7 @@ class Finetuning(Extras):
         pretrained: The folder of the pretrained checkpoint, or `None` for random weights.
         valid: The examples to evaluate on, by file.
         epoch_ends: The updates, counted from 1, that end an epoch. Empty without training.
-        options: The flags that determine where results are written.
+        options: The flags that determine where the results are written.
 
     Attributes:
         last: The last evaluation, or `None` before the first.
@@ -226,7 +231,7 @@ class Finetuning(Extras):
             self._start = 0 if self._epoch_ends else iteration
 
     def callbacks(self, run: Run) -> list[Callback]:
-        """Return the evaluation at the end of each epoch."""
+        """Return the callback that evaluates at the end of each epoch."""
         return [AtEpochsEnd(self._epoch_ends, self.evaluate)] if self._valid else []
 
     def end(self, run: Run) -> None:
@@ -240,7 +245,7 @@ class Finetuning(Extras):
             self._write(run, self.last)
 
     def evaluate(self, run: Run) -> None:
-        """Evaluate all files, print results and keep the best weights. Collective."""
+        """Evaluate on all files, print the results and save the best weights. Collective."""
         predictions = {
             name: collect_predictions(run, self._recipe, data) for name, data in self._data(run)
         }
@@ -272,7 +277,7 @@ class Finetuning(Extras):
         return "\n".join(parts)
 
     def _save_if_best(self, run: Run, evaluation: TaskEvaluation) -> None:
-        """Write `--save`/best if this evaluation has a better score. Collective."""
+        """Save the weights in `best` if this evaluation has the best score so far. Collective."""
         if run.config.checkpoint.save is None or not self._epoch_ends:
             return
         root = Path(run.config.checkpoint.save) / BEST
@@ -370,7 +375,7 @@ def collect_predictions(run: Run, recipe: FinetuneRecipe, dataset: TextSamples) 
 
 
 def _load_pretrained(run: Run, folder: str, new_layers: Sequence[str]) -> int:
-    """Load the weights in --pretrained-checkpoint, except for newly initialized layers.
+    """Load the weights in --pretrained-checkpoint, except those of `new_layers`.
 
     Returns:
         The iteration of the checkpoint.
@@ -401,7 +406,7 @@ def _load_pretrained(run: Run, folder: str, new_layers: Sequence[str]) -> int:
 
 
 def _best_score(root: Path, scores: Sequence[str]) -> float:
-    """Return the score of the weights in `root`, or -2, less than any score, if there is none."""
+    """Return the score of the weights in `root`, or -2 (below any score) if there are none."""
     record = read_results(root / _RECORD)
     score = record.get("score")
     if isinstance(score, float) and math.isfinite(score) and record.get("of") == list(scores):

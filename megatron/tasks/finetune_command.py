@@ -1,4 +1,4 @@
-"""The command line of a finetuning task, and its execution."""
+"""Command line and execution of a finetuning task."""
 
 from __future__ import annotations
 
@@ -235,8 +235,9 @@ def with_length(
 ) -> tuple[RunConfig, int | None]:
     """Return the configuration with --train-iters set, and the number of samples per epoch.
 
-    Without --keep-last, an epoch ends with its last full batch. With it, every sample of each epoch
-    is used, and only the last batch of the run is completed with samples from another epoch.
+    Without --keep-last, an epoch ends with its last full batch. With --keep-last, all samples of
+    all epochs are used: the number is `None`, and only the last batch of the run is completed with
+    samples from a further epoch.
 
     Raises:
         ConfigError: A flag does not fit the resulting number of iterations, or the samples do not
@@ -270,7 +271,7 @@ def epoch_ends(epochs: int, samples: int, batch: int) -> frozenset[int]:
 
 
 def refuse_lengths(given: Mapping[str, Any]) -> None:
-    """Refuse flags that set the length of a run, because --epochs does this.
+    """Reject flags that set the length of a run, because --epochs sets it.
 
     Raises:
         ConfigError: Such a flag is given.
@@ -283,7 +284,7 @@ def refuse_lengths(given: Mapping[str, Any]) -> None:
 
 
 def _pretrained(given: Mapping[str, Any], target: Target) -> RunOptions:
-    """Return the settings that flags override, from the pretrained checkpoint or from --load."""
+    """Return the settings that flags override, read from --pretrained-checkpoint or --load."""
     refuse_lengths(given)
     flag, folder = next(
         (
@@ -359,7 +360,7 @@ def _required(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def refuse_pretraining_flags(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield errors about flags that only make sense in pretraining.
+    """Yield an error message for each flag that only makes sense in pretraining.
 
     Args:
         config: The run's options.

@@ -1,8 +1,8 @@
 """Models of this package as a backend of EleutherAI's lm-evaluation-harness.
 
 The harness runs on rank 0 and supports only a single process. All processes together compute the
-results that it requests from the model. Its datasets come from the sources that its task files
-name, which may be local files or the network.
+results that it requests from the model. The harness reads its datasets from the sources that its
+task files name, which may be local files or the network.
 """
 
 from __future__ import annotations
@@ -84,10 +84,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Metrics | None:
-    """Load the model, run the harness, report, and return the metrics on rank 0.
-
-    Collective.
-    """
+    """Load the model, run the harness, report, and return the metrics on rank 0. Collective."""
     config = parsed.config
     options, task_options = parsed.extra
     folder = config.checkpoint.load
@@ -128,7 +125,10 @@ class Backend:
         self._log_interval = log_interval
 
     def score(self, samples: list[list[Any]]) -> list[list[Any]]:
-        """Return [log-probability, is greedy] for each [tokens, number of last tokens to score]."""
+        """Return [log-probability, is greedy] for each [tokens, number of final tokens to score].
+
+        "Is greedy" means that all scored tokens are the model's most likely ones.
+        """
         is_first = self._loaded.layout.world.rank == 0
         scores = self._scorer.score(
             [Sample(tokens, scored) for tokens, scored in samples],
@@ -137,7 +137,7 @@ class Backend:
         return [[score.log_probability, score.is_greedy] for score in scores]
 
     def generate(self, requests: list[dict[str, Any]]) -> list[str]:
-        """Return the text after each prompt, which is given as `GenerationRequest` fields."""
+        """Return the generated text for each request, a dictionary of `GenerationRequest` fields."""
         if self._generator is None:
             self._generator = Generator(self._loaded, self._device)
         return self._generator.generate([GenerationRequest(**fields) for fields in requests])
@@ -147,7 +147,7 @@ def _run_harness(model: LM, task_options: HarnessConfig) -> dict[str, Any]:
     """Run the harness, and return the result of `simple_evaluate`.
 
     Raises:
-        ConfigError: The harness has no task with a given name.
+        ConfigError: The harness has no task of a requested name.
         DataError: The data of a task cannot be read.
     """
     import lm_eval
@@ -207,7 +207,7 @@ def _run_details(results: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt and the settings for continuing it.
+    """A prompt and the settings for its continuation.
 
     Attributes:
         prompt: The tokens of the prompt. They are cut at the front if they do not fit the window.
@@ -227,13 +227,13 @@ class GenerationRequest:
 
 
 class Generator:
-    """A text generator that divides prompts among the data-parallel copies of a model.
+    """A text generator that divides prompts among the data-parallel replicas of a model.
 
     All processes of the layout must construct it and call `generate` together.
     """
 
     def __init__(self, loaded: Loaded, device: Device) -> None:
-        """Build an engine for this copy of the model. Collective."""
+        """Build an engine for this replica of the model. Collective."""
         self._world = loaded.layout.world
         self._data = loaded.layout.data
         self._is_copy_leader = loaded.layout.tensor.is_first and loaded.layout.pipeline.is_first

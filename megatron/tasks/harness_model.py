@@ -1,4 +1,4 @@
-"""The harness's model interface, which scores texts and generates text."""
+"""An implementation of the harness's model interface, which scores and generates text."""
 
 from __future__ import annotations
 

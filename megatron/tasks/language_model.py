@@ -59,6 +59,9 @@ def prepare_wikitext(
     """Prepare a text for computing its loss per token and its perplexity per original word.
 
     As in published perplexities, each line ending counts as a word.
+
+    Raises:
+        DataError: The file cannot be read, or has no text to predict.
     """
     path = paths[0]
     raw = read_text(path, "--valid-data")
@@ -104,10 +107,13 @@ def count_words(text: str) -> int:
 def prepare_perplexity(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare a corpus, document by document.
+    """Prepare a corpus for computing its perplexity, document by document.
 
     Each document is preceded by an end-of-document token, or by the token with which the tokenizer
     begins every text.
+
+    Raises:
+        DataError: A file cannot be read, or the files have no text to predict.
     """
     samples: list[Sample] = []
     documents = tokens = words = size = 0
@@ -144,7 +150,11 @@ def prepare_perplexity(
 def prepare_lambada(
     paths: Sequence[str], options: LanguageModelTaskConfig, tokenizer: Tokenizer, window: int
 ) -> Prepared:
-    """Prepare passages whose last token, or last word with --strict-lambada, is to be predicted."""
+    """Prepare passages whose last token, or last word with --strict-lambada, is to be predicted.
+
+    Raises:
+        DataError: A file cannot be read, or a passage has no context or no word to predict.
+    """
     detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0
     for i, text in enumerate(map(detokenize, read_documents(paths))):
@@ -202,7 +212,7 @@ def last_window(context: Sequence[int], target: Sequence[int], window: int) -> S
 def encode_pair(
     tokenizer: Tokenizer, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of two consecutive texts that are encoded together.
+    """Encode two consecutive texts together, and return the token ids of each.
 
     With some tokenizers, a continuation that is encoded alone would begin with a start token.
     """
@@ -216,7 +226,7 @@ def encode_pair(
 
 
 def _exp(loss: float) -> float:
-    """Return the perplexity of a loss, or infinity if it is too large for a float."""
+    """Return the perplexity for a loss, or infinity if it is too large for a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 

@@ -16,7 +16,12 @@ from megatron.tasks.table import OPTIONS, PROGRAM, TASKS, find_task
 
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Run one process of a task, and return its exit code, as `pretrain_gpt.py` does."""
+    """Run this process's share of the task that `--task` names, and return the exit code.
+
+    Args:
+        argv: The command line. The default is that of this process.
+        program: The name of the program, for the help text.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help", "--help-all"} & set(arguments):
         return run_command(lambda: _help(program, "--help-all" in arguments))

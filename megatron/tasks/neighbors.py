@@ -1,7 +1,7 @@
-"""Perplexity of a Retro model with correct neighbors, with those of other chunks, and with none.
+"""Perplexity of a Retro model with correct neighbors, with neighbors of other chunks, and without.
 
-The samples are the validation samples of the working folder, whose neighbors are known, or any
-texts, whose neighbors are looked up in the index.
+The samples are the validation samples of the working folder, whose neighbors are stored, or any
+texts, whose neighbors are searched in the index.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 TASK = "PERPLEXITY"
 _NO_NEIGHBORS = ", no neighbors"
 _REPORTED = ("loss", "perplexity")  # the metrics that are reported for each kind of neighbors
-# The neighbors that the model reads, by the words that are appended to a metric's name.
+# The neighbors that the model reads, by the suffix of the metric's name.
 _NEIGHBOR_KINDS: dict[str, Callable[[NeighborRows], NeighborRows]] = {
     "": lambda table: table,
     ", shuffled neighbors": ShuffledNeighbors,
@@ -63,8 +63,8 @@ class _Scored(NamedTuple):
     Attributes:
         samples: The samples, without neighbors.
         rows: The start and end (exclusive) of each sample's chunks in the table.
-        table: The correct neighbors of the chunks.
-        texts: The tokens of neighbors.
+        table: The correct neighbors of each chunk.
+        texts: The tokens of the neighbors.
         summarize: A function that computes metrics, including "loss" and "perplexity".
         data: A description of the data.
     """
@@ -83,14 +83,14 @@ def evaluate_neighbors(
     layout: Layout,
     prepare: Callable[[Tokenizer, int], Prepared] | None,
 ) -> Metrics:
-    """Score the samples three times, report, and return the metrics. Collective.
+    """Score the samples with each kind of neighbors, report, and return the metrics. Collective.
 
     Args:
         parsed: The command line.
         device: The device to run on.
         layout: The grid of processes and this process's position in it.
-        prepare: A function that prepares the texts of --valid-data, given a tokenizer and a window.
-            `None` scores the validation samples of the working folder.
+        prepare: A function of a tokenizer and a window in tokens, which prepares the texts of
+            --valid-data. `None` scores the validation samples of the working folder.
 
     Raises:
         UserError: The checkpoint, the texts or the working folder is invalid.
@@ -164,7 +164,7 @@ def _validation(loaded: Loaded, limit: int | None) -> _Scored:
 def _with_neighbors(
     prepared: Prepared, loaded: Loaded, device: Device, embedder: str | None
 ) -> _Scored:
-    """Find the neighbors of samples made from any texts. Each process handles some of the chunks.
+    """Find the neighbors of the prepared samples. Each process searches for a share of the chunks.
 
     Raises:
         UserError: No text has a whole chunk, or the working folder is invalid.
@@ -231,7 +231,7 @@ def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) 
 
 
 def _count_samples(workdir: str, arguments: dict[str, Any]) -> int:
-    """Return the number of validation samples in the run for which the folder was made."""
+    """Return the number of validation samples of the run for which the folder was made."""
 
     def read(name: str) -> int:
         value = arguments.get(name)
@@ -251,7 +251,7 @@ def _count_samples(workdir: str, arguments: dict[str, Any]) -> int:
 
 
 def _neighbors(table: NeighborRows, texts: NeighborTexts, first: int, stop: int) -> Ids:
-    """Return the tokens of the neighbors of l chunks, `[l, k, r]`."""
+    """Return the tokens of the k neighbors of each of l chunks, `[l, k, r]`."""
     if first == stop:  # a text that is shorter than a chunk
         return np.empty((0, 1, 1), np.int64)
     return texts.tokens(table.rows(first, stop))

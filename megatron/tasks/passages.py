@@ -49,7 +49,7 @@ class Question(NamedTuple):
 
 
 def _rows(path: str, flag: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each row of a tab-separated file, preceded by its position, for messages."""
+    """Yield the rows of a tab-separated file, each preceded by its location for messages."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.reader(file, delimiter="\t")
@@ -67,7 +67,7 @@ def read_passages(path: str) -> Iterator[Passage]:
     """Yield the passages of --evidence-data-path. The first line is a header.
 
     Raises:
-        DataError: A line does not have the three columns, or there are no passages.
+        DataError: The file cannot be read, has no passages, or a line lacks one of three columns.
     """
     count = -1
     for count, (where, row) in enumerate(_rows(path, "--evidence-data-path")):
@@ -97,7 +97,7 @@ def read_questions(path: str, flag: str) -> list[Question]:
     The answers are a list in the notation of Python or JSON, which is parsed and never executed.
 
     Raises:
-        DataError: A line is not a question with a list of answers, or there are no questions.
+        DataError: The file cannot be read, has no questions, or a line has no list of answers.
     """
     questions = []
     for where, row in _rows(path, flag):
@@ -127,7 +127,7 @@ class PaddedTexts(NamedTuple):
 
 
 def pad_texts(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) -> PaddedTexts:
-    """Return texts between [CLS] and [SEP], cut to `length` tokens and padded to the longest."""
+    """Put texts between [CLS] and [SEP], cut them to `length` tokens and pad to the longest."""
     rows = [[tokenizer.cls, *text[: length - 2], tokenizer.sep] for text in texts]
     max_length = max(map(len, rows))
     tokens = np.full((len(rows), max_length), tokenizer.pad, np.int64)
@@ -191,7 +191,7 @@ class PassageVectors(NamedTuple):
 
     @staticmethod
     def load(path: Path) -> tuple[PassageVectors, dict[str, Any]]:
-        """Return the vectors in a file, and the description of their model and passages.
+        """Return the vectors in a file, and the description passed to `save` as `origin`.
 
         Raises:
             ConfigError: The file was not written by `save`. Megatron-LM's pickles are not read.
@@ -224,8 +224,8 @@ def _category(character: str) -> str:
 def words_of(text: str) -> list[str]:
     """Return the words of a text in lower case, as in DPR (Karpukhin et al., 2020).
 
-    Texts are normalized to Unicode's NFD. A word is a sequence of letters, digits and marks, or any
-    other single character.
+    The text is normalized to NFD. A word is a sequence of letters, digits and marks, or any other
+    single character except spaces and control characters.
     """
     words: list[str] = []
     letters: list[str] = []
@@ -245,7 +245,10 @@ def words_of(text: str) -> list[str]:
 
 
 def contains_words(text: str, answers: Sequence[str]) -> bool:
-    """Return whether the words of one of the answers occur consecutively in a text."""
+    """Return whether the words of one of the answers occur consecutively in a text.
+
+    Case is ignored.
+    """
     words = words_of(text)
     for answer in map(words_of, answers):
         size = len(answer)
@@ -255,9 +258,9 @@ def contains_words(text: str, answers: Sequence[str]) -> bool:
 
 
 def contains_pattern(text: str, answers: Sequence[str]) -> bool:
-    """Return whether an answer, as a regular expression, matches within a text.
+    """Return whether one of the answers, which are regular expressions, matches within a text.
 
-    Invalid expressions are ignored.
+    Case and invalid expressions are ignored.
     """
     text = unicodedata.normalize("NFD", text)
     for answer in answers:

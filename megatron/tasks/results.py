@@ -1,4 +1,4 @@
-"""A task's progress, and its results as a table, as Megatron-LM's line and as JSON."""
+"""Progress of a task, and its results as a table, as Megatron-LM's log line and as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def format_number(value: MetricValue) -> str:
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | MetricValue]]) -> str:
-    """Return a table in which text is aligned to the left and numbers to the right."""
+    """Format a table, with text aligned to the left and numbers to the right."""
     cells = [[v if isinstance(v, str) else format_number(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     is_text = [all(isinstance(row[i], str) for row in rows) for i in range(len(titles))]
@@ -46,7 +46,13 @@ def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | MetricValu
 def megatron_line(
     task: str, headline: Mapping[str, str], metrics: Mapping[str, MetricValue]
 ) -> str:
-    """Return the line that Megatron-LM's tasks print, for programs that parse it."""
+    """Format metrics as the line that Megatron-LM's tasks print, for programs that parse it.
+
+    Args:
+        task: The task's name.
+        headline: Megatron-LM's name of each metric to include, by the metric's name.
+        metrics: The metrics by name.
+    """
     parts = [
         f"{name}: {metrics[key]}" if name == "token ratio" else f"{name}: {metrics[key]:.4E}"
         for key, name in headline.items()
@@ -55,7 +61,7 @@ def megatron_line(
 
 
 def results_path(requested: str | None, folder: str, task: str, iteration: int) -> Path:
-    """Return the file that --results names, or by default a file in the checkpoint folder."""
+    """Return the path of the results: that of --results, or one in the checkpoint folder."""
     if requested is not None:
         return Path(requested)
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
@@ -113,7 +119,7 @@ def report_results(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_results(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results durably as JSON. An older file is replaced, and NaN becomes null.
+    """Write results durably as JSON. An older file is replaced; NaN and infinity become null.
 
     Raises:
         StorageError: The folder cannot be written to.
@@ -147,7 +153,7 @@ class TaskProgress:
         self._bar: Any = None
 
     def __call__(self, batches: int, total: int) -> None:
-        """Show that `batches` out of `total` are done."""
+        """Show that `batches` of `total` batches are done."""
         if not self._enabled:
             return
         if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Evaluation of how often a bi-encoder finds a passage that answers a question (ORQA, NQ)."""
+"""Evaluation of a bi-encoder: how often it finds a passage that answers a question (ORQA, NQ)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from megatron.tasks.table import PROGRAM, flags_elsewhere
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
-_MICRO_BATCH = 8  # the default number of questions at a time
+_MICRO_BATCH = 8  # the default number of questions per batch
 _TOPS = (1, 5, 20, 100)  # the top-k accuracies to report by default
 _READS = {"training.micro_batch_size", "retriever.retriever_report_topk_accuracies"}
 
@@ -147,7 +147,7 @@ class LoadedTowers:
 
     Attributes:
         model: The bi-encoder in evaluation mode.
-        tokenizer: The tokenizer with which it was trained.
+        tokenizer: The model's tokenizer.
         iteration: The number of training steps taken.
         layout: The grid of processes and this process's position in it.
         device: The device of this process.
@@ -163,7 +163,7 @@ class LoadedTowers:
 
     @torch.no_grad()
     def vectors(self, tower: TextEncoder, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Return the vectors of texts, `[n, e]`. Collective over tensor-parallel ranks."""
+        """Return the vectors of n texts, `[n, e]`. Collective over tensor-parallel ranks."""
         batch: PaddedTexts = pad_texts(texts, self.tokenizer, self.length)
         if excess := -batch.tokens.shape[1] % self.layout.sequence.size:
             columns = ((0, 0), (0, excess))  # sequence parallelism needs equal shares on all ranks
@@ -176,7 +176,7 @@ class LoadedTowers:
 
 
 def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) -> LoadedTowers:
-    """Load the bi-encoder in --load, whatever layout it was saved in. Collective.
+    """Load the bi-encoder in --load, which may have been saved in any layout. Collective.
 
     Args:
         config: The run's configuration.
@@ -251,7 +251,10 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Me
 def _passage_vectors(
     loaded: LoadedTowers, config: RunConfig, task_options: RetrieverTaskConfig
 ) -> PassageVectors | None:
-    """Load the passages' vectors or compute them; return them on rank 0. Collective."""
+    """Load or compute the vectors of the passages, and return them on rank 0. Collective.
+
+    Other ranks get `None`.
+    """
     path = None if task_options.embedding_path is None else Path(task_options.embedding_path)
     evidence = Path(task_options.evidence_data_path or "")
     status = evidence.stat()
@@ -346,7 +349,9 @@ def _query_vectors(
 def search(
     passages: PassageVectors, queries: NDArray[np.float32], k: int, *, use_gpu: bool = False
 ) -> NDArray[np.int64]:
-    """Return the ids of the k passages with the highest inner products, best first, `[q, k]`.
+    """Return the ids of the k passages most similar to each question, best first, `[q, k]`.
+
+    The similarity is the inner product of the vectors.
 
     Args:
         passages: The passages to search.
@@ -383,7 +388,7 @@ def _score(
     task_options: RetrieverTaskConfig,
     flag: str,
 ) -> Metrics:
-    """Return the top-k accuracies for several k: the percentages of questions answered."""
+    """Return the top-k accuracies for several k, in percent of the questions."""
     k = min(task_options.faiss_topk_retrievals, len(passages.ids))
     retrieved = search(passages, queries, k, use_gpu=task_options.faiss_use_gpu)
     ids = {*retrieved.reshape(-1).tolist()}
@@ -408,7 +413,7 @@ def first_hits(
     texts: Mapping[int, str],
     matches: Callable[[str, Sequence[str]], bool],
 ) -> list[int]:
-    """Return, for each question, the index of the first passage that answers it, or k.
+    """Return, for each question, the index of the first passage that answers it, or k if none does.
 
     Args:
         retrieved: The ids of the passages found for each question, `[q, k]`.
@@ -433,7 +438,7 @@ def _publish(
     metrics: Metrics,
     details: Mapping[str, Any],
 ) -> None:
-    """Print the table and write the JSON file."""
+    """Print the metrics and write the results file."""
     if not metrics:
         return
     options, load = parsed.extra[0], parsed.config.checkpoint.load

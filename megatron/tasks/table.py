@@ -24,7 +24,7 @@ from megatron.errors import ConfigError
 
 PROGRAM = "tasks/main.py"
 Kind = Literal["language model", "harness", "dialogue", "finetuning", "towers", "retrieval"]
-# The flags of each kind of task, and the names of its tasks for messages.
+# The flags of each kind of task, and the names of these tasks for error messages.
 _OWN: dict[Kind, tuple[type, str]] = {
     "language model": (LanguageModelTaskConfig, "WIKITEXT103, LAMBADA and PERPLEXITY"),
     "harness": (HarnessConfig, "LM_EVAL"),
@@ -77,7 +77,10 @@ TASKS: dict[str, Task] = {
 
 
 def flags_elsewhere(task: str) -> dict[str, str]:
-    """Return the flags that belong to other tasks, with the names of those tasks."""
+    """Return the flags that only other tasks accept.
+
+    Each flag is mapped to the end of the error message "FLAG belongs to ...".
+    """
     return {
         flag: f"{tasks}, but this is {task}"
         for kind, (config, tasks) in _OWN.items()
@@ -88,13 +91,13 @@ def flags_elsewhere(task: str) -> dict[str, str]:
 
 
 def find_task(arguments: Sequence[str]) -> str:
-    """Return the task that a command line names with --task (the last one counts) or an old flag.
+    """Return the task that the command line names by --task (the last one counts) or an old flag.
 
     Raises:
         ConfigError: The task is missing or unknown, or an old flag names a different task.
     """
     flag_names = [name for kind in OPTIONS for field in fields_of(kind) for name in field.names]
-    requested: dict[str, tuple[str, str]] = {}  # by flag: as given, and the name of the task
+    requested: dict[str, tuple[str, str]] = {}  # by flag: (as given, task name)
     misspelled: list[str] = []
     for flag in split(arguments):
         if closest_match(flag.name, flag_names) == "--task" and flag.name != "--task":
@@ -118,5 +121,5 @@ def find_task(arguments: Sequence[str]) -> str:
 
 
 def _letters(name: str) -> str:
-    """Return the letters and digits of a name in lower case, to compare spellings such as sst-2."""
+    """Return a name's letters and digits in lower case, to recognize spellings such as sst-2."""
     return "".join(filter(str.isalnum, name.lower()))

@@ -1,4 +1,4 @@
-"""The class or value that a finetuned model has to predict, and metrics of its predictions."""
+"""Prediction targets of finetuned models, and metrics of the predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = ("classification_head", "multichoice_head")  # Megatron's names
 
 @dataclass(frozen=True)
 class Predictions:
-    """The labels and predictions of samples, in the same order, as class indices or values."""
+    """The labels and predictions of the same samples, as class indices or values."""
 
     labels: tuple[float, ...]
     predictions: tuple[float, ...]
@@ -41,8 +41,8 @@ class Target:
         task: The task's name.
         classes: The names of the classes, in order. Empty for a value.
         span: The lowest and highest value. `None` for classes.
-        texts: The number of texts in a sample: 1, or one per class, where one of them is correct.
-        scores: The names in `numbers` whose mean determines the best checkpoint.
+        texts: The number of texts in a sample: 1, or one per class, of which one is correct.
+        scores: The names of the metrics whose mean determines the best checkpoint.
     """
 
     task: str
@@ -68,11 +68,11 @@ class Target:
         return self.scores[0] if len(self.scores) == 1 else f"mean of {' and '.join(self.scores)}"
 
     def score(self, metrics: Metrics) -> float:
-        """Return the task's GLUE score, which is the mean if there are two metrics."""
+        """Return the task's score, which is the mean of the metrics in `scores`, as in GLUE."""
         return sum(float(metrics[name]) for name in self.scores) / len(self.scores)
 
     def metrics(self, predictions: Predictions) -> Metrics:
-        """Return the metrics over all samples, by name."""
+        """Return the metrics over all samples by name."""
         if self.span is not None:
             return value_metrics(predictions.labels, predictions.predictions)
         return class_metrics(self._matrix(predictions))
@@ -86,7 +86,10 @@ class Target:
         return format_table(CLASS_TITLES, rows)
 
     def details(self, predictions: Predictions) -> dict[str, Any]:
-        """Return the confusion matrix, [class][prediction], or an empty dictionary for values."""
+        """Return the class names and the confusion matrix, `[class][prediction]`.
+
+        The dictionary is empty if the target is a value.
+        """
         if self.span is not None:
             return {}
         return {"classes": list(self.classes), "counts": self._matrix(predictions)}
@@ -100,7 +103,7 @@ CLASS_TITLES = ("class", "examples", "correct", "precision", "recall", "F1")
 
 
 def count_classes(labels: Sequence[float], predictions: Sequence[float], size: int) -> Matrix:
-    """Return the confusion matrix of `size` classes, [class][prediction]."""
+    """Return the confusion matrix of `size` classes, `[class][prediction]`."""
     matrix = [[0] * size for _ in range(size)]
     for label, prediction in zip(labels, predictions, strict=True):
         matrix[int(label)][int(prediction)] += 1
@@ -137,7 +140,7 @@ def class_metrics(matrix: Matrix) -> Metrics:
 
 
 def class_rows(matrix: Matrix, names: Sequence[str]) -> list[list[str | MetricValue]]:
-    """Return one row per class under `CLASS_TITLES`."""
+    """Return one row per class, with the columns of `CLASS_TITLES`."""
     return [_class_row(name, i, matrix) for i, name in enumerate(names)]
 
 
@@ -160,10 +163,7 @@ BAND_TITLES = ("label", "examples", "mean label", "mean guess", "mean squared er
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Return Pearson's correlation of two lists `[n]`, or 0 if one of them is constant.
-
-    It is 1 if the points lie on an increasing straight line.
-    """
+    """Return the Pearson correlation of two lists `[n]`, or 0 if one of them is constant."""
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     a, b = a - a.mean(), b - b.mean()
     denominator = np.sqrt((a @ a) * (b @ b))
@@ -171,19 +171,19 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Return Spearman's correlation, which is Pearson's correlation of the ranks."""
+    """Return the Spearman correlation of two lists `[n]`: the Pearson correlation of the ranks."""
     return pearson(ranks(x), ranks(y))
 
 
 def ranks(values: ArrayLike) -> NDArray[np.float64]:
-    """Return the rank of each value, from 1, `[n]`; equal values share their mean rank."""
+    """Return the rank of each value, `[n]`, counted from 1. Equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     mean: NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
     return mean[inverse]
 
 
 def value_metrics(labels: Sequence[float], predictions: Sequence[float]) -> Metrics:
-    """Return the metrics of predicted values over all samples, by name."""
+    """Return the metrics of predicted values over all samples by name."""
     return {
         "total examples": len(labels),
         "pearson": pearson(labels, predictions),
@@ -195,12 +195,12 @@ def value_metrics(labels: Sequence[float], predictions: Sequence[float]) -> Metr
 def band_rows(
     labels: Sequence[float], predictions: Sequence[float], span: tuple[int, int]
 ) -> list[list[str | MetricValue]]:
-    """Return one row per unit interval of the span under `BAND_TITLES`, without empty rows.
+    """Return one row per non-empty unit interval of the span, with the columns of `BAND_TITLES`.
 
     Args:
         labels: The labels.
         predictions: The predictions, in the same order.
-        span: The lowest and highest label. The highest belongs to the last row.
+        span: The lowest and highest label. The highest label belongs to the last row.
     """
     x, y = np.array(labels), np.array(predictions)
     low, high = span

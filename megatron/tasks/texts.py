@@ -1,4 +1,4 @@
-"""The texts of a task: readers of files, and detokenizers for tokenized corpora."""
+"""Readers of task files, and detokenizers for tokenized corpora."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.errors import DataError
 
 
 def find_missing(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
-    """Yield a line for each path that does not exist."""
+    """Yield an error message for each path that does not exist."""
     for path in paths or ():
         if not Path(path).exists():
             yield f"{flag} {path}: no such file: give the path of an existing file"
 
 
 def find_mistakes(options: TaskConfig) -> Iterator[str]:
-    """Yield a line for each error in the flags that all tasks share."""
+    """Yield an error message for each mistake in the flags that all tasks share."""
     yield from find_missing("--valid-data", options.valid_data)
     seen: set[Path] = set()
     for path in options.valid_data or ():
@@ -52,10 +52,11 @@ def read_text(path: str, flag: str) -> str:
 
 
 def read_documents(paths: Sequence[str], key: str = "text") -> Iterator[str]:
-    """Yield the texts of a corpus: JSON lines (also compressed), parquet, or whole .txt files.
+    """Yield the texts of a corpus: JSON lines (also compressed), Parquet, or whole .txt files.
 
     Raises:
-        DataError: A line is not a JSON object with text under `key`. The message names the line.
+        DataError: A file cannot be read, or a line is not a JSON object with text under `key`. The
+            message names the line.
     """
     try:
         lines = dict.fromkeys(find_inputs(paths), 0)
@@ -86,7 +87,7 @@ _WIKITEXT: tuple[tuple[str, str], ...] = (
     *((f" @{sign}@ ", sign) for sign in "-,."),
     *((f" {sign} ", f"{sign} ") for sign in ":;.!?,"),
 )
-# Pairs of characters. Spaces next to them, inside the pair, are removed.
+# Pairs of characters. Spaces just inside a pair are removed.
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 _WIKITEXT_LAST: tuple[tuple[str, str], ...] = (
     *(("= " * count + "=", "=" * (count + 1)) for count in (3, 2, 1)),
@@ -108,7 +109,7 @@ _PTB: tuple[tuple[str, str], ...] = (
 
 
 def wikitext(text: str) -> str:
-    """Undo WikiText's tokenization: `@-@` and similar marks, and spaces around punctuation."""
+    """Undo WikiText's tokenization: marks such as `@-@`, and spaces around punctuation."""
     text = _replace(text.replace("s '", "s'"), _WIKITEXT)
     for opening, closing in _PAIRS:
         inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
@@ -132,7 +133,7 @@ _DETOKENIZERS_BY_PATH = {"ptb": "ptb", "wiki": "wikitext", "lambada": "none"}
 
 
 def detokenizer_for(path: str, requested: str | None) -> str:
-    """Return the name of the requested detokenizer, or of the one suggested by the path."""
+    """Return the name of the requested detokenizer, or of the one that the path suggests."""
     if requested is not None:
         return requested
     return next((name for part, name in _DETOKENIZERS_BY_PATH.items() if part in path), "none")

@@ -70,7 +70,7 @@ _EMBED_BATCH = 64  # the number of passages that are embedded together in evalua
 
 @dataclass(frozen=True)
 class LabeledQuestion:
-    """A question, a passage that answers it, and passages that do not, each as (title, text).
+    """A question, a passage that answers it, and passages that do not. A passage is (title, text).
 
     Attributes:
         text: The question, without its question mark.
@@ -141,7 +141,7 @@ def _passages(
 
 
 def _entries(path: str, flag: str) -> Iterator[Any]:
-    """Yield the entries of a JSON list, with one in memory at a time. DPR's file is 7 GB."""
+    """Yield the entries of a JSON list without loading it whole, because DPR's file has 7 GB."""
     decoder, text, is_open = json.JSONDecoder(), "", False
     broken = f"{flag} {path}: not a JSON list of questions in DPR's format"
     try:
@@ -170,7 +170,7 @@ def _entries(path: str, flag: str) -> Iterator[Any]:
 
 
 class TextRows:
-    """Converts texts to rows of equal length.
+    """A converter of texts to token rows of equal length.
 
     Args:
         tokenizer: The tokenizer of a BERT.
@@ -182,15 +182,15 @@ class TextRows:
         self._tokenizer, self._length = tokenizer, length
 
     def question(self, text: str) -> list[int]:
-        """Return the tokens of a question."""
+        """Return the token ids of a question."""
         return self._tokenizer.tokenize_with_special(text)
 
     def passage(self, title_and_text: tuple[str, str]) -> list[int]:
-        """Return the tokens of a passage, given as title and text."""
+        """Return the token ids of a passage."""
         return ids_of_passage(*title_and_text, self._tokenizer)
 
     def stacked(self, texts: Sequence[Sequence[int]], rows: int) -> tuple[Any, Any]:
-        """Return tokens and masks, int64 `[rows, s]` each. Rows without a text are masked."""
+        """Return tokens and masks, int64 `[rows, s]` each. Rows beyond the texts are masked."""
         tokens = np.full((rows, self._length), self._tokenizer.pad, np.int64)
         mask = np.zeros_like(tokens)
         for i, text in enumerate(texts):
@@ -202,7 +202,7 @@ class TextRows:
 class TrainingQuestions:
     """Questions in training order, each with its passage and some wrong passages.
 
-    Sample k is a pure function of seed and k. In each epoch, different hard negatives are drawn.
+    Sample k is a pure function of seed and k. Each epoch draws different hard negatives.
 
     Args:
         questions: The questions.
@@ -262,7 +262,7 @@ class TowersRecipe:
     def __init__(
         self, train: Sequence[LabeledQuestion], samples_per_epoch: int | None, negatives: int
     ) -> None:
-        """Store the questions, the number to use per epoch, and the number of wrong passages."""
+        """Store the questions, how many to use per epoch, and the number of wrong passages each."""
         self._train, self._samples_per_epoch, self._negatives = train, samples_per_epoch, negatives
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
@@ -272,7 +272,7 @@ class TowersRecipe:
     def build_part(
         self, config: RunConfig, context: BuildContext, padded_vocab_size: int, part: ModelPart
     ) -> BiEncoderModel:
-        """Build the towers."""
+        """Build both towers."""
         return build_model(BiEncoderModel, config, context, padded_vocab_size, part, self.head)
 
     def describe_kernels(self, part: BiEncoderModel) -> str:
@@ -308,7 +308,7 @@ class TowersRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Mapping[str, Tensor]:
-        """Run a micro-batch, and return the loss over all ranks."""
+        """Return the loss and the accuracy of finding each passage among those of all ranks."""
         # The correct passages come first, as in Megatron-LM.
         passages, mask = (
             batch[f"context_{name}"].transpose(0, 1).flatten(0, 1)
@@ -325,7 +325,7 @@ class TowersRecipe:
 
 
 def score_scale(config: RunConfig) -> float:
-    """Return the factor applied to scores, which depends on --retriever-score-scaling."""
+    """Return the factor for scores: 1/sqrt(h) with --retriever-score-scaling, otherwise 1."""
     return config.model.hidden_size**-0.5 if config.retriever.retriever_score_scaling else 1.0
 
 
@@ -333,9 +333,9 @@ class TowersFinetuning(StartFromBert):
     """Initialization from pretrained towers or a BERT, and an evaluation after each epoch.
 
     Args:
-        options: The flags that determine where results are written.
+        options: The flags that determine where the results are written.
         pretrained: The folder of a pretrained bi-encoder, or `None`.
-        valid: The questions to evaluate on, by file, with only those negatives that are used.
+        valid: The questions to evaluate on, by file, with only the negatives to be used.
         ends: The updates, counted from 1, that end an epoch.
         group: The number of questions whose passages are compared with each other.
     """
@@ -371,7 +371,7 @@ class TowersFinetuning(StartFromBert):
             run.pretrained = str(reader.path)
 
     def callbacks(self, run: Run) -> list[Callback]:
-        """Return the evaluation after each epoch except the last, after which `end` evaluates."""
+        """Return the callback that evaluates after each epoch but the last, which `end` covers."""
         return [AtEpochsEnd(self._ends - {max(self._ends)}, self.evaluate_all)]
 
     def end(self, run: Run) -> None:
@@ -586,7 +586,7 @@ def parse(
 
 
 def _start(given: Mapping[str, Any]) -> RunOptions:
-    """Return the settings that flags override, from the bi-encoder or the BERT."""
+    """Return the settings that flags override, read from a checkpoint of a bi-encoder or BERT."""
     refuse_lengths(given)
     for name, kind in (("pretrained_checkpoint", "ict"), ("load", "ict"), ("bert_load", "bert")):
         folder = given.get(name)
