@@ -85,11 +85,11 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     print_notices(notices, launch)
     if task == "MSDP-PROMPT" and not task_options.api_prompt:
         if launch.rank == 0:  # find mistakes before any other work
-            _begin_output(options, task_options)
+            _check_files(options, task_options)
         with processes(parsed.config, launch) as (device, layout):
             prompt(parsed, device, layout)
     elif launch.rank == 0 and task == "MSDP-PROMPT":
-        _begin_output(options, task_options)
+        _check_files(options, task_options)
         prompts, url = read_prompts(task_options), task_options.megatron_api_url or ""
         with closing(_open_partial_output(task_options)) as output:
             output.remaining(prompts)  # find mistakes
@@ -155,7 +155,7 @@ def _find_mistakes(task: str, options: TaskConfig, task_options: DialogueConfig)
         name = "sample_input_file" if is_prompting else "guess_file"
         yield f"--valid-data: {_flag(name)} names the data of {task}: drop --valid-data"
     if is_prompting and options.results is not None:
-        yield "--results: MSDP-PROMPT measures nothing: drop --results, or use --sample-output-file"
+        yield "--results: MSDP-PROMPT has no metrics: drop --results, or use --sample-output-file"
     if not is_prompting and options.overwrite and options.results is None:
         yield "--overwrite without --results: there is no file to replace: drop --overwrite"
 
@@ -235,7 +235,7 @@ def _output_path(task_options: DialogueConfig) -> Path:
     return Path(task_options.sample_output_file or f"{task_options.sample_input_file}.out")
 
 
-def _begin_output(options: TaskConfig, task_options: DialogueConfig) -> None:
+def _check_files(options: TaskConfig, task_options: DialogueConfig) -> None:
     """Check that the prompts can be read and that the output can be written."""
     path = _output_path(task_options)
     expect_no_file("--sample-output-file", [path], overwrite=options.overwrite)

@@ -232,7 +232,7 @@ class Finetuning(Extras):
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Return the callback that evaluates at the end of each epoch."""
-        return [AtEpochsEnd(self._epoch_ends, self.evaluate)] if self._valid else []
+        return [EpochEvaluation(self._epoch_ends, self.evaluate)] if self._valid else []
 
     def end(self, run: Run) -> None:
         """Write the final results."""
@@ -290,7 +290,7 @@ class Finetuning(Extras):
         if run.layout.world.rank == 0:
             record = {"iteration": evaluation.iteration, "score": score, "of": target.scores}
             write_results(root / _RECORD, record)
-            print_line(f"  the best so far ({target.score_name} {score:.6g}): kept in {root}")
+            print_line(f"  best so far ({target.score_name} {score:.6g}): saved in {root}")
 
     def _write(self, run: Run, evaluation: TaskEvaluation) -> None:
         results_file, save = self._options.results, run.config.checkpoint.save
@@ -322,7 +322,7 @@ class Finetuning(Extras):
         report_results(path, content)
 
 
-class AtEpochsEnd(Callback):
+class EpochEvaluation(Callback):
     """A callback that evaluates after each epoch.
 
     Args:

@@ -108,7 +108,10 @@ def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Metrics | Non
         loaded,
         options,
         metrics,
-        {"options": asdict(task_options), "tasks": _run_details(results)},
+        {
+            "options": asdict(task_options),
+            "tasks": {key: results.get(key) for key in ("versions", "n-shot", "n-samples")},
+        },
     )
     return metrics
 
@@ -137,7 +140,7 @@ class Backend:
         return [[score.log_probability, score.is_greedy] for score in scores]
 
     def generate(self, requests: list[dict[str, Any]]) -> list[str]:
-        """Return the generated text for each request, a dictionary of `GenerationRequest` fields."""
+        """Return the generated text for each request, given as fields of `GenerationRequest`."""
         if self._generator is None:
             self._generator = Generator(self._loaded, self._device)
         return self._generator.generate([GenerationRequest(**fields) for fields in requests])
@@ -180,7 +183,7 @@ def _run_harness(model: LM, task_options: HarnessConfig) -> dict[str, Any]:
             f"--lm-eval-tasks {' '.join(names)}: the data of these tasks cannot be read: {error}: "
             "without a network, give task files with local data"
         ) from error
-    assert result is not None, "rank 0 of a machine gets the results"
+    assert result is not None, "rank 0 receives the results"
     return dict(result)
 
 
@@ -198,11 +201,6 @@ def _metrics(results: Mapping[str, Any]) -> Metrics:
                 label = name if filtered == "none" else f"{name} ({filtered})"
                 metrics[f"{task} {label}"] = value
     return metrics
-
-
-def _run_details(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the task versions, the numbers of few-shot examples and the document counts."""
-    return {key: results.get(key) for key in ("versions", "n-shot", "n-samples")}
 
 
 @dataclass(frozen=True)

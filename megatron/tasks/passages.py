@@ -120,10 +120,10 @@ def read_questions(path: str, flag: str) -> list[Question]:
 
 
 class PaddedTexts(NamedTuple):
-    """Token ids of texts, int64 `[b, s]`, and True where they are not padding, bool `[b, s]`."""
+    """Token ids of texts, int64 `[b, s]`, and a mask that is False at padding, bool `[b, s]`."""
 
     tokens: NDArray[np.int64]
-    padding: NDArray[np.bool_]
+    mask: NDArray[np.bool_]
 
 
 def pad_texts(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) -> PaddedTexts:
@@ -131,10 +131,10 @@ def pad_texts(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int)
     rows = [[tokenizer.cls, *text[: length - 2], tokenizer.sep] for text in texts]
     max_length = max(map(len, rows))
     tokens = np.full((len(rows), max_length), tokenizer.pad, np.int64)
-    padding = np.zeros((len(rows), max_length), bool)
+    mask = np.zeros((len(rows), max_length), bool)
     for i, row in enumerate(rows):
-        tokens[i, : len(row)], padding[i, : len(row)] = row, True
-    return PaddedTexts(tokens, padding)
+        tokens[i, : len(row)], mask[i, : len(row)] = row, True
+    return PaddedTexts(tokens, mask)
 
 
 def ids_of_passage(title: str, text: str, tokenizer: Tokenizer) -> list[int]:

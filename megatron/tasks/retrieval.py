@@ -168,7 +168,7 @@ class LoadedTowers:
         if excess := -batch.tokens.shape[1] % self.layout.sequence.size:
             columns = ((0, 0), (0, excess))  # sequence parallelism needs equal shares on all ranks
             tokens = np.pad(batch.tokens, columns, constant_values=self.tokenizer.pad)
-            batch = PaddedTexts(tokens, np.pad(batch.padding, columns))
+            batch = PaddedTexts(tokens, np.pad(batch.mask, columns))
         device = self.device.torch_device
         inputs: list[Tensor] = [torch.from_numpy(part).to(device) for part in batch]
         result: NDArray[np.float32] = tower.encode(*inputs).float().cpu().numpy()

@@ -25,7 +25,7 @@ from megatron.errors import ConfigError
 PROGRAM = "tasks/main.py"
 Kind = Literal["language model", "harness", "dialogue", "finetuning", "towers", "retrieval"]
 # The flags of each kind of task, and the names of these tasks for error messages.
-_OWN: dict[Kind, tuple[type, str]] = {
+_KIND_OPTIONS: dict[Kind, tuple[type, str]] = {
     "language model": (LanguageModelTaskConfig, "WIKITEXT103, LAMBADA and PERPLEXITY"),
     "harness": (HarnessConfig, "LM_EVAL"),
     "dialogue": (DialogueConfig, "MSDP-PROMPT and MSDP-EVAL-F1"),
@@ -36,7 +36,7 @@ _OWN: dict[Kind, tuple[type, str]] = {
 OPTIONS = (
     TaskConfig,
     RetrieverTextConfig,
-    *(config for config, _ in _OWN.values()),
+    *(config for config, _ in _KIND_OPTIONS.values()),
 )  # in addition to the options of a run
 
 
@@ -72,7 +72,7 @@ TASKS: dict[str, Task] = {
     "RETRIEVER-EVAL": Task("retrieval", "find passages that answer questions, with a bi-encoder"),
     "RET-FINETUNE-NQ": Task("towers", "finetune a bi-encoder on questions and their passages"),
     "ICT-ZEROSHOT-NQ": Task("retrieval", "another name for RETRIEVER-EVAL"),
-    "WNLI": Task("finetuning", "does a sentence follow from one in which it resolves a pronoun?"),
+    "WNLI": Task("finetuning", "does a sentence still follow if a pronoun is replaced?"),
 }
 
 
@@ -83,7 +83,7 @@ def flags_elsewhere(task: str) -> dict[str, str]:
     """
     return {
         flag: f"{tasks}, but this is {task}"
-        for kind, (config, tasks) in _OWN.items()
+        for kind, (config, tasks) in _KIND_OPTIONS.items()
         if kind != TASKS[task].kind
         for field in fields_of(config)
         for flag in field.spellings

@@ -159,7 +159,7 @@ def _total(matrix: Matrix) -> int:
     return sum(map(sum, matrix))
 
 
-BAND_TITLES = ("label", "examples", "mean label", "mean guess", "mean squared error")
+BAND_TITLES = ("label", "examples", "mean label", "mean prediction", "mean squared error")
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:

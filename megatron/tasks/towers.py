@@ -36,7 +36,7 @@ from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.processes.process import print_notices
 from megatron.tasks.classify import Epochs
-from megatron.tasks.finetune import AtEpochsEnd
+from megatron.tasks.finetune import EpochEvaluation
 from megatron.tasks.finetune_command import (
     LATE_RULES,
     PRETRAINING_RULES,
@@ -372,7 +372,7 @@ class TowersFinetuning(StartFromBert):
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Return the callback that evaluates after each epoch but the last, which `end` covers."""
-        return [AtEpochsEnd(self._ends - {max(self._ends)}, self.evaluate_all)]
+        return [EpochEvaluation(self._ends - {max(self._ends)}, self.evaluate_all)]
 
     def end(self, run: Run) -> None:
         """Evaluate, and write the results."""

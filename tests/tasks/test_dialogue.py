@@ -267,7 +267,7 @@ def test_f1_is_megatron_s(tmp_path, capfd):
         ("MSDP-EVAL-F1", "--overwrite", "--overwrite without --results: there is no file"),
         ("MSDP-EVAL-F1", "--valid-data x", "--valid-data: --guess-file names the data"),
         ("MSDP-PROMPT", "--api-prompt --valid-data x", "--valid-data: --sample-input-file names"),
-        ("MSDP-PROMPT", "--api-prompt --results x", "--results: MSDP-PROMPT measures nothing"),
+        ("MSDP-PROMPT", "--api-prompt --results x", "--results: MSDP-PROMPT has no metrics"),
         ("MSDP-EVAL-F1", "--out-seq-length 5", "--out-seq-length belongs to MSDP-PROMPT"),
         ("MSDP-EVAL-F1", "--lm-eval-limit 5", "--lm-eval-limit belongs to LM_EVAL"),
     ],
