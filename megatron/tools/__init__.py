@@ -7,6 +7,7 @@
     merge_datasets       join several datasets into one
     split_json           split JSON lines into training, validation and test files
     plot_loss            draw a loss curve
+    coordinate_check     check that muP keeps activations independent of the width
     demo, demo_kinds,
     demo_chat,
     demo_retro           run all steps from text to a model that generates text
@@ -17,5 +18,5 @@
     score                score answers with a reward model
     checkpoint           convert between checkpoint formats
 
-The tables of commands in `megatron.cli.main` list most of them.
+The tables in `megatron.cli.main` list most of them as commands.
 """

@@ -26,7 +26,7 @@ from megatron.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megatron.retro.embedding import EmbedderOptions
 
-_ORIGIN_FILE = "made_from.json"  # file in --output-dir that records the vectors' sources
+_ORIGIN_FILE = "made_from.json"  # the file in --output-dir that records what the vectors are from
 
 
 def build_parser() -> ToolParser:
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     def contents(block: TableBlock) -> dict[str, DataSet]:
         return {"data": DataSet("f4", (block.rows, embedder.width))}
 
-    # Each process writes its own blocks and waits for no other process.
+    # Each process writes its own blocks without waiting for the others.
     own_blocks = plan_blocks(folder, count, options.block_size)[launch.rank :: launch.world_size]
     texts, position = read_texts(paths, options.json_key), 0
     for block in blocks_to_do(own_blocks, contents, Axis()):
@@ -165,7 +165,7 @@ def _embedder_options(options: argparse.Namespace) -> EmbedderOptions:
 
 
 def read_texts(paths: Sequence[str], key: str) -> Iterator[str]:
-    """Yield the texts of the files that `find_inputs` listed, in order.
+    """Yield the texts of files listed by `find_inputs`, in order. Sentences are joined by spaces.
 
     Raises:
         DataError: A file cannot be read, or a line has no text.
@@ -189,6 +189,7 @@ def _check_origin(path: Path, origin: dict[str, Any]) -> None:
     Raises:
         ConfigError: The folder contains vectors made from other sources or with other flags.
         DataError: The earlier record cannot be read.
+        StorageError: The record cannot be written.
     """
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
@@ -212,6 +213,9 @@ def _check_origin(path: Path, origin: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool. Exit codes: 0 success, 4 bad checkpoint, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool and return its exit code.
+
+    The codes are 0 success, 4 bad checkpoint, 6 bad data, 8 storage error, 9 bad flags.
+    """
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

@@ -214,7 +214,7 @@ def _print_report(folder: Path, megabytes: float, seconds: float) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code.
 
-    The codes are 0 done, 6 bad data, 8 storage, 9 bad flags, 130 or 143 interrupted.
+    The codes are 0 success, 6 bad data, 8 storage error, 9 bad flags, 130 or 143 interrupted.
     """
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

@@ -1,4 +1,4 @@
-r"""Check that muP works: train a network at several widths and compare changes in activations.
+r"""Check that muP works: train a network at several widths, and compare how activations change.
 
     python tools/coordinate_check.py --widths 64 128 256 512 --output runs/coordinates -- \
         --num-layers 2 --seq-length 32 --micro-batch-size 4 --lr 3e-3 --use-mup
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from megatron.config import RunConfig
 
 Changes = dict[str, float]
-_FLAT = 0.3  # largest exponent of the width at which a change counts as independent of it
+_FLAT = 0.3  # a change that grows with at most this power of the width counts as independent of it
 _OWN_FLAGS = ("--hidden-size", "--num-attention-heads", "--train-iters")
-# The flags of a complete run. Those on the command line override them.
+# The default flags of a run. Flags on the command line override them.
 _START = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --seq-length 32 --num-layers 2
     --micro-batch-size 4 --lr 3e-3 --lr-decay-style constant --clip-grad 0 --hidden-dropout 0
@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
     """Train all widths, write the results and print the conclusion.
 
     Returns:
-        The exit code: 0 if no activation's change depends on the width, otherwise 1.
+        The exit code: 0 if the changes of all activations are independent of the width, otherwise
+        1.
 
     Raises:
         ConfigError: A flag is out of range.
@@ -153,7 +154,7 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
 
 
 def changes_after(config: RunConfig, steps: int) -> Changes:
-    """Return the mean magnitude by which each activation of a batch changes during training.
+    """Return the mean absolute change of each activation of a batch during training.
 
     Args:
         config: The configuration of the run.
@@ -184,7 +185,7 @@ def changes_after(config: RunConfig, steps: int) -> Changes:
 
 
 def activations(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the outputs of the embedding, of each sublayer and of the output layer, in fp32.
+    """Return the outputs of the embedding, of each sublayer and of the output layer in fp32.
 
     Args:
         model: The whole model.

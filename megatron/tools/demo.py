@@ -4,10 +4,10 @@
     python tools/demo.py --out runs/mine --input my.jsonl
     python tools/demo.py --model bert --out runs/demo-bert
 
-At the end, a GPT generates text, and a BERT or T5 fills in masked words. Without --input the text
-is the source of Python's standard library. Every step prints the command that it runs, so that you
-can repeat it by hand with other values. A second run with the same settings renames the folder of
-the first one; anything else in the folder is replaced only with --overwrite.
+At the end, a GPT generates text, and a BERT or T5 fills in masked words. Without --input, the text
+is the source of Python's standard library. Every step prints its command, so that you can repeat it
+by hand with other values. A second run with the same settings renames the folder of the first one.
+The files of a run with other settings are replaced only with --overwrite.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OUTPUTS = (
 )
 CHAT = "chat"  # its demo has its own steps, in megatron/tools/demo_chat.py
 RETRO = "retro"  # its demo has its own steps, in megatron/tools/demo_retro.py
-# Folders in the standard library with only tables, tests or code that is not part of it.
+# Folders that contain only tables, tests or code that is not part of the standard library.
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),
     *("encodings", "pydoc_data"),
@@ -61,11 +61,11 @@ class Validation:
     """Statistics and examples of the validation documents.
 
     Attributes:
-        entropy: The unigram entropy of their tokens in nats per token, which is the loss of a model
-            that knows only how frequent each of these tokens is.
-        bytes_per_token: The number of UTF-8 bytes of their text per token.
-        texts: The documents' first sentences of at least 8 tokens, or of any length if there are
-            none.
+        entropy: The unigram entropy of the tokens in nats per token, which is the loss of a model
+            that knows only the frequency of each token.
+        bytes_per_token: The mean number of UTF-8 bytes of text per token.
+        texts: The first texts (sentences or whole documents) of at least 8 tokens, or of any length
+            if there are none.
     """
 
     entropy: float
@@ -120,7 +120,9 @@ def check_input(source: Path) -> None:
 
 
 def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Create an empty folder `out`. The folder of an earlier run with the same settings is renamed.
+    """Create the folder `out`, after renaming that of an earlier run with the same settings.
+
+    With `overwrite`, remove the files of an earlier demo instead.
 
     Raises:
         ConfigError: `out` contains anything else, and `overwrite` is false.
@@ -217,10 +219,10 @@ def training_command(
 
 
 def split_of(documents: int) -> tuple[str, int]:
-    """Return a `--split` with 1/20 of the documents for validation, and the index of the first.
+    """Return a `--split` with 1/20 of the documents for validation, and the first one's index.
 
     Raises:
-        DataError: There is only one document.
+        DataError: There are fewer than two documents.
     """
     if documents < 2:
         raise DataError(
@@ -232,7 +234,7 @@ def split_of(documents: int) -> tuple[str, int]:
 
 
 def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Validation:
-    """Measure the validation documents, which are those of `dataset` from index `first` on."""
+    """Compute statistics of the validation documents: those of `dataset` from index `first` on."""
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -251,7 +253,7 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
 
 
 def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
-    """Print the result and suggestions for what to look at next."""
+    """Print the result, and suggest what to do next."""
     entropy, checkpoints = validation.entropy, out / "checkpoints"
     unit = "masked token" if kind.sentences else "token"
     untrained = ""
@@ -288,7 +290,7 @@ def bits_per_byte(kind: Kind, validation: Validation, nats: float) -> str:
 
 
 def prepare(kind: Kind, out: Path, source: Path | None) -> Path:
-    """Prepare the text, the tokenizer and the token ids, and return the prefix of the dataset."""
+    """Prepare the text, the tokenizer and the dataset, and return the dataset's prefix."""
     corpus = out / "corpus.jsonl" if source is None else source
     if source is None:
         print("=== Text: the source of Python's standard library")
@@ -379,7 +381,7 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
 
     Args:
         options: The command line.
-        kind: The demo, if --model does not name it.
+        kind: The demo to run instead of the one that --model names.
 
     Raises:
         UserError: A flag or the input is invalid, or the folder cannot be used.

@@ -42,8 +42,8 @@ _WORDS = (
     *("time", "object", "type", "error", "index", "data", "size", "result", "method", "number"),
 )
 _ANSWER_FORM = re.compile(r"Answer: [a-z]+( [a-z]+)*\.")
-# The server and finetune.py find it next to the tokenizer. Only text inside `generation` counts in
-# the loss.
+# The server and finetune.py find this template next to the tokenizer. Only text inside `generation`
+# counts in the loss.
 _TEMPLATE = """\
 {%- for message in messages -%}
 {{ message['role'] + ':\\n' }}
@@ -59,10 +59,10 @@ _TEMPLATE = """\
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Generate conversations of one question and its answer, the same ones on every call.
+    """Generate conversations of one question and one answer. Every call returns the same ones.
 
     Args:
-        count: The number of conversations. Their questions are all different.
+        count: The number of conversations. All questions are different.
     """
     rng = random.Random(_SEED)
     answers: dict[str, str] = {}
@@ -111,12 +111,12 @@ def finetuning_command(out: Path, iterations: int, count: int, gpu: bool) -> lis
 
 
 def _tokenizer(folder: Path) -> list[str]:
-    """Return the flags for tokenizer.json, which includes the template and its tokens."""
+    """Return the flags for the tokenizer in a folder, which may also have a chat template."""
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
 
 
 def ask(server: Server, question: str) -> str:
-    """Return the server's most likely answer to a question."""
+    """Return the server's answer to a question, decoded greedily."""
     body = {
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,

@@ -2,8 +2,9 @@
 
 A small GPT learns made-up texts, some of them with rude sentences. It generates its own texts, a
 classifier that knows the rude words scores them, and the GPT is trained further on the half with
-the lowest scores. The table at the end compares it with the original GPT. This needs no network and
-no GPU and takes about a minute. Every step prints its command, so that you can repeat it by hand.
+the lowest scores. The table at the end compares the result with the original GPT. The demo needs no
+network and no GPU and takes about a minute. Every step prints its command, so that you can repeat
+it by hand.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PROMPTS = (
     *(("you are a stupid idiot .", 0.95), ("shut up you useless liar .", 0.9)),
     *(("the teacher is a useless fool .", 0.9),),
 )
-_RUDE_SHARE = 0.4  # fraction of documents with rude sentences; the better half can be free of them
+_RUDE_SHARE = 0.4  # fraction of documents with rude sentences: less than the half that is dropped
 _DOCUMENTS, _HELD_OUT, _SENTENCES = 400, 40, 4
 _SAMPLES, _PER_PROMPT = 256, 25
 NETWORK = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 48"
@@ -156,7 +157,7 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
 
 
 def write_texts(out: Path) -> None:
-    """Write training documents, held-out documents for the perplexity, and prompts."""
+    """Write documents for training, held-out documents for the perplexity, and prompts."""
     generator = random.Random(1234)
     documents = []
     for _ in range(_DOCUMENTS + _HELD_OUT):
@@ -176,10 +177,10 @@ def write_texts(out: Path) -> None:
 def write_classifier(folder: Path) -> None:
     """Write a Hugging Face text classifier that recognizes the rude words of the demo.
 
-    It is a one-layer BERT, trained here for a few seconds on sentences with and without them.
+    It is a one-layer BERT, trained for a few seconds on texts with and without these words.
 
     Raises:
-        ConfigError: Transformers is not installed.
+        ConfigError: The package transformers is not installed.
     """
     with packages_of("detoxify"):
         import transformers

@@ -19,7 +19,7 @@ _BLOCKS = "--position-embedding-type rope --normalization RMSNorm --swiglu --dis
 _LAYERS = "--num-layers 4 --seq-length 128 --max-position-embeddings 128"
 # Each token uses two of eight experts, each half as wide as the GPT's MLP: the same work per token.
 _EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2"
-# The settings that a small model keeps from a recipe's network. Its sizes are those of the demo.
+# The settings that a small model keeps from a recipe's network. Its sizes are those of a demo.
 _KEPT_FIELDS = (
     *("position_embedding_type", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias"),
     *("untie_embeddings_and_output_weights", "qk_layernorm", "squared_relu"),
@@ -38,15 +38,15 @@ class Kind:
         name: The name of the model.
         script: The script that trains it.
         sentences: Whether documents are split into sentences (source code: into lines).
-        vocabulary: The kind of tokenizer, as the title of a step shows it.
+        vocabulary: The kind of tokenizer, as shown in the title of a step.
         vocabulary_flags: The flags for training the tokenizer.
         tokenizer: A function that returns the flags for reading the tokenizer in a folder.
         network: The flags for the number of layers and the sample length.
         global_batch: The number of samples per update.
         iterations: The default number of updates.
         title: The title of the last step, which shows what the model can do.
-        inference_command: A function that returns the command and the flags of that step. It takes
-            texts of validation documents, or `None` if the text is source code.
+        inference_command: A function that returns the command and the flags of the last step. Its
+            argument is the texts of validation documents, or `None` if the text is source code.
         next_steps: A function that returns instructions for using the model, given the demo's
             folder.
         blocks: The flags for the structure of the layers.
@@ -182,14 +182,14 @@ KINDS = {
 
 
 def small_kind(architecture: str, model: Mapping[str, Any]) -> Kind:
-    """Return the demo for a recipe: its kind of network and layers, at the demo's sizes.
+    """Return a demo with the network and layers of a recipe, at the sizes of a demo.
 
     Args:
         architecture: The kind of network, such as gpt, bert or t5.
         model: The values of the recipe's section `model`, by field name.
 
     Raises:
-        ConfigError: There is no demo for such networks.
+        ConfigError: There is no demo for this kind of network.
     """
     if architecture not in KINDS:
         raise ConfigError(

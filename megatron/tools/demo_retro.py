@@ -1,9 +1,9 @@
 """Show what neighbors contribute: `make demo MODEL=retro`.
 
-The documents repeat passages of each other, so a retrieved passage shows how a text
-continues. A small BERT embeds their chunks, and tools/retro/main.py finds the neighbors of each.
-Then a Retro and a GPT with at least as many parameters train on the same number of tokens. At each
-evaluation the Retro also predicts the same validation samples with the neighbors of other chunks.
+The documents repeat passages of each other, so a retrieved passage shows how a text continues. A
+small BERT embeds chunks of the documents, and tools/retro/main.py finds the neighbors of each
+chunk. Then a Retro and a GPT with at least as many parameters train on the same number of tokens.
+At each evaluation, the Retro also predicts the validation samples with neighbors of other chunks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GPT = f"--num-layers 9 --seq-length {_LENGTH}"
 
 
 def num_documents(iterations: int) -> int:
-    """Return the number of documents that training can read about once each."""
+    """Return the number of documents with which training makes about one pass over the data."""
     length = _PASSAGE * (1 + _QUOTES)
     return max(2 * _SHARE, iterations * _BATCH * _LENGTH // length)
 
@@ -57,9 +57,9 @@ def num_documents(iterations: int) -> int:
 def write_corpus(path: Path, documents: int) -> None:
     """Write documents of made-up words that repeat each other's passages.
 
-    Each document consists of its own passage and three passages of others, in random order. The
-    last twentieth of the documents is for validation and quotes training documents. A word is a
-    token, and a passage ends where a chunk ends.
+    Each document consists of its own passage and three passages of training documents, in random
+    order. The last twentieth of the documents is for validation. Each word is a token, and a
+    passage ends where a chunk ends.
 
     Args:
         path: The file to write.
@@ -172,8 +172,8 @@ def demo(out: Path, iterations: int) -> None:
         iterations: The number of updates of the Retro and of the GPT.
 
     Raises:
-        DataError: The folder's path has a space.
-        ConfigError: The packages that build an index are not installed.
+        DataError: The path of the folder contains a space.
+        ConfigError: The packages for building an index are not installed.
     """
     if len(str(out).split()) != 1:
         raise DataError(f"--out {out}: choose a path without spaces")

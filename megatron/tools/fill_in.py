@@ -2,7 +2,7 @@
 
 python tools/fill_in.py --load runs/demo-bert/checkpoints --text "for [MASK] in range(10):"
 
-BERT repredictions [MASK] with one token, and T5 with any number of words.
+BERT replaces each [MASK] with one token, and T5 with any number of words.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _SHOWS_AS_ZERO = 0.005  # probabilities up to this value are printed as 0%
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print each completed text with other likely words, and return the exit code."""
+    """Run the tool and return its exit code."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Fill in the texts and print the results.
+    """Fill in the texts, and print each with the most likely words.
 
     Raises:
-        UserError: There is no checkpoint to load, or a text has nothing to fill in.
+        UserError: A flag is invalid, there is no checkpoint, or a text has nothing to fill in.
     """
     if options.top < 1:
         raise ConfigError(f"--top {options.top}: give at least 1")

@@ -1,4 +1,4 @@
-"""Join indexed datasets: all those in a folder, in the order of their names, or a given list.
+"""Join indexed datasets: all those in a folder, in alphabetical order, or a given list.
 
     python tools/merge_datasets.py --input shards --output-prefix whole
     python tools/merge_datasets.py --datasets a_text_document b_text_document --output-prefix whole
@@ -85,7 +85,7 @@ def _expect_output_not_input(
     """Check that the output is not one of the inputs. The result of an earlier run may be replaced.
 
     Raises:
-        DataError: The output would replace a dataset whose contents it does not include.
+        DataError: The output would replace a dataset that is not the result of an earlier run.
     """
     import numpy as np
 
@@ -148,6 +148,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

@@ -98,9 +98,9 @@ def read_validation(path: Path, flag: str) -> dict[str, Points]:
 def smoothed(points: Points) -> Points:
     """Smooth a curve without lag by fitting a straight line around each point.
 
-    Each value comes from the least-squares line through the points on both sides of it. These are
-    about 7% of all points, and fewer at the ends. Unlike a running average, which would lie above a
-    steadily falling curve, this does not shift it.
+    Each value is that of the least-squares line through the neighboring points, which are about 7%
+    of all points, and fewer at the ends. A running average would lie above a steadily falling
+    curve.
     """
     import numpy as np
 
@@ -146,7 +146,7 @@ def draw(
     entropy: float | None,
     unit: str = _LOSS_UNIT,
 ) -> None:
-    """Draw the curves in an image file, with `entropy` (nats per token) as a dashed line."""
+    """Draw the curves to an image file, with `entropy` (nats per token) as a dashed line."""
     with _figure(output, title=title, unit=unit, dpi=200) as axes:
         label = "training, each logged value"
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.3, lw=1, label=label)
@@ -161,14 +161,14 @@ def draw(
 
 
 def draw_comparison(curves: Mapping[str, Points], output: Path, *, title: str) -> None:
-    """Draw the validation losses of several models, given by label, in an image file."""
+    """Draw the validation losses of several models, by label, to an image file."""
     with _figure(output, title=title, unit=_LOSS_UNIT, dpi=100) as axes:
         for label, points in curves.items():
             axes.plot(*zip(*points, strict=True), "o-", label=f"{label}: {points[-1][1]:.3f}")
 
 
 def read_compared(args: Sequence[str]) -> dict[str, Points]:
-    """Return the validation losses in the files given as LABEL=FILE, by label.
+    """Return the validation losses in files given as LABEL=FILE, by label.
 
     Raises:
         ConfigError: An argument is not of the form LABEL=FILE.

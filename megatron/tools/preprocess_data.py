@@ -1,4 +1,4 @@
-r"""Turn text (JSON lines, parquet) into the `.bin`/`.idx` files that training reads.
+r"""Turn text (JSON lines, Parquet) into the `.bin`/`.idx` files that training reads.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
@@ -48,7 +48,7 @@ _UNSUPPORTED_FLAGS = {
     "--seed": "omit it: nothing here is random; training shuffles samples by its own --seed",
 }
 
-# The shortest time between two log lines.
+# The minimum time between two log lines.
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -199,7 +199,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Encode the input and print a summary of the output.
+    """Encode the input, and print a summary of the output.
 
     Raises:
         UserError: A flag or the input is invalid, or the output cannot be written.

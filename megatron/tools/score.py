@@ -27,7 +27,7 @@ Rewards = dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the rewards and return the exit code."""
+    """Run the tool and return its exit code."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     """Score each line, and print on stderr how often the chosen answer has the higher reward.
 
     Raises:
-        UserError: There is no reward model to load, or a line is invalid.
+        UserError: There is no reward model, a line is invalid, or the output cannot be written.
     """
     from megatron.device import Device
     from megatron.inference.load import REWARD_MODEL, load_gpt
@@ -67,7 +67,7 @@ def score_lines(loaded: Loaded, path: Path) -> Iterator[Rewards]:
         path: The file.
 
     Raises:
-        DataError: A line is invalid.
+        DataError: The file cannot be read, or a line is invalid.
     """
     import torch
 

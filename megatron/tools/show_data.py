@@ -132,13 +132,12 @@ class Corpus(NamedTuple):
     Attributes:
         name: The entry.
         documents: A function that yields the sequences of each document, `[tokens]` each, beginning
-            with the document that has the given number.
-        bad: The lines in which `documents` has found no document, each with the reason and its
-            location.
-        counts: The numbers of documents and tokens and the dtype of the tokens, if the file format
-            provides them.
-        lengths: The number of tokens in each document, `[documents]`, if the file format provides
-            it. Otherwise, only the documents at the beginning of the text are counted.
+            with the document of the given index.
+        bad: A message for each line in which `documents` found no document so far.
+        counts: A text with the numbers of documents, sequences and tokens, and their dtype. Empty
+            if the file format does not provide them.
+        lengths: The number of tokens in each document, `[documents]`, or `None` if the file format
+            does not provide them. Statistics then cover only the beginning of the text.
     """
 
     name: str
@@ -226,7 +225,7 @@ def _open_text(
                 bad.append(f"{encoded.block.path}: {line.reason} (line starts at byte {offset})")
             column = encoded.columns[0]
             ends = np.concatenate([[0], np.cumsum(column.lengths)])
-            ends = ends[np.cumsum(column.sequences_per_document)]  # of each document
+            ends = ends[np.cumsum(column.sequences_per_document)]  # the end of each document
             for document in np.split(column.tokens, ends)[: len(ends)]:
                 if first > 0:
                     first -= 1
@@ -296,7 +295,7 @@ def _statistics(corpus: Corpus, tokenizer: Any) -> Iterator[Table]:
 def _samples(
     options: argparse.Namespace, data: DataConfig, flags: TokenizerConfig, tokenizer: Any
 ) -> Iterator[Table]:
-    """Yield a table for each training sample, as a run with these flags reads it."""
+    """Yield one or more tables for each training sample, as a run with these flags reads it."""
     import numpy as np
 
     from megatron.data.datasets import DataRequest
@@ -328,7 +327,11 @@ def _samples(
 
 
 def _workdir_values(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that --retro-workdir determines, by the names of their flags."""
+    """Return the values that --retro-workdir determines, by field name.
+
+    Raises:
+        ConfigError: The folder cannot be read, or a flag does not match it.
+    """
     from megatron.config.data_files import read_retro_workdir
     from megatron.config.run import Findings, RunOptions
 
@@ -345,7 +348,7 @@ def _workdir_values(given: dict[str, Any]) -> dict[str, Any]:
 def _retro_samples(
     options: argparse.Namespace, data: DataConfig, tokenizer: Any
 ) -> Iterator[Table]:
-    """Yield the chunks of training samples, each with its neighbors."""
+    """Yield a table for each chunk of the training samples, with its neighbors."""
     from megatron.config.retro import RetroOptions, read_arguments
     from megatron.data.datasets import DataRequest
     from megatron.retro.database import read_corpora
@@ -420,7 +423,7 @@ def _dataset(kind: str, request: Any, flags: TokenizerConfig, tokenizer: Any) ->
 
 
 def _gpt_columns(sample: Any, data: DataConfig, tokenizer: Any) -> dict[str, Any]:
-    """Return the arrays of a GPT sample that the model reads, `[s]` each, by column heading."""
+    """Return the arrays that the model reads from a GPT sample, `[s]` each, by column heading."""
     import numpy as np
     import torch
 

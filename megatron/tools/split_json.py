@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is imported inside
-    """Return the offset of each line in a file, then the file's size.
+    """Return the byte offset of each line in a file, followed by the file's size in bytes.
 
     Raises:
         DataError: The file cannot be read, is compressed, or has no lines.
@@ -122,6 +122,6 @@ def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is importe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

@@ -45,13 +45,13 @@ _CONTROL_PICTURES |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code."""
+    """Run the tool and return its exit code."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print one answer if a prompt is given or piped in, otherwise answer line by line.
+    """Print one answer if a prompt is given or piped in. Otherwise, start a session.
 
     Raises:
         UserError: The server cannot be reached, or refuses the request.
@@ -78,7 +78,7 @@ class Server:
 
         Args:
             address: HOST:PORT, with or without http:// or https:// before it.
-            token_file: File with the token that the server requires, or `None` if it requires none.
+            token_file: File with the server's access token, or `None` if it requires none.
             timeout: Seconds to wait for the next chunk of an answer.
 
         Raises:
@@ -111,32 +111,32 @@ class Server:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the objects of a streamed answer.
+        """Yield the JSON objects of a streamed answer.
 
         Args:
             path: Path of the request.
             body: Body of the request.
 
         Raises:
-            UserError: The server cannot be reached, or it refuses the request. The message is then
-                the server's.
+            UserError: The server cannot be reached, or refuses the request. The message of a
+                refusal is the server's.
         """
         with self._response("POST", path, _encode(body)) as response:
             yield from _objects(response)
 
     def has_chat_template(self) -> bool:
-        """Return whether the server's model has a chat template.
+        """Return whether the server has a model with a chat template.
 
         Raises:
-            UserError: The server cannot be reached, or it refuses the request. The message is then
-                the server's.
+            UserError: The server cannot be reached, or refuses the request. The message of a
+                refusal is the server's.
         """
         with self._response("GET", "/v1/models") as response:
             try:
                 models = json.loads(response.read())["data"]
                 return any(model.get("chat") is True for model in models)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                return False  # another program's server
+                return False  # the server of another program
 
     @contextlib.contextmanager
     def _response(
@@ -271,7 +271,7 @@ class ChatSession:
         """Switch to a different model for all later answers.
 
         Args:
-            model: Name of a model or an adapter that the server has.
+            model: Name of a model or an adapter of the server. Empty selects the default.
         """
         self._model = model or None
 
@@ -336,7 +336,7 @@ def _run_command(session: ChatSession, line: str) -> None:
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Enable line editing and a history of lines, which is kept between sessions."""
+    """Enable line editing and a history of lines, which is saved between sessions."""
     try:
         import readline
     except ImportError:  # not on every platform
@@ -465,7 +465,7 @@ def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
         adapters: Adapters of the model, each NAME=FOLDER.
 
     Raises:
-        CheckpointError: The server exited before it was ready. The message is its last lines.
+        CheckpointError: The server exited before it was ready. The message is the end of its log.
     """
     print_line(f"loading {checkpoints} ...")
     with tempfile.TemporaryFile("w+b") as log:
@@ -481,7 +481,7 @@ def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
 
 
 def _address(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """Wait until a server has loaded its model, and return the address that it then prints."""
+    """Wait until a server has loaded its model and printed its address, and return the address."""
     while True:
         has_ended = server.poll() is not None
         log.seek(0)

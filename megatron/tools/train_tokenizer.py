@@ -7,7 +7,7 @@
 The first command writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with
 --vocab-file and --merge-file), the second one vocab.txt (for BertWordPieceLowerCase or, with
 --cased, BertWordPieceCase, with --vocab-file). Both write tokenizer.json (HuggingFaceTokenizer).
-The third command, which gives the input and the folder without flags, writes tokenizer.model (for
+The third command, which passes the input and the folder without flags, writes tokenizer.model (for
 GPTSentencePieceTokenizer, SentencePieceTokenizer or Llama2Tokenizer, with --tokenizer-model) and
 tokenizer.vocab, a readable list. The same input always gives the same files. An existing tokenizer
 is not replaced without --overwrite, because datasets and models may depend on it.
@@ -32,7 +32,7 @@ from megatron.errors import ConfigError, DataError, StorageError
 
 _END = "<|endoftext|>"
 _MIN_BPE_SIZE = 257  # the bytes and the end-of-document entry
-_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # [PAD] is 0, as T5's masks need it
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # T5's masks require id 0 for [PAD]
 # The files that each kind of tokenizer writes.
 _NAMES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.json", "tokenizer_config.json"),
@@ -41,11 +41,10 @@ _NAMES = (
 _MIN_PIECES = 261  # the bytes, <unk>, <s>, </s>, <pad> and one piece
 _MAX_SENTENCE_BYTES = 1 << 16  # maximum number of bytes of a line for SentencePiece
 _THREADS = 4  # fixed, because it determines the order of sums and therefore the scores
-# The library's time is quadratic in the length of a word: minutes for a few megabytes.
+# The library takes time quadratic in the length of a word: minutes for a few megabytes.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
-_MAX_ALPHABET = (
-    1000  # characters in a WordPiece vocabulary; words with other characters are unknown
-)
+# Maximum number of characters in a WordPiece vocabulary. Words with other characters are unknown.
+_MAX_ALPHABET = 1000
 
 Files = dict[str, bytes]
 
@@ -222,7 +221,11 @@ def _use_positional_arguments(options: argparse.Namespace) -> None:
 
 
 def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
-    """Yield every text of the input, and raise an error for a bad line."""
+    """Yield the texts of the input, with long words cut.
+
+    Raises:
+        DataError: A line is bad, or there is no text.
+    """
     from megatron.data.text_input import parse_block, read_blocks
 
     empty, path, line, keys = True, "", 1, options.json_keys
@@ -243,7 +246,7 @@ def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
 
 
 def _cut_long_words(text: str) -> Iterator[str]:
-    """Yield a text in pieces that are cut only inside long words."""
+    """Yield the pieces of a text, which is cut only inside long words."""
     start = 0
     for long_word in _LONG_RUN.finditer(text):
         yield text[start : long_word.end()]
@@ -252,7 +255,7 @@ def _cut_long_words(text: str) -> Iterator[str]:
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Any:
-    """Train byte-level BPE. The bytes come first in the vocabulary, and end-of-document last."""
+    """Train byte-level BPE. The vocabulary begins with the bytes and ends with end-of-document."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -293,7 +296,7 @@ def _bpe_files(tokenizer: Any) -> Files:
 
 
 def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Namespace) -> Any:
-    """Train WordPiece. Special entries come first in the vocabulary, then single characters.
+    """Train WordPiece. The vocabulary begins with special entries, then single characters.
 
     Args:
         texts: A function that starts a pass over the input. The first pass finds the characters,
@@ -339,7 +342,7 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
 
 
 def _train_sentencepiece(texts: Iterator[str], options: argparse.Namespace) -> tuple[int, Files]:
-    """Train a SentencePiece model that represents every text exactly, including white space.
+    """Train a SentencePiece model that represents every text exactly, including whitespace.
 
     Returns:
         The number of pieces and the files.
@@ -379,7 +382,7 @@ def _train_sentencepiece(texts: Iterator[str], options: argparse.Namespace) -> t
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a text in pieces that are not too long for the library."""
+    """Yield the lines of a text, with long lines cut into pieces that the library accepts."""
     step = _MAX_SENTENCE_BYTES // 4  # characters, of up to 4 bytes
     for line in text.split("\n"):
         yield from (line[start : start + step] for start in range(0, len(line), step))
@@ -415,6 +418,6 @@ def _write(files: Files, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))

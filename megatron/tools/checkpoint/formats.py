@@ -97,7 +97,7 @@ class SourceModel:
 def check_target(options: argparse.Namespace) -> None:
     """Check that the target folder has no checkpoints yet.
 
-    Hugging Face's writer itself refuses a folder that is not empty.
+    For a Hugging Face folder, the writer checks this itself.
 
     Raises:
         ConfigError: The folder has checkpoints.
@@ -126,7 +126,11 @@ def check_companions(options: argparse.Namespace) -> None:
 
 
 def load_hf(options: argparse.Namespace) -> SourceModel:
-    """Open a Hugging Face folder with safetensors and config.json."""
+    """Open a Hugging Face folder with safetensors and config.json.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or contains checkpoints of another format.
+    """
     if not files.is_model_folder(options.load_dir) and (checkpoints := scan(options.load_dir)[0]):
         raise _other_kind(options, options.load_dir, checkpoints[0].format)
     reader = open_hf(options.load_dir, allow_foreign=options.allow_foreign_checkpoints)
@@ -147,9 +151,12 @@ def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> Checkpoin
 
 
 def load_checkpoint(options: argparse.Namespace) -> SourceModel:
-    """Open the newest checkpoint in --load-dir.
+    """Open the newest checkpoint in --load-dir, in the native or one of Megatron's formats.
 
-    This program, Megatron-LM, Megatron Core or DeepSpeed may have written it.
+    Files of Megatron-LM, Megatron Core and DeepSpeed are supported.
+
+    Raises:
+        CheckpointError: The folder has no checkpoint, or one of another format than --loader.
     """
     folder = options.load_dir
     reader = None
@@ -211,7 +218,7 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
 
 
 def save_native(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a native checkpoint and copy the companion files."""
+    """Write a native checkpoint, copy the companion files, and return the checkpoint's path."""
     tokenizer = _copy_companions(source, options)
     stored_rows = rows = options.true_vocab_size or source.rows
     is_unchanged = tokenizer == source.config.tokenizer  # the files may have been moved
@@ -240,7 +247,7 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
 
 
 def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a Megatron-LM 23.08 checkpoint, split as the flags specify or like the source."""
+    """Write a Megatron-LM 23.08 checkpoint, split as the flags specify or as the source."""
     source_sizes = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(
         source.config, parallel=target_parallel_config(source_sizes, source.config.model, options)
@@ -344,7 +351,7 @@ def target_parallel_config(
 def padding_multiple(entries: int, rows: int) -> int:
     """Return the smallest --make-vocab-size-divisible-by that pads `entries` to `rows`.
 
-    Training then continues with the same rows, which all take part in the model's softmax.
+    Training then continues with the same rows. This matters because the softmax includes padding.
     """
     return next(
         m for m in range(rows - entries + 1, rows + 1) if math.ceil(entries / m) * m == rows
@@ -396,7 +403,7 @@ def _copy_companions(source: SourceModel, options: argparse.Namespace) -> Tokeni
 
 
 def _with_copied_paths(config: TokenizerConfig, old: Path, new: Path) -> TokenizerConfig:
-    """Return the settings of a run's own tokenizer with the paths of the copied files."""
+    """Return a run's tokenizer settings with the paths of the files copied from `old` to `new`."""
     paths: dict[str, Any] = {}
     for field in _FILES:
         path = getattr(config, field)
@@ -416,10 +423,10 @@ def _read(path: str, field: str) -> bytes:
 
 
 def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
-    """Return the tokenizer settings from the flags, which are empty if no flag names a file.
+    """Return the tokenizer settings in the flags. They equal the defaults if no flag is given.
 
     Raises:
-        ConfigError: The tokenizer cannot be built from the given files.
+        ConfigError: The tokenizer cannot be built from these settings.
     """
     given = from_values(TokenizerConfig, vars(options))
     if given.tokenizer_type is None and any(getattr(given, field) for field in _FILES):
@@ -442,7 +449,7 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
 
 
 def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a folder that `transformers` can load."""
+    """Write a folder that `transformers` can load, and return its path."""
     companions = dict(source.companion_files())
     template = None
     if files.CONFIG in companions:
@@ -497,7 +504,11 @@ def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
 
 
 def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write the adapters, and a reward model's head, as PEFT's files."""
+    """Write the adapters, and a reward model's head, in PEFT's format.
+
+    Raises:
+        CheckpointError: The model has no adapters or is not a GPT.
+    """
     model, path = source.config.model, source.reader.path
     if model.lora_rank is None:
         raise CheckpointError(
@@ -522,8 +533,8 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
 def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, bytes]:
     """Return the tokenizer's files, from flags or configuration, under Hugging Face's names.
 
-    A checkpoint may be untrusted, so only those files that its tokenizer needs are copied, even if
-    it names others.
+    A checkpoint may be untrusted and name other files, so only files that its tokenizer needs are
+    copied.
     """
     config = given
     fields: tuple[str, ...] = _FILES
@@ -548,9 +559,9 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
 
 
 def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | None]:
-    """Return the ids of the tokens that begin and end a GPT's texts, from its tokenizer.
+    """Return the ids of a GPT's begin-of-text and end-of-text tokens, from its tokenizer.
 
-    A config.json without these ids implies the default ids of its model family, which are other
+    A config.json without these ids implies the defaults of its model family, which may be other
     tokens in this vocabulary.
     """
     if not source.decodes_only:
@@ -575,8 +586,8 @@ def _true_vocabulary(
 ) -> int:
     """Return the number of vocabulary rows to write.
 
-    It comes from the flag, the original model or the tokenizer. If none of these gives a number,
-    all rows are written.
+    The number comes from the flag, the original model or the tokenizer. Without any of these, all
+    rows are written.
     """
     if options.true_vocab_size is not None:
         return int(options.true_vocab_size)

@@ -115,7 +115,7 @@ def _flag(name: str) -> str:
 
 
 def notices(options: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for each given flag that has no effect."""
+    """Yield a message for each given flag that has no effect."""
     for name in _TARGETS if options.saver != "megatron" else ():
         value = getattr(options, name)
         if value is not None:
@@ -138,7 +138,7 @@ def notices(options: argparse.Namespace) -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    """Convert the checkpoint and yield lines for the user along the way.
+    """Convert the checkpoint, and yield messages for the user.
 
     Raises:
         UserError: The source cannot be read or expressed in the target's format, or the result
@@ -190,7 +190,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> Iterator[str]:
-    """Yield a line for everything that Megatron-LM computes differently or cannot restore."""
+    """Yield a message for everything that Megatron-LM computes differently or cannot restore."""
     from megatron.checkpoint.legacy.writer import notices as network_notices
     from megatron.config.rules_legacy import unsupported_state
 
@@ -201,7 +201,7 @@ def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> It
 
 
 def _verify(source: formats.SourceModel, options: argparse.Namespace, written: Path) -> str:
-    """Compare the written checkpoint with the source, before it is renamed to its final name."""
+    """Compare the checkpoint in `written`, its temporary path, with the source."""
     from megatron.checkpoint.loading import open_checkpoint
 
     if options.saver == "hf":

@@ -3,11 +3,11 @@
     python tools/checkpoint/verify.py checkpoints/llama2-7b Llama-2-7b-hf
 
 The checkpoint runs in our model and the folder in `transformers`, on the same random tokens, in
-fp32 on the CPU, and the outputs are compared. `util.py --verify` does the same for a conversion
-before its result gets its final name. The `transformers` model is built from our own reading of
-config.json and safetensors, so nothing in the folder can choose which code runs. Exit code 0: the
-outputs agree, or nothing was compared because `transformers` is not installed; 4: they differ, or
-one of the two cannot be read.
+fp32 on the CPU, and the outputs are compared. `util.py --verify` does the same for the result of a
+conversion before renaming it to its final name. The `transformers` model is built from our own
+reading of config.json and safetensors, so nothing in the folder can choose which code runs. The
+exit code is 0 if the outputs agree, or if nothing was compared because `transformers` is not
+installed. It is 4 if the outputs differ, or if either model cannot be read.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ def verify(
         reader: The opened checkpoint.
         config: The configuration of the checkpoint's run.
         folder: The folder of the same model.
-        tolerance: The largest difference allowed, as a fraction of the largest logit or of 1,
-            whichever is larger.
+        tolerance: The largest difference allowed, as a fraction of the larger of the largest logit
+            and 1.
         allow_foreign: Whether to accept files in the folder that other users own.
 
     Returns:
-        A line for the user: the difference, or why nothing was compared.
+        A message for the user: the difference, or why nothing was compared.
 
     Raises:
-        CheckpointError: The outputs differ.
+        CheckpointError: The outputs differ, or the folder cannot be read.
     """
     if find_spec("transformers") is None:
         return "--verify: NOT CHECKED: transformers is not installed (pip install transformers)"
@@ -127,9 +127,9 @@ class Inputs:
 
     Attributes:
         tokens: Token ids [b, s].
-        types: Segment ids [b, s] of a BERT.
-        padding: Booleans [b, s] for a BERT or T5 encoder, True for tokens and False for padding.
-        decoder_tokens: Token ids [b, d] of a T5's decoder.
+        types: Segment ids [b, s] for a BERT.
+        padding: The padding mask [b, s] of a BERT or T5 encoder, True at tokens, False at padding.
+        decoder_tokens: Token ids [b, d] for the decoder of a T5.
     """
 
     tokens: Tensor
@@ -154,8 +154,8 @@ def random_inputs(positions: int, vocab: int) -> Inputs:
 def megatron_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[str, Tensor]:
     """Return the outputs of a checkpoint's model in fp32, by name.
 
-    These are the logits [b, s, v] or, for a reward model, the rewards [b, 1]; for T5 also the
-    encoder and decoder states; and for BERT the results of `_bert_outputs`.
+    These are the logits [b, s, v] or, for a reward model, the rewards [b, 1]. A T5 also has encoder
+    and decoder states. A BERT has the outputs of its heads or, without heads, its hidden states.
     """
     import torch
 
@@ -199,9 +199,9 @@ def megatron_outputs(reader: Reader, config: ModelRun, inputs: Inputs) -> dict[s
 
 
 def _bert_outputs(model: BertModel, names: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
-    """Return the logits for tokens and sentence order from the heads that the checkpoint has.
+    """Return the logits for tokens and sentence order from the heads in the checkpoint.
 
-    If it has none, return the hidden states without padding, and the pooled vector.
+    Without heads, return the hidden states of unpadded tokens, and the pooled vector if any.
     """
     output = model(inputs.tokens, inputs.padding, inputs.types)
     heads = {"order": output.order} if "model.binary_head.weight" in names else {}
@@ -217,7 +217,7 @@ def _bert_outputs(model: BertModel, names: Collection[str], inputs: Inputs) -> d
 
 
 def transformers_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
-    """Return the outputs of a folder's model in `transformers`, in fp32, by the same names."""
+    """Return the outputs of a folder's model in `transformers`, named as in `megatron_outputs`."""
     import torch
 
     model, padding = transformers_model(reader).eval(), inputs.padding
@@ -252,12 +252,12 @@ def transformers_outputs(reader: HFReader, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _has_pooler(reader: HFReader) -> bool:
-    """Return whether a BERT without heads has a pooler. Sentence encoders may lack it."""
+    """Return whether a BERT without heads has a pooler. Sentence encoders may lack one."""
     return "model.pooler.dense.weight" in reader.names()
 
 
 def transformers_model(reader: HFReader) -> Any:
-    """Build the folder's model with the class from our table of families.
+    """Build the folder's model in `transformers`, with the class from our table of families.
 
     Raises:
         CheckpointError: The tensors are not exactly those that `transformers` expects.
