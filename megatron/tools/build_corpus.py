@@ -84,7 +84,8 @@ def _add_step_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="Evaluation tasks (JSON lines, TSV, text), whose text is cut out of documents.",
+        help="Files of evaluation tasks (JSON lines, TSV, text), whose text is removed from "
+        "documents.",
     )
     group.add_argument(
         "--task-keys",

@@ -118,9 +118,12 @@ def run(options: argparse.Namespace) -> None:
                 else _corpora(options, data, flags, tokenizer, section)
             )
     if options.html:
+        from jinja2 import Environment
+
         from megatron.durable import replace_file
 
-        replace_file(Path(options.html), _as_html(tables).encode())
+        page: str = Environment(autoescape=True).from_string(_HTML).render(tables=tables)
+        replace_file(Path(options.html), page.encode())
         print(f"wrote {options.html}")
     else:
         print("\n\n".join(map(_as_text, tables)))
@@ -323,7 +326,7 @@ def _samples(
                     ]
             rows = list(zip(map(str, range(length)), *text_columns, strict=True))
             notes = [f"{name} {int(part[0])}" for name, part in single.items()]
-            yield Table(f"sample {index}", notes, ("place", *same_length), rows)
+            yield Table(f"sample {index}", notes, ("index", *same_length), rows)
 
 
 def _workdir_values(given: dict[str, Any]) -> dict[str, Any]:
@@ -474,13 +477,6 @@ p { white-space: pre-wrap; margin: .3em 0; }
 {%- endfor %}
 </body></html>
 """
-
-
-def _as_html(tables: Sequence[Table]) -> str:
-    from jinja2 import Environment
-
-    page: str = Environment(autoescape=True).from_string(_HTML).render(tables=tables)
-    return page
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -245,7 +245,9 @@ class ChatSession:
                 for choice in value["choices"]:
                     piece = choice.get("delta", {}).get("content") or choice.get("text") or ""
                     answer += piece
-                    print(self._printable(piece), end="", flush=True)
+                    if sys.stdout.isatty():
+                        piece = piece.translate(_CONTROL_PICTURES)
+                    print(piece, end="", flush=True)
         finally:
             if answer:
                 print(flush=True)
@@ -278,10 +280,6 @@ class ChatSession:
     def clear(self) -> None:
         """Forget the conversation."""
         self._messages = list(self._start)
-
-    @staticmethod
-    def _printable(text: str) -> str:
-        return text.translate(_CONTROL_PICTURES) if sys.stdout.isatty() else text
 
     def _sampling(self) -> dict[str, Any]:
         values = {

@@ -68,7 +68,7 @@ def test_a_gpt_s_sample_shows_where_documents_end(vocabulary, tmp_path, capsys):
     words += [*vocabulary, "--show", "samples", "--count", "1", "--reset-position-ids"]
     lines = shown(capsys, *words, "--eod-mask-loss").splitlines()
     assert lines[0] == "sample 0"
-    headings = ["place", "text", "labels", "loss_mask", "position", "document"]
+    headings = ["index", "text", "labels", "loss_mask", "position", "document"]
     assert lines[1].split() == headings
     rows = [line.split() for line in lines[2:]]
     assert len(rows) == 10

@@ -89,7 +89,7 @@ class SourceModel:
         return self.reader.global_shape(_EMBEDDING)[0]
 
     @property
-    def decodes_only(self) -> bool:
+    def is_gpt(self) -> bool:
         """Whether the model is a GPT."""
         return self.config.model.architecture == "gpt"
 
@@ -132,7 +132,7 @@ def load_hf(options: argparse.Namespace) -> SourceModel:
         CheckpointError: The folder cannot be read, or contains checkpoints of another format.
     """
     if not files.is_model_folder(options.load_dir) and (checkpoints := scan(options.load_dir)[0]):
-        raise _other_kind(options, options.load_dir, checkpoints[0].format)
+        raise _wrong_loader(options, options.load_dir, checkpoints[0].format)
     reader = open_hf(options.load_dir, allow_foreign=options.allow_foreign_checkpoints)
     return SourceModel(
         reader=reader,
@@ -143,7 +143,7 @@ def load_hf(options: argparse.Namespace) -> SourceModel:
     )
 
 
-def _other_kind(options: argparse.Namespace, path: Path, kind: str) -> CheckpointError:
+def _wrong_loader(options: argparse.Namespace, path: Path, kind: str) -> CheckpointError:
     return CheckpointError(
         f"--loader {options.loader}: {path} is in a different format: use --loader "
         f"{LOADER_OF[kind]}"
@@ -168,7 +168,7 @@ def load_checkpoint(options: argparse.Namespace) -> SourceModel:
             reason = "it is a Hugging Face folder: use --loader hf"
         raise CheckpointError(f"--load-dir {folder}: {reason}")
     if LOADER_OF[reader.format] != options.loader:
-        raise _other_kind(options, reader.path, reader.format)
+        raise _wrong_loader(options, reader.path, reader.format)
     if options.load_averaged_weights:
         reader = AveragedReader(reader)
     if options.saver != "peft":
@@ -435,7 +435,7 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
         model = given.tokenizer_model
         if model is not None:
             kind = "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
-        elif source.decodes_only:
+        elif source.is_gpt:
             kind = "GPT2BPETokenizer"
         else:  # WordPiece: use the type from the checkpoint's run
             kinds = (source.config.tokenizer.tokenizer_type, (args or {}).get("tokenizer_type"))
@@ -564,7 +564,7 @@ def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | N
     A config.json without these ids implies the defaults of its model family, which may be other
     tokens in this vocabulary.
     """
-    if not source.decodes_only:
+    if not source.is_gpt:
         return {}
     config = source.config.tokenizer if given == TokenizerConfig() else given
     try:

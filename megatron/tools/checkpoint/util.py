@@ -82,9 +82,9 @@ def build_parser() -> ToolParser:
     parser.add_trust()
     add("--save-dir", required=True, type=Path, help="Folder to write.")
     add("--true-vocab-size", type=int, help="Rows of the vocabulary to keep, without the padding.")
-    text = "Also convert the optimizer's states and the schedule's position."
+    text = "Also convert the states of the optimizer and of the learning-rate schedule."
     add("--keep-optimizer", action="store_true", help=text)
-    text = "Convert the averages of the weights (--ema-decay, --lawa-interval) as the weights."
+    text = "Convert the averaged weights (--ema-decay, --lawa-interval) instead of the latest ones."
     add("--load-averaged-weights", action="store_true", help=text)
     add = parser.add_argument_group("To Megatron-LM").add_argument
     for name, text in _TARGETS.items():
@@ -95,8 +95,8 @@ def build_parser() -> ToolParser:
     text = "Family to write. Default: the original one or, if there is none, the first that fits."
     add("--model-family", choices=FAMILIES, help=text)
     text = (
-        "Folder with the original's config.json and tokenizer files. Default: the folder made by "
-        "an import, if it has the checkpoint's tokenizer."
+        "Folder with config.json and tokenizer files of the original model. Default: the folder "
+        "made by an import, if it has the checkpoint's tokenizer."
     )
     add("--hf-files", type=Path, help=text)
     add = parser.add_argument_group("Check").add_argument
