@@ -1,4 +1,4 @@
-"""Inputs and labels of multi-token prediction: a micro-batch, shifted by a number of positions."""
+"""Inputs and labels of multi-token prediction: a micro-batch, shifted to the left."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def batches_ahead(
 ) -> Iterator[TokenBatch]:
     """Yield the inputs and labels of each depth: `batch`, shifted one position further each time.
 
-    At position i, depth k reads token i + k and predicts token i + k + 1. The weight of this
-    prediction in the loss is the weight that token i + k + 1 has in `batch`. It is 0 beyond the end
-    of the sequence. If `documents` are given, it is also 0 where token i + k + 1 belongs to a
-    different document than token i.
+    At position i, depth k reads token i + k and predicts token i + k + 1. This prediction has the
+    same weight in the loss as the label i + k + 1 has in `batch`. Beyond the end of the sequence,
+    the weight is 0. If `documents` are given, the weight is also 0 where token i + k + 1 belongs to
+    a different document than token i.
 
     Args:
         batch: The micro-batch, with whole sequences `[b, s]`.

@@ -119,10 +119,10 @@ def _segments(
 def truncate(
     a: Tokens, b: Tokens, limit: int, random: np.random.RandomState
 ) -> tuple[Tokens, Tokens]:
-    """Remove tokens until at most `limit` are left.
+    """Remove tokens from segments A and B until they have at most `limit` tokens together.
 
     Each token is removed from the longer segment, or from B if both are equally long. A random draw
-    decides whether it is the segment's first or last token.
+    decides whether the first or the last token of the segment is removed.
     """
     excess = len(a) + len(b) - limit
     if excess <= 0:

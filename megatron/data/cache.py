@@ -70,7 +70,7 @@ class IndexCache(NamedTuple):
         Args:
             description: The text whose md5 names the files.
             specs: The expected arrays, in the order in which `build` returns them.
-            build: A function that builds the arrays. It is called only if they are not found.
+            build: A function that builds the arrays. It is called only if none are cached.
             inputs: The arrays that determine the result, in addition to the description.
             source: The file from which the arrays are built. Arrays older than it are not used.
 
@@ -114,7 +114,7 @@ def warning_if_unwritable(description: str, *, warns: bool) -> Iterator[None]:
     The warning names the consequence and the remedy.
 
     Args:
-        description: The index and its location, for the warning.
+        description: The kind of index and its path, for the warning.
         warns: Whether this process prints the warning.
     """
     try:
@@ -131,7 +131,7 @@ def warning_if_unwritable(description: str, *, warns: bool) -> Iterator[None]:
 def builder_first(is_builder: bool, barrier: Callable[[], None]) -> Iterator[None]:
     """Run the body in one process first, and then in the others, which find the files it wrote.
 
-    If a process finds no files because disks are local to each node, it builds its own.
+    If disks are local to each node, a process that finds no files builds its own.
 
     Args:
         is_builder: True in exactly one process.
@@ -171,7 +171,7 @@ def open_array(path: Path, source: Path | None) -> NDArray[Any] | None:
 
 
 def digest_of(text: str, arrays: Sequence[NDArray[Any]]) -> str:
-    """Return a digest of a string and of arrays, including their types and shapes.
+    """Return a digest of a string and of arrays, including the arrays' types and shapes.
 
     The work is spread over the cores of this process, which hash one to two GB/s each.
     """

@@ -1,6 +1,6 @@
 """Finetuning samples: examples that are packed into rows of s tokens.
 
-The first s tokens of a sample's `text` hold the examples of a row one after the other, followed by
+The first s tokens of a sample's `text` are the examples of a row, one after the other, followed by
 padding, which forms a separate segment. `TRAINED` is 1 where the label counts in the loss. It is 0
 where the next token begins another example, and in the padding.
 """
@@ -37,7 +37,7 @@ from megatron.tokenizer.chat_template import find_template
 
 @dataclass(frozen=True, eq=False)
 class ExampleSource:
-    """A data source of examples, which --split can divide and a blend can draw from."""
+    """A source of examples that --split can divide and a blend can draw from."""
 
     examples: TokenizedExamples
 

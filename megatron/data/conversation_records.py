@@ -14,8 +14,8 @@ The keys of a record determine its format:
     input, preferred_output, non_preferred_output       OpenAI's preferences
     text                            plain text, trained on in full
 
-Every function raises a ValueError that says what is wrong and how to fix it. The caller adds the
-file and the line.
+Every function raises a ValueError that names the problem and the remedy. The caller adds the file
+and the line.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _text(record: Record, key: str) -> str:
 
 
 def _from_openai(record: Record) -> Record:
-    """Return an OpenAI preference with the messages and tools moved out of its `input` object."""
+    """Return an OpenAI preference whose messages and tools are outside its `input` object."""
     conversation = record["input"]
     if not isinstance(conversation, dict) or "messages" not in conversation:
         raise ValueError("'input' has no messages: write {\"messages\": [...]}")

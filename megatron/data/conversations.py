@@ -3,9 +3,9 @@
     read_blocks  ->  ConversationEncoder, in several processes  ->  TokenizedExamples, cached
 
 Files are read when a run starts, without a preprocessing step. The ids are cached like an index
-(`data.cache`). They are used again only if the files, the template, the tokenizer and the options
-are the same. The chat template comes with the model and may be malicious, so it is rendered in
-processes with limited time and memory.
+(`data.cache`) and reused only if the files, the template, the tokenizer and the options are the
+same. The chat template comes with the model and may be malicious, so it is rendered in processes
+with limited time and memory.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class ConversationEncoder:
         return ConversationEncoder, (self.options,)
 
     def fingerprint(self) -> str:
-        """Return a string that identifies everything that determines examples, except the files."""
+        """Return a string that identifies all settings that determine the examples of a file."""
         options = self.options._replace(tokenizer=TokenizerConfig(), special=None)
         tokenizer = (self.tokenizer.fingerprint(), self.tokenizer.special_spacing)
         settings = (_VERSION, tuple(options)[1:], self.special, *tokenizer)
@@ -222,7 +222,7 @@ class ConversationEncoder:
 
         Args:
             line: The line that holds the record.
-            counts: The counts of outcomes so far. The outcome of this record is added.
+            counts: The number of records with each outcome, to which this record is added.
 
         Raises:
             ValueError: The record is malformed.
@@ -354,7 +354,7 @@ def _concatenated(
 
 @contextmanager
 def _limited_time(seconds: float) -> Iterator[None]:
-    """Interrupt the body after `seconds`. `_limit_process` must have been called before."""
+    """Interrupt the block after `seconds`. `_limit_process` must have been called before."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -413,7 +413,7 @@ class TokenizedExamples:
         return self.tokens[start:end], self.trained[start:end]
 
     def summary(self) -> str:
-        """Return a one-line summary of what was read, skipped and cut."""
+        """Return one line with the numbers of records, examples, tokens and skipped lines."""
         counts = self.counts
         kinds = ", ".join(f"{counts[kind]:,} {kind}" for kind in _FORMATS if counts[kind])
         trained = counts["trained"] / max(counts["tokens"], 1)
@@ -442,14 +442,15 @@ def load_examples(
 ) -> TokenizedExamples:
     """Return the examples of a dataset, from the cache or newly tokenized.
 
-    Call it within `cache.builder_first`, so that one process writes the cache for all others.
+    Call this within `cache.builder_first`, so that one process writes the cache for all others.
 
     Args:
         name: A file, folder or glob of JSON lines (also with .gz, .bz2 or .zst) or parquet.
         encoder: The encoder for the records.
         cache: The cache for the ids.
         flag: The flag that names the dataset, for messages.
-        workers: The number of processes that encode. Default: one per core, fewer for small files.
+        workers: The number of processes that encode. The default is one per core, or fewer for
+            small files.
         skip_bad_lines: Whether to skip malformed records instead of raising an error.
 
     Raises:
@@ -561,7 +562,7 @@ def _build(
 
 
 class _GrowingArray:
-    """An array that grows in an unnamed file. The file exists as long as a view of the array does.
+    """An array that grows in an unnamed file, which exists as long as any view of the array.
 
     Args:
         dtype: The type of the items.

@@ -129,7 +129,14 @@ class DataSource(Protocol):
 
 
 class _Member(NamedTuple):
-    """One dataset in the blend of a split. `documents` counts all documents of the dataset."""
+    """One dataset in the blend of a split.
+
+    Attributes:
+        weight: The weight of the dataset in the blend.
+        data: The dataset.
+        bounds: The first document of the split, and its end (exclusive).
+        documents: The number of documents in the whole dataset.
+    """
 
     weight: float
     data: DataSource
@@ -191,7 +198,13 @@ def build_datasets(
 def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float | None, str]]:
     """Parse weights and prefixes from `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
 
-    Without weights (`None`), datasets are blended in proportion to their sizes.
+    Args:
+        paths: The words in the value of the flag.
+        flag: The flag, for messages.
+
+    Returns:
+        The weight and prefix of each dataset. If no weights are given, each weight is `None`, and
+        the datasets are blended in proportion to their sizes.
 
     Raises:
         ConfigError: A weight is missing or not a positive number.
@@ -225,7 +238,7 @@ def _only_path(entry: str, flag: str) -> str:
 
 
 class BlendPhase(NamedTuple):
-    """A part of a run that has its own blend.
+    """A phase of --blend-schedule, in which the weights of a blend are constant.
 
     Attributes:
         start: The first sample of the phase.
@@ -293,10 +306,17 @@ def parse_split(text: str) -> tuple[float, ...]:
 
 
 def split_bounds(text: str, num_documents: int) -> tuple[int, ...]:
-    """Return document bounds: training `[b0, b1)`, validation `[b1, b2)`, test `[b2, b3)`.
+    """Return the document bounds b0 to b3 of the three splits.
+
+    Training documents are `[b0, b1)`, validation documents `[b1, b2)`, and test documents
+    `[b2, b3)`.
 
     Each share is rounded to whole documents (halves to even). Any surplus or shortfall of the sum
     is then taken from every bound except the first, as in Megatron.
+
+    Args:
+        text: The value of --split.
+        num_documents: The number of documents to divide.
 
     Raises:
         ConfigError: `parse_split` cannot parse `text`.
@@ -347,7 +367,7 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
 
 
 def _local(name: str, flag: str, data: DataConfig) -> str:
-    """Return a local path for an entry of --data-path, which may be a URL of object storage."""
+    """Return the local path of an entry of --data-path, after copying the files at a URL."""
     if _ADDRESS not in name:
         return name
     from megatron.data.remote import local_copy  # few runs need its libraries
@@ -507,8 +527,13 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
 def samples_per_dataset(phases: Sequence[BlendPhase], num_samples: int) -> list[int]:
     """Return the number of samples to prepare from each dataset: its share plus half a percent.
 
-    A dataset is never a whole sample ahead of its share. It may gain a fraction of a sample in each
-    phase, so the result is at least the sum of its shares in the phases, each rounded up.
+    A blend never draws a whole sample more than a dataset's share, but may draw a fraction more in
+    each phase. The result is therefore at least the sum of the dataset's shares in the phases, each
+    rounded up.
+
+    Args:
+        phases: The phases of the blend.
+        num_samples: The number of samples in the blend.
     """
     ends = [*(phase.start for phase in phases[1:]), num_samples]
     shares = [0.0] * len(phases[0].weights)
@@ -581,7 +606,12 @@ def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return integers that add up to each total and are nearest to its shares, `[blocks, d]`."""
+    """Return integer counts that add up to each total and are nearest to the shares, `[blocks, d]`.
+
+    Args:
+        weights: The shares of the datasets, `[d]`.
+        totals: The total of each block, `[blocks]`.
+    """
     exact = weights * totals[:, None]
     counts = np.floor(exact)
     shortfall = totals - counts.sum(axis=1)
@@ -623,7 +653,11 @@ class BlendedDataset:
     """A dataset that draws from several others in the order of a blend index.
 
     Only the requested samples are guaranteed to exist in every dataset. In the extra half percent
-    that follows, a dataset that has run out starts again.
+    that follows, a dataset that is exhausted starts again.
+
+    Attributes:
+        datasets: The datasets to draw from.
+        index: The origin of each sample.
     """
 
     datasets: Sequence[SampleDataset]

@@ -6,9 +6,9 @@ marked with special tokens (Bavarian et al., 2022, arXiv:2207.14255):
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-The rules and the order of random draws are the same as in Megatron Core's `GPTFIMDataset`. There, a
-process uses one random stream for all of its samples. Here, each sample has its own stream, so it
-does not depend on which process loads it.
+The rules and the order of random draws are the same as in Megatron Core's `GPTFIMDataset`. In Core,
+a process uses one random stream for all of its samples. Here, each sample has its own stream, so a
+sample does not depend on the process that loads it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FillInMiddle:
 
     @classmethod
     def from_config(cls, data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
-        """Return the rearrangement that the --fim flags specify.
+        """Return the rearrangement that the --fim-* flags specify.
 
         Raises:
             ConfigError: The tokenizer has no entry for one of the tokens.
@@ -128,7 +128,7 @@ class FillInMiddle:
 
 @dataclass(eq=False)
 class FillInMiddleDataset:
-    """A dataset whose samples are rearranged.
+    """A dataset that rearranges the documents in the samples of another one.
 
     Attributes:
         dataset: The dataset, whose samples have `text`, `[s + 1]`.

@@ -47,9 +47,8 @@ from megatron.parallel.layout import Axis
 from megatron.tokenizer.base import Tokenizer
 
 _INT32_MAX = np.iinfo(np.int32).max
-_CHUNK = (
-    1 << 16
-)  # positions per step, so that the work fits in a processor cache and memory stays flat
+# Positions per step, so that the work fits in a processor cache and memory stays flat.
+_CHUNK = 1 << 16
 
 
 class GPTIndex(NamedTuple):
@@ -243,6 +242,12 @@ def build_gpt_part(
 ) -> GPTDataset:
     """Load or build the index of one part of a dataset, and load the first sample as a check.
 
+    Args:
+        part: The documents of the split, and the number of samples.
+        request: The data that the run needs.
+        seq_length: The number of tokens in a sample, not counting the last label.
+        vocab_size: The number of entries of the tokenizer.
+
     Raises:
         DataError: The documents hold no tokens, too few tokens for the requested samples, or ids
             outside the vocabulary.
@@ -414,10 +419,10 @@ def make_batch(
 
 
 def longest_segment(batch: Mapping[str, Tensor]) -> int | None:
-    """Return an upper bound on a segment's length in tokens; `None` means a sample's length.
+    """Return an upper bound on the length of a segment in tokens, or `None` for a sample's length.
 
     Args:
-        batch: The micro-batch. In a recorded pass it lacks `LONGEST_SEGMENT`.
+        batch: The micro-batch. In a recorded pass, it has no `LONGEST_SEGMENT`.
     """
     return len(batch[LONGEST_SEGMENT]) if LONGEST_SEGMENT in batch else None
 
@@ -455,11 +460,15 @@ def make_loss_mask(batch: Mapping[str, Tensor], *, eod: int, eod_mask_loss: bool
 
 
 def context_part(batch: TokenBatch, axis: Axis) -> TokenBatch:
-    """Return this rank's shard of a micro-batch, `[b, s/C]` each, for C context ranks.
+    """Return this context rank's shard of a micro-batch: tensors `[b, s/C]` for C ranks.
 
     Gradients and losses are averaged over context ranks. To obtain a mean over the whole batch, a
     rank's loss must be C * (loss * loss_mask).sum() / whole loss_mask.sum(). The denominator is
     computed from `batch`, which every context rank has, and not from the shard.
+
+    Args:
+        batch: The micro-batch, with whole sequences `[b, s]`.
+        axis: The context axis.
     """
     if axis.size == 1:
         return batch

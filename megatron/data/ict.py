@@ -75,7 +75,10 @@ class TitledDocuments(NamedTuple):
     first: NDArray[np.int64]
 
     def overlong(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return a mask of long enough documents with a sentence of over 512 tokens, `[D]`."""
+        """Return a mask of documents that are dropped for a sentence of over 512 tokens, `[D]`.
+
+        A document with fewer than `min_sentences` sentences is not in the mask.
+        """
         start, end = int(self.documents[0]), int(self.documents[-1])
         is_long = self.lengths[start:end] > LONGEST_SENTENCE
         long_so_far = np.concatenate([[0], np.cumsum(is_long)])[self.documents - start]

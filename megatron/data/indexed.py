@@ -105,7 +105,7 @@ class IndexedDataset:
         self._tokens = _map(bin_path(prefix), self.dtype)
 
     def __getstate__(self) -> dict[str, str]:
-        """Return the prefix, which is all that another process needs."""
+        """Return the prefix, from which another process can open the dataset."""
         return {"prefix": self.prefix}
 
     def __setstate__(self, state: dict[str, str]) -> None:
@@ -132,7 +132,7 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def documents(self, first: int, end: int) -> Iterator[DocumentTokens]:
-        """Yield the documents from `first` to `end` (exclusive), about `_CHUNK` tokens at a time.
+        """Yield documents `first` to `end` (exclusive), about 4 million tokens at a time.
 
         Raises:
             DataError: A token id is negative.
@@ -152,7 +152,7 @@ class IndexedDataset:
             first, start = first + count, start + len(tokens)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return `length` tokens of sequence `i` starting at `offset`, by default up to its end.
+        """Return `length` tokens of sequence `i` from `offset`, by default to the end, `[length]`.
 
         Raises:
             DataError: A token id is negative, so the file is damaged or has a different dtype.
@@ -499,7 +499,7 @@ class IndexedDatasetBuilder:
         self._start_writing()
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
-        """Append the whole content of another dataset.
+        """Append the whole content of the dataset at `prefix`.
 
         Raises:
             DataError: The other dataset is damaged or has a different dtype.

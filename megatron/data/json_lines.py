@@ -30,7 +30,7 @@ class JsonLine(NamedTuple):
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`, or an empty one if `data` is anything else."""
+    """Return the JSON object in `data`, or an empty dictionary if `data` is not a JSON object."""
     try:
         fields = load_line(data)
     except ValueError:

@@ -38,7 +38,7 @@ _failed_loaders: list[object] = []
 
 @dataclass(frozen=True)
 class _Sampler:
-    """The counts on which both samplers are based.
+    """The base of both samplers: the position in the dataset and the data-parallel layout.
 
     Attributes:
         total_samples: The number of samples in the dataset.
@@ -156,6 +156,7 @@ def build_loader(
 
     Raises:
         DataError: A sample cannot be read.
+        ShortageError: There is too little shared memory.
     """
     loader: DataLoader[_ByValue] = DataLoader(
         dataset,  # type: ignore[arg-type]
@@ -241,7 +242,10 @@ class _LoadingProcess(context.ForkProcess):
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
     def run(self) -> None:
-        """Load until the training process ends the worker; `lost_workers` reports any other end."""
+        """Load until the training process ends this worker.
+
+        `lost_workers` reports any other end of a worker.
+        """
         try:
             super().run()
         except Exception as error:

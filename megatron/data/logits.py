@@ -90,7 +90,7 @@ class LogitsHeader:
         return [range(i, min(i + self.samples_per_file, self.samples)) for i in starts]
 
     def path(self, folder: Path, sample: int) -> Path:
-        """Return the path of the file that holds a sample."""
+        """Return the path of the file in `folder` that holds a sample."""
         first = sample - sample % self.samples_per_file
         return folder / f"logits-{first:012d}.safetensors"
 
@@ -121,7 +121,7 @@ def sample_settings(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 def new_header(
     config: RunConfig, tokenizer: Tokenizer, *, samples: int, teacher: str
 ) -> LogitsHeader:
-    """Return the header of the folder that a run writes.
+    """Return a header for the folder of logits that a run writes.
 
     Args:
         config: The run's configuration.
@@ -145,7 +145,11 @@ def new_header(
 
 
 def read_header(folder: Path, flag: str) -> LogitsHeader:
-    """Return the header of a folder of logits.
+    """Read the header of a folder of logits.
+
+    Args:
+        folder: The folder.
+        flag: The flag that names the folder, for messages.
 
     Raises:
         DataError: The folder does not hold logits. The message names the flag, the file and the
@@ -310,7 +314,7 @@ class TeacherLogitsDataset:
             if not self._has_warned:
                 self._has_warned = True
                 warn(f"{error} (--logits-load-ignore-errors: only the sample's tokens are used)")
-            # Nothing is known, so the probability that a token is among "the rest" is 1.
+            # Without logits, all of the probability belongs to the remaining tokens.
             return {**sample, **self._padded(np.zeros(self.header.seq_length, np.int32))}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:

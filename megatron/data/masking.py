@@ -24,7 +24,7 @@ _MISSING_ID = -1  # the id of a special token that does not exist
 
 
 class SpecialIds(NamedTuple):
-    """The special ids that a model needs, and the size of the vocabulary.
+    """The special token ids that a model needs, and the size of the vocabulary.
 
     Attributes:
         size: The number of entries in the vocabulary.
@@ -115,7 +115,13 @@ def whole_words(tokens: NDArray[np.int64], ids: SpecialIds) -> Words:
 
 
 def masking_budget(mask_prob: float, tokens: int, target_length: int) -> float:
-    """Return how many of the `tokens` of a sample may be masked, rounded as in Megatron."""
+    """Return the number of tokens of a sample that may be masked, rounded as in Megatron.
+
+    Args:
+        mask_prob: The fraction of tokens to mask.
+        tokens: The number of tokens in the sample.
+        target_length: The target length of the sample in tokens.
+    """
     return min(mask_prob * target_length, max(1, round(tokens * mask_prob)))
 
 

@@ -57,7 +57,12 @@ class Packing:
         return int(self.lengths.sum()) / (self.rows * self.seq_length)
 
     def epoch(self, number: int, seed: int) -> EpochPlan:
-        """Return the rows of an epoch."""
+        """Return the rows of an epoch.
+
+        Args:
+            number: The index of the epoch.
+            seed: The seed for the order of rows.
+        """
         random = np.random.RandomState([seed, number])
         mixed = random.permutation(len(self.lengths))
         longest_first = mixed[np.argsort(-self.lengths[mixed], kind="stable")]
@@ -120,7 +125,7 @@ def pack(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing
 
 
 def one_per_row(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> Packing:
-    """Give each example a separate row. The arguments are the same as for `pack`."""
+    """Place each example in a separate row. The arguments are the same as for `pack`."""
     sizes = _checked(lengths, seq_length)
     return Packing(sizes, seq_length, np.arange(len(sizes)), len(sizes))
 

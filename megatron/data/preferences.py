@@ -125,25 +125,25 @@ class FittedPairs:
 
         Args:
             i: The index of the pair.
-            side: 0 for the chosen answer, 1 for the rejected one.
+            side: 0 for the chosen answer, 1 for the rejected answer.
         """
         return self._cut(i, side, *self._examples[2 * int(self._pair_indices[i]) + side])
 
     def _cut(
         self, i: int, side: int, tokens: NDArray[Any], trained: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the part of an answer that fits into a row."""
+        """Return the tokens and the mask of an answer, cut to its limit."""
         limit = int(self.limits[i, side])
         part = slice(len(tokens) - limit, None) if self._keeps_end else slice(limit)
         return tokens[part], trained[part]
 
 
 class FittedAnswers(FittedPairs):
-    """The answers of one file, each paired with another prompt's answer, fitted into rows.
+    """The answers of one file, each paired with the answer to another prompt, fitted into rows.
 
-    The other answer is the one half a file away, so that the chosen and the rejected answer to a
-    prompt, which are neighbors, are never paired. The arguments and attributes are those of
-    `FittedPairs`, with answers in place of pairs.
+    The other answer is half a file away, so that the chosen and the rejected answer to a prompt,
+    which are neighbors, are never paired. The arguments and attributes are those of `FittedPairs`,
+    with answers in place of pairs.
 
     Raises:
         DataError: As for `FittedPairs`, or there are fewer than two answers.
@@ -153,7 +153,7 @@ class FittedAnswers(FittedPairs):
     holds = "an answer and the same prompt with another answer"
 
     def _lengths(self) -> NDArray[np.int64]:
-        """Return the token counts of each answer and of its prompt with the other one, `[P, 2]`."""
+        """Return the lengths of each prompt with its own and with the other answer, `[P, 2]`."""
         examples = self._examples
         lengths = np.asarray(examples.lengths)
         if len(lengths) < 2:
@@ -169,7 +169,7 @@ class FittedAnswers(FittedPairs):
         return np.stack((lengths, self._prompts + answers[self._other(np.arange(len(lengths)))]), 1)
 
     def _other(self, example: Any) -> Any:
-        """Return the example whose answer is paired with an example's prompt."""
+        """Return the index of the example whose answer is paired with the prompt of `example`."""
         count = len(self._examples)
         return (example + count // 2) % count
 
@@ -182,7 +182,7 @@ class FittedAnswers(FittedPairs):
 
         Args:
             i: The index of the answer.
-            side: 0 for the answer, 1 for the other one.
+            side: 0 for the prompt's own answer, 1 for the answer to another prompt.
         """
         example = int(self._pair_indices[i])
         tokens, prompt = self._examples[example][0], int(self._prompts[example])
@@ -195,7 +195,7 @@ class FittedAnswers(FittedPairs):
 
 
 def pair_limits(lengths: NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
-    """Return how many tokens to keep from each answer so that a pair fits into a row, `[P, 2]`.
+    """Return the number of tokens to keep from each answer so that pairs fit in a row, `[P, 2]`.
 
     The longer answer is cut first, until both have the same length.
 
@@ -336,7 +336,7 @@ def preference_members(dataset: SampleDataset | None) -> list[PreferenceDataset]
 
 
 def describe_pairs(dataset: SampleDataset | None) -> str:
-    """Describe how full the rows of a split are and what was cut, for the start-up panel."""
+    """Describe how full the rows of a split are and how many pairs were cut, for the panel."""
     members = preference_members(dataset)
     if not members:
         return ""

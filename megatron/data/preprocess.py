@@ -110,7 +110,7 @@ def installed_punkt(language: str) -> Any | None:
 
 
 def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
-    """Train Punkt on the first `characters` characters of `texts`, without a download.
+    """Train Punkt on the first `characters` characters of `texts`, which needs no download.
 
     Punkt learns abbreviations and the beginnings of sentences from the text itself.
 
@@ -138,7 +138,13 @@ def train_punkt(texts: Iterable[str], characters: int = 10_000_000) -> Any:
 def find_punkt(
     paths: Sequence[str], keys: Sequence[str], language: str, max_line_mb: int = MAX_LINE_MB
 ) -> Any:
-    """Return NLTK's Punkt for `language`, or train one on the beginning of the input.
+    """Return NLTK's Punkt for `language`, or train Punkt on the beginning of the input.
+
+    Args:
+        paths: The input files.
+        keys: The keys of a JSON line whose texts Punkt is trained on.
+        language: The language, such as "english".
+        max_line_mb: The size of the longest line to read, in MiB.
 
     Raises:
         ConfigError: There is no text to learn from.
@@ -171,7 +177,7 @@ def find_punkt(
 
 
 class EncodingOptions(NamedTuple):
-    """The settings that determine a document's ids.
+    """The settings that determine the token ids of a document.
 
     Attributes:
         tokenizer: The tokenizer's flags.
@@ -188,7 +194,14 @@ class EncodingOptions(NamedTuple):
 
 
 class EncodedBlock(NamedTuple):
-    """The result of encoding a block of lines, with one column per key."""
+    """The result of encoding a block of lines.
+
+    Attributes:
+        block: The block, without its text.
+        columns: The documents, for each key.
+        lines: The number of lines in the block.
+        bad: The lines without a document.
+    """
 
     block: TextBlock
     columns: list[DocumentTokens]
@@ -198,7 +211,14 @@ class EncodedBlock(NamedTuple):
 
 @dataclass
 class Counts:
-    """The amount of work done so far. The number of tokens per key is set only at the end."""
+    """The amount of work done so far.
+
+    Attributes:
+        documents: The number of encoded documents.
+        bad_lines: The number of skipped lines.
+        text_bytes: The size of the text that was read, in bytes.
+        tokens: The number of tokens per key, which is known only at the end.
+    """
 
     documents: int = 0
     bad_lines: int = 0
@@ -231,7 +251,7 @@ class BlockEncoder:
         return BlockEncoder, (self.options,)
 
     def __call__(self, block: TextBlock) -> EncodedBlock:
-        """Encode the documents of a block. Texts that the tokenizer rejects are reported as bad."""
+        """Encode the documents of a block. A text that the tokenizer rejects is a bad line."""
         documents = parse_block(block, self.options.keys)
         try:
             columns = self._encode(documents.values)
@@ -502,7 +522,7 @@ def _worker_loop(ends: Sequence[Connection], function: Callable[[Any], Any], rem
 def _reader_loop(
     ends: Sequence[Connection], tasks: Callable[[], Iterable[Any]], parent: int, remedy: str
 ) -> None:
-    """Send tasks to the workers in turn, then `None` to each; report any error in `tasks`."""
+    """Send tasks to the workers in turn, then `None` to each. Report any error in `tasks`."""
     *workers, report = ends
 
     def end_with_parent(*_: object) -> None:

@@ -25,8 +25,8 @@ _VERSION = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "mtime", "cre
 def local_copy(name: str, flag: str, folder: str | None) -> str:
     """Copy the files at a URL to `folder`, and return the local path.
 
-    An indexed dataset is named by its prefix. Text is named by a file, a folder or a glob pattern.
-    If several processes need the same file, one copies it and the others wait.
+    The URL is the prefix of an indexed dataset, or a file, folder or glob pattern of text. If
+    several processes need the same file, one copies it and the others wait.
 
     Args:
         name: The URL.
@@ -34,8 +34,8 @@ def local_copy(name: str, flag: str, folder: str | None) -> str:
         folder: The value of --data-cache-path.
 
     Raises:
-        ConfigError: There is no folder for copies, or no library for this kind of storage.
-        DataError: Nothing is found at the URL, or it cannot be read.
+        ConfigError: No folder for copies is given, or the library for the URL is not installed.
+        DataError: There are no files at the URL, or a file cannot be read.
         StorageError: The copy cannot be written.
     """
     if folder is None:

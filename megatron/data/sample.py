@@ -20,8 +20,8 @@ SEGMENT_ENDS = "segment_ends"
 LONGEST_SEGMENT = "longest_segment"
 # A field of a finetuning sample, `[s]`: 1 where the label counts in the loss, otherwise 0.
 TRAINED = "trained"
-# A field of a sample of text, `[7]`: the index of its dataset, its stream, and the position
-# (`RowPosition`) at which the stream's next row begins. Other samples of a blend lack it.
+# A field of a sample from a `TextDataset`, `[7]`: the index of its dataset, its stream, and the
+# position (`RowPosition`) at which the stream's next row begins. Other samples of a blend lack it.
 ROW_POSITION = "place"
 # A sample: arrays, and `id`, the sample's index in its dataset. Each array except `SEGMENT_ENDS`
 # has the same length in all samples of the dataset.
@@ -51,7 +51,7 @@ class ControlledDataset(SampleDataset, Protocol):
     """A dataset that is also evaluated with modified samples.
 
     Attributes:
-        controls: The modified datasets, by the phrase that is appended to the name of the loss.
+        controls: The modified datasets, by the phrase to append to the name of the loss.
     """
 
     controls: Mapping[str, SampleDataset]
@@ -66,7 +66,13 @@ def pad_to(values: ArrayLike, length: int, fill_value: int) -> NDArray[np.int64]
 
 
 def outside_vocabulary(where: str, token: int, vocab_size: int) -> DataError:
-    """Return the error for a token id that is too large. `where` is the file and position."""
+    """Return the error for a token id that is outside the vocabulary.
+
+    Args:
+        where: The file and the position in it.
+        token: The token id.
+        vocab_size: The number of entries in the vocabulary.
+    """
     return DataError(
         f"{where} holds the token id {token}, but the vocabulary has {vocab_size} entries: use "
         "the tokenizer with which the dataset was preprocessed, or preprocess it again"

@@ -90,7 +90,7 @@ class DocumentSentences(NamedTuple):
 
 
 class _Positions(NamedTuple):
-    """The positions where samples can start and documents end. Each array is `[places]`."""
+    """The positions where samples can start and documents end. Each array is `[positions]`."""
 
     sentence: NDArray[np.int64]  # the sentence; at a document's end, one past its last sentence
     tokens: NDArray[np.int64]  # the number of tokens before the position in all usable documents
@@ -114,7 +114,7 @@ def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArra
 
 
 def _find_positions(plan: SentenceMapPlan, text: DocumentSentences) -> _Positions:
-    """Number the positions in the usable documents, and find the longest hop from each."""
+    """Number the positions in the usable documents, and find the longest hop from each position."""
     usable = text.usable(plan.min_sentences)
     assert usable.any(), "without a usable document there is no map"
     starts, counts = text.documents[:-1][usable], np.diff(text.documents)[usable]
@@ -193,7 +193,7 @@ def _walk(
 
 
 def shuffled(count: int, seed: int) -> NDArray[np.int64]:
-    """Return the numbers below `count`, shuffled as in Megatron's Fisher-Yates loop (C++)."""
+    """Return the numbers below `count`, shuffled as by Megatron's Fisher-Yates loop, `[count]`."""
     order = list(range(count))
     blocks = islice(mt19937_64(seed), count // (_BLOCKS * _WORDS) + 1)
     draws = np.concatenate([*blocks])[: count - 1]

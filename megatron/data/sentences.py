@@ -211,9 +211,15 @@ def plan_sentences(
 def map_sentences(
     part: DatasetPart, plan: SentenceMapPlan, request: DataRequest, *, vocab_size: int
 ) -> MappedSentences:
-    """Load or build the map of a part's documents.
+    """Load or build the sentence map of a part of a dataset.
 
     The map is saved next to the dataset, or in --data-cache-path.
+
+    Args:
+        part: The documents of the split, and the number of samples.
+        plan: The settings of the map.
+        request: The data that the run needs.
+        vocab_size: The number of entries of the tokenizer.
 
     Raises:
         DataError: No document is usable.
@@ -248,7 +254,12 @@ def map_sentences(
 
 
 def warn_about_overlong(part: DatasetPart, count: int) -> None:
-    """Warn that documents are dropped because of long sentences. Megatron drops them silently."""
+    """Warn about documents that are dropped for a long sentence. Megatron drops them silently.
+
+    Args:
+        part: The documents of the split.
+        count: The number of dropped documents.
+    """
     if count:
         first, end = part.bounds
         warn(
@@ -266,13 +277,13 @@ def load_or_build_map(
     build: Callable[[], NDArray[Any]],
     request: DataRequest,
 ) -> NDArray[Any]:
-    """Load a map of sentences, or build and save it.
+    """Load a map of sentences, or build and save it, `[n, columns]`.
 
-    It is saved next to the dataset, or in --data-cache-path.
+    The map is saved next to the dataset, or in --data-cache-path.
 
     Args:
         prefix: The dataset's prefix, with which the name of the map's file begins.
-        name: The rest of the file's name, without `.npy`.
+        name: The remainder of the file's name, without `.npy`.
         description: The text that describes the map.
         inputs: The arrays that, together with the description, determine the map.
         build: A function that builds the map.

@@ -101,7 +101,16 @@ class T5Dataset(SentenceSamples):
 def replace_spans(
     text: NDArray[np.int64], spans: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
-    """Replace each span by a sentinel; return the new text, and each sentinel with its span."""
+    """Replace spans of a text by sentinels.
+
+    Args:
+        text: The token ids, `[tokens]`.
+        spans: The positions in each span, in ascending order.
+        sentinels: The id that replaces each span.
+
+    Returns:
+        The text with sentinels, and the sequence of each sentinel followed by its span.
+    """
     remaining: list[int] = []
     removed: list[int] = []
     start = 0

@@ -1,11 +1,11 @@
-"""Reading corpora: JSON lines (plain, .gz, .bz2, .zst), parquet and text files, in blocks of lines.
+"""Readers of corpora: JSON lines (plain, .gz, .bz2, .zst), parquet and text, in blocks of lines.
 
 Whatever the format, a block consists of whole lines of JSON, with one document per line. For a
 plain JSON lines file, a block records only the position of its lines, so that the process that
 parses the lines also reads them.
 
-Memory is bounded whatever a file contains: a line that is longer than the caller allows is never
-read or decompressed as a whole. It becomes a separate block without text, which `parse_block`
+Memory use is bounded whatever a file contains: a line that is longer than the caller allows is
+never read or decompressed as a whole. It becomes a separate block without text, which `parse_block`
 reports.
 """
 
@@ -194,16 +194,16 @@ def _value(record: Any, key: str) -> Value:
 
 
 def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str]:
-    """Return the files that the files, globs and folders of `--input` name.
+    """Return the files that the patterns in `--input` match.
 
-    A folder stands for all files below it with a known suffix. A file without a suffix, such as
+    A pattern is a file, a glob, a folder, or a name that the user has defined (`named.paths_of`). A
+    folder stands for all files below it with a known suffix. A file without a suffix, such as
     wiki_00, counts as JSON lines if it begins with a JSON object. The same is true of a file of
-    generated samples (.out), except in folders. An entry may also be a name that the user has
-    defined (`named.paths_of`). Files are in the order of the patterns, and within a glob or folder
-    they are sorted by name.
+    generated samples (.out), except in folders. Files are in the order of the patterns, and within
+    a glob or folder they are sorted by name.
 
     Args:
-        patterns: The files, globs and folders.
+        patterns: The patterns.
         more: Suffixes of additional formats, which the caller reads itself.
 
     Raises:
@@ -261,8 +261,8 @@ def read_blocks(
         keys: The parquet columns to read. The first is the key of a text file's document.
         block_bytes: The size of a block, which is extended to the end of a line.
         max_line_mb: The size of the longest line to read, in MiB.
-        bounds: The range of bytes, end excluded. Only lines that begin in it are read. Only files
-            that satisfy `is_splittable` can be read in this way.
+        bounds: A range of bytes, end excluded. Only lines that begin in this range are read. All
+            files must satisfy `is_splittable`.
 
     Raises:
         DataError: A file cannot be read or is damaged.
@@ -311,7 +311,7 @@ def _suffix(path: str) -> str | None:
 
 
 def _begins_with_an_object(path: str) -> bool:
-    """Return whether a regular file, after decompression, begins with a JSON object."""
+    """Return whether the (decompressed) content of a regular file begins with a JSON object."""
     if not os.path.isfile(path):  # reading from a pipe would consume its first bytes
         return False
     try:
@@ -370,7 +370,7 @@ def _streamed_blocks(path: str, longest: int, block_bytes: int) -> Iterator[Text
 
 
 def _split_off_last_line(block: TextBlock, longest: int) -> Iterator[TextBlock]:
-    """Yield the block, but separate its last line if that line may be too long."""
+    """Yield the block, with its last line as a separate block if the line may be too long."""
     data = block.data
     assert data is not None
     if len(data) <= longest:
@@ -388,7 +388,7 @@ def _without_text(line: TextBlock, longest: int) -> TextBlock:
 
 
 def _finish_line(file: BinaryIO, data: bytes) -> int:
-    """Skip the rest of the line in which `data` ends, and return the number of bytes skipped."""
+    """Skip the remainder of the line in which `data` ends, and return the number of bytes."""
     size = 0
     while data and not data.endswith(b"\n"):
         data = file.readline(BLOCK_BYTES)

@@ -8,13 +8,13 @@ in `gpt`: row k covers the tokens from `k * S` to `(k + 1) * S` inclusive.
 
     sample i  =  row i // streams of stream i % streams
 
-A piece in which no line begins is empty. In a small corpus, a stream may get only such pieces in an
-epoch. It then continues with the next epoch, in which it gets other pieces. A split without any
+A piece in which no line begins is empty. In a small corpus, a stream may get only empty pieces in
+an epoch. It then continues with the next epoch, in which it gets other pieces. A split without any
 tokens is refused.
 
 Neighboring samples thus come from many parts of the corpus. A sample depends only on the seed, the
-text and its index, whatever the number of processes. The data-parallel processes and their loading
-processes take samples in turn, so each one usually reads only its own share of the streams.
+text and the sample's index, whatever the number of processes. The data-parallel processes and their
+loading processes take samples in turn, so each usually reads only its own share of the streams.
 
 The beginning of a row depends on the lengths of all documents before it. Each sample therefore
 records the position at which the next row of its stream begins. The training process stores these
@@ -55,7 +55,7 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 10, 1 << 20
 _PROBE = 1 << 12  # bytes of text to read at a time until the first token is found
 _STREAMS = 128  # each stream holds the tokens of a block, at most a few MB
 _MAX_REPORTED = 3  # bad lines of each file that a loading process reports
-# Positions to store: more samples than are loaded before an update is complete.
+# Maximum number of stored positions: more than the samples that are loaded during an update.
 _MAX_POSITIONS = 8192
 
 
@@ -64,10 +64,10 @@ class RowPosition(NamedTuple):
 
     Attributes:
         row: The index of the row in the stream.
-        visit: The number of pieces that the stream has read before, over all epochs.
+        visit: The number of pieces that the stream has completed, over all epochs.
         block: The index of the block in the current piece.
         token: The index of the token in the block, after shuffling.
-        bad: The number of bad lines that were skipped, including those in this block.
+        bad: The number of bad lines skipped so far, including those in this block.
     """
 
     row: int = 0
@@ -82,7 +82,7 @@ class NoTokensError(DataError):
 
 
 class TextCorpus:
-    """The text files that an entry of --data-path or a similar flag names, divided into pieces.
+    """The text files named by an entry of --data-path or a similar flag, divided into pieces.
 
     Args:
         name: A file, folder or glob, as for `find_inputs`.
@@ -120,14 +120,20 @@ class TextCorpus:
         return int(self._ends[-1])
 
     def read(self, piece: int, encoder: BlockEncoder, *, first: int) -> Iterator[EncodedBlock]:
-        """Yield the encoded blocks of a piece, starting with block `first`."""
+        """Yield the encoded blocks of a piece.
+
+        Args:
+            piece: The index of the piece.
+            encoder: The encoder, which turns text into ids.
+            first: The index of the first block to yield.
+        """
         with _named_as_in_training(self.flag):
             for number, block in enumerate(self._blocks(piece, _MAX_PIECE_BYTES)):
                 if number >= first:
                     yield encoder(block)
 
     def texts(self, piece: int) -> Iterator[tuple[list[BadLine], TextBlock, list[str]]]:
-        """Yield the bad lines, the block and the texts for each small block of a piece."""
+        """Yield the bad lines, the block and the texts of each small block (4 KiB) of a piece."""
         from megatron.data.text_input import parse_block
 
         with _named_as_in_training(self.flag):
@@ -263,7 +269,7 @@ class TextDataset:
             return False
 
     def _last_position(self, stream: int, row: int) -> RowPosition:
-        """Return the last known position in a stream that is not after the given row."""
+        """Return the last known position in a stream at or before the given row."""
         known = (position for position in self._positions.get(stream, ()) if position.row <= row)
         return max(known, default=RowPosition())
 
@@ -273,7 +279,12 @@ class TextDataset:
         self._positions.setdefault(stream, deque(maxlen=max_stored)).append(position)
 
     def positions_after(self, samples: int) -> list[RowPosition]:
-        """Return the last known position in each stream up to its first row after `samples`."""
+        """Return the last known position in each stream, at or before its next row.
+
+        Args:
+            samples: The number of samples consumed so far. The next row of a stream is the first
+                row that is not among them.
+        """
         return [
             self._last_position(stream, max(0, -(-(samples - stream) // self.streams)))
             for stream in range(self.streams)
@@ -286,7 +297,7 @@ class TextDataset:
     def _rows(
         self, stream: int, position: RowPosition
     ) -> Iterator[tuple[NDArray[np.int64], RowPosition]]:
-        """Yield the rows of a stream, `[s + 1]`, each with the position of the next row."""
+        """Yield the rows of a stream from a position on, `[s + 1]`, each with the next position."""
         row, begin = position.row, position
         # The blocks with unused tokens, and the number of these tokens.
         buffered: deque[tuple[RowPosition, NDArray[Any]]] = deque()
@@ -316,7 +327,10 @@ class TextDataset:
     def _blocks(
         self, stream: int, position: RowPosition
     ) -> Iterator[tuple[RowPosition, NDArray[Any]]]:
-        """Yield the tokens of a stream's blocks endlessly, with the documents shuffled."""
+        """Yield the position and the tokens of each block of a stream, with shuffled documents.
+
+        The blocks repeat endlessly, epoch by epoch.
+        """
         visit, block, bad = position.visit, position.block, position.bad
         pieces = -(-(self.pieces[1] - self.pieces[0] - stream) // self.streams)
         num_empty = 0
@@ -361,7 +375,7 @@ class TextDataset:
         return {}
 
     def _report(self, lines: Sequence[BadLine], block: TextBlock) -> None:
-        """Raise an error for lines without a document, or warn about the first ones of a file."""
+        """Raise an error for bad lines or, if they are skipped, warn about the first of a file."""
         path = block.path
         reported = self._reported.setdefault(path, set())
         for bad in lines:
@@ -377,7 +391,7 @@ class TextDataset:
 
 @contextmanager
 def _named_as_in_training(flag: str) -> Iterator[None]:
-    """In errors from shared readers, replace the flags of tools with those of training."""
+    """Replace the flags of tools with those of training in the errors of shared readers."""
     try:
         yield
     except DataError as error:
@@ -394,7 +408,7 @@ def is_text(name: str) -> bool:
 
 @runtime_checkable
 class ReadsText(Protocol):
-    """A dataset that is a text dataset or contains text datasets."""
+    """A dataset that is, or contains, a `TextDataset`."""
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
         """Return each text dataset and the number of its samples among the first `samples`."""
@@ -406,7 +420,7 @@ def text_members(dataset: SampleDataset | None, samples: int) -> list[tuple[Text
 
 
 def extract_positions(batch: dict[str, Tensor], dataset: SampleDataset) -> dict[str, Tensor]:
-    """Remove the positions from a batch, store them in the text datasets, and return the batch."""
+    """Move the positions in a batch to the text datasets, and return the batch without them."""
     positions = batch.pop(ROW_POSITION, None)
     if positions is not None:
         members = {member.number: member for member, _ in text_members(dataset, 0)}
@@ -436,10 +450,10 @@ def positions_state(
 
 
 def count_bad_lines(dataset: SampleDataset | None, samples: int, world: Axis) -> int:
-    """Return the number of lines skipped in the first `samples` samples. Collective.
+    """Return the number of bad lines skipped in the first `samples` samples. Collective.
 
-    The arguments are the same as for `positions_state`. A line counts again in each pass over the
-    text.
+    The arguments are the same as for `positions_state`. A line that is skipped in several epochs
+    counts several times.
     """
     positions = _all_positions(text_members(dataset, samples), world)
     return sum(RowPosition(*position).bad for streams in positions for position in streams)
@@ -461,7 +475,15 @@ def _all_positions(
 
 
 def restore_positions(dataset: SampleDataset | None, saved: Mapping[str, Any] | None) -> bool:
-    """Restore the positions in a checkpoint, and return whether they belong to this text."""
+    """Restore the positions saved in a checkpoint.
+
+    Args:
+        dataset: The training or validation data.
+        saved: The result of `positions_state`, from the checkpoint.
+
+    Returns:
+        False if the data is text but the positions are missing or belong to other text.
+    """
     members = text_members(dataset, 0)
     if not members or saved is None or saved["plan"] != _plan_digest(members):
         return not members

@@ -1,4 +1,4 @@
-"""BERT samples in TFRecords written by `create_pretraining_data.py` of the original BERT.
+"""BERT samples from TFRecord files, as the original BERT's `create_pretraining_data.py` writes.
 
 A file is a sequence of records, little-endian:
 
@@ -38,7 +38,7 @@ Numbers = NDArray[np.int64] | NDArray[np.float32]
 
 
 def find_tfrecords(path: str) -> list[Path]:
-    """Return the TFRecord files that a file, a glob or a folder (`*.tfrecord*`) names, sorted.
+    """Return the sorted TFRecord files that a path, a glob or a folder (`*.tfrecord*`) names.
 
     A file counts as a TFRecord file if its name contains `.tfrecord` or if it begins with a record.
     The list is empty if `path` is the prefix of an indexed dataset.
@@ -171,7 +171,10 @@ def _crc_table() -> list[int]:
 
 @cache
 def _crc_tables() -> NDArray[np.uint32]:
-    """Return the contribution of each byte to a CRC-32C, `[bytes that follow in piece, value]`."""
+    """Return the contribution of each byte to a CRC-32C, `[4096, 256]`.
+
+    The indexes are the number of bytes that follow in the piece, and the value of the byte.
+    """
     tables = np.empty((_CRC_BLOCK, 256), np.uint32)
     tables[0] = _crc_table()
     for after in range(1, _CRC_BLOCK):
@@ -243,7 +246,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes | int]]:
 
 
 def _varint(data: bytes, offset: int) -> tuple[int, int]:
-    """Return the number that begins at byte `offset`, and the position after it."""
+    """Return the number that begins at byte `offset`, and the offset of the byte after it."""
     value = 0
     for shift in range(0, 70, 7):
         if offset >= len(data):
@@ -296,7 +299,13 @@ def _as_varint(value: int) -> bytes:
 
 
 class TFRecordOptions(NamedTuple):
-    """Settings for samples from TFRecords: sequence length, vocabulary size, shuffling seed."""
+    """Settings for samples from TFRecords.
+
+    Attributes:
+        seq_length: The sequence length in tokens.
+        vocab_size: The size of the vocabulary. Token ids at or above it are refused.
+        seed: The seed of the shuffles.
+    """
 
     seq_length: int
     vocab_size: int
