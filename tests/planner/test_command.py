@@ -390,7 +390,8 @@ def test_a_host_that_was_measured_has_no_range(tmp_path, capsys):
 
 
 def test_the_timeline_shows_the_first_micro_batches(capsys):
-    words = "--gpus 2xH200 --global-batch 64 --", SMALL, "--pipeline-model-parallel-size 2"
+    layout = "--pipeline-model-parallel-size 2"
+    words = "--gpus 2xH200 --time --global-batch 64 --", SMALL, layout
     request, search = _search(*words)
     plan = predict_configured(request, memory=False, seconds=False)
     show_timeline(request, plan, search.plan_for(1), _options(*words))
