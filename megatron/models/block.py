@@ -77,8 +77,7 @@ MIXERS: dict[str, Any] = {
     "parallel_mamba": AttentionWithMamba,
     "gated_delta_net": GatedDeltaNet,
 }
-# An MLP is constructed with (plan, context) and called with x. In other respects it is like a
-# mixer.
+# An MLP is constructed with (plan, context) and called with x. Otherwise it is like a mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
 # The name of each kind of MLP in --recompute-modules.
 _MODULES = {"dense": "mlp", "mixture": "moe"}
@@ -95,10 +94,12 @@ class Block(nn.Module):
 
     A layer of a hybrid model has either a mixer or an MLP.
 
-    A decoder layer has a third sublayer between the two: cross-attention to an encoder's output, or
-    to Retro's neighbors. The first layer that reads neighbors also contains their encoder. A
-    normalization after a sublayer applies to its output, before the residual is added. The residual
-    of a sublayer is its input, or its normalized input with
+    A decoder layer has a third sublayer between mixer and MLP: cross-attention to an encoder's
+    output, or to Retro's neighbors. The first layer that reads neighbors also contains their
+    encoder.
+
+    A normalization after a sublayer applies to the sublayer's output, before the residual is added.
+    The residual of a sublayer is its input, or its normalized input with
     --apply-residual-connection-post-layernorm. With dropout, the dropout kernel adds the sublayer's
     output to the residual. Without dropout, the next normalization does (see `Stream`). An fp32
     residual stream stays fp32: 16-bit outputs are added to it. With sequence parallelism,
@@ -396,10 +397,10 @@ class LayerStack(nn.ModuleDict):
         self.stops_early = not (context.gathers_weights and self.routers.states)
 
     def run(self, stream: Stream, *inputs: Any) -> Stream:
-        """Run the layers.
+        """Run the layers and return the stream after them.
 
         Args:
-            stream: The residual stream, [s, b, h].
+            stream: The residual stream, [s, b, h]; [s/t, b, h] with sequence parallelism.
             *inputs: Further arguments of each layer. The second one is a tuple with the rotation of
                 each of `rotaries(plans)`, from which each layer gets its own.
         """
@@ -408,11 +409,10 @@ class LayerStack(nn.ModuleDict):
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
                 # Join the stream, so that a group keeps a single tensor.
-                x = stream.join()
                 x = recompute(
-                    self._run_joined,
+                    lambda layers, x, *inputs: self._run(layers, Stream(x), *inputs).join(),
                     group.layers,
-                    x,
+                    stream.join(),
                     *inputs,
                     split_over=self.saved_input_axis,
                     recompute_context=self.routers.paused,
@@ -422,9 +422,6 @@ class LayerStack(nn.ModuleDict):
             else:
                 stream = self._run(group.layers, stream, *inputs)
         return stream
-
-    def _run_joined(self, layers: range, x: Tensor, *inputs: Any) -> Tensor:
-        return self._run(layers, Stream(x), *inputs).join()
 
     def _run(self, layers: range, stream: Stream, *inputs: Any) -> Stream:
         mask, rotations, *extra = inputs

@@ -59,7 +59,7 @@ class InitPlan:
     Attributes:
         std: Standard deviation of the normal distribution.
         layers: Number of layers that add their outputs to the residual stream.
-        xavier: Whether to use Xavier's uniform distribution instead.
+        xavier: Whether to use Xavier's uniform distribution instead of the normal one.
         outputs: Number of outputs that each of these layers adds.
         rate: Factor applied to the learning rate of the weights (muP).
     """
@@ -74,8 +74,8 @@ class InitPlan:
         """Return the initial distribution of a matrix.
 
         Args:
-            fan_in: Inputs of the whole matrix.
-            fan_out: Outputs of the whole matrix.
+            fan_in: Number of inputs of the whole matrix.
+            fan_out: Number of outputs of the whole matrix.
             into_residual: Whether the output is added to the residual stream. If so, the standard
                 deviation is divided by the square root of the number of such outputs (GPT-2).
         """
@@ -93,8 +93,8 @@ class NormPlan:
         kind: "LayerNorm" or "RMSNorm".
         epsilon: Number added to the variance.
         offset: Whether the stored weight is an offset from one (LayerNorm-1p).
-        bias: Whether it has a bias. An RMSNorm never has one.
-        weight: Whether it has a weight.
+        bias: Whether the normalization has a bias. An RMSNorm never has one.
+        weight: Whether the normalization has a weight.
     """
 
     kind: str
@@ -109,11 +109,11 @@ class RotaryPlan:
     """The plan of a layer's rotary position embedding.
 
     Attributes:
-        positions: Length of the longest sequence.
-        channels: Number of each head's channels that rotate.
+        positions: Length of the longest sequence, in tokens.
+        channels: Number of channels per head that rotate.
         base: Base of the rotary frequencies.
         interpolation: Number by which positions are divided; `None` leaves them unchanged.
-        planes: Number of channel pairs that rotate, those with the highest frequencies; `None` for
+        planes: Number of channel pairs that rotate, counted from the highest frequency; `None` for
             all.
         scaling: Llama 3.1's changes to the frequencies; `None` for none.
         yarn: YaRN's changes to the frequencies; `None` for none.
@@ -137,7 +137,7 @@ class TemperaturePlan:
     """A factor applied to queries that grows with position, as in Llama 4 (Nakanishi, 2025).
 
     Attributes:
-        scale: Coefficient of the logarithm by which the factor grows from 1.
+        scale: Coefficient of the logarithmic term that is added to 1.
         floor: Number of tokens between two increases of the factor.
     """
 
@@ -235,7 +235,9 @@ class AttentionPlan(MixerPlan):
         return ((1 + self.output_gate) * self.heads + 2 * self.kv_heads) * self.head_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return the sizes of a token's cache: tensors, vectors per tensor, channels per vector.
+        """Return the sizes of a token's cache entry in one layer on one process.
+
+        These are the numbers of tensors, of vectors per tensor, and of channels per vector.
 
         Args:
             tensor: The tensor-parallel size.
@@ -243,17 +245,21 @@ class AttentionPlan(MixerPlan):
         return 2, max(1, self.kv_heads // tensor), self.head_size  # keys and values
 
     def pairs(self, length: int) -> int:
-        """Count the pairs of tokens of a sequence that share a chunk and fit in the window."""
+        """Count the query-key pairs within the chunks or the window, before causal masking.
+
+        Args:
+            length: Number of tokens in the sequence.
+        """
         if self.chunk is not None:
-            chunks, rest = divmod(length, self.chunk)
-            return chunks * self.chunk**2 + rest**2
+            chunks, remainder = divmod(length, self.chunk)
+            return chunks * self.chunk**2 + remainder**2
         if self.window is None or self.window >= length:
             return length * length
         return length * length - (length - self.window) ** 2  # only earlier tokens are limited
 
     @property
     def norm_sizes(self) -> tuple[int, int]:
-        """Numbers of query channels and of key channels for which `qk_norm` has weights."""
+        """Numbers of query channels and key channels for which `qk_norm` has weights."""
         if self.norm_scope == "head":
             return self.head_size, self.head_size
         return self.query, self.kv_heads * self.head_size
@@ -271,7 +277,7 @@ class LatentAttentionPlan(AttentionPlan):
         query_rank: Size of the latent vector of queries; `None` if they are computed directly.
         rank: Size of the latent vector of keys and values.
         nope_size: Number of channels in a query or key that never rotate.
-        rope_size: Number of additional channels that rotate. All heads share those of keys.
+        rope_size: Number of additional channels that rotate. All heads share the rotary key.
         value_size: Number of channels in a value.
         query_scale: Factor applied to queries. The core divides scores by sqrt(head_size), and this
             factor corrects them for the true size of a key and for YaRN.
@@ -291,7 +297,12 @@ class LatentAttentionPlan(AttentionPlan):
         return self.nope_size + self.rope_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:
-        """Return the sizes of a single vector: the latent vector joined with the rotary key."""
+        """Return the sizes for one cached vector: the latent vector joined with the rotary key.
+
+        Args:
+            tensor: The tensor-parallel size. It has no effect, because every rank caches the
+                whole vector.
+        """
         return 1, 1, self.rank + self.rope_size
 
 
@@ -331,11 +342,11 @@ class MLPPlan(SublayerPlan):
     """A dense position-wise MLP.
 
     Attributes:
-        inner: Width between its two matrices.
+        inner: Width between the two matrices.
         activation: Name of an activation in `kernels.activation`.
         gated: Whether the first matrix has two parts, gate and up.
-        clamp: Largest value of the gate, and largest magnitude of up; `None` for no limit.
-        offset: Number added to up.
+        clamp: Largest value of the gate, and largest magnitude of the up part; `None` for no limit.
+        offset: Number added to the up part.
         gate_factor: Factor applied to the gate.
         factor: Factor applied to the output.
     """
@@ -363,8 +374,8 @@ class LayerPlan:
         mixer: Plan whose kind is in `block.MIXERS`; `None` in some layers of hybrid models.
         mlp: Plan whose kind is in `block.MLPS`; `None` in some layers of hybrid models.
         norm: The plan that all normalizations of sublayers share.
-        norm_placement: Whether they come "before" the sublayers, "after" them (on the output that
-            is added to the residual stream), or "both".
+        norm_placement: Whether normalizations come "before" the sublayers, "after" them (on the
+            output that is added to the residual stream), or "both".
         cross_attention: A decoder's attention to its encoder, between mixer and MLP; `None` for
             layers without one.
         retriever: The encoder of Retro's neighbors, which attends to the input of this layer's
@@ -414,7 +425,7 @@ class LayerPlan:
 
 
 def rotaries(layers: Sequence[LayerPlan]) -> tuple[RotaryPlan, ...]:
-    """Return the distinct rotary plans of some layers, in order of first use."""
+    """Return the distinct rotary plans of `layers`, in order of first use."""
     every = dict.fromkeys(getattr(layer.mixer, "rotary", None) for layer in layers)
     return tuple(rotary for rotary in every if rotary is not None)
 
@@ -424,10 +435,10 @@ class RetrieverPlan:
     """The encoder of Retro's neighbors, whose first layer attends to the neighbors' chunk.
 
     Attributes:
-        layers: Its layers.
+        layers: The encoder's layers.
         retrieval: The sizes of chunks and neighbors.
-        layer_offset: Number of the model's layers outside the encoder; its layers are numbered
-            after them.
+        layer_offset: Number of the model's layers outside the encoder. The encoder's layers are
+            numbered after these.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -447,7 +458,7 @@ class EmbeddingPlan:
         token_types: Number of rows in the table of token types; 0 if there is none.
         calls: Number of lookups per pass: an encoder and a decoder make one each.
         ahead: Number of additional lookups in the last part of the model (`multi_token`).
-        dropout: Dropout probability of the sum.
+        dropout: Dropout probability of the summed embeddings.
         scale: Factor applied to word embeddings; `None` leaves them unchanged.
         norm: Normalization of word embeddings; `None` for none.
     """
@@ -471,8 +482,8 @@ class PositionBiasPlan:
     Attributes:
         heads: Number of query heads.
         buckets: Number of distance buckets, each with a bias for every head.
-        max_distance: Distance at and beyond which all distances share one bucket.
-        positions: Length of the longest sequence.
+        max_distance: Distance in tokens at and beyond which all distances share one bucket.
+        positions: Length of the longest sequence, in tokens.
         init: Distribution of the initial table.
     """
 
@@ -556,7 +567,8 @@ class MultiTokenPlan(HeadPlan):
         layers: The transformer layer of each depth.
         norm: The plan of the normalizations of a depth's two inputs and its result.
         output: The model's output layer, which every depth also uses.
-        layer_offset: Number of the model's other layers, which are numbered before these.
+        layer_offset: Number of the model's other layers. The depths' layers are numbered after
+            these.
     """
 
     kind: str = "multi_token"
@@ -567,7 +579,7 @@ class MultiTokenPlan(HeadPlan):
 
     @property
     def depths(self) -> int:
-        """The number of additional tokens."""
+        """Number of additional tokens that the model predicts."""
         return len(self.layers)
 
 
@@ -580,7 +592,7 @@ class ModelPlan:
         layers: All layers, an encoder's before its decoder's.
         final_norm: Normalization after the last layer (and after an encoder's last).
         heads: Modules after the final normalization.
-        positions: Length of the longest sequence.
+        positions: Length of the longest sequence, in tokens.
         head_spec: Purpose of the heads.
         encoder_layers: Number of `layers` that form an encoder before a decoder; 0 for no encoder.
         position_bias: Relative positions of each stack's self-attention; `None` for none.
@@ -616,26 +628,30 @@ class ModelPlan:
 
     @property
     def attention(self) -> AttentionPlan:
-        """The self-attention plan of all layers, for code that requires them to be equal."""
-        (found,) = {layer.mixer for layer in self.layers}
-        assert isinstance(found, AttentionPlan), "the layers' mixer is not attention"
-        return found
+        """The self-attention plan that all layers share.
+
+        Raises:
+            ValueError: The layers' mixers differ.
+        """
+        (mixer,) = {layer.mixer for layer in self.layers}
+        assert isinstance(mixer, AttentionPlan), "the layers' mixer is not attention"
+        return mixer
 
     @property
     def trained_context(self) -> int | None:
         """Length beyond which sequences use LongRoPE's long divisors; `None` without LongRoPE."""
-        found = [r.long_rope.original for r in rotaries(self.layers) if r.long_rope is not None]
-        return max(found, default=None)
+        lengths = [r.long_rope.original for r in rotaries(self.layers) if r.long_rope is not None]
+        return max(lengths, default=None)
 
     @property
     def dynamic_context(self) -> int | None:
         """Length beyond which dynamic NTK changes the rotation; `None` without dynamic NTK."""
-        found = [r.dynamic.original for r in rotaries(self.layers) if r.dynamic is not None]
-        return max(found, default=None)
+        lengths = [r.dynamic.original for r in rotaries(self.layers) if r.dynamic is not None]
+        return max(lengths, default=None)
 
     @property
     def head_size(self) -> int:
-        """Channels of a head of self-attention in all layers; 0 without attention."""
+        """Number of channels per self-attention head in every layer; 0 without attention."""
         mixers = (layer.mixer for layer in self.layers)
         sizes = {mixer.head_size for mixer in mixers if isinstance(mixer, AttentionPlan)}
         assert len(sizes) < 2, "heads have several sizes"

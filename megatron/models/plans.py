@@ -54,7 +54,7 @@ def layer_plan(
     rotates: bool = True,
     is_delta: bool = False,
 ) -> LayerPlan:
-    """Return the plan of the layer that the flags describe.
+    """Return the plan of one layer.
 
     Args:
         model: Resolved network flags.
@@ -148,7 +148,7 @@ def hybrid_layer(model: ModelConfig, layer: LayerPlan, symbol: str) -> LayerPlan
     Args:
         model: Resolved network flags.
         layer: The plan of a layer with attention and an MLP or a mixture.
-        symbol: The symbol.
+        symbol: `ATTENTION`, `MAMBA`, or any other symbol for the MLP or the mixture.
     """
     if symbol == ATTENTION:
         return replace(layer, mlp=None)
@@ -160,7 +160,7 @@ def hybrid_layer(model: ModelConfig, layer: LayerPlan, symbol: str) -> LayerPlan
 def mamba_plan(model: ModelConfig) -> MambaPlan:
     """Return the plan of a Mamba-2 mixer."""
     assert model.mamba_num_heads is not None, "resolve fills it in"
-    factors = tuple(model.mamba_input_multiplier * one for one in model.mamba_multipliers)
+    factors = tuple(model.mamba_input_multiplier * factor for factor in model.mamba_multipliers)
     return MambaPlan(
         hidden=model.hidden_size,
         init=hidden_init_plan(model),
@@ -234,15 +234,15 @@ def latent_plan(model: ModelConfig, attention: AttentionPlan) -> LatentAttention
 
     Args:
         model: Resolved network flags.
-        attention: The plan of the attention that it replaces.
+        attention: The plan of the attention that latent attention replaces.
     """
     size = model.qk_head_dim + model.qk_pos_emb_head_dim
     strength = 1.0
     if model.rope_type == "yarn":
         strength += 0.1 * math.log(model.rotary_scaling_factor) * model.mscale_all_dim
-    given = {**vars(attention), "kind": "latent_attention", "head_size": model.latent_head_size}
+    shared = {**vars(attention), "kind": "latent_attention", "head_size": model.latent_head_size}
     return LatentAttentionPlan(
-        **{**given, "kv_heads": attention.heads},
+        **{**shared, "kv_heads": attention.heads},
         query_scale=strength**2 * math.sqrt(model.latent_head_size / size),
         query_rank=model.q_lora_rank,
         rank=model.kv_lora_rank,
@@ -303,7 +303,7 @@ def mixture_plan(model: ModelConfig, dense: MLPPlan, experts: int) -> MixturePla
 
     Args:
         model: Resolved network flags.
-        dense: The plan of the MLP of dense layers.
+        dense: The plan of the MLP in dense layers.
         experts: The number of experts.
     """
     expert = replace(
@@ -400,7 +400,7 @@ def query_norm_plan(model: ModelConfig, *, rotates: bool) -> NormPlan | None:
 
 
 def temperature_plan(model: ModelConfig) -> TemperaturePlan | None:
-    """Return the plan of attention's temperature, or `None` if positions do not scale queries."""
+    """Return the plan of the factor applied to queries, or `None` if there is none."""
     if model.attention_temperature_scale is None:
         return None
     return TemperaturePlan(model.attention_temperature_scale, model.attention_temperature_floor)
@@ -618,7 +618,7 @@ PLANS = {"gpt": gpt_plan, "bert": bert_plan, "t5": t5_plan, "retro": retro_plan,
 def model_plan(
     model: ModelConfig, padded_vocab_size: int, head: HeadSpec = LANGUAGE_MODEL_HEAD
 ) -> ModelPlan:
-    """Return the plan of the network that flags describe.
+    """Return the plan of the network that the flags describe.
 
     Args:
         model: Resolved network flags.

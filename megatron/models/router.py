@@ -96,7 +96,7 @@ class Router(nn.Module):
         # An fp64 sum rounded to fp32 hardly ever depends on the order of its terms, so generated
         # text does not depend on the batch.
         dtype = torch.float32 if torch.is_grad_enabled() else torch.float64
-        logits = self._scores(x.to(dtype)).float().flatten(0, 1)
+        logits = self._logits(x.to(dtype)).float().flatten(0, 1)
         counts_losses = self.training and torch.is_grad_enabled()
         if counts_losses and plan.z_loss is not None:
             share = 1 / (self.layout.context.size * self.layout.sequence.size)
@@ -128,18 +128,18 @@ class Router(nn.Module):
             self.state.count(routing.choices)
         return routing
 
-    def _scores(self, x: Tensor) -> Tensor:
-        """Return the scores of tokens [s, b, h] before they are normalized, [s, b, experts]."""
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return the logits [s, b, experts] of tokens [s, b, h]."""
         weight, adapter = self.weight.to(x.dtype), self.adapter
         if isinstance(adapter, Adapter):
             weight = weight + adapter.delta_weight(x.dtype)
-        scores = F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+        logits = F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
         if isinstance(adapter, AdapterStack):
             factors = adapter.for_tokens(len(x))
             if factors is not None:
                 low_rank = F.linear(x, factors.a.to(x.dtype)) * factors.mask.unsqueeze(1)
-                scores = scores + F.linear(low_rank, factors.b.to(x.dtype))
-        return scores
+                logits = logits + F.linear(low_rank, factors.b.to(x.dtype))
+        return logits
 
     def _draw(
         self, length: int, sequences: int, device: torch.device, purpose: str, width: int
@@ -337,7 +337,7 @@ def selects_randomly(plan: RouterPlan) -> bool:
 
 
 def queue_positions(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
-    """Return each choice's position in its expert's queue, fp32 [T, k]. The lowest are kept.
+    """Return each choice's sort key in its expert's queue, fp32 [T, k]; the lowest are kept.
 
     Megatron Core keeps the choices with the highest weights, or the earliest. DeepSpeed's rule
     depends on the number of experts per token. With one it keeps random tokens; with two it serves
@@ -361,12 +361,12 @@ def queue_positions(routing: Routing, plan: RouterPlan, random: Tensor | None) -
 
 
 def drop_choices(routing: Routing, positions: Tensor, limit: int, experts: int) -> Routing:
-    """Drop the choices of full experts.
+    """Drop the choices that exceed an expert's limit.
 
     Args:
         routing: The choices.
-        positions: Each choice's position in its expert's queue, fp32 [T, k].
-        limit: The number of tokens that an expert keeps.
+        positions: Each choice's sort key in its expert's queue, fp32 [T, k] (`queue_positions`).
+        limit: The largest number of tokens that an expert keeps.
         experts: Number of experts.
     """
     choices, weights = routing
