@@ -160,13 +160,13 @@ def is_target(target: AdapterTarget, pattern: str) -> bool:
 
 
 def plan_of(config: ModelConfig) -> AdapterPlan:
-    """Return the adapter settings given by the flags."""
+    """Return the adapter settings that the flags describe."""
     assert config.lora_rank is not None
     return AdapterPlan(config.lora_rank, config.lora_scale, config.lora_dropout, config.use_dora)
 
 
 def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -> None:
-    """Add adapters to the linear layers that the flags name.
+    """Add adapters to the linear layers that the flags select.
 
     Args:
         model: The model, or a part of it.

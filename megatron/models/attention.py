@@ -78,8 +78,8 @@ class KeyValueCache(Protocol):
 
         Args:
             query: [s, 1, n/t, d].
-            latent: The vectors from which keys and values are computed, [s, 1, w].
-            heads: The layer that computes keys and values from them.
+            latent: The vectors from which keys and values are computed, [s, 1, rank + rope].
+            heads: The layer that computes keys and values from these vectors.
             options: The layer number, the scale of the scores, and how scores become weights.
 
         Returns:

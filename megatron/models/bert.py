@@ -55,7 +55,7 @@ class BertModel(Network):
 
     Its parameters are those of a GPT plus the following:
 
-        embedding.token_type.weight   [2, h]   segments (this and the next two only with a pooler)
+        embedding.token_type.weight   [2, h]   segments, in a model with a pooler
         pooler.dense.weight, .bias    [h, h]
         binary_head.weight, .bias     [2, h]   whether the segments are in order
         head.dense.weight, .bias      [h, h]   transform before the masked tokens' scores
@@ -170,7 +170,12 @@ def padding_mask(padding: Tensor) -> Tensor:
 
 
 class Classifier(Linear):
-    """A linear layer over one vector per sample, replicated on every tensor rank."""
+    """A linear layer over one vector per sample, replicated on every tensor rank.
+
+    Args:
+        plan: The plan of the head.
+        context: Layout, device, kernels and number formats.
+    """
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
         """Allocate the layer, unsplit on every tensor rank."""
@@ -200,7 +205,12 @@ class Classifier(Linear):
 
 
 class Pooler(nn.Module):
-    """The head that computes one vector per sample: tanh of a linear layer on its first token."""
+    """The head that computes one vector per sample: tanh of a linear layer on the first token.
+
+    Args:
+        plan: The plan of the head.
+        context: Layout, device, kernels and number formats.
+    """
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
         """Allocate the linear layer."""
@@ -228,7 +238,12 @@ def first_token(x: Tensor, sequence: Axis) -> Tensor:
 
 
 class MaskedTokenHead(nn.Module):
-    """The layer between BERT's last transformer layer and its output layer."""
+    """The layer between BERT's last transformer layer and its output layer.
+
+    Args:
+        plan: The plan of the head.
+        context: Layout, device, kernels and number formats.
+    """
 
     def __init__(self, plan: MaskedTokenPlan, context: BuildContext) -> None:
         """Allocate the layer and its normalization."""

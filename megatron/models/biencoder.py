@@ -37,7 +37,7 @@ class TextEncoder(BertModel):
     """A tower: a BERT whose hidden state of [CLS], optionally projected, represents the whole text.
 
     Its parameters are those of a BERT without heads and pooler. With a projection it also has
-    `projection.weight` [e, h] and `projection.bias` [e].
+    `projection.weight` [e, h] and `projection.bias` [e]. The arguments are those of `BertModel`.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class BiEncoderModel(nn.Module):
     Args:
         plan: The whole network. Its `towers` says how many there are.
         context: Layout, device, kernels and number formats.
-        part: Must be the whole model, because towers are not split into pipeline stages; `None`
-            means the same.
+        part: The whole model, or `None`, which means the same. Towers cannot be split into pipeline
+            stages.
         recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
 

@@ -39,9 +39,9 @@ _FP32 = 4  # bytes
 class GatedDeltaNet(RecurrentMixer):
     """Input projection, causal convolution, gated delta rule, gated norm and output projection.
 
-    The rows of the input projection are ordered by key head: its query, its key, the values that it
-    serves, their gates, their rates and their decays. Channels of the convolution (queries, keys
-    and values) are also ordered by key head.
+    The rows of the input projection are ordered by key head: the query, the key, and the values,
+    gates, rates and decays of the value heads that share this key. Channels of the convolution
+    (queries, keys and values) are also ordered by key head.
 
     Args:
         plan: The plan of this layer.

@@ -24,7 +24,14 @@ from megatron.parallel.random import split_region
 
 
 class VectorTable(nn.Module):
-    """A table of learned vectors for positions or token types, which every rank holds whole."""
+    """A table of learned vectors for positions or token types, replicated on every rank.
+
+    Args:
+        entries: Number of rows.
+        hidden: Width of a vector.
+        init: Distribution of the initial table.
+        context: Layout, device and number formats.
+    """
 
     def __init__(self, entries: int, hidden: int, init: InitPlan, context: BuildContext) -> None:
         """Allocate the table."""
@@ -131,8 +138,12 @@ def vocabulary_matrix(
 class TiedWordEmbedding(nn.Module):
     """The last pipeline stage's copy of the word embedding [v, h], for the output layer.
 
-    It has the same name as the original, so both start with the same values. The training step
-    keeps them equal by adding their gradients (`parallel.tied`).
+    The copy has the same name as the original, so both start with the same values. The training
+    step keeps them equal by adding their gradients (`parallel.tied`).
+
+    Args:
+        plan: The plan of the embedding.
+        context: Layout, device and number formats.
     """
 
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
@@ -147,7 +158,7 @@ class TiedWordEmbedding(nn.Module):
 def new_embedding(
     plan: ModelPlan, context: BuildContext, part: ModelPart
 ) -> Embedding | TiedWordEmbedding | None:
-    """Build the embedding of a part of the model, or return `None` if it needs none."""
+    """Build the embedding of a part of the model, or return `None` if the part needs none."""
     if part.head and plan.embedding.ahead:
         lookups = plan.embedding.calls * part.embedding + plan.embedding.ahead
         embedding = Embedding(replace(plan.embedding, calls=lookups), context)
@@ -163,7 +174,11 @@ def new_embedding(
 class RotaryTable(nn.Module):
     """Cosines and sines for all positions, which all layers share and checkpoints omit.
 
-    With dynamic NTK they also depend on the length of a sequence, and are computed when needed.
+    With dynamic NTK, they also depend on the length of a sequence and are computed when needed.
+
+    Args:
+        plan: The plan of the rotary embeddings.
+        device: Device of the table.
     """
 
     def __init__(self, plan: RotaryPlan, device: torch.device) -> None:

@@ -70,15 +70,15 @@ def frozen_format(config: ModelConfig) -> FrozenFormat | None:
 
 
 def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPart]) -> float:
-    """Return the trained fraction of the parameters in some parts of a model.
+    """Return the fraction of the parameters in `parts` that is trained.
 
     Adapters count as trained but are not part of the total. The fraction is 1 if nothing is frozen,
     and always 1 for Retro and bi-encoders.
 
     Args:
         config: The network's flags.
-        plan: The network.
-        parts: The parts.
+        plan: The plan of the network.
+        parts: Parts of the model.
     """
     if config.architecture not in NETWORKS or (config.lora_rank is None and not config.freeze):
         return 1.0

@@ -204,10 +204,10 @@ class TokenScore(Linear):
 
 
 def masked_mean(total: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the tokens that count, or 0 (not nan) if none counts.
+    """Return the mean loss of the unmasked tokens, or 0 (not nan) if all are masked.
 
     Args:
-        total: The sum of losses * mask.
+        total: The scalar sum of losses * mask.
         mask: 1 for each token whose loss counts, otherwise 0.
     """
     return total / mask.sum().clamp(min=1)

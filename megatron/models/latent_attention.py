@@ -186,7 +186,7 @@ class LatentAttention(nn.Module):
 
         Args:
             latent: The vectors.
-            tokens: A function that returns, for each vector, the index of a new token of its
+            tokens: A function that returns, for each vector, the index of a new token of the same
                 sequence, int64 [l].
         """
         vector, rope_key = latent.unsqueeze(1).split((self.plan.rank, self.plan.rope_size), dim=2)
@@ -196,7 +196,7 @@ class LatentAttention(nn.Module):
         return key.squeeze(1), value.squeeze(1)
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Map queries for keys to queries for the cached vectors, which give the same scores.
+        """Map queries to queries that give the same scores with the cached vectors as with keys.
 
         Args:
             query: Queries of the step's first tokens, [s, n/t, d].

@@ -293,15 +293,17 @@ class AttentionWithMamba(SelfAttention):
 def step(
     x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Advance each sequence by a single token, like `scan`. All sums are over one dimension.
+    """Advance each sequence by a single token, with the same recurrence as `scan`.
+
+    Sums over one dimension, instead of products, give each sequence the same result in any batch.
 
     Args:
-        x: [1, b, g, r, p].
-        steps: [1, b, g, r].
-        rates: [g, r].
-        b: [1, b, g, n].
-        c: [1, b, g, n].
-        state: [b, g, r, p, n].
+        x: Inputs, [1, b, g, r, p].
+        steps: Time steps, [1, b, g, r].
+        rates: Negative decay rates, [g, r].
+        b: Vectors B, [1, b, g, n].
+        c: Vectors C, [1, b, g, n].
+        state: States before the token, [b, g, r, p, n].
 
     Returns:
         The outputs [1, b, g, r, p] and the states after the token.

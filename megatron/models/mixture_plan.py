@@ -12,8 +12,8 @@ class GatingPlan:
     """DeepSpeed's rules for choosing experts and dropping tokens, instead of Megatron Core's.
 
     Attributes:
-        samples: Whether Gumbel noise affects the choice in training: the choice of a token's only
-            expert (RSample), or of the second of two.
+        samples: Whether Gumbel noise is added in training when choosing a token's only expert
+            (RSample), or the second of two experts.
         selects_randomly: With one expert per token, whether a full expert keeps random tokens
             instead of the first ones.
     """
@@ -37,7 +37,7 @@ class RouterPlan:
         scores_all: Whether softmax runs over all experts, rather than only over the chosen ones.
         groups: Number of groups of experts; 1 if there are none.
         groups_chosen: Number of groups that a token's experts may come from.
-        group_score: Number of best expert scores that are added up for a group's score; `None`
+        group_score: Number of highest expert scores that are summed for a group's score; `None`
             means `chosen` / `groups_chosen`.
         scale: Factor applied to the scores of the chosen experts.
         bias_rate: Amount by which the bias of each expert's score changes in an iteration; `None`

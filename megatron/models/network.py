@@ -43,7 +43,14 @@ class Network(nn.Module):
         *,
         site: str = "embedding",
     ) -> Tensor:
-        """Return the embeddings of tokens [b, s] at positions [s] or [b, s] (see `Embedding`)."""
+        """Return the embeddings of tokens, [s, b, h]; [s/t, b, h] with sequence parallelism.
+
+        Args:
+            tokens: [b, s].
+            positions: [s] or [b, s].
+            token_types: [b, s], for a model that has them; `None` means all are 0.
+            site: Name that gives this call its own dropout mask within the pass.
+        """
         assert isinstance(self.embedding, Embedding), "this part takes hidden states"
         position_ids = positions.expand_as(tokens)
         vectors: Tensor = self.embedding(tokens, position_ids, token_types, site=site)
@@ -63,6 +70,11 @@ class Network(nn.Module):
         return tuple(table(positions, lengths) for table in self.rotary)
 
     def rotation_in(self, layer: LayerPlan, rotations: tuple[Rotation, ...]) -> Rotation | None:
-        """Return a layer's entry in the result of `rotation`, or `None` if it does not rotate."""
+        """Return the rotation of one layer, or `None` if it has no rotary embeddings.
+
+        Args:
+            layer: The plan of the layer.
+            rotations: The result of `rotation`.
+        """
         rotary = getattr(layer.mixer, "rotary", None)
         return None if rotary is None else rotations[rotaries(self.plan.layers).index(rotary)]

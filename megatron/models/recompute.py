@@ -19,7 +19,13 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Consecutive layers that run together. If they are recomputed, only their input is kept."""
+    """Consecutive layers that run together.
+
+    Attributes:
+        layers: Indices of the layers.
+        recomputed: Whether the backward pass recomputes the layers, so that only the group's input
+            is kept.
+    """
 
     layers: range
     recomputed: bool
@@ -55,7 +61,12 @@ class RecomputePlan:
     def from_config(
         cls, training: TrainingOptions, *, split_inputs: bool = False
     ) -> RecomputePlan | None:
-        """Return the plan that the flags ask for, or `None` if everything is kept."""
+        """Return the plan that the flags describe, or `None` if nothing is recomputed.
+
+        Args:
+            training: The training flags.
+            split_inputs: Whether each tensor rank keeps only its part of a group's input.
+        """
         if training.recompute_granularity is None:
             return None
         method, count = training.recompute_method or "uniform", training.recompute_num_layers or 1
@@ -83,7 +94,7 @@ class RecomputePlan:
 
 
 def layer_groups(plan: RecomputePlan | None, layers: range) -> list[LayerGroup]:
-    """Split `layers` (global indices of one stage) into the groups that `plan` asks for."""
+    """Split a stage's layers (global indices) into groups that are kept or recomputed together."""
     if plan is None or plan.granularity != "full":
         return [LayerGroup(layers, False)]
     if plan.method == "uniform":

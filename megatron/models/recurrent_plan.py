@@ -21,8 +21,8 @@ class StateSpec(NamedTuple):
 
     Attributes:
         name: Name of the state, for messages.
-        shape: Its shape.
-        dtype: Its number format; `None` means the format of the model's weights.
+        shape: Shape of the tensor.
+        dtype: The tensor's dtype; `None` means the dtype of the model's weights.
     """
 
     name: str
@@ -36,8 +36,8 @@ class RecurrentPlan(MixerPlan, ABC):
 
     Attributes:
         convolution: Number of tokens that the causal convolution before the recurrence reads.
-        chunk: Number of tokens that are computed together in training and prefill. It affects only
-            the last bits of the results.
+        chunk: Number of tokens that are computed together in training and prefill. The chunk size
+            affects only the last bits of the results.
     """
 
     convolution: int = 4
@@ -73,11 +73,11 @@ class MambaPlan(RecurrentPlan):
         heads: Number of heads.
         head_size: Number of channels per head.
         groups: Number of groups of heads. The heads of a group share the vectors B and C.
-        state: Size of the vectors B and C, which is the number of values in the state of each
-            channel.
+        state: Size of the vectors B and C, and number of state values per channel.
         epsilon: Number added to the variance in the normalization before the output projection.
         normalizes: Whether there is a normalization before the output projection.
-        factors: Factors applied to the gate z, x, B, C and the time steps; empty for none.
+        factors: Factors applied to the gate z, the input x, the vectors B and C, and the time
+            steps; empty for none.
     """
 
     kind: str = "mamba"
@@ -107,7 +107,7 @@ class MambaPlan(RecurrentPlan):
         return self.inner + 2 * self.groups * self.state
 
     def states(self, tensor: int) -> tuple[StateSpec, ...]:
-        """Return the states of the convolution and of the heads [n/t, p, state].
+        """Return the states of the convolution and of the heads [n/t, head_size, state].
 
         Args:
             tensor: Number of tensor-parallel ranks.
@@ -176,6 +176,10 @@ class GatedDeltaNetPlan(RecurrentPlan):
         return 2 * self.keys + self.values
 
     def states(self, tensor: int) -> tuple[StateSpec, ...]:
-        """Return the states of the convolution and of the heads [n/t, key size, value size]."""
+        """Return the states of the convolution and of the heads [n/t, key_size, value_size].
+
+        Args:
+            tensor: Number of tensor-parallel ranks.
+        """
         shape = (self.value_heads // tensor, self.key_size, self.value_size)
         return self.convolution_state(tensor), StateSpec("heads", shape, torch.float32)

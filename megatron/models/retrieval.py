@@ -47,7 +47,7 @@ class RetrievalCache(KeyValueCache, Protocol):
 
     @property
     def neighbors(self) -> Tensor:
-        """The tokens of the neighbors of these chunks, int64 [1, C, k, r]."""
+        """The tokens of the C chunks' neighbors, int64 [1, C, k, r]."""
         ...
 
     def whole_chunks(self, x: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class Neighbors:
     """The neighbors of a micro-batch's chunks, which the first Retro layer encodes.
 
     Attributes:
-        states: At first the neighbors' embeddings, later the encoder's output, [r, k b l, h]; [r/t,
-            k b l, h] with sequence parallelism.
+        states: At first the neighbors' embeddings, later the encoder's output: [r, k b l, h], or
+            [r/t, k b l, h] with sequence parallelism.
         cache: In inference, the cache; l then counts the chunks that end among the new tokens, and
             b is 1.
     """

@@ -1,12 +1,12 @@
 """Retro: a GPT whose chunks attend to similar chunks of a database (Borgeaud et al., 2022).
 
 The network is the same as in Megatron-LM 23.08: the encoder of the neighbors is part of the first
-layer that reads them. There it also attends to the neighbors' chunk.
+layer that reads them. The encoder's first layer also attends to the neighbors' chunk.
 
-In a pipeline, stages send the hidden states of the sequence and of its neighbors together, [s + l k
-r, b, h]. The neighbors' rows contain their embeddings before the first Retro layer, and the
-encoder's output after it. Every message therefore has the same shape, and only one stage needs the
-embeddings.
+In a pipeline, stages send the hidden states of the sequence and of its neighbors together:
+[s + l k r, b, h]. The neighbors' rows contain their embeddings before the first Retro layer, and
+the encoder's output after it. Every message therefore has the same shape, and only one stage needs
+the embeddings.
 
 Shapes: s sequence, l chunks of m tokens, each with k neighbors of r tokens; b micro-batch, h
 hidden, v padded vocabulary, t tensor-parallel size.
