@@ -78,7 +78,7 @@ class Judged(NamedTuple):
 
     Attributes:
         reward: The reward of the answer, for the log.
-        advantage: How much better the answer is than the other answers.
+        advantage: The advantage of the answer over the other answers to the prompt.
         weight: The weight of the losses of its tokens. The loss of an update is the sum of
             weight * loss over the tokens of a row, averaged over the update's rows.
     """
@@ -132,7 +132,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
         if not isinstance(line.fields.get("prompt"), str):
             raise DataError(
                 f'--data-path {path}: line {line.number} has no "prompt" string: write one JSON '
-                'object per line, {"prompt": "..."}, with whatever else the reward needs'
+                'object per line, {"prompt": "..."}, with any other fields that the reward needs'
             )
         records.append(line.fields)
     if not records:
@@ -370,7 +370,7 @@ class Rollouts(Extras):
 
 
 def new_row(run: Run, index: int, group: Group, verdicts: Sequence[Judged]) -> Sample:
-    """Return a row with all answers to a prompt, each preceded by a copy of it.
+    """Return a row with all answers to a prompt, each preceded by a copy of the prompt.
 
     Args:
         run: The run.

@@ -79,7 +79,7 @@ def open_teacher(
         config: The run's configuration.
         flag: The flag that names the folder, for messages.
         verify: Whether to check the checkpoint's files.
-        layout: The processes that open it together.
+        layout: The processes that open the checkpoint together.
 
     Returns:
         The checkpoint and the configuration of its model.
@@ -110,11 +110,11 @@ def load_teacher(
 ) -> GPTTeacher:
     """Load a second GPT, split over the same processes as the run's own.
 
-    Tensor and context ranks split it as they split the run's model. It has as many pipeline parts
-    as the student, but its layers are divided as evenly as possible, even if the student's are not.
-    The checkpoint defines the network. Number format and attention kernels are the same as in the
-    run, except that FP8 is never used. Each process keeps its whole tensor shard, even if the run
-    shards its weights over replicas. Collective.
+    Tensor and context ranks split the teacher as they split the run's model. The teacher has as
+    many pipeline parts as the student, but its layers are divided as evenly as possible, even if
+    the student's are not. The checkpoint defines the network. Number format and attention kernels
+    are the same as in the run, except that FP8 is never used. Each process keeps its whole tensor
+    shard, even if the run shards its weights over replicas. Collective.
 
     Args:
         folder: Folder of the teacher's checkpoints, in any supported format.
@@ -232,7 +232,9 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     Raises:
         DataError: The folder contains logits that were written with other settings.
         StorageError: A file cannot be written.
-        CheckpointError: There is no such teacher.
+        CheckpointError: There is no such teacher, or it has a different tokenizer.
+        ConfigError: The teacher cannot be split over the processes, or there are no training
+            samples.
     """
     options = config.distillation
     assert options.logits_save_dir is not None
@@ -242,7 +244,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     source, flag = options.teacher_load, "--teacher-load"
     if source is None:
         source, flag = config.checkpoint.load, "--load"
-    assert source is not None, "a rule asks for it"
+    assert source is not None, "a rule requires it"
     teacher = load_teacher(source, config, tokenizer, device, layout, flag=flag)
     batches = BatchPlan.from_config(config, layout.data.size)
     config = without_epochs(config, recipe, batches, tokenizer, layout)
@@ -274,7 +276,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
 
 
 class _Writer(NamedTuple):
-    """A teacher, with everything needed to compute the logits of a file."""
+    """A teacher, and everything needed to compute the logits of a file."""
 
     config: RunConfig
     recipe: LearningRecipe

@@ -139,20 +139,21 @@ class Executor:
         if (
             self.graphs is not None
             and plan[-1].is_decode
-            and len(requests) == sum(map(_size, plan))
+            and len(requests) == sum(row.size for row in plan)
         ):
             singles = tuple(single for row in plan for single in row.split_tokens())
-            outputs = self.graphs.run(singles, self._sources(singles), self._chosen)
-            if outputs is not None:
-                logits, self.states = outputs
+            replayed = self.graphs.run(singles, self._sources(singles), self._chosen)
+            if replayed is not None:
+                logits, self.states = replayed
         if logits is None:
-            logits = self._run_stages(*self.inputs(plan, [each[:2] for each in requests]))
+            outputs = [(request.row, request.offset) for request in requests]
+            logits = self._run_stages(*self.inputs(plan, outputs))
         self.memory.copy_states(
             [(row.sequence.state_slot, row.snapshot_slot) for row in plan if row.snapshot_slot >= 0]
         )
         if not requests:
             return list
-        choices = [each.choice for each in requests]
+        choices = [request.choice for request in requests]
         if self.layout.pipeline.is_last:
             logits = gather_to(logits[0], self.layout.tensor)[:, : self.vocab_size]
             result = choose(logits, choices)
@@ -175,7 +176,7 @@ class Executor:
         return lambda: unpack(reading.wait(), choices)
 
     def retrieved(self, plan: StepPlan) -> list[Retrieved]:
-        """Return the passages that a plan reads. A GPT reads none."""
+        """Return no passages, because a GPT reads none."""
         return []
 
     def _run_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
@@ -270,10 +271,10 @@ class Executor:
     def _state_rows(self, plan: StepPlan, singles: int) -> StateRows:
         assert not any(row.drafts for row in plan), "states cannot be rolled back past a draft"
         chunks = tuple((row.size, row.start == 0) for row in plan[singles:])
-        return StateRows(self.device.send(_places(plan)), singles, chunks)
+        return StateRows(self.device.send(_state_slots(plan)), singles, chunks)
 
     def _slots(self, rows: StepPlan, positions: Many[Integers]) -> Tensor:
-        """Return the slots of tokens, given their positions in the sequence of each row."""
+        """Return the cache slots of the tokens at some positions of each row's sequence."""
         size = self.memory.block_size
         slots = [
             row.blocks[row_positions // size] * size + row_positions % size
@@ -282,17 +283,13 @@ class Executor:
         return self.device.send(np.concatenate(slots))
 
 
-def _size(row: Row) -> int:
-    return row.size
-
-
 def _adapters(rows: Many[Row]) -> Integers:
     """Return the index of each row's adapter."""
     return np.fromiter((row.sequence.adapter for row in rows), np.int64, len(rows))
 
 
-def _places(rows: Many[Row]) -> Integers:
-    """Return the index of each row's states among those of all running sequences."""
+def _state_slots(rows: Many[Row]) -> Integers:
+    """Return the state slot of each row's sequence."""
     return np.fromiter((row.sequence.state_slot for row in rows), np.int64, len(rows))
 
 
@@ -305,7 +302,11 @@ def _tables(rows: Many[Row]) -> NDArray[np.int32]:
 
 
 def batch_sizes_to_record(largest: int) -> list[int]:
-    """Return the batch sizes to record: only a few, and each not much larger than the last."""
+    """Return the batch sizes to record: only a few, and each not much larger than the previous one.
+
+    Args:
+        largest: The largest batch size.
+    """
     counts = {1, 2, 4, 8, *range(16, 64, 16), *range(64, 128, 32), *range(128, largest + 1, 64)}
     return sorted({*(count for count in counts if count < largest), largest})
 
@@ -315,6 +316,9 @@ def lengths_to_record(longest: int) -> list[int]:
 
     A recording for longer sequences is only slightly slower for shorter ones. Up to the first
     length, a single block of threads processes all keys, so no partial results have to be merged.
+
+    Args:
+        longest: Length of the longest sequence, in tokens.
     """
     lengths = [PART]
     while lengths[-1] < longest:
@@ -360,7 +364,7 @@ class DecodeGraphs:
         self._recordings: dict[tuple[int, int, bool], Callable[[], _Outputs]] = {}
         self._is_enabled = True
         # Rows: token, its index in `_chosen` or -1, position, slot, length with the new token,
-        # adapter, place of states.
+        # adapter, state slot.
         self._inputs = torch.zeros(7, max_sequences, dtype=torch.int64, device=device.torch_device)
         self._chosen = torch.zeros_like(self._inputs[0])
         width = -(-model.plan.positions // memory.block_size)
@@ -368,7 +372,7 @@ class DecodeGraphs:
         self._table_blocks: list[Integers | None] = [None] * max_sequences
 
     def run(self, plan: StepPlan, sources: Many[int], chosen: Tensor) -> _Outputs | None:
-        """Return the logits [1, u, v] of the plan's sequences, and their hidden states [u, 1, h].
+        """Return logits [1, u, v] and hidden states [u, 1, h] of the plan's u sequences.
 
         The result is `None` if recording fails. The states are `None` if they are not kept.
 
@@ -436,8 +440,10 @@ class DecodeGraphs:
         empty_row = np.array([[0], [-1], [0], [spare[0]], [0], [0], [spare[1]]])
         inputs = np.repeat(empty_row, count, axis=1)
         slots = last_blocks * size + starts % size
-        numbers = _adapters(plan), _places(plan)
-        inputs[:, :used] = tokens, sources, starts, slots, starts + 1, *numbers
+        inputs[:, :used] = (
+            *(tokens, sources, starts, slots, starts + 1),
+            *(_adapters(plan), _state_slots(plan)),
+        )
         self._inputs[:, :count] = self._device.send(inputs)
         # Copy only the tables that have changed.
         changed = [i for i, row in enumerate(plan) if self._table_blocks[i] is not row.blocks]

@@ -1,4 +1,4 @@
-"""Filling in hidden words, marked by `[MASK]` in a text, with a trained BERT or T5.
+"""Filling in words that are masked by `[MASK]` in a text, with a trained BERT or T5.
 
 A BERT fills each `[MASK]` with a single token, and a T5 with any number of words.
 """
@@ -32,7 +32,7 @@ _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 class FilledText(NamedTuple):
-    """Text for one `[MASK]`, and the probability that the model gives it."""
+    """Text for one `[MASK]`, and its probability under the model."""
 
     text: str
     probability: float
@@ -40,7 +40,7 @@ class FilledText(NamedTuple):
 
 @dataclass(frozen=True)
 class Filler:
-    """A trained model that fills in hidden words, with its tokenizer and configuration."""
+    """A trained model that fills in masked words, with its tokenizer and configuration."""
 
     model: BertModel | T5Model
     tokenizer: Tokenizer
@@ -51,8 +51,7 @@ class Filler:
 
         Args:
             text: Text that contains `[MASK]`.
-            top: Number of predictions for each `[MASK]`. A T5 gives only one, by always taking the
-                most likely token.
+            top: Number of predictions for each `[MASK]`. A T5 makes only one, by greedy decoding.
 
         Raises:
             UserError: The text has no `[MASK]`, or is longer than the model's context
@@ -74,7 +73,7 @@ class Filler:
             if len(following) > max_marks:
                 raise UserError(
                     f"--text {text!r} has {len(following)} {MARK}, but this T5 fills in at most "
-                    f"{max_marks}: mark fewer places"
+                    f"{max_marks}: use fewer"
                 )
         marked = [[mark, *part] for mark, part in zip(marks, following, strict=False)]
         ids = [*begin, *first, *chain.from_iterable(marked), *end]
@@ -111,17 +110,17 @@ class Filler:
     def _predict_spans(
         self, model: T5Model, ids: Sequence[int], sentinels: Sequence[int], limit: int
     ) -> list[list[FilledText]]:
-        """Return the words for each sentinel of a text, always taking the most likely token.
+        """Return the words for each sentinel of a text, by greedy decoding.
 
-        The decoder may only write in the format on which it was trained: the sentinels in order,
+        The decoder is restricted to the format on which it was trained: the sentinels in order,
         each followed by its words, and then the end token.
 
         Args:
             model: The T5.
             ids: Token ids of the text.
             sentinels: The sentinels in the text, in order.
-            limit: Number of tokens that the decoder can read: at least two for each sentinel, and
-                one more.
+            limit: Maximum length of the decoder's sequence in tokens: at least two for each
+                sentinel, and one more.
         """
         tokenizer, encoder = self.tokenizer, _to_batch(ids, model)
         padding = torch.ones_like(encoder, dtype=torch.bool)
@@ -136,7 +135,7 @@ class Filler:
             while len(decoder) - start < longest:
                 logits = model(encoder, _to_batch(decoder, model), padding)
                 scores = logits[0, -1, : tokenizer.vocab_size].float()
-                # A run is never empty, and only the next sentinel, or the end of the text, ends it.
+                # A span is never empty. Only the next sentinel or the end of the text ends a span.
                 allowed = {next_sentinel} if len(decoder) > start else set()
                 scores[[*special, *(ends - allowed)]] = -torch.inf
                 token_probability, token = scores.softmax(dim=-1).max(dim=-1)

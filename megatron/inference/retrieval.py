@@ -288,8 +288,9 @@ def build_any_engine(
     Args:
         loaded: The model. A GPT was built in a `serving_context`.
         device: Device that the model is on.
-        options: Options of the engine. A block of a Retro's cache is a chunk, and it has no graphs.
-        embedder: For a Retro, the network that embeds chunks (`open_retriever`).
+        options: Options of the engine. For a Retro, the block size is replaced by the length of a
+            chunk, and steps are not recorded as graphs.
+        embedder: For a Retro, the value of --bert-embedder-load (`open_retriever`).
         replica: Ranks of this copy of the model, as for `build_engine`.
 
     Raises:
@@ -305,17 +306,17 @@ def build_any_engine(
     dtype, plan, max_sequences = config.precision.weight_dtype, model.plan, options.max_sequences
     options = replace(options, block_size=config.model.chunk_length)
     library, torch_device = find_library(device.torch_device), device.torch_device
-    head_size = plan.head_size
-    assert head_size is not None, "a Retro has attention"
     invariant = config.model.batch_invariant_mode
-    paged = choose_paged_attention(library.library, head_size, dtype, batch_invariant=invariant)
+    paged = choose_paged_attention(
+        library.library, plan.head_size, dtype, batch_invariant=invariant
+    )
     memory = make_cache(
         *(loaded, options, paged, device), extra_bytes=ChunkMemory.block_bytes(plan, dtype)
     )
     chunk_memory = ChunkMemory(plan, memory.blocks, torch_device, dtype)
     vocab_size, cache_tokens = loaded.tokenizer.vocab_size, memory.blocks * memory.block_size
     size = f"{(memory.size_bytes + chunk_memory.size_bytes) / 1e9:.3g} GB"
-    chunks = describe_chunks(head_size, dtype, torch_device)
+    chunks = describe_chunks(plan.head_size, dtype, torch_device)
     return BatchEngine(
         RetroExecutor(
             model=model.eval(),

@@ -1,8 +1,8 @@
 """Generation of many texts with one model, written as JSON lines in the order of the prompts.
 
-A file that an interrupted run left behind is continued. `FILE.settings.json` next to it records how
-its samples were drawn, as a JSON object from flag to value, so that the rest are drawn the same
-way.
+A file that an interrupted run left behind is continued. `FILE.settings.json` next to the file
+records how its samples were drawn, as a JSON object from flag to value, so that the remaining
+samples are drawn in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 
 from megatron.command import format_panel
-from megatron.config import ParsedRun, RunConfig
+from megatron.config import ParsedRun
 from megatron.config.generation import (
     SamplesConfig,
     find_sample_notices,
@@ -87,23 +87,14 @@ def _run(program: str, arguments: Sequence[str], launch: Launch) -> int:
     return _generate(program, parsed, launch)
 
 
-def _engine_options(samples: SamplesConfig, config: RunConfig) -> EngineOptions:
-    speculation = read_speculation(samples.speculative_config)
-    check_speculation(config.model, speculation)
-    return EngineOptions(
-        max_sequences=samples.max_batch_size,
-        seed=config.training.seed,
-        speculation=speculation,
-    )
-
-
 def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     samples: SamplesConfig
     (samples,) = parsed.extra
     config, embedder = parsed.config, samples.bert_embedder_load
     folder = config.checkpoint.load or ""  # a rule requires it
     check_retrieval(config, embedder)
-    options = _engine_options(samples, config)
+    speculation = read_speculation(samples.speculative_config)
+    check_speculation(config.model, speculation)
     adapters = open_adapters(samples.serve_adapter, config)
     # On stderr like the panel, because the samples on stdout may be piped into another program.
     print_notices((*parsed.notices, *find_sample_notices(samples)), launch, print_to_stderr)
@@ -111,6 +102,9 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     source = samples.sample_input_file
     target = samples.sample_output_file or f"{source}.out" if source else samples.genfile
     seed, workdir = config.training.seed, config.data.retro_workdir
+    options = EngineOptions(
+        max_sequences=samples.max_batch_size, seed=seed, speculation=speculation
+    )
     with processes(config, launch) as (device, layout), ExitStack() as stack:
         loaded = add_to(
             load_gpt(folder, device, layout, config=config, kinds=ARCHITECTURES), adapters, device
@@ -156,7 +150,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             max_in_progress=2 * samples.max_batch_size,
             adapter=len(adapters),
         )
-        _serve_and_report(engine, inbox, has_drafts=options.speculation is not None)
+        _serve_and_report(engine, inbox, has_drafts=speculation is not None)
         shared.finish()
     if layout.world.rank:
         return EXIT_OK
@@ -201,9 +195,13 @@ def _prompts_of(samples: SamplesConfig) -> list[str | None]:
 
 
 def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
-    """Return the flags that, for a given model, determine the text after a prompt.
+    """Return the flags, with their values, that determine how a model continues a prompt.
 
-    Greedy decoding draws no random numbers, so the seed is left out.
+    Greedy decoding draws no random numbers, so its seed is left out.
+
+    Args:
+        sampling: Settings for continuing a prompt.
+        seed: Seed of the run.
     """
     settings: DrawSettings = {
         "--out-seq-length": sampling.max_new_tokens,
@@ -215,7 +213,7 @@ def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
 
 
 def _sources_of(workdir: str | None, adapters: Sequence[OpenedAdapter]) -> DrawSettings:
-    """Return the flags that name a text's inputs other than the model."""
+    """Return the flags, with their values, that name inputs other than the model and the prompt."""
     settings: DrawSettings = {}
     if workdir:
         settings["--retro-workdir"] = str(Path(workdir).resolve())
@@ -338,9 +336,12 @@ class SampleInbox:
 
 
 def printer(total: int) -> Callable[[GeneratedText], None]:
-    """Return a function that prints texts, with headings if there are several in total.
+    """Return a function that prints texts, each under a heading if there are several.
 
-    After the text of a Retro, it prints the passages that the model has read.
+    After the text of a Retro, the function prints the passages that the model has read.
+
+    Args:
+        total: Number of texts in all.
     """
     sample_numbers = count(1)
 
@@ -360,7 +361,7 @@ def printer(total: int) -> Callable[[GeneratedText], None]:
 
 
 class SampleFile:
-    """A file of JSON lines, which is continued if it exists.
+    """A file of samples as JSON lines, which is continued if it exists.
 
     Attributes:
         path: Path of the file.
@@ -457,7 +458,7 @@ def read_prompts(path: Path, flag: str = "--sample-input-file") -> list[str]:
 
     Args:
         path: The file.
-        flag: The flag that names it, for messages.
+        flag: The flag that names the file, for error messages.
 
     Raises:
         DataError: The file is missing, or a line is not a prompt.

@@ -2,9 +2,9 @@
 
 A step has a budget of tokens. Sequences that need only their next token come first, then prompts
 that have begun, then new prompts in the order of their arrival. A prompt that does not fit is cut
-into chunks. A prompt that begins like another one in the same step waits for the next step, so that
-it can share the other's blocks. If blocks run out, the sequence that began last is preempted: it
-gives up its blocks and is computed again later.
+into chunks. If two new prompts have the same first block, the second waits for the next step, so
+that it can share the blocks of the first. If blocks run out, the sequence that began last is
+preempted: it gives up its blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SchedulerSettings:
             sequence can advance.
         has_states: Whether the model has layers with states. A sequence can then reuse cached
             blocks only up to a snapshot of these states.
-        snapshots: Number of snapshots that are kept.
+        snapshots: Maximum number of snapshots.
         trained_context: Length beyond which all tokens of a sequence have different keys and values
             (LongRoPE). A sequence that outgrows it is recomputed. `None` for no such length.
         dynamic_context: Length beyond which a prompt's keys depend on the prompt's length (dynamic
@@ -57,7 +57,7 @@ class SchedulerSettings:
         assert self.max_tokens >= self.max_sequences, self
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that this many tokens need."""
+        """Return the number of blocks that a sequence of this many tokens needs."""
         return -(-tokens // self.block_size)
 
 
@@ -67,18 +67,20 @@ class Sequence:
 
     Attributes:
         request: Id of the request to which the sequence belongs.
-        tokens: Tokens so far. The sequence's owner appends to them. The last may be `UNKNOWN`.
+        tokens: Tokens so far, to which the sequence's `Answer` appends. The last one may be
+            `UNKNOWN`.
         reuses_cache: Whether the sequence may begin with blocks that other sequences have computed.
-        computed: Number of tokens that are in the cache or will be after the steps under way.
-        cached: Number of tokens that were found in the cache when the sequence first began.
-        blocks: Blocks of the computed tokens, including those of the step under way. The array is
-            never written to. A change of blocks replaces it.
+        computed: Number of tokens that are in the cache, or will be after the steps in progress.
+        cached: Number of tokens that were in the cache when the sequence first began.
+        blocks: Blocks of the computed tokens, including those of the step in progress. The array is
+            never modified in place; new blocks make a new array.
         keys: Keys of the published full blocks.
         state_slot: Index of the sequence's states among those of all running sequences.
         is_new: Whether the sequence has not begun yet.
-        is_removed: Whether it has been removed, so that results of a step under way are dropped.
+        is_removed: Whether the sequence has been removed. Results of a step in progress are then
+            discarded.
         prompt_length: Number of tokens that the sequence began with. They are always computed as a
-            prompt, even if only one is left. A negative number means all of `tokens`.
+            prompt, even if only one remains. A negative number means all of `tokens`.
         adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
         draft_limit: Number of tokens beyond which no drafts are made (`speculation`); 0 for no
             drafts at all.
@@ -107,7 +109,7 @@ class Sequence:
     rotary_length: int = 0
 
     def __post_init__(self) -> None:
-        """Count all tokens as the prompt unless `prompt` is given."""
+        """Count all tokens as the prompt if `prompt_length` is negative."""
         if self.prompt_length < 0:
             self.prompt_length = len(self.tokens)
 
@@ -129,9 +131,9 @@ class Row(NamedTuple):
         sequence: The sequence.
         start: Position of the first token to compute.
         tokens: The tokens to compute.
-        blocks: The sequence's blocks, up to and including those of these tokens. The array stays
-            the same object until the blocks change.
-        is_last: Whether this row has the last known token, so that the next can be chosen.
+        blocks: The sequence's blocks, up to and including those of these tokens. The array is the
+            same object as in earlier steps unless the blocks have changed.
+        is_last: Whether this row has the last known token, so that the next one can be chosen.
         drafts: Number of tokens at the end that are drafts, after the last known token.
         restore_slot: State slot of the snapshot from which the sequence starts; -1 for none.
         snapshot_slot: State slot for a snapshot after the row; -1 for none.
@@ -153,7 +155,7 @@ class Row(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether this row computes a single token after the prompt, and perhaps drafts."""
+        """Whether this row computes a single token after the prompt, and any drafts."""
         return len(self.tokens) == 1 + self.drafts and self.start >= self.sequence.prompt_length
 
     def split_tokens(self) -> list[Row]:
@@ -164,13 +166,13 @@ class Row(NamedTuple):
         ]
 
 
-StepPlan = tuple[Row, ...]  # rows that go on come first
+StepPlan = tuple[Row, ...]  # decode rows come first
 
 
 class Scheduler:
     """A planner of steps.
 
-    Call `mark_started` with a plan once its step is under way, before the next `plan`, and
+    Call `mark_started` with a plan once its step is in progress, before the next `plan`, and
     `mark_complete` once the step is complete. Steps run in the order of their plans.
     """
 
@@ -198,8 +200,12 @@ class Scheduler:
     def fork(self, parent: Sequence, tokens: list[int]) -> Sequence:
         """Return a new sequence that starts like a running one and shares its full blocks.
 
-        If there is no room in the batch for the new sequence, or if it needs the states of an
-        earlier token, put it at the end of the queue.
+        If there is no room in the batch for the new sequence, or if the model has states, put the
+        sequence at the end of the queue.
+
+        Args:
+            parent: The running sequence.
+            tokens: Tokens of the new sequence.
         """
         size = self.settings.block_size
         child = Sequence(
@@ -237,7 +243,7 @@ class Scheduler:
         """Return the next step, which is empty if there is nothing to do."""
         step = _OpenPlan(self.settings.max_tokens)
         self._restart_outgrown()
-        # Drafts use the budget that is left after one token for every sequence.
+        # Drafts use the budget that remains after one token for every sequence.
         room = step.budget - len(self.running)
         # Sequences that need only their next token come first.
         for sequence in sorted(self.running, key=lambda sequence: sequence.uncomputed > 1):
@@ -280,7 +286,7 @@ class Scheduler:
         size = self.settings.block_size
         for row in plan:
             sequence = row.sequence
-            # The sequence may have lost its place in the batch and begun again in the meantime.
+            # The sequence may have been preempted and begun again in the meantime.
             computed = min(row.start + row.size, sequence.computed, sequence.prompt_length)
             for index in range(len(sequence.keys), computed // size):
                 key = sequence.next_key(sequence.keys, size)
@@ -296,16 +302,16 @@ class Scheduler:
         limit = self.settings.trained_context
         if limit is None:
             return
-        outgrown = [one for one in self.running if not one.is_long and len(one.tokens) > limit]
+        outgrown = [s for s in self.running if not s.is_long and len(s.tokens) > limit]
         for sequence in reversed(outgrown):
             self._preempt(sequence)
             self._waiting.appendleft(sequence)
 
     def _make_room(self, sequence: Sequence, count: int, step: _OpenPlan) -> bool:
-        """Give a sequence blocks for more tokens, and take them from later sequences if necessary.
+        """Allocate blocks for more tokens of a sequence, preempting later sequences if necessary.
 
         Returns:
-            Whether the sequence got the blocks. If not, it has also lost its own blocks.
+            Whether the sequence got the blocks. If not, it has itself been preempted.
         """
         while not self._allocate(sequence, count):
             last = self.running[-1]
@@ -344,7 +350,7 @@ class Scheduler:
             step.add(sequence, count, restore_slot=restore_slot)
 
     def _allocate(self, sequence: Sequence, count: int) -> bool:
-        """Give a sequence free blocks for more tokens, and return whether there were enough."""
+        """Allocate free blocks for more tokens, and return whether there were enough of them."""
         needed = self.settings.blocks_for(sequence.computed + count) - len(sequence.blocks)
         if needed > self.pool.available:
             return False
@@ -354,11 +360,11 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence) -> int | None:
-        """Give a sequence its cached blocks if there is also room for the rest of its tokens.
+        """Give a sequence its cached blocks if there is also room for its remaining tokens.
 
         Returns:
-            The slot of the snapshot that it starts from, or -1 for none. `None` if there is no
-            room.
+            The slot of the snapshot from which the sequence starts, or -1 for none. `None` if there
+            is no room.
         """
         size, tokens = self.settings.block_size, sequence.tokens
         blocks: list[int] = []
@@ -397,11 +403,11 @@ class Scheduler:
             budget: The largest number of tokens that may be computed.
         """
         count = min(sequence.uncomputed, budget)
-        left = self._shared_end(sequence) - sequence.computed
-        return min(count, left) if self.settings.snapshots and left > 0 else count
+        remaining = self._shared_end(sequence) - sequence.computed
+        return min(count, remaining) if self.settings.snapshots and remaining > 0 else count
 
     def _with_snapshot(self, row: Row) -> Row:
-        """Return the row, with a slot for a snapshot if it ends where one is worth keeping."""
+        """Return the row, with a slot for a snapshot if the row ends where one is worth keeping."""
         sequence, size = row.sequence, self.settings.block_size
         end = row.start + row.size
         if not self.settings.snapshots or not 0 < end == self._shared_end(sequence):
@@ -439,7 +445,7 @@ class _OpenPlan:
     Attributes:
         budget: Number of tokens that can still be added.
         rows: The plan's rows so far.
-        preempted: Sequences that have lost their place in the batch.
+        preempted: Sequences that were preempted to make room.
         first_keys: Keys of first blocks that this step computes. Further sequences that begin with
             one of these blocks wait for the next step.
     """
@@ -467,7 +473,7 @@ class _OpenPlan:
         self.budget -= len(tokens)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove the row of a sequence that has lost its place in the batch."""
+        """Remove the row of a preempted sequence."""
         self.preempted.add(sequence)
         row = self.rows.pop(sequence, None)
         self.budget += 0 if row is None else row.size

@@ -12,7 +12,7 @@ _INCOMPLETE = "\ufffd"  # a tokenizer's text for bytes that are not (yet) a char
 # earlier.
 _CONTEXT = 5
 # A character has at most 4 bytes. More ids than this without a complete character are garbage.
-_MAX_HELD = 8
+_MAX_PENDING = 8
 
 
 class Detokenizer:
@@ -35,7 +35,7 @@ class Detokenizer:
         self._ids.append(token)
         text = self._pending()
         num_pending = len(self._ids) - self._returned
-        if text.endswith(_INCOMPLETE) and num_pending < _MAX_HELD:
+        if text.endswith(_INCOMPLETE) and num_pending < _MAX_PENDING:
             return ""
         self._context, self._returned = self._returned, len(self._ids)
         return text

@@ -161,10 +161,10 @@ def test_texts_that_cannot_be_filled(bert: Filler, t5: Filler, text: str, messag
 
 
 def test_more_places_than_sentinels(t5: Filler) -> None:
-    with pytest.raises(UserError, match="at most 3: mark fewer places"):
+    with pytest.raises(UserError, match="at most 3: use fewer"):
         t5.fill("[MASK] w1 [MASK] w2 [MASK] w3 [MASK]")
     narrow = DataConfig(seq_length=16, decoder_seq_length=4)
-    with pytest.raises(UserError, match="at most 1: mark fewer places"):
+    with pytest.raises(UserError, match="at most 1: use fewer"):
         Filler(t5.model, t5.tokenizer, RunOptions(data=narrow)).fill("[MASK] w1 [MASK]")
 
 

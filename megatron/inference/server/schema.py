@@ -57,7 +57,7 @@ class _Schema(BaseModel):
     def _drop_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: each for name, each in value.items() if each is not None}
+        return {name: field for name, field in value.items() if field is not None}
 
 
 class StreamOptions(_Schema):
@@ -86,7 +86,7 @@ class Message(_Schema):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """Return the fields that were given, with the content as a single string."""
+        """Return the fields that the client has set, with the content as a single string."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {**self.model_dump(exclude_none=True), "content": text}
