@@ -67,7 +67,7 @@ class GPTTeacher(NamedTuple):
     Attributes:
         parts: This process's parts of the model, without gradients.
         name: The name of the checkpoint, for messages.
-        description: A description of its size, for messages.
+        description: A description of the model's size, for messages.
         students: The part of the student that runs together with each part; empty if there is no
             student.
     """
@@ -101,7 +101,13 @@ class GPTTeacher(NamedTuple):
     def run_paired(
         self, student: nn.Module, inputs: GPTInputs, hidden: Tensor | None = None
     ) -> Tensor:
-        """Run the part of the teacher that is paired with a part of the student, as `run` does."""
+        """Run the part of the teacher that is paired with a part of the student, as `run` does.
+
+        Args:
+            student: The part of the student.
+            inputs: This context rank's tokens.
+            hidden: The previous part's output [s, b, h]; `None` for the first part.
+        """
         return self.run(self.parts[list(self.students).index(student)], inputs, hidden)
 
 

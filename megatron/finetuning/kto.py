@@ -34,8 +34,8 @@ from megatron.training.recipe import Batch
 
 _DESIRABLE, _UNDESIRABLE = "rewards/chosen", "rewards/rejected"  # TRL's names
 _MARGINS, _SHARE = "rewards/margins", "desirable"
-# The logged values of each kind of answer are means over the answers of that kind.
 _MIN_SHARE = 1e-6  # a smaller fraction means that a batch has no answers of a kind
+# Metrics that are averaged over one kind of answer: desirable (True) or undesirable ones.
 _KIND_OF_METRIC = {
     _DESIRABLE: True,
     "logps/chosen": True,

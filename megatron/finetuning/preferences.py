@@ -117,19 +117,27 @@ def pair_losses(
 
 
 def dpo_loss(margin: Tensor, smoothing: float) -> Tensor:
-    """Return -log sigmoid(margin), or its mean if a fraction `smoothing` of the labels is wrong.
+    """Return -log sigmoid(margin), or its expectation if some labels are wrong.
 
     This is the loss of direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290)
-    and, with smoothing, of conservative DPO (Mitchell, 2023). If a target margin is subtracted, it
-    is the loss of SimPO (Meng et al., 2024, arXiv:2405.14734).
+    and, with smoothing, of conservative DPO (Mitchell, 2023). With a target margin subtracted from
+    `margin`, it is the loss of SimPO (Meng et al., 2024, arXiv:2405.14734).
+
+    Args:
+        margin: The difference between the rewards of chosen and rejected answers, [P].
+        smoothing: The fraction of labels that are assumed to be wrong.
     """
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
 def robust_dpo_loss(margin: Tensor, smoothing: float) -> Tensor:
-    """Return an unbiased estimate of DPO's loss if a fraction `smoothing` of the labels is wrong.
+    """Return an unbiased estimate of DPO's loss if some labels are wrong.
 
     The estimate is that of Chowdhury et al., 2024, arXiv:2403.00409.
+
+    Args:
+        margin: The difference between the rewards of chosen and rejected answers, [P].
+        smoothing: The fraction of labels that are assumed to be wrong, below 1/2.
     """
     wrong = smoothing * F.logsigmoid(-margin)
     return (wrong - (1 - smoothing) * F.logsigmoid(margin)) / (1 - 2 * smoothing)
@@ -148,7 +156,7 @@ def log_odds_ratio(means: Pairs) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x below 0, without losing precision at either end."""
+    """Return log(1 - exp(x)) for x below 0, accurate for x near 0 and for large negative x."""
     is_near_zero = x > -math.log(2)
     # Each formula gets only inputs for which its gradient is finite: where `torch.where` selects
     # the other formula, it multiplies this gradient by 0, and 0 x infinity is NaN.
@@ -265,7 +273,12 @@ def _reward_metrics(result: PairLosses) -> dict[str, Tensor]:
 
 
 def means_over_pairs(values: Mapping[str, Tensor], is_pair: Tensor) -> dict[str, Tensor]:
-    """Return the mean of each metric over the pairs of a micro-batch, or 0 if there are none."""
+    """Return the mean of each metric over the pairs of a micro-batch, or 0 if there are none.
+
+    Args:
+        values: The values of each metric, [k - 1].
+        is_pair: Which entries belong to a pair, bool [k - 1].
+    """
     count = is_pair.sum().clamp(min=1)
     return {
         name: (torch.where(is_pair, metric, 0).sum() / count).float()
@@ -325,9 +338,9 @@ def values_at_segments(batch: Batch, name: str) -> Tensor:
 def pair_values(values: Tensor, is_pair: Tensor) -> Pairs:
     """Return the values of each pair's answers, given a value for each of k segments.
 
-    The results have the shape [k - 1]. It does not depend on the number of pairs, because the host
-    would have to wait for that number. Entries without a pair are -1, for which every loss has a
-    finite gradient.
+    The results have the shape [k - 1]. This shape does not depend on the number of pairs, for which
+    the host would have to wait. Entries without a pair are -1, for which every loss has a finite
+    gradient.
 
     Args:
         values: The value for each segment, [k].

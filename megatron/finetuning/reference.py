@@ -103,7 +103,12 @@ class ReferenceLogProbs(Extras):
 
 
 def log_probs_path(config: RunConfig, folder: str | None) -> Path | None:
-    """Return the file of the log-probabilities next to the checkpoints in `folder`, if any."""
+    """Return the path of the file of log-probabilities, or `None` if neither argument gives one.
+
+    Args:
+        config: The run. The value of --reference-log-probs comes first.
+        folder: Folder of checkpoints, which contains the file by default.
+    """
     path = config.preferences.reference_log_probs
     if path is not None:
         return Path(path)
@@ -114,6 +119,10 @@ def data_digest(config: RunConfig, members: Sequence[PreferenceDataset]) -> str:
     """Return a digest of the answers and the number format.
 
     The layout is not included, because it affects only rounding.
+
+    Args:
+        config: The run.
+        members: The datasets of pairs, in order.
     """
     digest = hashlib.sha256(str(config.precision.stream_dtype).encode())
     for source in dict.fromkeys(member.source for member in members):
@@ -128,8 +137,8 @@ def _is_base(run: Run, source: Path | None) -> bool:
 
     Args:
         run: The run.
-        source: For a run that resumes, the file of the log-probabilities. Without it, the adapters
-            are assumed to have started from zero.
+        source: For a run that resumes, the file of the log-probabilities. If there is no such file,
+            the adapters are assumed to have started from zero.
     """
     if run.config.model.lora_rank is None:
         return False

@@ -7,10 +7,10 @@ engine            turns requests into events: `scheduler` plans a step, `executo
                   of each request's sequences and choices
 speculation       drafts of the next tokens, all verified in one step
 worker            the loop that every serving rank runs
-samples, score    generate many texts into a file; compute the likelihood of given texts
+samples, score    generate many texts into a file; compute the likelihood of texts
 sharing           divides prompts among copies of the model, and collects their texts in order
 text              turns tokens that arrive one by one into text that can be shown
-fill              fills in hidden words with a BERT or T5
+fill              fills in masked words with a BERT or T5
 retrieval         an executor for a Retro, which reads passages while it generates
 server            serves text generation over HTTP
 """

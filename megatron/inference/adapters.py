@@ -1,4 +1,4 @@
-"""LoRA adapters for a served model: opened and checked before it is loaded, and added afterwards.
+"""LoRA adapters for a served model, opened and checked before the model is loaded, then added.
 
 An adapter's folder contains PEFT's files (`--saver peft`, `save_pretrained`) or the checkpoints of
 a run with --lora-rank. Such checkpoints also contain the base model, which is compared with the
@@ -131,7 +131,9 @@ def open_adapters(values: Sequence[str] | None, config: RunConfig) -> list[Opene
 
 
 def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> Loaded:
-    """Return the model with adapters. Each request chooses one of them or none. Collective.
+    """Add adapters to a model, and return it. Collective.
+
+    Each request selects one of the adapters, or none.
 
     Args:
         loaded: The base model. Its layers are changed.

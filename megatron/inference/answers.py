@@ -33,7 +33,7 @@ class Answer(ABC):
     """An answer in progress.
 
     Attributes:
-        request: The request that it answers.
+        request: The request to answer.
         sequences: The answer's sequences, all of which are known to the scheduler.
     """
 
@@ -49,7 +49,7 @@ class Answer(ABC):
         self._first = Sequence(request.id, list(request.prompt), reuses, adapter=request.adapter)
         self.sequences = [self._first]
         self._prompt_scores: dict[int, Chosen] = {}  # by the position of the scored token
-        # Until the scores are reported.
+        # True until the scores are reported.
         self._awaits_prompt_scores = request.sampling.prompt_logprobs
 
     def choices(self, row: Row) -> list[IndexedChoice]:
@@ -256,8 +256,7 @@ class BeamAnswer(Answer):
         """
         super().__init__(request)
         sampling = request.sampling
-        # At least `beam_width` of this many continuations go on, even if every one that can end
-        # does.
+        # Even if every continuation that can end does, at least `beam_width` of these do not.
         self._candidates = max(2, 1 + len(sampling.stop_tokens)) * sampling.beam_width
         self._top_logprobs = min(self._candidates, vocab_size)
         self._beams = [_Hypothesis(self._first)]

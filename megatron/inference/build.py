@@ -106,7 +106,8 @@ def build_engine(
         channel: The connection to the neighboring stages; `None` creates one.
 
     Raises:
-        ConfigError: No sequence fits in memory.
+        ConfigError: Not even one block of the cache fits in memory, or the model does not support
+            the method of speculative decoding.
     """
     layout, precision = loaded.layout, loaded.config.precision
     model = loaded.model.eval()
@@ -195,7 +196,7 @@ def _describe_cache(memory: CacheMemory, block_size: int, replica: Axis) -> str:
 
 
 def stage_channel(loaded: Loaded, device: Device) -> PipelineChannel:
-    """Return the connection of this process's stage to its neighbors. Collective over the world.
+    """Return the connection of this process's stage to its neighbors. Collective over all ranks.
 
     Args:
         loaded: The model.
@@ -258,7 +259,7 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
 
 
 def new_drafter(executor: Executor, speculation: Speculation) -> Drafter:
-    """Return the drafter for a method of speculation."""
+    """Return the drafter for a method of speculative decoding."""
     tokens = speculation.num_speculative_tokens
     if speculation.method == "mtp":
         return MultiTokenDrafter(executor, tokens)
@@ -275,10 +276,7 @@ def describe_speculation(speculation: Speculation) -> str:
 
 
 def is_asynchronous(device: Device) -> bool:
-    """Return whether the device runs asynchronously, while this process prepares more work.
-
-    Such a device can also record its work and replay it.
-    """
+    """Return whether the device runs asynchronously, and can record and replay its work."""
     return device.is_gpu
 
 
@@ -308,7 +306,8 @@ def make_cache(
             values.
 
     Raises:
-        ConfigError: Not even one block fits in memory.
+        ConfigError: The states of `options.max_sequences` sequences, or a single block, do not fit
+            in memory.
     """
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes, states = {}, {}

@@ -1,13 +1,13 @@
 """The KV cache and the states of recurrent layers: blocks, memory, and a step's view of it.
 
-A block holds the keys and values of consecutive tokens, each in its own slot. A full block has a
-key that identifies its tokens and all tokens before them. Sequences with the same beginning share
-it. An unused block keeps its content until the block is needed. The block that has been unused
+A block stores the keys and values of consecutive tokens, each in its own slot. A full block has a
+key that identifies its tokens and all tokens before them. Sequences with the same prefix share the
+block. An unused block keeps its content until the block is needed. The block that has been unused
 longest is reused first.
 
 The states of a recurrent layer have a constant size for each sequence. Every sequence in the batch
-has its own state slot, an index into the tensors of states. Its new states are written there after
-each step.
+has its own state slot, an index into the tensors of states. The sequence's new states are written
+to this slot after each step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def next_key(
     LongRoPE or dynamic NTK; `variant` distinguishes these cases.
 
     Args:
-        keys: Keys of all blocks before it.
+        keys: Keys of all blocks before the next one.
         tokens: Tokens of the sequence.
         block_size: Number of tokens in a block.
         adapter: Index of the sequence's adapter, counted from 1; 0 is the base model.
@@ -61,7 +61,10 @@ def next_key(
 
 
 class BlockPool:
-    """The cache's blocks, numbered from 0, and how many sequences use each. It has no tensors."""
+    """The blocks of the cache, numbered from 0, with the number of sequences that use each.
+
+    It has no tensors.
+    """
 
     def __init__(self, count: int) -> None:
         """Start with all blocks unused.
@@ -83,7 +86,10 @@ class BlockPool:
         return len(self._free) + len(self._reusable)
 
     def allocate(self) -> int:
-        """Take a block to write to. The caller must ensure that one is available."""
+        """Return a block to write to, with one user. The caller must ensure that one is available.
+
+        The content of an unused block may be lost.
+        """
         if self._free:
             block = self._free.popleft()
         else:
@@ -98,7 +104,7 @@ class BlockPool:
         return self._blocks.get(key)
 
     def is_unused(self, block: int) -> bool:
-        """Return whether no sequence uses a block. Sharing it reduces `available` by one."""
+        """Return whether a block has no users. If so, `share` reduces `available` by one."""
         return self._users[block] == 0
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -128,9 +134,9 @@ class BlockPool:
 
 
 class Snapshots:
-    """Snapshots of sequences' states at the ends of blocks, and their slots, without tensors.
+    """The slots of state snapshots that were taken at the ends of blocks. It has no tensors.
 
-    A new snapshot replaces the least recently used one.
+    If no slot is free, a new snapshot replaces the least recently used one.
     """
 
     def __init__(self, slots: Iterable[int]) -> None:
@@ -152,7 +158,11 @@ class Snapshots:
         return self._slots[key]
 
     def allocate(self, key: BlockKey) -> int | None:
-        """Return a slot for a new snapshot, or `None` if it already exists or none can be kept."""
+        """Return a slot for a new snapshot, or `None` if it already exists or there are no slots.
+
+        Args:
+            key: Key of the block at whose end the snapshot is taken.
+        """
         if key in self._slots or not (self._free or self._slots):
             return None
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
@@ -167,7 +177,7 @@ class CacheMemory:
     Attributes:
         shapes: The shape of a token's entry in the cache, by 0-based layer index
             (`AttentionPlan.cached`).
-        paged: Paged attention, which writes to the cache and serves sequences that add one token.
+        paged: Paged attention, which writes to the cache and attends to it.
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.
         device: Device of the memory.
@@ -218,7 +228,11 @@ class CacheMemory:
         self.size_bytes = sum(memory.nbytes for memory in allocated)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the states in all layers from one slot to another, for each pair of slots."""
+        """Copy the states in all layers from one slot to another.
+
+        Args:
+            pairs: Pairs of source and target slots.
+        """
         if not pairs:
             return
         source, target = torch.tensor(pairs, device=self.device).unbind(1)

@@ -131,12 +131,20 @@ class BatchEngine:
             self._scheduler.add(*answer.sequences)
 
     def cancel(self, request: str) -> list[Event]:
-        """End a request now, and return its last event. Do nothing if it has already ended."""
+        """End a request now, and return its last event. Do nothing if it has already ended.
+
+        Args:
+            request: Id of the request.
+        """
         answer = self._answers.get(request)
         return [] if answer is None else [self._end_early(answer, "cancelled")]
 
     def abort(self, message: str) -> list[Event]:
-        """End all requests with an error, and return their last events."""
+        """End all requests with an error, and return their last events.
+
+        Args:
+            message: Message of the error.
+        """
         return [self._end_early(answer, "error", message) for answer in [*self._answers.values()]]
 
     def step(self) -> list[Event]:

@@ -116,7 +116,7 @@ def load_gpt(
             model.
         row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
             matrix products are computed as in training.
-        kinds: Architectures that the caller accepts, out of gpt and retro.
+        kinds: Architectures that the caller accepts: "gpt", "retro" or both.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it contains a different network.
@@ -196,9 +196,9 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
 
     It has the network, precision, tokenizer and sequence length of the run that wrote the
     checkpoint. FP8 is left out, because it is an approximation that speeds up training, and the
-    weights have 16 bits. The settings of that run's initialization are left out, and so are those
-    of its kernels, because this device may be different. Experts have no capacity limit, because
-    the tokens that such a limit drops depend on the rest of the batch.
+    weights have 16 bits. Settings for initialization are left out, and so are settings for kernels,
+    because this device may be different. Experts have no capacity limit, because the tokens that
+    such a limit drops depend on the other tokens of the batch.
 
     Args:
         reader: Reader of the checkpoint.
@@ -269,7 +269,7 @@ def _with_layout(config: ModelRun, layout: Layout) -> RunConfig:
 def _with_companion_files(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     """Return the tokenizer's settings with missing files replaced by those in `folder`.
 
-    An imported model keeps its tokenizer there, so the checkpoint folder can be moved.
+    An imported model keeps its tokenizer's files in this folder, so its checkpoint can be moved.
     """
     companions: dict[str, Any] = {}
     for name in ("tokenizer_model", "vocab_file", "merge_file", "chat_template"):

@@ -140,9 +140,9 @@ class NeighborPassage:
     """A passage that a Retro has read.
 
     Attributes:
-        chunk: Index of the chunk of the text for which it was retrieved, from 0.
-        corpus: Index of its corpus in the working folder.
-        document: Index of its document in the corpus.
+        chunk: Index of the chunk of the text for which the passage was retrieved, from 0.
+        corpus: Index of the passage's corpus in the working folder.
+        document: Index of the passage's document in the corpus.
         text: Text of the retrieved chunk and of the chunks after it.
     """
 
@@ -274,8 +274,8 @@ class Stats:
         new_tokens: Number of tokens generated since the start.
         drafted_tokens: Number of drafts that steps have checked (speculative decoding).
         accepted_tokens: Number of these drafts that were correct.
-        choosing_rows: Number of times that a step has chosen tokens for a sequence. Each time, it
-            chose one token and accepted some drafts, except in a beam search.
+        choosing_rows: Number of times that a step has chosen one token for a sequence, in addition
+            to the drafts that it accepted. Beam searches are not counted.
     """
 
     running: int = 0

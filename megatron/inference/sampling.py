@@ -150,7 +150,7 @@ def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor
 
 
 def _penalized(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Apply repetition penalties in place, and return the scores."""
+    """Apply repetition penalties to scores [k, v] in place, and return them."""
     for row, choice in zip(scores, choices, strict=True):
         if choice.is_penalized:
             seen = _send(np.array(sorted(set(choice.history))), scores)

@@ -243,8 +243,13 @@ def score_targets(
 def windows(tokens: NDArray[np.integer], window: int, step: int) -> Iterator[Sample]:
     """Yield a long text in overlapping windows that score every token but the first exactly once.
 
-    The first window scores all its tokens. Each later window begins `step` tokens further on, and
-    scores only the tokens that it adds. `step` is limited to `window`.
+    The first window scores all its tokens but the first. Each later window begins `step` tokens
+    after the previous one, and scores only the tokens that it adds.
+
+    Args:
+        tokens: Token ids of the text.
+        window: Length of a window in tokens, without the last target.
+        step: Number of tokens between the starts of two windows, limited to `window`.
     """
     step = min(step, window)
     end = min(window + 1, len(tokens))

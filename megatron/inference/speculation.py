@@ -37,7 +37,12 @@ class Drafter(Protocol):
 
 
 def draft_budget(row: Row, limit: int) -> int:
-    """Return how many draft tokens the sequence of a computed row may get, at most `limit`."""
+    """Return the largest number of drafts that the sequence of a computed row may get.
+
+    Args:
+        row: A row of the step that has just been computed.
+        limit: Upper bound on the number.
+    """
     sequence = row.sequence
     if sequence.is_removed or not row.is_last:
         return 0
@@ -45,7 +50,7 @@ def draft_budget(row: Row, limit: int) -> int:
 
 
 def describe_drafts(stats: Stats) -> str:
-    """Return a line with the tokens per step and the number of accepted drafts."""
+    """Return a line about the tokens per step and the number of accepted drafts."""
     tokens_per_step = stats.new_tokens / max(stats.choosing_rows, 1)
     return (
         f"speculative decoding: {tokens_per_step:.2f} tokens of an answer per step, "
@@ -125,10 +130,10 @@ class _DepthWindow(NamedTuple):
 class MultiTokenDrafter:
     """A drafter that uses the model's multi-token prediction layers (`models.multi_token`).
 
-    Depth k drafts the token k positions after the next one. Each depth keeps keys and values in
-    the cache, in the slots of the model's layers. At position i depth k reads token i + k. If that
-    token was a rejected draft, the position is computed again in the next step. The previous
-    depth's hidden states are kept for this.
+    Depth k, counted from 1, drafts the token k positions after the one that the step has chosen.
+    Each depth keeps its keys and values in the cache, in the same slots as the model's layers. At
+    position i, depth k reads token i + k. If that token was a rejected draft, the position is
+    computed again in the next step. The previous depth's hidden states are kept for this.
 
     Args:
         executor: The executor of the model's steps, which keeps their hidden states.

@@ -32,7 +32,7 @@ class Inbox(Protocol):
         """Return the commands that have arrived, in order.
 
         Args:
-            wait: Maximum time to wait for the first one, in seconds.
+            wait: Maximum time to wait for the first command, in seconds.
         """
         ...
 

@@ -2,7 +2,7 @@
 
     client - HTTP -> front (one process)                      -> rank 0 -> the other ranks
                      app, middleware, endpoint, openai_api,      run       engine
-                     schema, megatron_api, chat, service     address
+                     schema, megatron_api, service, texts    address
 
 The front is the web server. It holds the tokenizer and enforces every limit, and does not import
 torch. It renders chat templates and tokenizes texts in child processes (`texts`), which it can end

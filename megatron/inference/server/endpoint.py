@@ -19,7 +19,7 @@ from typing_extensions import TypedDict  # pydantic requires this one before Pyt
 from megatron.inference.server.settings import FrontSettings, ServerLimits
 
 # A body of up to this many times the limit is still read to the end, because a client that reads
-# only after it has sent everything would miss an answer sent before that.
+# only after sending everything would miss an earlier answer.
 _DRAIN_FACTOR = 16
 # Bodies up to this size are read immediately. Reading, parsing and refusing a larger one would
 # delay the answers to all other clients.
@@ -32,7 +32,7 @@ _ERROR_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# After 408 and 413, the unread rest of the body would be parsed as the next request.
+# After 408 and 413, the unread part of the body would be parsed as the next request.
 _ERROR_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},

@@ -61,7 +61,8 @@ class MegatronRequest(BaseModel):
             many as there are beams.
         stop_token: Token that ends the answers of a beam search. The default is the tokenizer's
             end of document.
-        length_penalty: A beam search divides each score by the answer's length to this power.
+        length_penalty: A beam search divides each score by the answer's length raised to this
+            power.
         model: Name of the model or of one of its adapters, as in /v1/models. The default is the
             model without an adapter. Not in Megatron's API.
     """
@@ -321,7 +322,7 @@ class MegatronApi:
 
 
 def _logprobs(answer: TextAnswer, piece: TextPiece) -> list[float]:
-    """Return the log probabilities of a prompt and its answer, from the second token on."""
+    """Return the log probabilities of the tokens of a prompt and its answer, except the first."""
     prompt = answer.prompt.logprobs if answer.prompt else ()
     return [*prompt, *(token.logprob for token in piece.tokens if token.logprob is not None)]
 

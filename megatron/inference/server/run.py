@@ -87,8 +87,8 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         loaded = add_to(loaded, adapters, device)
         engine = build_any_engine(loaded, device, options, embedder=embedder)
         if connection is None:
-            # Rank 0 handles the signals and ends the other ranks. If one of those ended first, the
-            # rest would wait for it forever.
+            # Rank 0 handles the signals and ends the other ranks. If one of these ended first, all
+            # others would wait for it forever.
             handlers.enter_context(_handle_signals(signal.SIG_IGN))
             serve(engine, None)
             return EXIT_OK
@@ -122,7 +122,7 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
 
 
 def _model_name(folder: str | None, server: ServerConfig) -> str:
-    """Return the model's name for clients, which is its folder's name if no flag gives one.
+    """Return the model's name for clients: --served-model-name or the name of its folder.
 
     Raises:
         ConfigError: An adapter has the same name.
@@ -208,7 +208,8 @@ def find_token(server: ServerConfig) -> str | None:
 def web_server(listener: socket.socket) -> Iterator[socket.socket]:
     """Run the web server's process during the block.
 
-    It starts while the model is loading, and waits for its settings, which are the first message.
+    The process starts while the model is loading, and waits for its settings, which are the first
+    message.
 
     Args:
         listener: Bound socket that clients connect to. The process takes it over.
@@ -269,7 +270,7 @@ class SocketInbox:
         """Return the commands that have arrived, in order.
 
         Args:
-            wait: Maximum time to wait for the first one, in seconds.
+            wait: Maximum time to wait for the first command, in seconds.
         """
         commands: list[Command] = []
         try:

@@ -113,7 +113,7 @@ class EngineClient:
             self._send(Cancel(name))
 
     async def run(self) -> None:
-        """Pass events to their queues until rank 0 is gone, then end all requests."""
+        """Pass events to their queues until rank 0 is gone, then end all requests with an error."""
         unpacker = Unpacker[Report](Report)
         try:
             while data := await self._reader.read(CHUNK):
@@ -219,6 +219,11 @@ def decode_prompt(
     """Return a prompt's tokens with their texts.
 
     The first token has no context, so it has no log probability.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        prompt: Token ids of the prompt.
+        scores: Log probabilities of the prompt; `None` if they were not requested.
     """
     decoder = TokenDecoder(tokenizer)
     logprobs = (None, *scores.logprobs) if scores else (None,) * len(prompt)
@@ -234,7 +239,7 @@ class TextAnswer:
 
     Attributes:
         request: The sequence.
-        prompt: Log probabilities of the prompt, once they have arrived.
+        prompt: Log probabilities of the prompt; `None` until they arrive.
         passages: Passages that a Retro has read so far.
         new_tokens: Number of new tokens so far, including silent ones.
         finished: The engine's last event, or `None` if a stop string ended the answer before that
@@ -334,7 +339,7 @@ def passages_to_json(passages: Sequence[NeighborPassage]) -> list[dict[str, str 
 
 
 class AnswerGroup:
-    """The answers to all sequences of one client's request. Call `close` when done with them.
+    """The answers to all sequences of one client's request. Call `close` when done.
 
     Attributes:
         answers: The answers, in the order of the sequences.

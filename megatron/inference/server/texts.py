@@ -45,8 +45,8 @@ class Setup:
     Attributes:
         limits: Limits on the time and memory of a job.
         niceness: Amount by which to lower the priority of the process, from 0 to 19.
-        max_bytes: Largest size of a text that can fit in the model's context, in bytes. If a
-            template writes a longer text, the rest is cut off, since the text is refused anyway.
+        max_bytes: Largest size of a text that can fit in the model's context, in bytes. A longer
+            text from a template is truncated, since it is refused anyway.
         tokenizer: Files of the tokenizer, or `None` in a process that renders a template.
         template: Text of the chat template.
         special: Texts of special tokens, for the template.
