@@ -6,12 +6,12 @@ With DoRA (Liu et al., 2024), every row of W + scale B A is divided by its norm 
 trained magnitude. The backward pass treats the norm as a constant, as in PEFT.
 
 The weight of a layer may contain several projections (queries, keys and values). Each projection
-has its own A and B, as in PEFT, but projections that a single Hugging Face module computes share
-one A and one B. All projections are computed together: the A's are stacked, and the B's are blocks
-of a matrix with as many rows as the weight.
+has its own A and B, as in PEFT, but projections that are a single module in Hugging Face models
+share one A and one B. All projections are computed together: the A's are stacked, and the B's are
+blocks of a matrix with as many rows as the weight.
 
-With tensor parallelism, a layer split by columns has whole A's and splits its B's like its weight;
-low-rank products are gathered along the sequence. A layer split by rows splits its A's like its
+With tensor parallelism, a column-parallel layer has whole A's and splits its B's like its weight;
+low-rank products are gathered along the sequence. A row-parallel layer splits its A's like its
 weight and has whole B's; low-rank products are summed over the ranks. Ranks therefore exchange only
 vectors of `rank` elements, and all products equal those of a single process.
 """
@@ -39,7 +39,7 @@ from megatron.parallel.random import split_region
 if TYPE_CHECKING:
     from megatron.parallel.adapter_stack import AdapterStack
 
-WHOLE = "weight"  # the projection's name in layers with only one
+WHOLE = "weight"  # the name of the projection in layers with a single projection
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AdapterPlan:
         rank: The rank of the product B A.
         scale: The factor by which the adapter's output is multiplied.
         dropout: The dropout probability of the adapter's input.
-        is_dora: Whether the norms of the weight's rows are trained separately (DoRA).
+        is_dora: Whether the magnitude of each row of the weight is trained separately (DoRA).
     """
 
     rank: int
@@ -60,10 +60,7 @@ class AdapterPlan:
 
 
 class AdaptedLayer(Protocol):
-    """The attributes of a layer that its adapter needs.
-
-    They are described in `Linear`.
-    """
+    """The attributes of a layer that its adapter needs, as in `Linear`."""
 
     in_features: int
     out_features: int
@@ -77,7 +74,7 @@ class AdapterWeights(nn.Module):
 
     Args:
         linear: The layer.
-        out_features: The output features of the whole projection.
+        out_features: The number of output features of the whole projection.
         plan: The settings of the adapter.
         context: The layer's build context.
     """
@@ -85,7 +82,7 @@ class AdapterWeights(nn.Module):
     def __init__(
         self, linear: AdaptedLayer, out_features: int, plan: AdapterPlan, context: BuildContext
     ) -> None:
-        """Allocate the weights. B starts at zero, so the layer's outputs do not change at first."""
+        """Allocate the weights. B starts at zero, so the adapter's output is zero at first."""
         super().__init__()
         is_divided = context.layout.sequence.size > 1
         is_row, is_column = linear.split == "row", linear.split == "column"
@@ -115,14 +112,14 @@ class AdapterWeights(nn.Module):
 
 
 class Adapter(nn.ModuleDict):
-    """The adapter of a linear layer, which contains each adapted projection's weights by name.
+    """The adapter of a linear layer: the weights of each adapted projection, by name.
 
     Args:
         linear: The layer.
-        names: The projections that are adapted; `WHOLE` if the layer has only one.
+        names: The names of the projections to adapt; `WHOLE` if the layer has only one.
         plan: The settings of the adapter.
         context: The layer's build context.
-        site: The layer's name, which gives the adapter its own dropout mask.
+        site: The name of the layer, from which the adapter's dropout mask is derived.
     """
 
     def __init__(
@@ -145,7 +142,8 @@ class Adapter(nn.ModuleDict):
         self.plan, self.site, self.split = plan, site, linear.split
         self.layout = layout = context.layout
         self.dtype = context.compute_dtype
-        # The weight's rows on this rank: groups, and each projection's rows in a group.
+        # The structure of the weight's rows on this rank: the number of groups, and the number of
+        # rows per group of each projection.
         ranks = layout.tensor.size if linear.split == "column" else 1
         self.groups = max(1, (projections.groups or 1) // ranks)
         self.rows = {
@@ -154,14 +152,14 @@ class Adapter(nn.ModuleDict):
         }
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """Return the layer's output without a bias, on a single tensor rank.
+        """Return the layer's output [s, b, out] without a bias, on a single tensor rank.
 
-        With dropout, this returns `None`: dropout applies only to the adapter's input, so the
-        adapter's products must be computed separately from the frozen weight's.
+        With dropout, this returns `None`: dropout applies only to the adapter's input, so its
+        products must be computed separately from the product with the frozen weight.
 
         Args:
             x: The layer's input [s, b, in].
-            weight: The frozen weight.
+            weight: The frozen weight [..., out, in].
         """
         if self.plan.dropout > 0 and self.training:
             return None
@@ -182,7 +180,7 @@ class Adapter(nn.ModuleDict):
         plan, tensor = self.plan, self.layout.tensor
         a = self._joined_a()
         if plan.dropout > 0 and self.training:
-            # Each rank's part of x gets its own dropout mask, unless every rank has all of x.
+            # Each rank's shard of x gets its own dropout mask, unless every rank has the whole x.
             axis = tensor if self.split == "row" else self.layout.sequence
             with split_region(axis, x.device, self.site):
                 low = F.linear(F.dropout(x, plan.dropout), a)
@@ -201,14 +199,15 @@ class Adapter(nn.ModuleDict):
 
         Args:
             low: The low-rank product that `project_down` returned.
-            out: The product with the frozen weight, without a bias. It may be changed in place.
-            weight: The frozen weight.
+            out: The product with the frozen weight, without a bias, [s, b, out]. It may be changed
+                in place.
+            weight: The frozen weight [..., out, in].
         """
         b = self._joined_b()
         return self._with_magnitudes(_AddProduct.apply(out, low, b), weight, b)
 
     def _with_magnitudes(self, out: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-        """With DoRA, scale the output as if the rows of W + scale B A had the trained norms."""
+        """With DoRA, scale `out` as if the rows of W + scale B A had the trained magnitudes."""
         if not self.plan.is_dora:
             return out
         with torch.no_grad():
@@ -220,7 +219,7 @@ class Adapter(nn.ModuleDict):
         """Set the trained magnitudes to the norms of the frozen weight's rows. Collective.
 
         Args:
-            weight: The frozen weight. With ZeRO stage 3, it and the magnitudes are sharded.
+            weight: The frozen weight. In ZeRO stage 3, the weight and the magnitudes are sharded.
         """
         from torch.distributed.tensor import DTensor  # takes 0.5 s; not needed without adapters
 
@@ -242,13 +241,13 @@ class Adapter(nn.ModuleDict):
         """Return the matrix [out, in] that the adapter adds to the weight, ignoring DoRA.
 
         Args:
-            dtype: The number format in which to compute the matrix.
+            dtype: The data type in which to compute the matrix.
         """
         return self.plan.scale * (self._joined_b().to(dtype) @ self._joined_a().to(dtype))
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the weight that gives the same outputs without an adapter, in fp32.
+        """Return the frozen weight merged with the adapter, in fp32 and in the weight's shape.
 
         Args:
             weight: The frozen weight.
@@ -262,14 +261,14 @@ class Adapter(nn.ModuleDict):
 
     @torch.no_grad()
     def inference_matrices(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the matrices of all projections together, for inference. Collective.
+        """Return the matrices of all projections together, for inference. Collective with DoRA.
 
         Args:
             weight: The frozen weight.
 
         Returns:
-            A [ranks, in], the scaled B [out, ranks], and, with DoRA, the factor by which each row
-            of the weight is multiplied, fp32 [out].
+            A [ranks, in], the scaled B [out, ranks], and the factor by which DoRA multiplies each
+            row of the weight, fp32 [out], or `None` without DoRA.
         """
         a, b = self._joined_a(), self._joined_b()
         ratio = None
@@ -305,12 +304,19 @@ class Adapter(nn.ModuleDict):
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
     def by_projection(self, rows: Tensor) -> dict[str, Tensor]:
-        """Split a vector with one element per row into views [groups, rows], one per projection."""
+        """Split a vector with one element per row of the weight by projection.
+
+        Args:
+            rows: The vector [out].
+
+        Returns:
+            A view [groups, rows per group] for each projection, by name.
+        """
         parts = rows.view(self.groups, -1).split(list(self.rows.values()), dim=1)
         return dict(zip(self.rows, parts, strict=True))
 
     def _magnitudes(self, norms: Tensor) -> Tensor:
-        """Return each row's trained magnitude [out], or its current norm if it has no adapter."""
+        """Return the trained magnitude of each row, [out]; its norm if the row has no adapter."""
         parts = []
         for name, part in self.by_projection(norms).items():
             if name in self:
@@ -324,8 +330,8 @@ class Adapter(nn.ModuleDict):
     def _row_norms(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the norms of the rows of W + scale B A in fp32, [out]. Collective.
 
-        They are computed from |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b, which needs
-        no second matrix of W's size.
+        The norms are computed from |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b, which
+        needs no second matrix of W's size.
         """
         matrix, scaled = unpacked(weight).flatten(0, -2), self.plan.scale * b.float()
         squares = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32).square_()
@@ -336,12 +342,12 @@ class Adapter(nn.ModuleDict):
         return squares.clamp_(min=0).sqrt_()
 
     def _over_inputs(self, x: Tensor) -> Tensor:
-        """Sum over the ranks that split the input features."""
+        """Sum `x` over the ranks that split the input features, if any."""
         return all_reduce(x, self.layout.tensor) if self.split == "row" else x
 
 
 def projections_of(linear: object) -> tuple[str, ...]:
-    """Return the names of a layer's projections. A layer of experts has only one projection."""
+    """Return the names of a layer's projections; `WHOLE` for a layer of experts."""
     projections: Projections | None = getattr(linear, "adapted_as", None)
     return (WHOLE,) if projections is None else projections.names
 
@@ -351,9 +357,9 @@ def _projections(linear: AdaptedLayer) -> Projections:
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """x W^T + scale (x A^T) B^T for a frozen W.
+    """The product x W^T + scale (x A^T) B^T for a frozen W.
 
-    In both directions the low-rank product is written first and the product with W adds to it. The
+    In both passes the low-rank product is written first, and the product with W adds to it. The
     opposite order would take another memory-bound pass over the result.
     """
 
@@ -382,10 +388,10 @@ class _AdaptedProduct(torch.autograd.Function):
 
 
 class _DownProduct(torch.autograd.Function):
-    """Return x, for the product with the frozen weight, and x A^T.
+    """The product x A^T, returned together with x for the product with the frozen weight.
 
-    When the backward pass arrives here, the gradient of x is complete except for the term from
-    x A^T. The product that computes this term adds it in the same pass over memory.
+    When the backward pass reaches this function, the gradient of x is complete except for the term
+    from x A^T. The product that computes this term adds it in the same pass over memory.
     """
 
     @staticmethod

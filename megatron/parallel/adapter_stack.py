@@ -1,12 +1,12 @@
 """Several trained adapters for one frozen weight; each token uses one of them or none.
 
-The weight may be the stacked weights of a mixture's experts.
+The frozen weight may contain the weights of all experts of a mixture.
 
-The A's of all adapters are stacked, and the B's are side by side, so that two products serve a
-batch with any mixture of adapters. Between the products, each token's results for other adapters
-are set to zero. The adapters' ranks may differ. The cost grows with the sum of the ranks, not with
-the number of tokens that use an adapter. Tensors keep their addresses, so that CUDA graphs can
-record the products.
+The A's of all adapters are stacked, and the B's are side by side, so two products serve a batch
+with any combination of adapters. Between the products, each token's results for other adapters are
+set to zero. The adapters' ranks may differ. The cost grows with the sum of the ranks, not with the
+number of tokens that use an adapter. Tensors keep their addresses, so CUDA graphs can record the
+products.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LayerAdapter:
     """The matrices of one adapter in one layer.
 
     Attributes:
-        index: The adapter, counted from 1.
+        index: The index of the adapter, counted from 1.
         a: All A's of the layer, [ranks, in]; for experts [experts, rank, in].
         b: All B's, multiplied by the adapter's scale, [out, ranks]; for experts [experts, out,
             rank].
@@ -65,10 +65,10 @@ class LayerAdapter:
 
     @classmethod
     def of(cls, index: int, adapter: Adapter | ExpertAdapter, weight: Tensor) -> LayerAdapter:
-        """Return the matrices of an adapter. With DoRA, this is collective.
+        """Return the matrices of an adapter. Collective with DoRA.
 
         Args:
-            index: The adapter, counted from 1.
+            index: The index of the adapter, counted from 1.
             adapter: The adapter of a layer.
             weight: The layer's frozen weight.
         """
@@ -76,7 +76,7 @@ class LayerAdapter:
 
 
 def _stack(adapters: Sequence[LayerAdapter]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all A's [..., ranks, in], all B's [..., out, ranks] and the adapter of each rank."""
+    """Return all A's [..., ranks, in], all B's [..., out, ranks], and each rank's adapter."""
     first = adapters[0]
     count = sum(adapter.a.shape[-2] for adapter in adapters)
     ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` and grouped products support
@@ -100,8 +100,8 @@ class TokenAdapters(NamedTuple):
 
     Attributes:
         a: All A's [ranks, in].
-        b: All B's, multiplied by their adapters' scales [out, ranks].
-        mask: 1 for the ranks of the token's adapter, otherwise 0: [s, ranks].
+        b: All B's, multiplied by their adapters' scales, [out, ranks].
+        mask: 1 for the ranks of the token's adapter, otherwise 0, [s, ranks].
         ratios: DoRA's factor for each row of the weight, [s, out]; `None` without DoRA.
     """
 
@@ -120,7 +120,7 @@ class AdapterStack(nn.Module):
         rows: The adapters of the tokens.
         products: The implementation of the matrix products.
         layout: The grid of processes as this process sees it.
-        of_outputs: Whether the layer computes only the tokens whose logits are needed.
+        of_outputs: Whether the layer processes only the tokens whose logits are needed.
     """
 
     a: Tensor
@@ -156,16 +156,16 @@ class AdapterStack(nn.Module):
 
     @property
     def _adapter_indices(self) -> Tensor | None:
-        """The adapter of each token that the layer computes."""
+        """The adapter of each token that the layer processes; `None` if no token has one."""
         return self._rows.of_outputs if self._of_outputs else self._rows.of_tokens
 
     @contextmanager
     def reading(self, tokens: Callable[[], Tensor]) -> Iterator[None]:
-        """Inside the context, choose the adapters of rows that are not the step's tokens.
+        """Return a context in which the layer processes rows other than the tokens of the step.
 
         Args:
-            tokens: A function that returns, for each row, the index of a token that uses the row's
-                adapter, int64 [rows].
+            tokens: A function that returns, for each row, the index of the token that determines
+                the row's adapter, int64 [rows].
         """
         of_tokens = self._rows.of_tokens
         if of_tokens is not None:
@@ -176,10 +176,10 @@ class AdapterStack(nn.Module):
             self._rows.of_tokens = of_tokens
 
     def for_tokens(self, count: int) -> TokenAdapters | None:
-        """Return the matrices and which ranks each token uses, or `None` if no token uses any.
+        """Return the matrices and the ranks that each token uses, or `None` if no token uses any.
 
         Args:
-            count: The number of tokens to compute, counted from the first token of the step.
+            count: The number of tokens to process, from the first token of the step.
         """
         if self._adapter_indices is None:
             return None
@@ -190,7 +190,7 @@ class AdapterStack(nn.Module):
         )
 
     def product(self, x: Tensor, weight: Tensor) -> None:
-        """Return `None`: the adapters' products are separate from the frozen weight's."""
+        """Return `None`, because the adapters' products are computed separately."""
 
     def project_down(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply the layer's input by the A's.
@@ -199,8 +199,8 @@ class AdapterStack(nn.Module):
             x: The layer's input [s, b, in].
 
         Returns:
-            The input, and the low-rank product [s, b, ranks] with zeros for the adapters that a
-            token does not use, or `None` if no token uses an adapter.
+            The input, and the low-rank product [s, b, ranks], in which a token's values for other
+            adapters are zero, or `None` if no token uses an adapter.
         """
         indices = self._adapter_indices
         if indices is None:
@@ -215,7 +215,8 @@ class AdapterStack(nn.Module):
 
         Args:
             low: The low-rank product that `project_down` returned.
-            out: The product with the frozen weight, without a bias. It may be changed in place.
+            out: The product with the frozen weight, without a bias, [s, b, out]. It is changed in
+                place.
             weight: The frozen weight.
         """
         up, _ = self._products.forward(LinearCall(low, self.b, training=False))
@@ -241,20 +242,20 @@ class ExpertAdapterStack(nn.Module):
     def __init__(
         self, adapters: Sequence[LayerAdapter], rows: AdapterRows, product: GroupedProduct
     ) -> None:
-        """Copy the matrices into one tensor each."""
+        """Copy all A's into one tensor and all B's into another."""
         super().__init__()
         self._rows, self._product = rows, product
         for name, tensor in zip(("a", "b", "owners"), _stack(adapters), strict=True):
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, rows: Tensor, grouping: Grouping) -> Tensor | None:
-        """Return the outputs of the adapters for each expert's rows, [n, in] -> [n, out].
+        """Return the outputs of the adapters for each expert's rows: [n, in] -> [n, out].
 
         The result is `None` if no token uses an adapter.
 
         Args:
             rows: The rows of all experts.
-            grouping: How the rows are grouped by expert. Its tokens are those of the step.
+            grouping: How the rows of the step's tokens are grouped by expert.
         """
         of_tokens = self._rows.of_tokens
         if of_tokens is None:

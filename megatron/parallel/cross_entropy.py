@@ -1,8 +1,8 @@
 """Cross entropy over a vocabulary split over tensor ranks, without fp32 copies of logits.
 
 Logits are the largest activation of a language model. This module keeps a single copy of them in
-their original format, and their gradient may reuse its memory. `linear_cross_entropy` never holds
-all logits in memory.
+their original dtype, and their gradient may reuse the memory of this copy. `linear_cross_entropy`
+never has all logits in memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from megatron.parallel.layout import Axis
 from megatron.parallel.linear import WeightSlot
 from megatron.parallel.products import LinearCall
 
-# Number of logits that `linear_cross_entropy` holds at a time. Each chunk reads and writes the
-# weight's whole gradient. With fewer rows per chunk, this would take longer than the products.
+# The number of logits that `linear_cross_entropy` has in memory at a time. Each chunk reads and
+# writes the weight's whole gradient. With fewer rows per chunk, this would take longer than the
+# products.
 CHUNK_LOGITS = 2**29
 _ROWS_OF_A_TILE = 128  # rows in a tile of a product
 
@@ -37,16 +38,16 @@ def vocabulary_cross_entropy(
     form: CrossEntropy = REFERENCE,
     reuse_logits: bool = False,
 ) -> Tensor:
-    """Return -log softmax(logits)[label] over the whole vocabulary.
+    """Return the cross entropy -log softmax(logits)[label] over the whole vocabulary.
 
     Args:
         logits: This rank's shard of the logits over the padded vocabulary, [s, b, v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
         axis: The tensor axis.
         form: The implementation, a kernel or plain PyTorch.
-        reuse_logits: Whether the backward pass writes the gradient over the logits. If so, nothing
-            else may need the logits, and the backward pass can run only once. Autograd raises an
-            error on any later use.
+        reuse_logits: Whether the backward pass overwrites the logits with their gradient. If so,
+            nothing else may need the logits, and the backward pass can run only once. Autograd
+            raises an error on any later use.
 
     Returns:
         The losses [s, b] in fp32, equal on every rank.
@@ -82,14 +83,30 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def local_labels(labels: Tensor, axis: Axis, size: int) -> Tensor:
-    """Return labels [n] counted from this rank's first of `size` vocabulary entries."""
+    """Return labels relative to this rank's first vocabulary entry, [n].
+
+    Args:
+        labels: The labels, as ids in the whole vocabulary.
+        axis: The tensor axis.
+        size: The number of vocabulary entries per rank.
+    """
     return labels.reshape(-1) - axis.rank * size
 
 
 def join_statistics(
     part: Statistics, local: Tensor, size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the maxima, exponential sums and losses of whole rows [n], with two collectives."""
+    """Combine the statistics of all ranks' logits, with two collectives.
+
+    Args:
+        part: The statistics of this rank's shard of the logits.
+        local: The labels relative to this rank's first vocabulary entry, [n].
+        size: The number of vocabulary entries per rank.
+        axis: The tensor axis.
+
+    Returns:
+        The maximum, the sum of exponentials and the loss of each whole row, fp32 [n].
+    """
     if axis.size == 1:
         return part.maxima, part.sums, part.sums.log() - (part.targets - part.maxima)
     maxima = all_reduce(part.maxima.clone(), axis, dist.ReduceOp.MAX)
@@ -122,22 +139,22 @@ def linear_cross_entropy(
     slot: WeightSlot | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> ChunkedLoss:
-    """Return the cross entropy of x W^T + bias, computed from a few rows of logits at a time.
+    """Return the cross entropy of the logits x W^T + bias, computing a few rows at a time.
 
     While a chunk of logits exists, the forward pass already computes the gradients of
-    sum(losses * loss_mask), so that no product is computed twice. The backward pass multiplies them
-    by the gradient of that sum, a single number. Only this sum can be differentiated.
+    sum(losses * loss_mask), so no product is computed twice. The backward pass multiplies these
+    gradients by the gradient of the sum, a single number. Only the sum can be differentiated.
 
     Args:
-        call: The operands of the product that yields the logits: the input [s, b, h], or this
-            rank's part [s/t, b, h] with sequence parallelism; this rank's rows of the weight,
-            [v/t, h]; and the bias [v/t].
+        call: The arguments of the product that computes the logits: the input [s, b, h], or
+            [s/t, b, h] with sequence parallelism; this rank's rows of the weight, [v/t, h]; and the
+            bias [v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
-        communication: The communication around the product.
+        communication: The collectives before and after the product.
         loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
         form: The implementation, a kernel or plain PyTorch.
-        slot: The destination of the weight's gradient; `None` leaves it to autograd.
-        chunk_logits: The number of logits computed at a time.
+        slot: The destination of the weight's gradient; `None` leaves the gradient to autograd.
+        chunk_logits: The number of this rank's logits to compute at a time.
     """
     mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
     weight = call.weight if slot is None else call.weight.detach()
@@ -148,7 +165,7 @@ def linear_cross_entropy(
 
 
 class _Chunking(NamedTuple):
-    """The settings of `linear_cross_entropy`, and whether autograd needs gradients."""
+    """The settings of `linear_cross_entropy`, and whether to compute gradients."""
 
     communication: Communication
     form: CrossEntropy
@@ -203,7 +220,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # `grad`, but exactly 0 if no token counts.
         factor = (grad * mask * mask).sum() / squares / _UNIT
         # The view has one dimension, because on a GPU a zero-dimensional operand is rounded to the
-        # format of the other operand. In bf16, this would change all gradients of the network by up
+        # dtype of the other operand. In bf16, this would change all gradients of the network by up
         # to 0.2%; in fp16, some would be lost.
         input_grad = torch.empty_like(input_sum)
         torch.mul(input_sum, factor.view(1), out=input_grad)
@@ -249,10 +266,13 @@ class _HeadGradients:
         return cls(x.new_empty(x.shape), of_weight, of_bias)
 
     def add(self, rows: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Add the contribution of `rows`.
+        """Add the contribution of some rows.
 
-        `of_logits` is the gradient of these rows' logits, [rows, v/t], and `x` is their input,
-        [rows, h].
+        Args:
+            rows: The indices of the rows.
+            of_logits: The gradient of the rows' logits, [rows, v/t].
+            x: The input of the rows, [rows, h].
+            weight: The weight [v/t, h].
         """
         torch.mm(of_logits, weight, out=self.input.flatten(0, -2)[rows])
         if self.weight is not None:
@@ -262,7 +282,7 @@ class _HeadGradients:
 
 
 def _chunks(rows: int, size: int, limit: int) -> Iterator[slice]:
-    """Return equal parts of the rows, each with at most about `limit` elements (`size` per row)."""
+    """Divide the rows, of `size` elements each, into chunks of at most about `limit` elements."""
     count = max(1, min(rows, -(-rows * size // limit)))
     height = -(-rows // count)
     if height > _ROWS_OF_A_TILE:

@@ -1,6 +1,6 @@
-"""Divergence from a teacher's distribution over a vocabulary split over tensor ranks.
+"""Divergence from a teacher's distribution, over a vocabulary split over tensor ranks.
 
-Logits keep their format. fp32 values exist only for a few tokens at a time.
+Logits keep their dtype. fp32 values exist only for a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TopLogProbs(NamedTuple):
     """The most likely next tokens in a teacher's distribution, the same on every tensor rank.
 
     Attributes:
-        ids: Ids in the whole vocabulary, [..., k]; -1 means no entry.
-        values: Their log-probabilities, [..., k]; -inf for no entry.
+        ids: The tokens, as ids in the whole vocabulary, [..., k]; -1 means no entry.
+        values: The log-probabilities of these tokens, [..., k]; -inf for no entry.
         rest: The log-probability of all other tokens together, [...]; -inf if there are none.
     """
 
@@ -38,25 +38,25 @@ class VocabularyPart(NamedTuple):
 
     Attributes:
         axis: The tensor axis.
-        entries: The size of the tokenizer's vocabulary. The padding after its entries is not part
-            of a teacher's distribution.
+        entries: The size of the tokenizer's vocabulary. A teacher's distribution excludes the
+            padding after these entries.
     """
 
     axis: Axis
     entries: int
 
     def real(self, size: int) -> int:
-        """Return how many of this rank's `size` entries are not padding."""
+        """Return the number of this rank's `size` entries that are not padding."""
         return min(max(self.entries - self.axis.rank * size, 0), size)
 
 
 class DistillationLosses(NamedTuple):
-    """The two losses of each token, fp32 [s, b], equal on every tensor rank.
+    """Two losses per token, fp32 [s, b], equal on every tensor rank.
 
     Attributes:
         cross_entropy: -log softmax(logits)[label].
         divergence: T^2 * KL(teacher || student), with both distributions at temperature T. The
-            factor keeps the size of the gradients the same for every T (Hinton et al., 2015).
+            factor keeps the magnitude of gradients the same for every T (Hinton et al., 2015).
     """
 
     cross_entropy: Tensor
@@ -73,20 +73,21 @@ def distillation_losses(
     form: CrossEntropy = REFERENCE,
     reuse_logits: bool = False,
 ) -> DistillationLosses:
-    """Return each token's cross entropy and its divergence from a teacher.
+    """Return each token's cross entropy, and its divergence from a teacher's distribution.
 
-    With a teacher's top k, the distributions have k + 1 outcomes: these k tokens, and any other
-    token. Their divergence never exceeds the divergence over the whole vocabulary.
+    If only the teacher's top k are known, the distributions have k + 1 outcomes: the k tokens, and
+    any other token. The divergence never exceeds the divergence over the whole vocabulary.
 
     Args:
         logits: This rank's shard of the logits over the padded vocabulary, [s, b, v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
-        teacher: The teacher's logits [s, b, v/t], or its top k for [s, b] tokens at `temperature`.
+        teacher: The teacher's logits [s, b, v/t], or its top k log-probabilities at `temperature`
+            for [s, b] tokens.
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
-        temperature: The number T by which logits are divided for the divergence.
+        temperature: The temperature T, by which logits are divided for the divergence.
         form: The implementation of the cross entropy, a kernel or plain PyTorch.
-        reuse_logits: Whether the backward pass writes the gradient over the logits. If so, nothing
-            else may need them, and the backward pass can run only once.
+        reuse_logits: Whether the backward pass overwrites the logits with their gradient. If so,
+            nothing else may need the logits, and the backward pass can run only once.
     """
     n = labels.numel()
     parts: tuple[Tensor, ...]
@@ -116,13 +117,13 @@ def top_log_probs(
     Args:
         logits: This rank's shard of the logits of n tokens, [n, v/t].
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
-        k: The largest number of entries per token; all entries if k exceeds the vocabulary.
-        p: The probability to cover. Entries beyond those needed to reach it are left out.
-        min_k: The number of entries to keep regardless of `p`.
-        temperature: The number by which logits are divided.
+        k: The maximum number of entries per token; values above the vocabulary size keep all.
+        p: The total probability to cover with as few entries as possible; `None` keeps k entries.
+        min_k: The minimum number of entries, regardless of `p`.
+        temperature: The temperature, by which logits are divided.
 
     Returns:
-        Ids and values [n, k], the most likely first, and the rest [n].
+        The ids and values [n, k], the most likely first, and `rest` [n].
     """
     axis, size = vocabulary.axis, logits.shape[1]
     real, k = vocabulary.real(size), min(k, vocabulary.entries)
@@ -170,8 +171,8 @@ class _Distillation(torch.autograd.Function):
         part = options.form.statistics(rows, local)
         maxima, sums, loss = join_statistics(part, local, size, axis)
         divergence = torch.empty_like(loss)
-        # For each token: the log of the student's sum of exponentials, and either the teacher's or,
-        # with a top k, the log of the probability outside it.
+        # Two values per token: the log of the student's sum of exponentials; and the log of the
+        # teacher's sum or, with a top k, of the student's probability outside the top k.
         notes = torch.empty(2, n, device=rows.device)
         for chunk_rows in _chunks(n, size):
             chunk = _chunk_of(rows, teacher, chunk_rows, options)
@@ -209,7 +210,7 @@ class _Distillation(torch.autograd.Function):
 def _chunk_of(
     rows: Tensor, teacher: Any, chunk_rows: slice, options: _Options
 ) -> _WholeChunk | _TopChunk:
-    """Return the fp32 values of a few tokens."""
+    """Return the fp32 logits of a few tokens, together with the teacher's distribution."""
     axis, size = options.vocabulary.axis, rows.shape[1]
     real = options.vocabulary.real(size)
     x = rows[chunk_rows, :real].float() / options.temperature
@@ -272,8 +273,8 @@ def _locate(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     """Find ids [n, k] among this rank's `real` entries, whose ids begin at `first`.
 
     Returns:
-        The index of each id among the entries, [n, k], which is `real` if another rank holds the
-        id; and whether each entry is one of its row's ids, [n, real].
+        The index of each id among the entries, [n, k], or `real` for ids of other ranks; and
+        whether each entry is one of its row's ids, [n, real].
     """
     columns = torch.where((ids >= first) & (ids < first + real), ids - first, real)
     hits = torch.zeros(len(ids), real + 1, dtype=torch.bool, device=ids.device)
@@ -298,6 +299,6 @@ def _log_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _chunks(rows: int, size: int) -> Iterator[slice]:
-    """Return slices of at most about CHUNK elements each, with at least one row."""
+    """Divide rows of `size` elements each into chunks of at most CHUNK elements, or one row."""
     height = max(1, CHUNK // size)
     return (slice(i, min(i + height, rows)) for i in range(0, rows, height))

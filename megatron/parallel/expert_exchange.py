@@ -1,9 +1,9 @@
-"""The exchange of tokens between the processes that divide the experts.
+"""The exchange of tokens between the processes among which experts are divided.
 
-A token is sent once to every process that has some of its experts. That process returns the
-weighted sum of their outputs, and the token's own process adds up the sums. If nearly every token
-goes to nearly every process, all tokens are gathered on all processes instead. No process then
-needs to know in advance how many tokens will arrive from another.
+A token is sent once to every process that has any of its experts. Each of these processes returns
+the weighted sum of its experts' outputs, and the token's own process adds up the sums. If nearly
+every token goes to nearly every process, all tokens are gathered on all processes instead. No
+process then needs to know in advance how many tokens it will receive from another.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from megatron.parallel.collectives import (
 from megatron.parallel.exchange import Exchange
 from megatron.parallel.layout import Axis, Layout
 
-# If at least this share of the tokens needs a process, all tokens are sent there.
+# If at least this fraction of the tokens uses a process's experts, all tokens are sent to it.
 _NEARLY_ALL = 0.75
 
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """The tokens that use experts of this process. They may still be in transit.
+    """The tokens that this process has received for its experts. They may still be in transit.
 
     Attributes:
         tokens: The tokens, [R, h].
-        choices: The experts that each token uses, numbered from this process's first, int64 [R, k];
+        choices: The experts of each token, relative to this process's first expert, int64 [R, k];
             -1 for experts of other processes.
         weights: The weights of these choices, fp32 [R, k].
-        count: A function that returns how many choices are experts on this process, and may wait
-            for the device; `None` if the number is not needed.
-        return_outputs: A function that starts sending the outputs for these tokens, [R, h], back.
-            It returns a function that waits for the sums for this process's own tokens, [T, h].
-            `None` without an exchange.
+        count: A function that returns the number of choices that are experts of this process. It
+            may wait for the device. `None` if the number is not needed.
+        return_outputs: A function that starts sending the outputs for these tokens, [R, h], back to
+            their processes. It returns a function that waits for the sums of outputs for this
+            process's own tokens, [T, h]. `None` if experts are not divided.
     """
 
     tokens: Tensor | InTransit
@@ -61,19 +61,21 @@ class DispatchedTokens:
 
     @property
     def deferred_work(self) -> list[Callable[[], None]] | None:
-        """Functions to run while the tokens' gradients are sent; `None` without an exchange."""
+        """Functions to run while the tokens' gradients are in transit; `None` if none are sent."""
         if isinstance(self.tokens, InTransit) and self.tokens.has_gradient:
             return self.tokens.deferred_work
         return None
 
     def rows(self, experts: int, library: KernelLibrary | None) -> tuple[Tensor, Grouping]:
-        """Return the tokens as rows sorted by expert, [n, h], and their order. Call this only once.
+        """Return the tokens as rows sorted by expert, [n, h], and their grouping.
+
+        Call this method only once.
 
         Args:
-            experts: Number of experts on this process.
+            experts: The number of experts on this process.
             library: Compiled kernels; `None` means PyTorch's operations.
         """
-        grouping = Grouping.of(self.choices, experts)  # while tokens are sent
+        grouping = Grouping.of(self.choices, experts)  # while tokens are in transit
         if self.count is not None:
             grouping = grouping.first(self.count())
         if isinstance(self.tokens, InTransit):
@@ -82,19 +84,21 @@ class DispatchedTokens:
 
 
 def share_reached(experts: int, chosen: int, ranks: int) -> float:
-    """Return the fraction of tokens that use a process's experts if all choices are equally likely.
+    """Return the expected fraction of tokens that use a process's experts.
+
+    All choices of experts are assumed to be equally likely.
 
     Args:
-        experts: Total number of experts.
-        chosen: Number of experts per token.
-        ranks: Number of processes that divide the experts.
+        experts: The total number of experts.
+        chosen: The number of experts per token.
+        ranks: The number of processes among which experts are divided.
     """
     elsewhere = experts - experts // ranks
     return 1 - math.comb(elsewhere, chosen) / math.comb(experts, chosen)
 
 
 def gathers_all(experts: int, chosen: int, ranks: int) -> bool:
-    """Return whether all tokens are sent to all processes, given that each has equally many tokens.
+    """Return whether all tokens are sent to all processes if each has the same number of tokens.
 
     The arguments are those of `share_reached`.
     """
@@ -102,21 +106,22 @@ def gathers_all(experts: int, chosen: int, ranks: int) -> bool:
 
 
 class ExpertExchange:
-    """The path that tokens take to their experts and back.
+    """The exchange that sends tokens to their experts and returns the experts' outputs.
 
-    Buckets average the gradients of experts over the processes that hold the same experts.
-    Gradients are therefore divided here by the number of other processes whose tokens arrive.
+    Buckets average the gradients of experts over the processes that hold the same experts. The
+    exchange therefore divides these gradients by the number of processes that send tokens to an
+    expert.
 
     Args:
         layout: The grid of processes.
-        experts: Total number of experts.
-        chosen: Number of experts per token.
+        experts: The total number of experts.
+        chosen: The number of experts per token.
         library: Compiled kernels; `None` means PyTorch's operations.
         exchange: The exchange that sends rows if all processes have the same number of tokens;
-            `None` runs collectives.
+            `None` uses collectives.
 
     Attributes:
-        local: Number of experts on each process.
+        local: The number of experts on each process.
     """
 
     def __init__(
@@ -163,12 +168,13 @@ class ExpertExchange:
         """Start sending this process's sums of outputs back to the tokens' processes.
 
         Args:
-            outputs: The weighted sum of each token's outputs, [R, h].
-            dispatched: The tokens.
+            outputs: The weighted sum of the outputs of this process's experts for each token,
+                [R, h].
+            dispatched: The tokens that `dispatch` returned.
 
         Returns:
-            A function that waits for the sum of each token's outputs, [T, h]. It is collective like
-            `send`.
+            A function that waits for the sum over all experts of each of this process's own tokens,
+            [T, h]. Calling it is collective, like `dispatch`.
         """
         finish = None if dispatched.return_outputs is None else dispatched.return_outputs(outputs)
 
@@ -187,8 +193,8 @@ class ExpertExchange:
     ) -> DispatchedTokens:
         """Gather all tokens. The host waits for the number of rows only when `count` is called.
 
-        Before that, the host queues all work that does not depend on the number, so that the device
-        is busy while the host wakes up.
+        Until then, the host queues all work that does not depend on this number, so the device
+        stays busy while the host waits.
         """
         choices = gather_rows_to(choices, axis)
         choices = self._local_choices(choices, axis.rank)
@@ -236,13 +242,13 @@ class ExpertExchange:
         )
 
     def _local_choices(self, choices: Tensor, rank: Tensor | int) -> Tensor:
-        """Return choices, numbered from a rank's first expert; -1 for other ranks' experts."""
+        """Return choices relative to a rank's first expert; -1 for experts of other ranks."""
         choices = choices - rank * self.local
         return torch.where((choices >= 0) & (choices < self.local), choices, -1)
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return x, whose gradient will be multiplied by a factor."""
+    """Return `x`, with a backward pass that multiplies the gradient by a factor."""
     return x if factor == 1 else _Scaled.apply(x, factor)
 
 

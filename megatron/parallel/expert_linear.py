@@ -1,7 +1,7 @@
-"""Linear layers of a mixture's experts, and their low-rank adapters (LoRA).
+"""Linear layers of the experts in a mixture, and their low-rank adapters (LoRA).
 
-All experts' weights are one tensor [experts, out, in]. Rows are grouped by expert, and each group
-is multiplied by its expert's matrix.
+The weights of all experts are one tensor [experts, out, in]. Rows are grouped by expert, and each
+group is multiplied by its expert's matrix.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class ExpertLinear(nn.Module):
     then has a gradient for the bias, and all ranks send their buckets in the same order.
 
     Args:
-        shape: Shape of all weights: experts, outputs (or projections and outputs per projection),
-            inputs.
-        context: Layout, device, kernels and number formats.
+        shape: The shape of the weights of all experts, [experts, out, in] or [experts,
+            projections, out per projection, in].
+        context: The build context.
         split_dim: The dimension that is split over expert tensor ranks.
-        init: Distribution of the initial weights.
+        init: The distribution of the initial weights.
         bias: Whether each expert has a bias.
 
     Attributes:
-        adapter: The adapter that adds trained products to those of frozen weights, or a stack of
-            adapters of which each token uses one; `None` for none.
+        adapter: An adapter that adds to the output of frozen weights, or a stack of adapters, one
+            of which is used for each token; `None` for none.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class ExpertLinear(nn.Module):
         Args:
             rows: The rows of all experts.
             grouping: How the rows are grouped by expert.
-            later: A list of functions that will be called after this layer's backward pass. The
-                computation of the weights' gradients is added to it; `None` computes them together
-                with the rows' gradient.
+            later: A list of functions that will be called after this layer's backward pass, to
+                which the layer adds the computation of its weight gradient. `None` computes the
+                weight gradient immediately.
         """
         weight, owner = self.weight.view(self._shape), None
         if self._queue is not None or self._gradient.slot is not None:
@@ -119,7 +119,7 @@ class ExpertLinear(nn.Module):
             out = out + added
         if self.bias is None:
             return out
-        # Rows without an expert read a row of zeros, so that their arbitrary gradients are dropped.
+        # Rows without an expert read a row of zeros, which drops their arbitrary gradients.
         biases = F.pad(self.bias.view(self._shape[:-1]), (0, 0, 0, 1))
         if self._bias_share < 1:
             biases = biases * self._bias_share
@@ -129,8 +129,9 @@ class ExpertLinear(nn.Module):
 class ExpertAdapterWeights(nn.Module):
     """The weights of all experts' adapters: a [experts, rank, in], b [experts, out, rank].
 
-    If expert tensor ranks split the inputs, each rank multiplies its part by its part of A, and the
-    result by all of B. The sum over ranks that follows the layer then includes the adapters.
+    If expert tensor ranks split the input features, each rank multiplies its shard of the input by
+    its shard of A, and the result by the whole B. The sum over ranks after the layer then includes
+    the adapters.
 
     Args:
         linear: The layer.
@@ -139,7 +140,7 @@ class ExpertAdapterWeights(nn.Module):
     """
 
     def __init__(self, linear: ExpertLinear, plan: AdapterPlan, context: BuildContext) -> None:
-        """Allocate the weights. B starts at zero, so the layer's outputs do not change at first."""
+        """Allocate the weights. B starts at zero, so the adapters' outputs are zero at first."""
         super().__init__()
         experts, *outputs, inputs = linear.shape
         is_row = linear.split_dim == len(linear.shape) - 1
@@ -163,9 +164,9 @@ class ExpertAdapterWeights(nn.Module):
 
 
 class ExpertAdapter(nn.ModuleDict):
-    """The adapters of a linear layer of all experts.
+    """The adapters of the experts in an `ExpertLinear`.
 
-    Each expert has its own A and B for the whole layer, as in PEFT. Gate and up share them.
+    Each expert has its own A and B, as in PEFT. The gate and up projections share them.
 
     Args:
         linear: The layer.
@@ -186,7 +187,12 @@ class ExpertAdapter(nn.ModuleDict):
         self._padding = -plan.rank % _ALIGNED if is_library else 0
 
     def forward(self, rows: Tensor, grouping: Grouping) -> Tensor:
-        """Return the output of the adapters for each expert's rows: [n, in] -> [n, out]."""
+        """Return the outputs of the adapters for each expert's rows: [n, in] -> [n, out].
+
+        Args:
+            rows: The rows of all experts.
+            grouping: How the rows are grouped by expert.
+        """
         a, b = self._matrices()
         if self._padding:
             a, b = F.pad(a, (0, 0, 0, self._padding)), F.pad(b, (0, self._padding))
@@ -197,7 +203,7 @@ class ExpertAdapter(nn.ModuleDict):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the weight that gives the same outputs without an adapter, in fp32.
+        """Return the frozen weight merged with the adapters, in fp32 and in the weight's shape.
 
         Args:
             weight: The frozen weight.
@@ -219,7 +225,7 @@ class ExpertAdapter(nn.ModuleDict):
         """Return A [experts, rank, in] and B [experts, out, rank]."""
         weights = self[WHOLE]
         assert isinstance(weights, ExpertAdapterWeights)
-        # ZeRO stage 3 stores them as matrices.
+        # ZeRO stage 3 stores the weights as matrices.
         a = weights.a.view(self._experts, self.plan.rank, -1)
         return a, weights.b.view(self._experts, -1, self.plan.rank)
 
@@ -260,7 +266,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """The product that computes the weight gradients of all experts, not yet run."""
+    """The product for the weight gradients of all experts, which has not been computed yet."""
 
     def __init__(
         self, product: GroupedProduct, grad: Tensor, rows: Tensor, ends: Tensor, shape: torch.Size
@@ -271,6 +277,6 @@ class _WeightGradient:
         """Do nothing, because both operands are on this process."""
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
-        """Write the gradient to `into` [experts out, in], or add it there."""
+        """Write the gradient to `into` [experts * out, in], or add it if `accumulate`."""
         into = into.view(self._shape)
         self._product.weight_gradient(*self._operands, into, accumulate=accumulate)

@@ -1,11 +1,11 @@
 """Frozen weights in 8 or 4 bits, for training adapters (QLoRA, Dettmers et al., 2023).
 
-A `PackedWeight` represents a matrix. It is a tensor without its own memory, and every operation on
-it recomputes the matrix from codes and scales (kernels/quantize.py). A product therefore saves only
-the codes for the backward pass, and the matrix exists only while a product reads it.
+A `PackedWeight` is a tensor subclass that stores a matrix as codes and scales. Operations that need
+the values recompute them (kernels/quantize.py). A product therefore saves only the codes for the
+backward pass, and the whole matrix is in memory only while a product reads it.
 
-Reading the matrix back and quantizing it again changes nothing. A checkpoint can therefore store
-the matrix in the weights' wider format, and a resumed run continues with the same bits.
+Quantizing the dequantized matrix again changes nothing. A checkpoint can therefore store the matrix
+in its wider dtype, and a resumed run continues with the same bits.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:  # slow to import
 
 
 class PackedWeight(torch.Tensor):
-    """A frozen matrix that is stored in 8 or 4 bits and read in a wider format.
+    """A frozen matrix that is stored in 8 or 4 bits and read in a wider dtype.
 
-    `copy_` quantizes its source. Views of other shapes that keep blocks whole, and slices of the
+    `copy_` quantizes its source. Views in other shapes that keep blocks whole, and slices of the
     first dimension, are also packed; all other results are plain tensors. The weight has no
     gradient.
 
     Attributes:
         codes: The codes, uint8 [..., in], or [..., in / 2] for nf4.
-        scales: The scale of each block, [..., in / BLOCK], in the format of the values.
+        scales: The scale of each block, [..., in / BLOCK], in the dtype of the values.
         form: The format of the codes.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
@@ -54,12 +54,12 @@ class PackedWeight(torch.Tensor):
         form: FrozenFormat,
         library: KernelLibrary | None = None,
     ) -> PackedWeight:
-        """Create the matrix with these codes and scales.
+        """Create a matrix from its codes and scales.
 
         Args:
             cls: This class.
-            codes: The codes.
-            scales: The scales.
+            codes: The codes, uint8 [..., in], or [..., in / 2] for nf4.
+            scales: The scale of each block, [..., in / BLOCK].
             form: The format of the codes.
             library: Compiled kernels; `None` means PyTorch's operations.
         """
@@ -81,17 +81,17 @@ class PackedWeight(torch.Tensor):
         device: torch.device,
         library: KernelLibrary | None = None,
     ) -> PackedWeight:
-        """Allocate a weight whose values are not set.
+        """Allocate an uninitialized weight.
 
         Args:
-            shape: The shape; the last dimension is a multiple of `BLOCK`.
+            shape: The shape. The last dimension must be a multiple of `BLOCK`.
             form: The format of the codes.
-            dtype: The number format of the values, and of the scales.
+            dtype: The data type of the values and of the scales.
             device: The device.
             library: Compiled kernels for the device; `None` means PyTorch's operations.
 
         Raises:
-            ValueError: The last dimension cannot be cut into blocks.
+            ValueError: The last dimension is not a multiple of `BLOCK`.
         """
         *rows, width = shape
         if width % BLOCK:
@@ -104,7 +104,7 @@ class PackedWeight(torch.Tensor):
         return cls(codes, scales, form, library)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return the format and the shape."""
+        """Return a description with the format, dtype and shape."""
         return f"PackedWeight({self.form}, {self.dtype}, {list(self.shape)})"
 
     @property
@@ -130,7 +130,7 @@ class PackedWeight(torch.Tensor):
             mesh: The processes that share the weight.
             outer_size: The shape of the whole weight.
             outer_stride: The strides of the whole weight.
-            module: The module that holds it.
+            module: The module that contains the weight.
             mp_policy: The data types of the other weights.
         """
         return (self.codes, self.scales), None
@@ -148,8 +148,9 @@ class PackedWeight(torch.Tensor):
         Args:
             gathered: The codes and scales of all rows.
             metadata: Unused.
-            dtype: The number format of the values, which is that of the scales.
-            out: The weight that an earlier call returned. Later gathers fill the same memory.
+            dtype: Unused; the values have the dtype of the scales.
+            out: The weight that an earlier call returned, whose memory `fully_shard` has filled.
+                The result is then `None`.
         """
         if out is not None:
             return None
@@ -162,7 +163,11 @@ class PackedWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation on the values, or on the codes if it needs no values."""
+        """Run an operation on the codes if it needs no values, otherwise on the values.
+
+        Raises:
+            NotImplementedError: The operation would change some of the values in place.
+        """
         first = args[0] if args else None
         if isinstance(first, PackedWeight):
             if func in _ON_CODES:
@@ -179,7 +184,7 @@ class PackedWeight(torch.Tensor):
         return func(*args, **kwargs)
 
     def _store(self, values: Tensor) -> None:
-        """Quantize the values of a tensor of any format into the weight."""
+        """Quantize a tensor of any dtype or packed format into this weight."""
         if isinstance(values, PackedWeight):
             if (values.form, values.dtype) == (self.form, self.dtype):
                 self.codes.copy_(values.codes)
@@ -206,7 +211,7 @@ def _same(weight: PackedWeight, **kwargs: Any) -> PackedWeight:
 
 
 def _block_bytes(weight: PackedWeight) -> int:
-    """Return the number of bytes of a block's codes."""
+    """Return the number of bytes of the codes of a block."""
     return BLOCK if weight.form == "fp8" else BLOCK // 2
 
 
@@ -230,7 +235,7 @@ def _selected(weight: PackedWeight, dim: int, index: int) -> PackedWeight | Tens
 
 
 def _split(weight: PackedWeight, sizes: int | Sequence[int], dim: int = 0) -> list[PackedWeight]:
-    """Cut the first dimension into parts that share the weight's memory."""
+    """Split the first dimension into weights that share this weight's memory."""
     if isinstance(sizes, int):
         length = weight.shape[dim]
         sizes = [min(sizes, length - start) for start in range(0, max(length, 1), max(sizes, 1))]
@@ -246,7 +251,7 @@ def _slice(
     step: int = 1,
 ) -> PackedWeight:
     first, last, _ = slice(start, end).indices(weight.shape[dim])
-    unit = BLOCK if weight.dim() == 1 else 1  # a vector is cut between blocks
+    unit = BLOCK if weight.dim() == 1 else 1  # slices of a vector start and end between blocks
     if dim != 0 or step != 1 or first % unit or last % unit:
         raise NotImplementedError(
             "only whole rows can be sliced from a packed weight: copy all of it"

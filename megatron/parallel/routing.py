@@ -1,8 +1,8 @@
-"""The state of expert routers: losses and token counts of a pass, and biases for the next pass.
+"""The state of expert routers: losses and token counts of an update, and biases for the next one.
 
-Routers are in the middle of a model, where no loss is returned. `attach` adds their losses to the
-graph of a tensor that passes through. The backward pass then also starts from these losses, with
-the same scale as the model's loss.
+Routers are in the middle of a model, where no loss is returned. `attach` adds a router's loss to
+the graph of a tensor that passes through the model. The backward pass of this tensor then also
+differentiates the router's loss, with the same scale as the model's loss.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron.parallel.layout import Layout
 
 
 def attach(x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """Return x with a loss attached, which the backward pass of x also differentiates.
+    """Return `x` with a loss attached, which the backward pass of `x` also differentiates.
 
     Args:
-        x: Any tensor that reaches the model's loss.
-        loss: A scalar.
+        x: Any tensor from which the model's loss is computed.
+        loss: The loss to attach, a scalar.
         scale: The factor applied to the loss when the backward pass runs, fp32 [].
     """
     result: Tensor = _Attach.apply(x, loss, scale)
@@ -45,16 +45,16 @@ class RouterState:
     """One router's losses, counts and biases during an update, at fixed memory addresses.
 
     Args:
-        experts: Number of experts.
+        experts: The number of experts.
         losses: The kinds of losses that the router has.
-        bias_rate: Amount by which biases change in an iteration; `None` for no biases.
+        bias_rate: The amount by which biases change in an update; `None` for no biases.
         routers: All routers of the process.
 
     Attributes:
         loss_scale: The factor applied to the losses in the backward pass, shared by all routers.
         bias: The bias added to each expert's score when experts are chosen, fp32 [experts]; `None`
             for no biases.
-        counts: Number of this rank's tokens sent to each expert since the last update, fp32
+        counts: The number of this rank's tokens sent to each expert since the last update, fp32
             [experts].
         load: The sum of the counts of all updates since the last `pop_loads`, fp32 [experts].
         losses: The sum of each loss since the last update, fp32 [kinds].
@@ -83,18 +83,27 @@ class RouterState:
 
     @property
     def seed(self) -> int:
-        """The seed of the current micro-batch, the same on all of its ranks."""
+        """The seed of the current micro-batch, the same on all ranks that share the micro-batch."""
         return self._routers.seed
 
     def add_loss(self, kind: str, value: Tensor) -> None:
-        """Add a micro-batch's loss, without its coefficient."""
+        """Add a micro-batch's loss to `losses`.
+
+        Args:
+            kind: The kind of loss, one of those given to the constructor.
+            value: The loss, without its coefficient.
+        """
         if self._routers.is_paused:
             return
         self.losses[self._kinds[kind]].add_(value)
 
     @torch.no_grad()
     def count(self, choices: Tensor) -> None:
-        """Count the tokens of each expert, given `choices`: int64 [T, k], -1 for no expert."""
+        """Add the tokens sent to each expert to `counts`.
+
+        Args:
+            choices: The experts of each token, int64 [T, k]; -1 for none.
+        """
         if self._routers.is_paused:
             return
         # Summing a table takes half the time of atomic additions to a few addresses.
@@ -105,11 +114,11 @@ class RouterState:
     def mean_hits(self, hits: Tensor) -> Tensor:
         """Return the mean of `hits` over the update's micro-batches so far.
 
-        If the micro-batch's layers are recomputed, return the same mean again.
+        Recomputing a micro-batch returns the same mean again.
 
         Args:
-            hits: The number of tokens counted for each expert in this micro-batch, over all of its
-                ranks.
+            hits: The number of tokens of this micro-batch sent to each expert, over all ranks that
+                share the micro-batch, [experts].
         """
         if not self._routers.is_paused:
             self._hits, self._passes = hits + self._hits, self._passes + 1
@@ -120,7 +129,7 @@ class RouterState:
         """Raise the biases of experts with few tokens and lower those of experts with many.
 
         Args:
-            counts: The number of tokens sent to each expert in the whole batch.
+            counts: The number of tokens of the global batch sent to each expert, [experts].
         """
         if self.bias is not None and self._rate is not None:
             self.bias.add_((counts.mean() - counts).sign(), alpha=self._rate)
@@ -153,11 +162,11 @@ class Routers:
         self.seed = 0
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager for recomputing layers of the current micro-batch.
+        """Return a context for recomputing layers of the current micro-batch.
 
-        Nothing is recorded inside it.
+        Nothing is recorded inside the context.
         """
-        seed = self.seed  # set for the forward pass, which calls this
+        seed = self.seed  # the forward pass calls this method, so this is its micro-batch's seed
 
         @contextmanager
         def recomputing() -> Iterator[None]:
@@ -176,7 +185,14 @@ class Routers:
         bias_rate: float | None,
         device: torch.device,
     ) -> RouterState:
-        """Add a router, and return its state."""
+        """Add a router, and return its state.
+
+        Args:
+            experts: The number of experts.
+            losses: The kinds of losses that the router has.
+            bias_rate: The amount by which biases change in an update; `None` for no biases.
+            device: The device on which the router runs.
+        """
         if self.loss_scale is None:
             self.loss_scale = torch.ones((), device=device)
         state = RouterState(experts, losses, bias_rate, self)

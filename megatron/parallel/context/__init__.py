@@ -1,5 +1,5 @@
-"""Context parallelism: every process holds a part of each sequence.
+"""Context parallelism: every process holds a shard of each sequence.
 
-`split` defines which part. `ring` computes attention between the parts in one of two ways, and
-`block` computes the attention within one step of a ring.
+`split` defines the shards. `ring` computes attention between shards, by ring attention or Ulysses,
+and `block` computes attention between two blocks of a ring.
 """

@@ -1,13 +1,14 @@
-"""Attention between a block of queries and a block of keys, and the merging of blocks.
+"""Attention between a block of queries and a block of keys, and the merging of results.
 
-A block returns its result and the log-sum-exp of its scores, which is needed to merge the results
-of several blocks. The backward pass of each block needs only the merged result and log-sum-exp of
-the whole row. Dropout does not change the log-sum-exp, because it drops weights after they have
-been divided by their sum.
+The attention of a block yields a result and the log-sum-exp of its scores, with which the results
+of several blocks are merged. The backward pass of each block needs only the merged result and the
+merged log-sum-exp of whole rows. Dropout does not change the log-sum-exp, because it applies to
+weights that are already normalized.
 
 Documents may divide a block (`BlockDocuments`). A query whose document has no key in the block gets
-the result 0 and the log-sum-exp -inf, which have no effect in the merge. Windows and ALiBi's biases
-(`ScoreRules`) are computed in plain PyTorch, because a block's queries need not be consecutive.
+the result 0 and the log-sum-exp -inf, which have no effect on the merged result. Windows and ALiBi
+biases (`ScoreRules`) are computed in plain PyTorch, because the queries of a block need not be
+consecutive.
 
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
 q and k tokens in a block, d head size.
@@ -30,10 +31,10 @@ RngState = tuple[Tensor, ...]
 
 
 class QueryRows(NamedTuple):
-    """Queries, and their results after all blocks have been merged.
+    """Queries, and their results merged over all blocks.
 
     Attributes:
-        grad: The gradient of `out`.
+        grad: The gradient of `out`, [b, n, q, d].
         query: The queries [b, n, q, d].
         out: The merged result of all blocks, [b, n, q, d].
         logsumexp: The log-sum-exp over all blocks, fp32 [b, n, q].
@@ -48,16 +49,16 @@ class QueryRows(NamedTuple):
 class BlockDocuments(NamedTuple):
     """The documents of a block's queries and keys. Attention stays within a document.
 
-    Both tensors list the same documents in the same order, sample by sample. A document without
-    queries or keys in the block is listed there with zero tokens.
+    Both tensors of ends list the same documents in the same order, sample by sample. A document
+    without queries or keys in the block is listed with zero tokens.
 
     Attributes:
-        query_ends: int32 [documents + 1], 0 and then the end of each document among the b q
-            queries.
+        query_ends: 0, and then the end of each document among the b q queries, int32 [documents +
+            1].
         key_ends: The same for the b k keys.
-        longest: The largest number of tokens that a document may have.
-        has_keys: bool [b, q], whether a query's document has a key in the block; `None` if all have
-            one.
+        longest: The maximum number of tokens of a document.
+        has_keys: Whether each query's document has a key in the block, bool [b, q]; `None` if all
+            documents do.
     """
 
     query_ends: Tensor
@@ -66,18 +67,26 @@ class BlockDocuments(NamedTuple):
     has_keys: Tensor | None = None
 
     def kernel_arguments(self, queries: int, keys: int) -> tuple[Tensor, Tensor, int, int]:
-        """Return the arguments for a kernel that takes sequences of different lengths."""
+        """Return the arguments for a kernel that supports sequences of different lengths.
+
+        Args:
+            queries: The number of queries per sample.
+            keys: The number of keys per sample.
+
+        Returns:
+            The ends among queries and keys, and the maximum lengths among queries and keys.
+        """
         ends = (self.query_ends, self.key_ends)
         return (*ends, min(self.longest, queries), min(self.longest, keys))
 
 
 class ScoreRules(NamedTuple):
-    """The rules that determine the scores of a block, in addition to queries, keys and documents.
+    """The scale, window and ALiBi biases of a block's scores.
 
     Attributes:
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
-        window: The largest number of earlier tokens that a query attends to; `None` for all.
-        slopes: ALiBi's slope for each query head, [n]; `None` without ALiBi (`AttentionOptions`).
+        window: The maximum number of earlier tokens to which a query attends; `None` for no limit.
+        slopes: The ALiBi slope of each query head, [n]; `None` without ALiBi (`AttentionOptions`).
         query_positions: The positions of the queries in their sequences, int64 [q].
         key_positions: The positions of the keys, int64 [k].
     """
@@ -103,21 +112,22 @@ class BlockForward(Protocol):
         documents: BlockDocuments | None = None,
         rules: ScoreRules | None = None,
     ) -> tuple[Tensor, Tensor, RngState]:
-        """Compute attention within the block. Dropout draws from the device's default generator.
+        """Compute attention within a block. Dropout draws from the device's default generator.
 
         Args:
             query: The queries [b, n, q, d].
             key: The keys [b, g, k, d].
             value: The values [b, g, k, d].
-            causal: Whether row i attends only to columns up to i, which requires q = k.
+            causal: Whether query i attends only to keys up to i, which requires q = k.
             dropout: The dropout probability of attention weights.
             documents: The documents within which queries attend; `None` means one document per
                 sample.
-            rules: Additional rules for the scores; `None` applies only the usual scale.
+            rules: The scale, window and biases of the scores; `None` applies only the scale
+                1 / sqrt(d).
 
         Returns:
-            The result [b, n, q, d], the log-sum-exp of the scaled scores, fp32 [b, n, q], and the
-            values from which the backward pass redraws the mask.
+            The result [b, n, q, d], the log-sum-exp of the scores, fp32 [b, n, q], and the values
+            from which the backward pass redraws the dropout mask.
         """
 
 
@@ -136,26 +146,33 @@ class BlockBackward(Protocol):
         documents: BlockDocuments | None = None,
         rules: ScoreRules | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's contribution to the gradients.
+        """Return a block's contribution to the gradients of query, key and value.
 
         Args:
-            rows: The queries of this block.
-            key: The keys, as in the forward pass.
-            value: The values, as in the forward pass.
-            causal: The same as in the forward pass.
-            dropout: The same as in the forward pass.
-            rng_state: The values that this block's forward pass returned for redrawing the mask.
-            documents: The same as in the forward pass.
-            rules: The same as in the forward pass.
+            rows: The queries of the block, with their merged results.
+            key: The keys [b, g, k, d].
+            value: The values [b, g, k, d].
+            causal: As in the forward pass.
+            dropout: As in the forward pass.
+            rng_state: The values that the forward pass returned for redrawing the dropout mask.
+            documents: As in the forward pass.
+            rules: As in the forward pass.
 
         Returns:
-            The gradients of query, key and value.
+            The gradients of query [b, n, q, d], key and value [b, g, k, d].
         """
 
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The forward and backward functions of an implementation, and why it was chosen."""
+    """An implementation of attention within a block.
+
+    Attributes:
+        name: The name of the implementation.
+        reason: Why it was chosen, for the start-up panel.
+        forward: The forward function.
+        backward: The backward function.
+    """
 
     name: str
     reason: str
@@ -164,7 +181,13 @@ class BlockAttention:
 
 
 def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> BlockAttention:
-    """Choose the flash kernel if it can run, otherwise plain PyTorch."""
+    """Choose the flash kernel if it can run, otherwise plain PyTorch.
+
+    Args:
+        head_size: The head size d.
+        dtype: The data type of queries, keys and values.
+        device: The device that runs attention.
+    """
     unsupported = flash_problem(head_size, dtype, device)
     if unsupported:
         return plain_block(unsupported)
@@ -172,12 +195,21 @@ def choose_block(head_size: int, dtype: torch.dtype, device: torch.device) -> Bl
 
 
 def plain_block(reason: str) -> BlockAttention:
-    """Return the implementation of attention that uses only PyTorch's basic operations."""
+    """Return the implementation in plain PyTorch, with the reason for choosing it."""
     return BlockAttention("plain", reason, reference_forward, reference_backward)
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> None:
-    """Merge a block into a result in place, weighted by its share of the sum of exponentials."""
+    """Merge a block's result into the merged result, in place.
+
+    Each result is weighted by its share of the sum of exponentials.
+
+    Args:
+        out: The merged result so far, [b, n, q, d].
+        logsumexp: The merged log-sum-exp so far, [b, n, q].
+        part: The block's result, [b, n, q, d].
+        part_sum: The block's log-sum-exp, [b, n, q].
+    """
     share = (part_sum - logsumexp).sigmoid().unsqueeze(-1)
     out.lerp_(part.to(out.dtype), share)
     logsumexp.copy_(logsumexp.logaddexp(part_sum))
@@ -193,11 +225,11 @@ def reference_forward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, RngState]:
-    """Compute attention in fp32 or wider, materializing the block's scores."""
+    """Compute attention within a block in fp32 or wider, materializing the scores."""
     query, key, value = _widen(query), _widen(key), _widen(value)
     scores = _scores(query, key, causal, documents, rules)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
-    # A row without keys subtracts a finite number instead of -inf, so that its weights are 0.
+    # Rows without keys subtract a finite number instead of -inf, so their weights are 0.
     finite = logsumexp.clamp(min=torch.finfo(logsumexp.dtype).min)
     weights = (scores - finite.unsqueeze(-1)).exp()
     rng_state: RngState = ()
@@ -219,11 +251,11 @@ def reference_backward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients in fp32 or wider.
+    """Return the gradients of query, key and value in fp32 or wider.
 
     With weights P = exp(scores - logsumexp), the scores' gradient is P * (dP - sum(grad * out)),
     because P * dP and grad * out have the same sum over a whole row. Dropout multiplies the
-    weights, and therefore dP, by 0 or 1 / (1 - p), which does not change this.
+    weights, and therefore dP, by 0 or 1 / (1 - p), which does not change this identity.
     """
     logsumexp, groups = rows.logsumexp, key.shape[1]
     grad, query, out, key, value = (_widen(x) for x in (*rows[:3], key, value))
@@ -253,11 +285,11 @@ def flash_forward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, RngState]:
-    """Compute attention with the flash kernel. The result keeps the 16-bit type of the inputs.
+    """Compute attention within a block with the flash kernel, in the 16-bit dtype of the inputs.
 
     The kernel draws from a counter-based generator (Philox) and returns the seed and offset that it
-    used. With documents, the variant for sequences of different lengths is used. In this variant, a
-    document without queries or keys in the block costs almost nothing.
+    used. With documents, the kernel's variant for sequences of different lengths runs. In this
+    variant, a document without queries or keys in the block costs almost nothing.
     """
     if documents is not None:
         samples, _, length, _ = query.shape
@@ -288,10 +320,7 @@ def flash_backward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query [b, n, q, d], key and value [b, g, k, d].
-
-    The flash kernel computes them from the log-sum-exp of `rows`.
-    """
+    """Return the gradients of query, key and value, computed by the flash kernel."""
     if not rng_state:
         rng_state = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
     grad, query, out, logsumexp = rows
@@ -310,7 +339,7 @@ def flash_backward(
         )
         of_query, of_key, of_value = (_by_sample(x, query.shape[0]) for x in flat)
         return of_query, of_key, of_value
-    # The kernel requires dense rows, and those of half a block are not dense.
+    # The kernel requires a dense log-sum-exp, and a slice for half of the queries is not dense.
     tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
     options = (query.shape[2], key.shape[2], dropout, causal, *rng_state)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -321,7 +350,7 @@ def flash_backward(
 
 
 def _dropout_mask(weights: Tensor, dropout: float, generator: torch.Generator) -> Tensor:
-    """Return the factors by which dropout multiplies weights: 0 or 1 / (1 - p)."""
+    """Draw the factors by which dropout multiplies weights: 0 or 1 / (1 - p)."""
     mask = torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
     return mask.div_(1 - dropout)
 
@@ -346,10 +375,10 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """Group rows of query heads that share a key head: [b, n, q, ...] -> [b, g, n/g * q, ...].
+    """Stack the rows of query heads that share a key head: [b, n, q, ...] -> [b, g, n/g * q, ...].
 
-    Products with a group's keys or values then need no copies of them, and a sum over rows also
-    sums over the group's heads.
+    Products then need no copies of keys or values, and a sum over rows also sums over the query
+    heads of a group.
     """
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 

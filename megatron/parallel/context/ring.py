@@ -1,21 +1,21 @@
-"""Two methods of attention between parts of a sequence: a ring, and all-to-all (Ulysses).
+"""Two methods of attention between the shards of a sequence: a ring, and all-to-all (Ulysses).
 
 Ring attention (Liu et al., 2023): keys and values move from rank to rank, while queries stay. In C
 steps, the keys and values of every rank pass through this rank. While a block is computed, the next
-one is in transit. The results of blocks are merged with their log-sum-exp. Blocks that are entirely
-masked are never computed. The backward pass goes around once more, with the gradients of keys and
-values one step behind. Dropout draws a mask for each block, and the forward pass keeps only the
-values needed to redraw it.
+keys and values are in transit. The results of blocks are merged with their log-sum-exp. Blocks that
+are entirely masked are never computed. In the backward pass, keys and values go around the ring
+again, and their gradients follow one step behind. Dropout draws a mask for each block, and the
+forward pass saves only the values needed to redraw it.
 
 Documents (`Segments`) are not sent: every rank knows the ends of all documents, and therefore which
-part of each block is within a document. Only that part is computed. If two ranks are further apart
-than the longest document, nothing is launched for their block. All keys and values still travel,
-because they pass through every rank to reach the neighbor on the other side.
+pairs of queries and keys in a block belong to the same document. Only these pairs are computed. If
+two ranks are further apart than the longest document, nothing is launched for their block. All keys
+and values still travel, because they pass through every rank to reach the next one.
 
 With a window, blocks are pairs of chunks, and pairs further apart than the window are skipped.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023): outside attention, a rank has some tokens and all heads.
-One all-to-all turns this into all tokens, in their global order, and some heads. Ordinary attention
+An all-to-all changes this to all tokens, in their global order, and some heads. Ordinary attention
 then runs over whole sequences, and another all-to-all restores the layout.
 
 Shapes: s sequence, l = s/C local tokens, C context-parallel size, b micro-batch, n query heads, g
@@ -63,13 +63,15 @@ _PLAIN = plain_block("windows and biases")
 
 @dataclass(frozen=True)
 class RingStep:
-    """A block, in which this rank's tokens `queries` attend to the tokens `keys` of `source`.
+    """A block: some of this rank's queries, and some keys of a rank.
 
     Attributes:
-        source: The rank whose keys and values are used.
+        source: The rank on the context axis whose keys and values are used.
+        queries: The indices of the queries among this rank's tokens.
+        keys: The indices of the keys among the tokens of `source`.
         causal: Whether the block is masked; otherwise every query attends to every key.
-        is_empty: Whether no document or no window can have both a query and a key in the block, so
-            that nothing is computed.
+        is_empty: Whether the block need not be computed, because no query can have a key in the
+            same document and within the window.
     """
 
     source: int
@@ -87,17 +89,25 @@ def ring_plan(
     longest: int | None = None,
     window: int | None = None,
 ) -> list[RingStep]:
-    """Return this rank's blocks in order. Together they compute the attention of its queries.
+    """Return the blocks that make up the attention of this rank's queries, in order.
 
-    Ranks hold an early and a late half (see `split`) with `length` tokens in total. A lower rank's
-    early half comes before all our tokens and its late half after them; a higher rank's two halves
-    are between ours. Every step after the first therefore computes half a block, without a mask.
+    Every rank holds an early and a late chunk of the sequence (see `split`). A lower rank's early
+    chunk comes before all tokens of this rank, and its late chunk after them; both chunks of a
+    higher rank are between this rank's chunks. With a causal mask, every step after the first
+    therefore computes half a block, without a mask.
 
-    Documents have at most `longest` tokens, and there are at least n - 1 other chunks between the
-    chunks of two ranks at distance n.
+    There are at least n - 1 other chunks between the chunks of two ranks at distance n. Blocks
+    further apart than the longest document are empty.
 
-    With a window, which requires a causal mask, a step has a block for each pair of chunks, those
-    on the diagonal first.
+    With a window, which requires a causal mask, a step has a block for each pair of chunks, the
+    pairs on the diagonal first.
+
+    Args:
+        axis: The context axis.
+        length: The number of tokens of a sequence on this rank, in both chunks.
+        causal: Whether tokens attend only to earlier tokens.
+        longest: The maximum number of tokens of a document; `None` means no limit.
+        window: The maximum number of earlier tokens to which a query attends; `None` for no limit.
     """
     if window is not None:
         assert causal, "windows are for causal attention"
@@ -118,7 +128,7 @@ def ring_plan(
 
 
 def _pairs_of_chunks(axis: Axis, chunk: int, window: int, longest: int | None) -> list[RingStep]:
-    """Return this rank's blocks, each of two chunks of `chunk` tokens."""
+    """Return this rank's blocks, each a pair of chunks of `chunk` tokens."""
     halves = slice(0, chunk), slice(chunk, 2 * chunk)
     blocks = []
     for step in range(axis.size):
@@ -150,7 +160,7 @@ def documents_of(
         segments: The documents of whole sequences.
         plan: The blocks of this rank.
         axis: The context axis.
-        length: The number of tokens of a sequence that this rank holds.
+        length: The number of tokens of a sequence on this rank.
     """
     early, late = split_segments(segments, axis.size)
     counts = torch.stack((early + late, early, late)).cumsum(-1, dtype=torch.int32)
@@ -184,10 +194,10 @@ def ring_attention(
     axis: Axis,
     block: BlockAttention,
 ) -> Tensor:
-    """Attend from this rank's queries to the whole sequence. Collective over the axis.
+    """Compute ring attention of this rank's queries. Collective over the axis.
 
     Args:
-        query: The queries [l, b, n, d] of this rank's part of the sequence (`split_sequence`).
+        query: The queries [l, b, n, d] of this rank's shard of the sequence (`split_sequence`).
         key: The keys [l, b, g, d].
         value: The values [l, b, g, d].
         options: The attention options, without `softcap`. A mask must be the `Segments` of whole
@@ -195,10 +205,10 @@ def ring_attention(
             device's default generator, which must have a different seed on every rank of the axis.
         axis: The context axis.
         block: The implementation of attention within a block. Layers with windows or biases use
-            plain PyTorch.
+            plain PyTorch instead.
 
     Returns:
-        The result [l, b, n * d], in the type of `query`.
+        The result [l, b, n * d], in the dtype of `query`.
     """
     segments = options.mask
     assert not isinstance(segments, Tensor), "a rule refuses padding masks"
@@ -237,7 +247,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A tensor on its way to the next rank, and another coming from the previous one."""
+    """A tensor in transit to the next rank, and another from the previous rank."""
 
     messages: list[Transfer]
     sent: Tensor  # kept until it has been sent
@@ -270,7 +280,7 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring of context ranks, and this rank's blocks, each with its documents and rules."""
+    """A ring of context ranks, and this rank's blocks, each with its documents and score rules."""
 
     axis: Axis
     block: BlockAttention
@@ -290,7 +300,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ring: _Ring
     ) -> Tensor:
-        """Return the result [b, n, l, d] and keep the values needed to redraw the masks."""
+        """Return the result [b, n, l, d], and save the values needed to redraw dropout masks."""
         axis, length = ring.axis, query.shape[2]
         pair = torch.stack((key, value))  # [2, b, g, l, d]: one message carries both
         out, logsumexp = query.new_empty(0), query.new_empty(0)  # fp32 or wider
@@ -333,9 +343,9 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key, value and sinks.
 
-        A block's gradient is added to the gradients that earlier ranks computed for the same keys
-        and values, and the sum travels on with them. After the last step it is one rank away from
-        its owner.
+        A block's gradients are added to the gradients that earlier ranks computed for the same keys
+        and values, and the sums follow the keys and values. After the last step the sums are one
+        rank away from the owner of the keys and values.
         """
         ring: _Ring = ctx.ring
         query, key, value, sinks, out, logsumexp = ctx.saved_tensors
@@ -387,16 +397,17 @@ def ulysses_attention(
     axis: Axis,
     attend: AttentionFunction,
 ) -> Tensor:
-    """Attend from this rank's queries to the whole sequence. Collective over the axis.
+    """Compute Ulysses attention of this rank's queries. Collective over the axis.
 
     Args:
-        query: The queries [s/C, b, n, d] of this rank's part of the sequence (`split_sequence`). C
+        query: The queries [s/C, b, n, d] of this rank's shard of the sequence (`split_sequence`). C
             must divide n and g.
         key: The keys [s/C, b, g, d].
         value: The values [s/C, b, g, d].
         options: The attention options. A mask must be the `Segments` of whole sequences.
         axis: The context axis.
-        attend: The attention to run on query [s, b, n/C, d], key and value [s, b, g/C, d].
+        attend: The attention function to call with query [s, b, n/C, d], key and value
+            [s, b, g/C, d].
 
     Returns:
         The result [s/C, b, n * d].

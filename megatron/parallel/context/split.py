@@ -1,14 +1,14 @@
 """The division of a sequence among context ranks.
 
 With a causal mask, a token attends to all tokens before it, so late tokens cost more. The sequence
-is cut into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r. Every rank then
-has the same amount of work. Locally, the early chunk comes first, then the late one.
+is divided into 2C equal chunks for C ranks, and rank r holds chunks r and 2C - 1 - r. Every rank
+then has the same amount of work. Locally, the early chunk comes before the late chunk.
 
 Documents in a sequence (`Segments`) do not change the division. A token then attends only within
-its document, so a rank's work depends on the documents in its two chunks. Equal work is certain
-only with one document per sequence. With documents much shorter than a chunk, the work averages
-out: chunks differ only by a few documents. With documents as long as a few chunks, the ranks that
-hold the end of a document have more work.
+its document, so a rank's work depends on the documents in its two chunks. The work is guaranteed to
+be equal only with one document per sequence. With documents much shorter than a chunk, the work
+averages out: chunks differ only by a few documents. With documents as long as a few chunks, the
+ranks that hold the end of a document have more work.
 
 s is the sequence length, C the context-parallel size.
 """
@@ -36,7 +36,13 @@ def local_positions(sequence: int, axis: Axis, device: torch.device | None = Non
 
 
 def split_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's part of `x`: [..., s, ...] -> [..., s/C, ...]."""
+    """Return this rank's shard of `x`: [..., s, ...] -> [..., s/C, ...].
+
+    Args:
+        x: A tensor with whole sequences. s must be a multiple of 2C unless C is 1.
+        axis: The context axis.
+        dim: The sequence dimension.
+    """
     if axis.size == 1:
         return x
     chunks = _chunks(x, axis.size, dim)
@@ -44,13 +50,24 @@ def split_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def split_for_all(x: Tensor, size: int, dim: int) -> list[Tensor]:
-    """Return the parts of all `size` ranks, in rank order."""
+    """Return the shards of all ranks in rank order: [..., s, ...] -> C of [..., s/C, ...].
+
+    Args:
+        x: A tensor with whole sequences. s must be a multiple of 2C.
+        size: The context-parallel size C.
+        dim: The sequence dimension.
+    """
     chunks = _chunks(x, size, dim)
     return [torch.cat((chunks[rank], chunks[-1 - rank]), dim) for rank in range(size)]
 
 
 def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Join the parts of all ranks, in rank order. This undoes `split_for_all`."""
+    """Join the shards of all ranks into whole sequences, the inverse of `split_for_all`.
+
+    Args:
+        parts: The shards [..., s/C, ...], in rank order.
+        dim: The sequence dimension.
+    """
     if len(parts) == 1:
         return parts[0]
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
@@ -58,16 +75,16 @@ def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def split_segments(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
-    """Return how many tokens of each segment are in each rank's early and late chunk.
+    """Count the tokens of each segment in each rank's early and late chunks.
 
-    A rank's tokens of a segment are consecutive, even if they are in both of its chunks.
+    A rank's tokens of a segment are adjacent in its shard, even if they are in both chunks.
 
     Args:
         segments: The segments of whole sequences.
         size: The context-parallel size C.
 
     Returns:
-        Two tensors, int32 [C, segments].
+        The counts in early chunks and in late chunks, each int32 [C, segments].
     """
     length = segments.shape[1]
     assert length % (2 * size) == 0, f"{length} tokens in {2 * size} chunks"

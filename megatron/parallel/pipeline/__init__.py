@@ -1,5 +1,6 @@
 """Pipeline parallelism.
 
 `schedule` lists every stage's operations in order, as data. `check` verifies that a schedule can
-run, `simulate` predicts its timing, `draw` draws it, `executor` runs it, and `p2p` sends tensors.
+run, `simulate` predicts its timing, `draw` draws it, `executor` runs it, `p2p` sends tensors, and
+`weight_gradients` defers the products for weight gradients.
 """

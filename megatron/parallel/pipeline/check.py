@@ -1,4 +1,4 @@
-"""Checks that a schedule can run: nothing missing or out of order, no deadlock, bounded memory."""
+"""Checks of pipeline schedules: complete, in order, free of deadlocks, within memory bounds."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megatron.parallel.pipeline.schedule import (
     make_schedule,
 )
 
-Message = tuple[int, int]  # micro-batch, and the part whose input or output gradient it is
+Message = tuple[int, int]  # the micro-batch, and the part that receives the message
 Edge = tuple[int, int, bool]  # source stage, destination stage, whether it carries activations
 
 
 class ScheduleError(AssertionError):
-    """An error in a schedule's operations, which is always a bug in our code."""
+    """An error in the operations of a schedule, which is always a bug in this package."""
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
-    """Yield every (stage, operation) pair in an order in which they can run.
+    """Yield every (stage, operation) pair in an order in which all operations can run.
 
-    Sends are buffered. A receive takes the oldest message that was sent over its edge, as NCCL and
-    gloo do, so the oldest one must be the message it needs.
+    Sends are buffered. As with NCCL and gloo, a receive takes the oldest message that was sent over
+    its edge, so this must be the message that the operation needs.
 
     Raises:
         ScheduleError: There is a deadlock, or a message is out of order or never received.
@@ -78,17 +78,17 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
 
 
 def check(schedule: Schedule) -> tuple[int, ...]:
-    """Check that the schedule is complete, in order, and runs to its end.
+    """Check that the schedule is complete and in order, and runs to the end.
 
     Every micro-batch must pass every chunk of every stage once: receive, forward, send, receive the
     gradient, backward, send, each with the right peer and only where it applies. Messages must
     arrive in the order in which they are received, and no stage may wait forever.
 
     Returns:
-        For every stage, the largest number of (micro-batch, chunk) activations held at once.
+        The maximum number of (micro-batch, chunk) activations that each stage holds at once.
 
     Raises:
-        ScheduleError: The schedule is wrong. The message says what is wrong and where.
+        ScheduleError: The schedule is wrong. The message names the operation and the reason.
     """
     peaks = tuple(_check_stage(schedule, stage) for stage in range(len(schedule)))
     for _ in replay(schedule):
@@ -111,7 +111,7 @@ def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: in
 
 
 def _check_stage(schedule: Schedule, stage: int) -> int:
-    """Check each micro-batch in each chunk, and return the peak number of activations."""
+    """Check the order of a stage's operations, and return the peak number of activations."""
     chunks = 1 + max(operation.chunk for operations in schedule for operation in operations)
     micro_batches = 1 + max(operation.micro_batch for operation in schedule[0])
     kinds = {operation.kind for operation in schedule[stage]}
@@ -153,7 +153,7 @@ def _require(condition: bool, operation: Operation) -> None:
 def _life(
     stage: int, chunk: int, stages: int, chunks: int, kinds: set[OperationKind]
 ) -> list[tuple[str, int | None]]:
-    """Return a micro-batch's operations in a chunk in order, each with its peer."""
+    """Return the kind and peer of each operation of a micro-batch in a chunk, in order."""
     first = stages == 1 or (stage == 0 and chunk == 0)
     last = stages == 1 or (stage == stages - 1 and chunk == chunks - 1)
     following, previous = (stage + 1) % stages, (stage - 1) % stages

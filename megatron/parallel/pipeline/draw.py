@@ -1,4 +1,4 @@
-"""Drawings of a timeline, as text and as a picture."""
+"""Drawings of a timeline, as text and as an image."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_we
 
 
 def as_text(timeline: Timeline, columns: int = 120) -> str:
-    """Return one line per stage, with F, B or W and the micro-batch, and dots where it waits.
+    """Return one line of text per stage, with an entry per operation and dots while it waits.
 
-    One column stands for the shortest operation, or for more time if a line would exceed `columns`.
+    An entry consists of F, B or W, the index of the micro-batch, and dashes for longer operations.
+    The shortest operation gets just enough columns for its entry, or fewer if a line would
+    otherwise exceed `columns`.
     """
     spans = [span for line in timeline.spans for span in line if span.end > span.start]
     shortest = min((span.end - span.start for span in spans), default=1.0)
@@ -50,12 +52,12 @@ def as_text(timeline: Timeline, columns: int = 120) -> str:
 
 
 def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
-    """Draw one row per stage and one box per operation, with its micro-batch inside.
+    """Draw one row per stage and one box per operation, labeled with its micro-batch.
 
     Args:
         timeline: The timing of every computation.
-        title: The line above the picture.
-        chunks: The number of model chunks per stage.
+        title: The line above the drawing.
+        chunks: The number of chunks per stage.
         output: The file to write (--output).
 
     Raises:
@@ -79,7 +81,7 @@ def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
     axes.set(xlim=(0, timeline.total or 1), ylim=(stages - 0.45, -0.55), xlabel="time", title=title)
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.tick_params(axis="y", length=0)
-    axes.set_facecolor("#eeeeee")  # the bubble is the background that stays visible
+    axes.set_facecolor("#eeeeee")  # the bubble is the visible background
     axes.spines[["top", "right", "left"]].set_visible(False)
     order = sorted(used, key=lambda pair: (list(_LABELS).index(pair[0]), pair[1]))
     handles = [

@@ -1,8 +1,8 @@
 """Execution of a stage's operations under any schedule.
 
-Autograd runs the backward pass of each part separately. A part's input is a leaf of its graph,
-whose gradient goes to the previous stage. Only the graph node of a part's output is kept. The
-output's values are freed once sent, unless the graph itself saved them.
+Autograd runs the backward pass of each model part separately. A part's input is a leaf of its
+graph, whose gradient goes to the previous stage. Of a part's output, only the graph node is kept.
+The output's values are freed once they have been sent, unless the graph itself has saved them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.parallel.pipeline.schedule import COMPUTE, SENDS, Operation, Operations
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 
-# (micro-batch, input [s, b, h] or None for the first part) -> output [s, b, h] or, for the last
-# part, the scalar loss to differentiate.
 ForwardStep = Callable[[int, Tensor | None], Tensor]
+"""The forward pass of a model part for one micro-batch.
+
+It is called with the index of the micro-batch and the input [s, b, h], which is `None` for the
+first part. It returns the output [s, b, h] or, for the last part, the scalar loss.
+"""
 Observer = Callable[[Operation], None]
 Key = tuple[int, int]  # micro-batch, chunk
 ForwardTensors = tuple[Tensor | None, GradientEdge | None]  # the input and output of a forward pass
@@ -38,12 +41,13 @@ def run_schedule(
 
     Args:
         operations: The operations of this stage, from `make_schedule` or `forward_only`.
-        parts: The forward pass of every chunk of this stage.
-        channel: The connection to the other stages; `None` if there are none.
-        weight_gradients: The queue to which layers push; needed for "backward_weight".
-        before: A function called with every operation before it starts: to time it, to record it
-            for hang reports, and to prepare for a chunk's last backward pass.
-        ahead: Whether receives are posted ahead of time (see `receives_to_post`).
+        parts: The forward pass of each chunk of this stage.
+        channel: The connection to the other stages; `None` if there are no others.
+        weight_gradients: The queue to which layers push weight gradients; required for
+            "backward_weight".
+        before: A function to call with each operation before it starts, for example to time it or
+            to record it for hang reports.
+        ahead: Whether to post receives ahead of time (see `receives_to_post`).
     """
     run = _Run(operations, parts, channel, weight_gradients)
     posts = receives_to_post(operations, ahead=ahead)
@@ -58,21 +62,23 @@ def run_schedule(
 
 
 def receives_to_post(operations: Operations, *, ahead: bool = True) -> list[list[Operation]]:
-    """Return, for every operation, the receives to post before it starts.
+    """Return, for each operation, the receives to post before it starts.
 
     A receive is posted before the computation that precedes it, so that the transfer runs during
-    that computation. It is not posted earlier, because on GPUs a posted receive occupies
+    this computation. It is not posted earlier, because on GPUs a posted receive occupies
     multiprocessors.
 
-    CUDA loads a kernel when it is first launched, and may only do so once the messages in progress
+    CUDA loads a kernel when it is first launched, and may do so only once the messages in progress
     have arrived. Two neighbors that both launch a new kernel while each waits for the other's
-    result would wait forever. A computation that may launch new kernels therefore needs receives
-    that are posted last, directly before their messages are used. With 1F1B and zero-bubble
-    schedules nothing can hang then, even if every computation waits for all earlier messages.
+    result would wait forever. For computations that may launch new kernels, receives must therefore
+    be posted as late as possible, directly before their messages are used. With 1F1B and
+    zero-bubble schedules nothing can hang then, even if every computation waits for all earlier
+    messages.
 
     Args:
         operations: The operations of a stage.
-        ahead: Whether to post receives before the preceding computation, instead of last.
+        ahead: Whether to post receives before the preceding computation, instead of as late as
+            possible.
     """
     posts: list[list[Operation]] = [[] for _ in operations]
     last_compute = 0
@@ -85,13 +91,13 @@ def receives_to_post(operations: Operations, *, ahead: bool = True) -> list[list
 
 
 def completing_operations(operations: Operations) -> dict[int, Operation]:
-    """Return, for every chunk, the operation that completes its gradients."""
+    """Return the operation that completes the gradients of each chunk, by chunk."""
     kinds = {"backward", "backward_weight"}
     return {operation.chunk: operation for operation in operations if operation.kind in kinds}
 
 
 class _Run:
-    """The tensors that a stage holds during one update, each only while it is needed."""
+    """The tensors that a stage holds during an update, each only while it is needed."""
 
     def __init__(
         self,
@@ -145,7 +151,7 @@ class _Run:
                 self._output_gradients[key] = self.channel.receive(operation)
 
     def finish(self) -> None:
-        """Wait until everything has been sent, and check that nothing is left over."""
+        """Wait until everything has been sent, and check that no tensor or work remains."""
         pending = (
             *(self._inputs, self._outputs, self._forward_tensors),
             *(self._output_gradients, self._input_gradients),

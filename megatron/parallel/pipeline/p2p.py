@@ -1,9 +1,9 @@
 """Messages between neighboring pipeline stages: activations forward, gradients backward.
 
-Two edges that meet at a stage have different process groups, and so do the two kinds of message. In
-each group a stage only sends or only receives, in the schedule's order. NCCL may run the operations
-of a group one after another. If two directions shared a group, two stages that both send first
-would wait for each other forever.
+The two edges of a stage have different process groups, and so do activations and gradients. In each
+group a stage only sends or only receives, in the schedule's order. NCCL may run the operations of a
+group one after another. If two directions shared a group, two stages that both send first would
+wait for each other forever.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ from megatron.parallel.pipeline.schedule import SENDS, Operation
 
 @dataclass
 class _Edge:
-    """One direction of the connection to a neighbor, which has the global rank `peer`."""
+    """One direction of the connection to a neighbor.
+
+    Attributes:
+        is_send: Whether this process sends over the edge; otherwise it receives.
+        group: The process group of the edge.
+        peer: The global rank of the neighbor.
+        journal: The record of this process's communication.
+        pending: The messages that have been started, oldest first, each with its tensor.
+    """
 
     is_send: bool
     group: dist.ProcessGroup
     peer: int
     journal: Journal
-    pending: deque[tuple[Transfer, Tensor]] = field(default_factory=deque)  # oldest first
+    pending: deque[tuple[Transfer, Tensor]] = field(default_factory=deque)
 
     def start(self, tensor: Tensor) -> Transfer:
         transfer, kind = (dist.isend, "send") if self.is_send else (dist.irecv, "receive")
@@ -39,7 +47,7 @@ class _Edge:
         return self.journal.message(kind, self.peer, work)
 
 
-EdgeKey = tuple[str, int]  # kind of operation, peer stage
+EdgeKey = tuple[str, int]  # the kind of operation and the peer stage
 
 
 class PipelineChannel:
@@ -50,11 +58,11 @@ class PipelineChannel:
     collective over the world.
 
     Args:
-        layout: The grid, with process groups if there is more than one stage.
+        layout: The grid of processes, with process groups if there is more than one stage.
         device: The device on which received tensors are allocated.
         dtype: The data type of activations and their gradients.
-        shape: The shape of one message, [s, b, h] or this rank's part of it. It may be omitted if
-            `with_shapes` is called next.
+        shape: The shape of a message: [s, b, h], or [s/t, b, h] with sequence parallelism. It may
+            be omitted if `with_shapes` is called next.
         ring: Whether to also connect the last stage to the first, for schedules with several
             chunks.
     """
@@ -75,20 +83,25 @@ class PipelineChannel:
         self._shape_of: Callable[[int], Sequence[int]] = lambda micro_batch: shape
 
     def with_shapes(self, shape_of: Callable[[int], Sequence[int]]) -> PipelineChannel:
-        """Return a copy of this channel whose message shapes depend on the micro-batch."""
+        """Return a copy of this channel whose message shapes depend on the micro-batch.
+
+        Args:
+            shape_of: A function that returns the shape of a message, given the index of its
+                micro-batch.
+        """
         other = copy.copy(self)
         other._shape_of = shape_of
         return other
 
     def is_first_use(self, micro_batch: int) -> bool:
-        """Return whether a micro-batch's messages have a new shape, and remember the shape."""
+        """Return whether the messages of a micro-batch have a new shape, and record the shape."""
         shape = tuple(self._shape_of(micro_batch))
         is_new = shape not in self._used_shapes
         self._used_shapes.add(shape)
         return is_new
 
     def post_receive(self, operation: Operation) -> None:
-        """Start receiving, in schedule order. `receive` of the same operation waits for it."""
+        """Start receiving the message of an operation. `receive` waits for it."""
         edge = self._edge(operation)
         shape = self._shape_of(operation.micro_batch)
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -97,16 +110,16 @@ class PipelineChannel:
     def receive(self, operation: Operation) -> Tensor:
         """Return the message of the oldest pending receive on the operation's edge.
 
-        On a CPU, the process waits for it. On a GPU, kernels launched from now on wait for it.
+        On a CPU, the process waits for the message. On a GPU, only later kernels wait for it.
         """
         message, buffer = self._edge(operation).pending.popleft()
         message.wait()
         return buffer
 
     def send(self, operation: Operation, tensor: Tensor) -> None:
-        """Start sending. The values are read later and must not be changed in place.
+        """Start sending a tensor. Its values are read later and must not be changed in place.
 
-        The channel keeps the tensor until it has been sent, so the caller need not.
+        The channel keeps the tensor alive until it has been sent.
         """
         shape = tuple(self._shape_of(operation.micro_batch))
         assert tuple(tensor.shape) == shape and tensor.dtype == self._dtype, (
@@ -121,7 +134,7 @@ class PipelineChannel:
             edge.pending.popleft()
 
     def finish(self) -> None:
-        """Wait until everything has been sent. No posted receive may remain."""
+        """Wait until all messages have been sent. No posted receive may remain."""
         for (kind, _), edge in self._edges.items():
             assert kind in SENDS or not edge.pending, f"{kind}: a message was never received"
             while edge.pending:
@@ -133,11 +146,16 @@ class PipelineChannel:
 
 
 def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey, _Edge]:
-    """Create this process's edges. Collective over the world, because it creates process groups.
+    """Return this process's edges with new process groups. Collective over the world.
 
-    One message is sent over each edge immediately, in the same order on all stages. NCCL builds a
-    connection at the first message and blocks until both ends take part. During a schedule this
-    would be a deadlock.
+    A message is sent over each edge immediately, in the same order on all stages. NCCL builds a
+    connection at the first message and blocks until both ends take part, which could cause a
+    deadlock during a schedule.
+
+    Args:
+        layout: The grid of processes.
+        ring: Whether to also connect the last stage to the first.
+        device: The device of the messages.
     """
     stages = layout.pipeline.size
     if stages == 1:
@@ -160,11 +178,11 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
 
 
 def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
-    """Create this pipeline's process groups for one kind of message, keyed by edge.
+    """Create this pipeline's process groups for activations or gradients, by class of edge.
 
-    Neighboring edges are in different groups, so that in each group a stage communicates with at
-    most one neighbor and in one direction. Every process creates the groups of every pipeline in
-    the same order.
+    Adjacent edges have different groups, so in each group a stage communicates with at most one
+    neighbor and in one direction. Every process creates the groups of all pipelines in the same
+    order.
     """
     pipelines = layout.world.size // layout.pipeline.size
     own_groups: dict[str, dist.ProcessGroup] = {}

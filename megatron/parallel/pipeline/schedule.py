@@ -1,6 +1,6 @@
 """Pipeline schedules as data: for every stage, an ordered list of operations.
 
-The model is split into stages x chunks parts. Chunk c of stage p is part c * stages + p, so with
+The model is split into stages * chunks parts. Chunk c of stage p is part c * stages + p, so with
 several chunks a micro-batch goes around the ring of stages once per chunk. A schedule is a pure
 function of its kind and the numbers of stages, chunks and micro-batches.
 """
@@ -36,10 +36,10 @@ class Operation(NamedTuple):
     """One operation of a stage.
 
     Attributes:
-        kind: The kind of operation. Activations are sent to the next part, gradients to the
-            previous one.
+        kind: The kind of operation. Activations are sent to the next part, and gradients to the
+            previous part.
         micro_batch: The index of the micro-batch, from 0.
-        chunk: The index of the stage's chunk, from 0. A message belongs to the chunk that produces
+        chunk: The index of the stage's chunk, from 0. A message belongs to the chunk that computes
             it (send) or needs it (receive).
         peer: The stage at the other end of a message; `None` for a computation.
     """
@@ -50,7 +50,7 @@ class Operation(NamedTuple):
     peer: int | None = None
 
     def __str__(self) -> str:
-        """Return a description of the operation."""
+        """Return a description such as "forward of micro-batch 0, chunk 0"."""
         what = f"{self.kind} of micro-batch {self.micro_batch}, chunk {self.chunk}"
         return what if self.peer is None else f"{what} (peer stage {self.peer})"
 
@@ -66,13 +66,14 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
         kind: "gpipe" runs all forward passes, then all backward passes. "1f1b" runs backward passes
             as early as possible, so that stage p holds at most stages - p micro-batches (Narayanan
             et al., 2019). "interleaved" is 1F1B over several chunks per stage, which divides the
-            bubble by their number (Narayanan et al., 2021). "zero-bubble" is ZB-H1: weight
-            gradients fill most of 1F1B's bubble within the memory of its first stage (Qi et al.,
-            2023).
+            bubble by the number of chunks (Narayanan et al., 2021). "zero-bubble" is ZB-H1: weight
+            gradients fill most of 1F1B's bubble, and no stage needs more memory than the first
+            stage of 1F1B (Qi et al., 2023).
         stages: The pipeline-parallel size.
         chunks: The number of chunks (virtual stages) per stage: more than one for "interleaved",
             any number for "gpipe", otherwise one.
-        micro_batches: The number of micro-batches in one update. Any number is allowed.
+        micro_batches: The number of micro-batches in an update, which need not be a multiple of
+            `stages`.
     """
     assert chunks == 1 or kind in {"gpipe", "interleaved"}, f"{kind} supports one chunk"
     computes = {
@@ -88,7 +89,10 @@ def make_schedule(kind: ScheduleKind, stages: int, chunks: int, micro_batches: i
 
 
 def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
-    """Return the kind of schedule that the flags specify, by default 1F1B."""
+    """Return the kind of schedule that the flags specify.
+
+    The default is "1f1b" or, with several chunks per stage, "interleaved".
+    """
     requested = parallel.pipeline_schedule
     if requested is not None:
         return requested  # type: ignore[return-value] # the flag's choices
@@ -96,7 +100,7 @@ def schedule_kind(parallel: ParallelConfig, chunks: int) -> ScheduleKind:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the schedule for evaluation, which has no backward passes."""
+    """Return the schedule without backward passes and gradients, for evaluation."""
     kinds = {"forward", "send_activation", "receive_activation"}
     return tuple(
         tuple(operation for operation in operations if operation.kind in kinds)
@@ -105,11 +109,18 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, micro: int) -> int:
-    """Return the largest number of (micro-batch, chunk) activations that `stage` may hold at once.
+    """Return the maximum number of (micro-batch, chunk) activations that a stage holds at once.
 
     With uniform layers, each is 1 / (stages * chunks) of a micro-batch's activations. In a
-    zero-bubble schedule, every stage holds as many as the first stage of 1F1B, because weight
-    gradients still need them.
+    zero-bubble schedule, every stage holds as many as the first stage of 1F1B, because deferred
+    weight gradients need the activations.
+
+    Args:
+        kind: The kind of schedule.
+        stage: The stage.
+        stages: The pipeline-parallel size.
+        chunks: The number of chunks per stage.
+        micro: The number of micro-batches in an update.
     """
     bounds = {
         "gpipe": micro * chunks,
@@ -121,17 +132,21 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 
 
 def loss_bound(kind: ScheduleKind, micro: int) -> int:
-    """Return the largest number of micro-batches whose loss the last stage holds at once.
+    """Return the maximum number of micro-batches whose logits the last stage holds at once.
 
     Every kind except "gpipe" starts a backward pass as soon as a micro-batch has passed the last
-    part. The head's tensors are freed in the backward pass of its inputs, because the head's weight
-    gradient is not deferred.
+    part. The head's tensors are freed when its input gradient has been computed, because the head's
+    weight gradient is not deferred.
+
+    Args:
+        kind: The kind of schedule.
+        micro: The number of micro-batches in an update.
     """
     return micro if kind == "gpipe" else 1
 
 
 def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """Run all forward passes chunk by chunk, then all backward passes, the last chunk first."""
+    """Return all forward passes chunk by chunk, then all backward passes, the last chunk first."""
     forwards = [Operation("forward", m, c) for c in range(chunks) for m in range(micro_batches)]
     backwards = [
         Operation("backward", m, c) for c in reversed(range(chunks)) for m in range(micro_batches)
@@ -142,12 +157,13 @@ def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Ope
 def _one_forward_one_backward(
     stage: int, stages: int, chunks: int, micro_batches: int
 ) -> list[Operation]:
-    """Warm up, alternate forward and backward passes, then run the remaining backward passes.
+    """Return warm-up forward passes, alternating passes, and then the remaining backward passes.
 
-    With several chunks, micro-batches pass in groups of `stages`. A group goes through one chunk
-    and then through the next, by which time its first micro-batch has come around the ring. If the
-    last group is not full, it is scheduled as if it were, and the missing micro-batches are then
-    removed. Removing operations from an order without deadlock adds neither a deadlock nor memory.
+    With several chunks, micro-batches are processed in groups of `stages`. A stage runs the whole
+    group through one chunk before the next, and by then the group's first micro-batch has come
+    around the ring. If the last group is not full, it is scheduled as if it were, and the missing
+    micro-batches are then removed. Removing operations from a schedule without deadlock causes
+    neither a deadlock nor a higher memory peak.
     """
     remaining = stages - 1 - stage
     if chunks == 1:
@@ -171,10 +187,10 @@ def _one_forward_one_backward(
 
 
 def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Operation]:
-    """Run ZB-H1: 1F1B with weight gradients `stage` micro-batches behind the input gradients.
+    """Return ZB-H1: 1F1B with weight gradients `stage` micro-batches behind the input gradients.
 
     Late stages hold fewer micro-batches in 1F1B, so they may defer more weight gradients. They
-    compute them at the end, in the gaps between arriving gradients.
+    compute deferred weight gradients at the end, while they would otherwise wait for messages.
     """
     operations = []
     for operation in _one_forward_one_backward(stage, stages, 1, micro_batches):
@@ -192,10 +208,10 @@ def _zero_bubble(stage: int, stages: int, chunks: int, micro_batches: int) -> li
 def _with_messages(
     computes: Iterable[Operation], stage: int, stages: int, chunks: int
 ) -> Iterable[Operation]:
-    """Receive each computation's input right before it, and send its result right after it.
+    """Add a receive directly before each computation and a send directly after it, as needed.
 
-    The first part receives no activations, the last part no gradients. A single stage sends
-    nothing.
+    The first part receives no activations, and the last part receives no gradients. A single stage
+    sends nothing.
     """
     following, previous = (stage + 1) % stages, (stage - 1) % stages
     last_part = stages * chunks - 1

@@ -24,10 +24,10 @@ class Times:
     """Durations for one micro-batch, in any unit. Tables are indexed [stage][chunk].
 
     Attributes:
-        forward: The duration of a chunk's forward pass.
-        backward_input: The duration of computing its input gradients.
-        backward_weight: The duration of computing its weight gradients. It is added to
-            `backward_input` if both are one operation.
+        forward: The duration of the forward pass of each chunk.
+        backward_input: The duration of the input gradients of each chunk.
+        backward_weight: The duration of the weight gradients of each chunk. An operation that
+            computes both takes the sum of the two durations.
         communication: The time from sending a message to its arrival.
     """
 
@@ -37,7 +37,7 @@ class Times:
     communication: float = 0.0
 
     def by_kind(self, stage: int) -> dict[str, tuple[float, ...]]:
-        """Return the durations of a stage's computations by kind, one per chunk."""
+        """Return the durations of a stage's computations by kind of operation, one per chunk."""
         inputs, weights = self.backward_input[stage], self.backward_weight[stage]
         return {
             "forward": self.forward[stage],
@@ -48,13 +48,18 @@ class Times:
 
 
 def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> Table:
-    """Return times by [stage][chunk], given one time, one per stage, or one per part in order.
+    """Return a table of times [stage][chunk].
 
-    A stage's time is divided evenly among its chunks.
+    The time of a stage is divided evenly among its chunks.
+
+    Args:
+        flag: The name of the source of the values, for error messages.
+        values: One time for all stages, one per stage, or one per model part in order.
+        stages: The number of stages.
+        chunks: The number of chunks per stage.
 
     Raises:
-        ConfigError: The number of values is wrong, or a value is not a valid time. `flag` names
-            their source in the message.
+        ConfigError: The number of values is wrong, or a value is not a valid time.
     """
     if len(values) not in {1, stages, stages * chunks}:
         counts = " or ".join(str(n) for n in sorted({1, stages, stages * chunks}))
@@ -69,8 +74,12 @@ def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> 
 def check_times(flag: str, values: Sequence[float]) -> None:
     """Check that all values are valid times.
 
+    Args:
+        flag: The name of the source of the values, for error messages.
+        values: The times.
+
     Raises:
-        ConfigError: A value is negative, infinite or not a number. `flag` names their source.
+        ConfigError: A value is negative, infinite or not a number.
     """
     for value in values:
         if not 0 <= value < math.inf:
@@ -78,7 +87,7 @@ def check_times(flag: str, values: Sequence[float]) -> None:
 
 
 class Interval(NamedTuple):
-    """One computation and its time: [start, end)."""
+    """A computation, and the interval [start, end) in which it runs."""
 
     start: float
     end: float
@@ -87,7 +96,11 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timing of every stage's computations, in order."""
+    """The timing of a schedule.
+
+    Attributes:
+        spans: The computations of each stage, in order.
+    """
 
     spans: tuple[tuple[Interval, ...], ...]
 
@@ -98,18 +111,21 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each stage spends computing."""
+        """The total time that each stage computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The fraction of time that stages spend waiting, over all stages."""
+        """The fraction of the stages' total time in which they wait."""
         available = len(self.spans) * self.total
         return 1 - sum(self.busy) / available if available else 0.0
 
 
 class RunnableSchedule:
     """A schedule in a runnable order, which can be timed repeatedly with different durations.
+
+    Args:
+        schedule: The operations of every stage.
 
     Raises:
         ScheduleError: The schedule cannot run.
@@ -139,7 +155,7 @@ class RunnableSchedule:
         return max((end for _, _, end in self._timed(times)), default=0.0)
 
     def timeline(self, times: Times) -> Timeline:
-        """Return the timing of all computations. Each starts when its stage and input are ready."""
+        """Return the timing of all computations, each started as soon as possible."""
         spans: list[list[Interval]] = [[] for _ in range(self._stages)]
         for (stage, operation), start, end in self._timed(times):
             spans[stage].append(Interval(start, end, operation))
@@ -164,6 +180,10 @@ class RunnableSchedule:
 
 def simulate(schedule: Schedule, times: Times) -> Timeline:
     """Return the timing of every stage's computations.
+
+    Args:
+        schedule: The operations of every stage.
+        times: The durations.
 
     Raises:
         ScheduleError: The schedule cannot run.

@@ -13,9 +13,9 @@ does this:
 The queue is an ordinary object and not thread-local, because on GPUs autograd runs the backward
 pass in its own thread.
 
-`parameter_waves` maps each parameter to the operations of a schedule that compute its gradient. An
-operation computes the gradients of one chunk. In a zero-bubble schedule, the first part of the
-backward pass computes the gradients that no layer defers: biases, normalizations, embeddings.
+`parameter_waves` maps each parameter to the waves that compute its gradient. A wave is the backward
+passes of one chunk, or in a zero-bubble schedule one of their two parts. The first part also
+computes the gradients that no layer defers: biases, normalizations, embeddings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ Work = Callable[[], None]
 
 
 class WeightGradientQueue:
-    """A queue of deferred weight-gradient products, grouped by backward pass (`key`)."""
+    """A queue of deferred weight-gradient products, grouped by backward pass.
+
+    Each backward pass is identified by a key.
+    """
 
     def __init__(self) -> None:
         """Create an empty queue."""
@@ -51,7 +54,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Collect the work pushed inside the block for `run(key)`."""
+        """Collect the work that is pushed inside the context, for `run(key)`."""
         assert self._open is None, "one backward pass at a time"
         assert key not in self._waiting, f"the weight gradients of {key} are already queued"
         self._open = self._waiting[key] = []
@@ -61,10 +64,11 @@ class WeightGradientQueue:
             self._open = None
 
     def push(self, work: Work) -> None:
-        """Defer `work`, which adds to a weight's gradient. Call this only while collecting.
+        """Defer work that adds to a weight's gradient. Call this method only while collecting.
 
-        Work runs without autograd, in the order in which it was pushed. It may hold activations,
-        which are freed once it has run.
+        Args:
+            work: A function that will run without autograd, in the order of the pushes. It may
+                refer to activations, which are freed once it has run.
         """
         assert self._open is not None, "not collecting: compute the gradient immediately"
         self._open.append(work)
@@ -75,10 +79,10 @@ class WeightGradientQueue:
         with torch.no_grad():
             works.reverse()
             while works:
-                works.pop()()  # dropped before the next runs, to free its memory
+                works.pop()()  # removed before the next one runs, to free its memory
 
 
-Wave = tuple[OperationKind, int]  # kind and chunk
+Wave = tuple[OperationKind, int]  # the kind and chunk of a backward operation
 
 
 def wave_of(operation: Operation) -> Wave:
@@ -89,13 +93,13 @@ def wave_of(operation: Operation) -> Wave:
 def parameter_waves(
     parts: Sequence[nn.Module], kind: ScheduleKind, deferrable: Iterable[nn.Parameter]
 ) -> dict[int, tuple[Wave, ...]]:
-    """Return the operations that add to each parameter's gradient, by the parameter's `id`.
+    """Return the waves that add to each parameter's gradient, by the parameter's `id`.
 
-    A parameter has one operation, or one per part if several parts share a table.
+    A parameter has one wave, or one per model part if several parts share the parameter.
 
     Args:
         parts: The model parts of a stage.
-        kind: The kind of the schedule.
+        kind: The kind of schedule.
         deferrable: The weights whose gradients layers can defer.
     """
     waves: dict[int, tuple[Wave, ...]] = {}
