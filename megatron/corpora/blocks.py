@@ -1,11 +1,11 @@
-"""The steps of a plan as datatrove blocks, which its executors run on pieces of the input.
+"""The steps of a plan as datatrove blocks, which datatrove's executors run on pieces of the input.
 
-A document that a step drops is passed on, marked with the reason, so that the last block can count
-everything in one place. A file gets its final name only when it is complete, so a task that was
-killed starts again, and a task that finished is not repeated.
+A step does not remove the documents that it drops. It marks them with the reason and passes them
+on, so the last block can count everything in one place. A file gets its final name only when it is
+complete, so a killed task is repeated and a finished task is not.
 
-datatrove measures the time spent in each block (`track_time`). The speed table is made from the
-files in which it records these times.
+datatrove measures the time spent in each block (`track_time`) and writes it to files, from which
+the speed table is made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ with packages_of("corpora"):
     from datatrove.data import Document
     from datatrove.pipeline.base import PipelineStep
 
-_SAMPLES = 3  # samples of each reason in each piece
+_SAMPLES = 3  # samples per reason and piece
 _SAMPLE_CHARACTERS = 300
 _BATCH = 512  # documents that are signed or searched together
 _BATCH_CHARACTERS = 16 << 20  # a batch also ends at this many characters
@@ -59,22 +59,29 @@ Documents = Iterable[Document]
 
 
 class Mark(Enum):
-    """Metadata keys that blocks set on documents. They cannot collide with fields of the input."""
+    """Metadata keys that blocks set on documents.
+
+    The input's own fields have strings as keys, so these keys cannot collide with them.
+    """
 
     DROPPED = "(step, reason, detail) if the document is dropped"
-    CHANGED = "the steps that have changed the document"
+    CHANGED = "the steps that changed the document"
     CUT = "(name of the whole document, text that was cut out)"
     HTML = "whether the document's text is HTML"
 
 
 def shard(folder: Path, rank: int, suffix: str) -> Path:
-    """Return the path of a piece's file in a folder."""
+    """Return the path of the file for piece number `rank` in a folder."""
     return folder / f"{rank:05d}{suffix}"
 
 
 @contextmanager
 def output(path: Path) -> Iterator[BinaryIO]:
-    """Remove what a killed task left behind, and yield a file that is renamed when complete."""
+    """Open a file that gets its final name on success, after removing leftovers of killed tasks.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
     with writing_to("--output", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob(f"{path.name}{TEMPORARY}*"):
@@ -88,17 +95,26 @@ def _drop(document: Document, step: str, reason: str, detail: str = "") -> None:
 
 
 class CorpusBlock(PipelineStep):
-    """A datatrove block that is called with the documents and the number of a piece."""
+    """The base class of the blocks. datatrove calls a block once per task."""
 
     type = "corpora"
 
     def __init__(self, name: str) -> None:
-        """Name the block, for datatrove's log and the speed table."""
+        """Set the name that datatrove's log and the speed table show."""
         self.name = name
         super().__init__()
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-        """Return the documents of a piece."""
+        """Process the documents of a task.
+
+        Args:
+            data: The documents from the previous block. The first block of a stage ignores it.
+            rank: The number of the task, which is the number of its piece.
+            world_size: The number of tasks.
+
+        Returns:
+            The documents for the next block. Documents to drop are only marked.
+        """
         raise NotImplementedError
 
 
@@ -107,7 +123,7 @@ class PieceReader(CorpusBlock):
 
     Args:
         pieces: All pieces of the input.
-        plan: The plan, which gives the keys of a document's text and name.
+        plan: The plan, for the keys of texts and names.
     """
 
     def __init__(self, pieces: list[Piece], plan: CorpusPlan) -> None:
@@ -141,12 +157,12 @@ class PieceReader(CorpusBlock):
 
 
 class PerDocument(CorpusBlock):
-    """Changes or drops documents one by one.
+    """Changes or drops documents, one at a time.
 
     Args:
-        name: The step's name.
-        change: A function that may change a document's text and returns the reason to drop it, or
-            "" to keep it.
+        name: The name of the step.
+        change: A function that may change the text of a document. It returns the reason to drop the
+            document, or "" to keep it.
     """
 
     def __init__(self, name: str, change: Callable[[Document], str]) -> None:
@@ -169,7 +185,7 @@ class PerDocument(CorpusBlock):
 
 
 def _clean(step: Any, document: Document) -> str:
-    """Apply a step to a single document, and return the reason to drop it, or ""."""
+    """Apply a step to a document. Return the reason to drop the document, or ""."""
     reason = ""
     match step:
         case UrlStep():
@@ -194,7 +210,7 @@ def _clean(step: Any, document: Document) -> str:
 
 
 def cleaning_blocks(plan: CorpusPlan) -> list[CorpusBlock]:
-    """Return the blocks for the steps of a plan that look at one document at a time."""
+    """Return the blocks for the plan's steps that process each document on its own."""
     return [
         PerDocument(name, partial(_clean, plan.steps[name]))
         for name in ("urls", "extract", "fix", "language", "quality")
@@ -203,7 +219,7 @@ def cleaning_blocks(plan: CorpusPlan) -> list[CorpusBlock]:
 
 
 def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]:
-    """Yield batches of documents, each with the list of those that are not dropped."""
+    """Yield batches of documents, each with a list of its documents that are not dropped."""
     batch: list[Document] = []
     size = 0
     for document in data:
@@ -245,12 +261,12 @@ class SignatureWriter(CorpusBlock):
 class GroupFinder(CorpusBlock):
     """Finds the groups of near-duplicates among all documents.
 
-    The signatures of all documents are held in memory, by default 400 bytes per document.
+    The signatures of all documents are loaded into memory, by default 400 bytes per document.
 
     Args:
         signatures: The folder of the signatures.
-        groups: The folder of the results. It gets one file per piece, `[2, documents]`: the numbers
-            of the piece's documents, and the number of the first document in each document's group.
+        groups: The output folder, which gets an array `[2, documents]` for each piece. Row 0 has
+            the number of each document, and row 1 the number of the first document in its group.
             Documents are numbered across all pieces.
         step: The settings of the signatures.
         pieces: The number of pieces.
@@ -332,7 +348,10 @@ class OverlapCutter(CorpusBlock):
         self.file, self.step = file, step
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield all documents, split where a passage is cut and dropped if nothing is left."""
+        """Yield all documents, split at the cuts.
+
+        A document is marked as dropped if nothing remains of it, or too many parts.
+        """
         with np.load(self.file) as stored:
             ngrams = TaskNgrams({int(size): stored[size] for size in stored.files})
         for batch, kept in _batched(data):
@@ -367,13 +386,12 @@ class OverlapCutter(CorpusBlock):
 
 
 class ShardWriter(CorpusBlock):
-    """Writes the documents of a piece, and a record of the dropped ones.
+    """Writes the documents of a piece, and a ledger of those that were dropped or cut.
 
     Args:
         folder: The folder of the documents, with one JSON lines file per piece.
-        ledger: The folder for dropped documents. For each piece, a JSON file holds counts and
-            samples, and a JSON lines file holds the names of all documents that were dropped or
-            cut.
+        ledger: The folder of the ledger. For each piece, a JSON file contains counts and samples,
+            and a JSON lines file contains the names of the documents that were dropped or cut.
     """
 
     def __init__(self, folder: Path, ledger: Path) -> None:
@@ -382,7 +400,7 @@ class ShardWriter(CorpusBlock):
         self.folder, self.ledger = folder, ledger
 
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> list[Document]:
-        """Write the documents and the record."""
+        """Write the documents and the ledger."""
         read, kept = Counter[str](), Counter[str]()
         changed = Counter[str]()
         dropped: dict[tuple[str, str], Counter[str]] = {}
@@ -436,7 +454,7 @@ def _json_line(document: Document) -> bytes:
 
 @cache
 def _encoder(step: TokenizeStep) -> BlockEncoder:
-    """Return the encoder for a step, which is built once in each process."""
+    """Return the encoder for a step, building it once per process."""
     return BlockEncoder(EncodingOptions(step.tokenizer, ("text",), step.append_eod))
 
 

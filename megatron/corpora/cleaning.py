@@ -56,13 +56,13 @@ _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with")
 _LETTER = re.compile(r"[^\W\d_]")
 _BULLETS = ("•", "-", "*", "‣", "◦", "·")
 
-_FEW_TAGS = 5000  # a page with no more tags than this takes at most a second, however nested
+_FEW_TAGS = 5000  # extracting a page with at most this many tags takes at most a second
 _MAX_DEPTH = 512  # levels of nested elements, the limit of browsers
 
 
 @cache
 def _suffixes() -> Any:
-    """Return an extractor of domain names that uses its bundled list of suffixes."""
+    """Return an extractor of domain names that uses tldextract's bundled list of suffixes."""
     with packages_of("corpora"):
         import tldextract
     return tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
@@ -80,10 +80,11 @@ def judge_url(url: str, step: UrlStep) -> str:
 
 
 def judge_nesting(html: str) -> str:
-    """Return the reason why the main text of a web page cannot be extracted, or "".
+    """Return the reason to drop a web page that is nested too deeply, or "".
 
-    The time that extraction takes grows with the square of the nesting depth: 20,000 nested <div>
-    take ten seconds. Parsing is fast, and only the parser knows which elements are nested.
+    The time to extract the main text grows with the square of the nesting depth: 20,000 nested
+    <div> elements take ten seconds. Parsing is fast, and only the parser knows how elements are
+    nested.
     """
     if html.count("<") - html.count("</") <= _FEW_TAGS:
         return ""
@@ -114,7 +115,8 @@ def extract_page(html: str) -> str:
 def fix_text(text: str) -> str:
     """Return the same text as `ftfy.fix_text`, more than twice as fast on web pages.
 
-    ftfy works line by line, and in most lines it could change nothing but curly quotes.
+    ftfy works line by line. In most lines, curly quotes are all that it could change, so this
+    function replaces those directly.
     """
     if not _NEEDS_FIXING.search(text):
         return text
@@ -146,7 +148,7 @@ def _identifier() -> Any:
 
 
 def language_of(text: str) -> tuple[str, float]:
-    """Return the ISO 639 code of a text's language and its probability.
+    """Return the ISO 639 code of a text's language ("" if unknown), and its probability.
 
     Only the beginning, the middle and the end of a long text are examined.
     """
@@ -159,7 +161,7 @@ def language_of(text: str) -> tuple[str, float]:
 
 
 def _sample(text: str, window: int) -> str:
-    # A text may be mostly whitespace, so take more characters than the windows need.
+    # A text may be mostly whitespace, so start with twice as many characters as the windows need.
     if len(text) > 9 * window:
         middle = len(text) // 2 - window
         text = " ".join(
@@ -181,11 +183,11 @@ def judge_language(text: str, step: LanguageStep) -> str:
 
 
 def judge_quality(text: str, step: QualityStep) -> str:  # noqa: PLR0911 - one return per rule
-    """Return the quality rule that a text breaks, or "".
+    """Return the first quality rule that a text breaks, or "".
 
-    The rules are Gopher's (Rae et al. 2021, table A1). datatrove also has them, but for English it
-    needs spaCy, which is larger than all other dependencies of this package together and ten times
-    slower than splitting at whitespace. A limit of 0 disables a rule.
+    The rules are those of Gopher (Rae et al. 2021, table A1). datatrove implements them too, but
+    needs spaCy for English, which is larger than all other dependencies of this package together
+    and ten times slower than splitting at whitespace. A limit of 0 disables a rule.
     """
     words = text.split()
     count = len(words)

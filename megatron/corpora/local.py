@@ -17,17 +17,17 @@ _REMEDY = "To reduce memory, use fewer --workers"
 
 
 class LocalExecutor(LocalPipelineExecutor):
-    """A local executor that leaves no processes behind and reports a worker that was killed.
+    """A local executor that leaves no processes behind and reports killed workers.
 
-    datatrove's own executor starts a manager process, which survives when the run is killed and
-    costs 0.1 s per stage. It also waits forever for a worker that the system has killed for lack
-    of memory.
+    datatrove's own executor starts a manager process, which outlives a killed run and costs 0.1 s
+    per stage. That executor also waits forever for a worker that the system has killed for lack of
+    memory.
     """
 
     pipeline: Any
 
     def run(self) -> None:
-        """Run all tasks that are not completed yet.
+        """Run all tasks that have not been completed yet.
 
         Raises:
             UserError: A task failed for a reason that the user can fix.

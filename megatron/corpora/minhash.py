@@ -1,14 +1,14 @@
 """Near-duplicate detection: MinHash signatures of documents and the search for matching bands.
 
-A signature has one value per bin. A single hash sends each n-gram to a bin, which keeps the
-smallest value ("one permutation hashing"). A signature therefore costs one operation per n-gram
+A signature has one value per bin. A single hash assigns each n-gram to a bin, and each bin keeps
+the smallest value ("one permutation hashing"). A signature therefore costs one operation per n-gram
 instead of one per n-gram and bin. Empty bins of short documents borrow values from other bins in an
-order that depends only on the seed ("optimal densification"), so the share of equal values
-estimates the Jaccard similarity of two documents' n-grams, as in plain MinHash.
+order that depends only on the seed ("optimal densification"). As in plain MinHash, the fraction of
+equal values estimates the Jaccard similarity of two documents' n-grams.
 
-Two documents are compared if all values of some band agree. They are near-duplicates if the share
-of equal values reaches the threshold. The groups are the connected components of near-duplicates,
-and the first document of each group is kept.
+Two documents are compared if all values of at least one band agree. They are near-duplicates if the
+fraction of equal values reaches the threshold. The groups are the connected components of
+near-duplicates, and the first document of each group is kept.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ NO_WORDS = np.uint16(0)  # the value in all bins of a document without words, wh
 
 @dataclass(frozen=True)
 class MinHash:
-    """The settings for making and comparing signatures.
+    """Settings for making and comparing signatures.
 
     With the defaults, 72% of the pairs with similarity 0.5 become candidates, 96% of those with 0.6
-    and 99.9% of those with 0.7. For each candidate, all 200 values then give an estimate of the
-    similarity. The standard deviation of this estimate is at most 0.035.
+    and 99.9% of those with 0.7. The similarity of each candidate pair is then estimated from all
+    200 values, with a standard deviation of at most 0.035.
 
     Attributes:
         ngram: The number of words in an n-gram.
         bands: The number of bands.
         rows: The number of values in a band.
-        similarity: The minimum share of equal values for two documents to be near-duplicates.
+        similarity: The minimum fraction of equal values for two documents to be near-duplicates.
         seed: The seed of the hash.
     """
 
@@ -50,7 +50,11 @@ class MinHash:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        """Check that `ngram`, `bands` and `rows` are at least 1."""
+        """Check that `ngram`, `bands` and `rows` are at least 1.
+
+        Raises:
+            ConfigError: One of them is less than 1.
+        """
         for name in ("ngram", "bands", "rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"steps.duplicates.{name} {getattr(self, name)}: give at least 1")
@@ -110,7 +114,7 @@ def _sign_batch(
 
 
 def group_duplicates(signatures: NDArray[np.uint16], settings: MinHash) -> NDArray[np.int64]:
-    """Return the first document of each document's group of near-duplicates, `[documents]`.
+    """Return, for each document, the index of the first document in its group, `[documents]`.
 
     Args:
         signatures: The signatures of all documents in order, `[values, documents]`.
@@ -128,10 +132,14 @@ def group_duplicates(signatures: NDArray[np.uint16], settings: MinHash) -> NDArr
 def similar_pairs(
     signatures: NDArray[np.uint16], settings: MinHash
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return pairs of near-duplicates, enough to connect all the documents of each group.
+    """Find pairs of near-duplicates, enough to connect all documents of each group.
+
+    Args:
+        signatures: The signatures of all documents in order, `[values, documents]`.
+        settings: The settings of the signatures.
 
     Returns:
-        The first and the second document of each pair, `[pairs]` each, in order.
+        The indices of the first and the second document of each pair, `[pairs]` each, sorted.
     """
     pairs_by_band = [np.empty((0, 2), np.int64)]
     for first, second in _pairs_by_band(signatures, settings):
@@ -171,7 +179,13 @@ def _candidates(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np
 def similarity(
     signatures: NDArray[np.uint16], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the share of equal values in each pair, `[pairs]`."""
+    """Return the fraction of equal signature values for each pair, `[pairs]`.
+
+    Args:
+        signatures: The signatures of all documents in order, `[values, documents]`.
+        first: The index of the first document of each pair, `[pairs]`.
+        second: The index of the second document of each pair, `[pairs]`.
+    """
     equal = np.zeros(len(first), np.int64)
     for row in signatures:
         equal += row[first] == row[second]
@@ -181,9 +195,15 @@ def similarity(
 def join(
     roots: NDArray[np.int64], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Join the groups of each pair, and return the root of each document's group, `[documents]`.
+    """Merge the groups of the two documents of each pair.
 
-    The root of a group is its first document.
+    Args:
+        roots: The first document of each document's group, `[documents]`. It is modified in place.
+        first: The index of the first document of each pair, `[pairs]`.
+        second: The index of the second document of each pair, `[pairs]`.
+
+    Returns:
+        The first document of each document's group after merging, `[documents]`.
     """
     while len(first):
         low = np.minimum(roots[first], roots[second])

@@ -24,8 +24,8 @@ class Overlap(NamedTuple):
     """A sequence of words that also occurs in a task.
 
     Attributes:
-        start: The offset of the first character.
-        end: The offset after the last character.
+        start: The character offset at which it starts in the text.
+        end: The character offset at which it ends, exclusive.
         ngram: The hash of the words.
     """
 
@@ -57,7 +57,7 @@ class TaskNgrams:
         Args:
             texts: The texts of the tasks.
             longest: The number of words in an n-gram.
-            shortest: The number of words below which a text is ignored.
+            shortest: The minimum number of words in a text. Shorter texts are ignored.
         """
         sizes = range(shortest, longest + 1)
         collected: dict[int, list[NDArray[np.uint64]]] = {size: [] for size in sizes}
@@ -77,7 +77,7 @@ class TaskNgrams:
         return cls({size: hashes for size, hashes in unique.items() if len(hashes)})
 
     def find(self, texts: Sequence[str]) -> list[list[Overlap]]:
-        """Return the overlaps of each text, in the order of their first words."""
+        """Return the overlaps of each text with the tasks, sorted by offset."""
         by_text: list[list[Overlap]] = [[] for _ in texts]
         if not self.hashes:
             return by_text
@@ -107,9 +107,14 @@ class TaskNgrams:
 def cut_out(text: str, overlaps: Sequence[Overlap], step: TasksStep) -> list[str]:
     """Return the parts of a text that remain when its overlaps are cut out.
 
-    A cut includes a margin on both sides, each of which is extended to the nearest end of a
-    sentence. Cuts that touch are merged. Parts of at most `min_characters` characters are dropped,
+    Each cut includes a margin on both sides and is extended outward to the nearest sentence
+    boundary. Cuts that touch are merged. Parts of at most `min_characters` characters are dropped,
     unless nothing was cut.
+
+    Args:
+        text: The text.
+        overlaps: The overlaps of the text, sorted by offset.
+        step: The margin and the minimum length of a part, in characters.
     """
     if not overlaps:
         return [text]
@@ -133,7 +138,7 @@ def read_tasks(files: Sequence[str], keys: Sequence[str]) -> list[str]:
         keys: The keys or columns to read. If empty, all text is read.
 
     Raises:
-        DataError: A file cannot be read, or has none of the keys.
+        DataError: A file cannot be read, is malformed, or has none of the keys.
     """
     return [text for file in files for text in _read_task(file, keys)]
 

@@ -1,7 +1,7 @@
-"""The plan of a corpus: the steps that its documents go through, as plain data.
+"""The plan of a corpus: the processing steps for its documents, as plain data.
 
-A plan is read from YAML or made from flags. It can be printed and compared, and it is stored next
-to the corpus. This module only describes the work: `run.stages_of` turns a plan into datatrove
+A plan is read from YAML or built from flags. It can be printed and compared, and it is stored next
+to the corpus. This module only describes the work. `run.stages_of` turns a plan into datatrove
 blocks.
 """
 
@@ -27,12 +27,13 @@ _UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "bo"))
 
 @dataclass(frozen=True)
 class UrlStep:
-    """Drop pages whose URL shows that they have no text worth reading.
+    """Drop pages whose URL suggests that they contain little text.
 
     Documents without a URL are kept.
 
     Attributes:
-        also_domains: Additional domains to drop, without their suffix (such as "example").
+        also_domains: Additional domains to drop, without their suffix ("example" rather than
+            "example.com").
     """
 
     also_domains: tuple[str, ...] = ()
@@ -43,7 +44,7 @@ class ExtractStep:
     """Extract the main text from HTML, which only WARC files contain.
 
     Attributes:
-        min_characters: The length below which a page counts as empty.
+        min_characters: The minimum number of characters. Pages with less main text are dropped.
     """
 
     min_characters: int = 1
@@ -54,7 +55,7 @@ class FixStep:
     """Fix wrongly decoded text, HTML entities and curly quotes, as ftfy does.
 
     Attributes:
-        newlines: Whether to replace several empty lines in a row with one.
+        newlines: Whether to collapse several consecutive empty lines into one.
     """
 
     newlines: bool = True
@@ -66,14 +67,18 @@ class LanguageStep:
 
     Attributes:
         keep: The ISO 639 codes of the languages.
-        probability: The minimum probability of the language for a document to be kept.
+        probability: The minimum probability of the detected language.
     """
 
     keep: tuple[str, ...] = ("en",)
     probability: float = 0.3
 
     def __post_init__(self) -> None:
-        """Refuse language names and regions, which would drop every document."""
+        """Reject language names and regions, which match no document.
+
+        Raises:
+            ConfigError: A value is not an ISO 639 code.
+        """
         for code in self.keep:
             if not re.fullmatch("[a-z]{2,3}", code):
                 raise ConfigError(f"--language {code}: give ISO 639 codes such as en or de")
@@ -89,12 +94,12 @@ class QualityStep:
         min_word_length: The minimum mean length of a word in characters.
         max_word_length: The maximum mean length of a word in characters.
         max_symbols: The maximum number of "#" and ellipses per word.
-        min_letters: The minimum share of words with a letter.
-        stop_words: The number of different words among "the", "be", "to", "of", "and", "that",
-            "have" and "with" that must occur.
-        max_bullets: The maximum share of lines that begin with a bullet point.
-        max_ellipses: The maximum share of lines that end with an ellipsis.
-        max_repeated: The maximum share of lines that repeat an earlier line.
+        min_letters: The minimum fraction of words that contain a letter.
+        stop_words: The minimum number of different words among "the", "be", "to", "of", "and",
+            "that", "have" and "with".
+        max_bullets: The maximum fraction of lines that begin with a bullet point.
+        max_ellipses: The maximum fraction of lines that end with an ellipsis.
+        max_repeated: The maximum fraction of lines that repeat an earlier line.
     """
 
     min_words: int = 50
@@ -118,18 +123,18 @@ class DuplicatesStep(MinHash):
 class TasksStep:
     """Cut out passages that also occur in the files of evaluation tasks.
 
-    An n-gram of `max_ngram` words that also occurs in a task is cut out with its surroundings, up
-    to the ends of sentences. A shorter text of a task is matched as a whole if it has at least
-    `min_ngram` words. The remaining parts of the document become separate documents.
+    Every n-gram of `max_ngram` words that also occurs in a task is cut out, with a margin that
+    extends to the ends of sentences. A task text of fewer words is matched as a whole if it has at
+    least `min_ngram` words. The remaining parts of a document become separate documents.
 
     Attributes:
         files: The task files: JSON lines, TSV or plain text.
         keys: The keys or columns to read. If empty, all text is read.
         max_ngram: The number of words in an n-gram.
-        min_ngram: The number of words below which a text of a task is ignored.
+        min_ngram: The minimum number of words in a task text. Shorter texts are ignored.
         margin: The number of characters to cut on each side of an n-gram.
         min_characters: Remaining parts with at most this many characters are dropped.
-        max_parts: The number of remaining parts above which the whole document is dropped.
+        max_parts: The maximum number of remaining parts. A document with more is dropped.
     """
 
     files: tuple[str, ...] = ()
@@ -146,7 +151,7 @@ class TokenizeStep:
     """Encode the documents as a `.bin`/`.idx` dataset for training.
 
     Attributes:
-        tokenizer: The tokenizer, with the same settings as the flags of training.
+        tokenizer: The tokenizer settings, named like the training flags.
         append_eod: Whether each document ends with the end-of-document id.
     """
 
@@ -169,15 +174,15 @@ STEPS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """The input of a corpus and the steps that its documents go through.
+    """The input of a corpus and the processing steps for its documents.
 
     Attributes:
         input: Files, globs and folders.
         steps: The settings of each step by name, in the order of `STEPS`.
         text_key: The key of a document's text in JSON lines and parquet files.
-        id_key: The key of a document's name. Documents without one are named after
-            their file and line or byte offset.
-        on_error: What to do with a line that is not a document: "stop" the run, or "skip" the line.
+        id_key: The key of a document's name. A document without one is named after its file and
+            byte offset.
+        on_error: How to treat a line that is not a document: "stop" the run, or "skip" the line.
     """
 
     input: tuple[str, ...]
@@ -195,10 +200,10 @@ class CorpusPlan:
 
 
 def default_steps(languages: tuple[str, ...] = ("en",), seed: int = 1234) -> dict[str, Any]:
-    """Return the usual steps for turning a crawl into text.
+    """Return the default steps for turning a crawl into text.
 
     Args:
-        languages: The languages to keep.
+        languages: The ISO 639 codes of the languages to keep.
         seed: The seed of MinHash.
     """
     quality = QualityStep(stop_words=2 if languages == ("en",) else 0)
@@ -285,7 +290,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
             return tuple(items)
         raise ConfigError(f"{where}: expected a list of strings, got {value!r}")
     if origin is not None:
-        return value  # the steps, which have been built already
+        return value  # the steps, which are already built
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

@@ -18,7 +18,7 @@ from megatron.durable import atomic_file, writing_to
 from megatron.errors import ConfigError, DataError
 
 Record = dict[str, Any]
-# A function that takes the records of a block. It returns the records for each output, and counts.
+# A function of the records of a block. It returns the records for each output, and counts.
 Transform = Callable[[list[Record]], tuple[list[list[Record]], Counter[str]]]
 _SMALL = 1 << 20  # bytes; smaller files are processed without worker processes
 _LESS_MEMORY = "To reduce memory, use fewer processes"
@@ -70,16 +70,17 @@ def transform_records(
 
     Args:
         path: A JSON lines file.
-        outputs: The files to write. They get their final names once everything is written.
-        transform: The function. It runs in several processes, on one block of lines at a time.
+        outputs: The files to write. They get their final names when all of them are complete.
+        transform: The function. Worker processes call it on one block of records at a time.
         keys: Keys that every record must have, with a string as the value.
-        workers: The number of processes. The output does not depend on it.
+        workers: The number of worker processes. The output does not depend on it.
 
     Returns:
-        The sum of the function's counts.
+        The sum of the counts that the function returned.
 
     Raises:
-        DataError: The file cannot be read, or a line is bad. No output files remain.
+        ConfigError: The file does not exist or is not JSON lines.
+        DataError: The file cannot be read, or a line is malformed. No output files remain.
         StorageError: An output cannot be written.
     """
     counts: Counter[str] = Counter()
@@ -98,12 +99,13 @@ def transform_records(
 def map_records(
     path: str, transform: Transform, keys: Sequence[str], workers: int
 ) -> Iterator[tuple[list[list[Record]], Counter[str]]]:
-    """Yield a function's result for each block of a file's records, in order.
+    """Apply a function to each block of a file's records and yield the results in order.
 
     The arguments are those of `transform_records`.
 
     Raises:
-        DataError: The file cannot be read, or a line is bad.
+        ConfigError: The file does not exist or is not JSON lines.
+        DataError: The file cannot be read, or a line is malformed.
     """
     work = partial(_transform_block, transform, tuple(keys))
     is_small = Path(path).is_file() and Path(path).stat().st_size < _SMALL
@@ -113,7 +115,11 @@ def map_records(
 
 
 def write_records(path: str, records: Iterator[Record]) -> int:
-    """Write records to a JSON lines file atomically, and return their number."""
+    """Write records to a JSON lines file atomically, and return how many were written.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
     count = 0
     with writing_to("output", path), atomic_file(Path(path)) as file:
         for record in records:
@@ -123,7 +129,7 @@ def write_records(path: str, records: Iterator[Record]) -> int:
 
 
 def dump_record(record: Record) -> bytes:
-    """Return a record as a line of JSON."""
+    """Serialize a record as a line of JSON."""
     try:
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # a number has more than 64 bits

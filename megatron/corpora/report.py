@@ -1,4 +1,4 @@
-"""Reports on a pipeline: what was dropped and why, samples, a chart, and the speed of each step."""
+"""The report on a corpus: what was dropped and why, samples, a chart, and the time of each step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Any
 from megatron.corpora.blocks import CorpusBlock, Document, output, shard
 from megatron.corpora.plan import STEPS
 
-_SAMPLES = 5  # samples of each reason
+_SAMPLES = 5  # samples per reason
 
 
 def summarize(ledgers: list[Path], pieces: int) -> dict[str, Any]:
     """Add up the ledgers of all stages and pieces.
 
     Args:
-        ledgers: For each stage that writes documents, the folder for its dropped documents, in
-            order.
+        ledgers: The ledger folder of each stage that writes documents, in order.
         pieces: The number of pieces.
 
     Returns:
-        The number of documents that were read, the number and bytes of those that were kept, the
-        number that each step changed, and counts and samples of those that were dropped, in the
-        order of the steps.
+        The number of documents read ("read"), the number and bytes of documents kept ("kept"), the
+        number that each step changed ("changed"), and for each reason in the order of the steps,
+        counts and samples of the documents dropped ("dropped").
     """
     changed: Counter[str] = Counter()
     kept: Counter[str] = Counter()
@@ -63,7 +62,7 @@ def summarize(ledgers: list[Path], pieces: int) -> dict[str, Any]:
 
 
 def draw(summary: dict[str, Any]) -> bytes:
-    """Draw a chart of how many documents were dropped for each reason, as a PNG image."""
+    """Return a PNG chart of how many documents were dropped for each reason."""
     from matplotlib.figure import Figure
 
     rows = [
@@ -86,7 +85,7 @@ def draw(summary: dict[str, Any]) -> bytes:
 
 
 def as_text(summary: dict[str, Any]) -> str:
-    """Return the counts as lines with aligned columns."""
+    """Format the counts of a summary as lines with aligned columns."""
     rows = [("read", summary["read"], "")]
     rows += [
         (
@@ -105,12 +104,12 @@ def as_text(summary: dict[str, Any]) -> str:
 
 
 def measured_seconds(logs: Path) -> dict[str, float]:
-    """Return the seconds spent in each block, summed over all pieces and processes."""
+    """Return the seconds spent in each block by name, summed over all pieces and processes."""
     seconds: dict[str, float] = {}
     for file in sorted(logs.glob("*/stats/*.json")):
         for block in json.loads(file.read_bytes()):
             name = block["name"].partition(": ")[2]
-            spent = block["time_stats"]  # a plain number if it was measured only once
+            spent = block["time_stats"]  # a plain number if only one time was measured
             spent = spent["total"] if isinstance(spent, dict) else spent
             seconds[name] = seconds.get(name, 0.0) + float(spent)
     return seconds
@@ -121,8 +120,7 @@ class ReportWriter(CorpusBlock):
 
     Args:
         folder: The folder of the corpus.
-        ledgers: For each stage that writes documents, the folder for its dropped documents, in
-            order.
+        ledgers: The ledger folder of each stage that writes documents, in order.
         pieces: The number of pieces.
     """
 

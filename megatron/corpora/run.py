@@ -1,4 +1,4 @@
-"""Execution of a plan by datatrove: its stages, their tasks, and resuming an earlier run."""
+"""Execution of a plan with datatrove: its stages and tasks, and resumption of an earlier run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _OWN_FILES = (
 
 
 class Stage(NamedTuple):
-    """Blocks that process each document in sequence, and the number of tasks."""
+    """Blocks that process each document in turn, and the number of tasks that run them."""
 
     name: str
     blocks: list[CorpusBlock]
@@ -73,7 +73,7 @@ class Cluster:
         workers: The number of tasks that run at the same time. Results do not depend on it.
         partition: The SLURM partition.
         time: The time limit of a SLURM task, "hh:mm:ss".
-        memory_gb: The memory that SLURM and Ray reserve for a task, in GB.
+        memory_gb: The memory that SLURM or Ray reserves for a task, in GB.
     """
 
     executor: str = "local"
@@ -84,7 +84,7 @@ class Cluster:
 
 
 def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage]:
-    """Return the stages of a plan. Each needs the complete result of the previous one.
+    """Return the stages of a plan. Each stage needs the complete result of the previous one.
 
     Args:
         plan: The plan.
@@ -93,12 +93,12 @@ def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage
     """
     work, dropped, text = folder / "work", folder / "dropped", folder / "text"
     count, steps = len(pieces), plan.steps
-    looks_back = "duplicates" in steps or "tasks" in steps
+    has_select_stage = "duplicates" in steps or "tasks" in steps
     clean: list[CorpusBlock] = [PieceReader(pieces, plan), *cleaning_blocks(plan)]
     if "duplicates" in steps:
         clean.append(SignatureWriter(work / "signatures", steps["duplicates"]))
     ledgers = [dropped / "clean"]
-    clean.append(ShardWriter(work / "clean" if looks_back else text, ledgers[0]))
+    clean.append(ShardWriter(work / "clean" if has_select_stage else text, ledgers[0]))
     stages = [Stage("clean", clean, count)]
     select: list[CorpusBlock] = [ShardReader(work / "clean")]
     if "duplicates" in steps:
@@ -108,7 +108,7 @@ def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage
         select.append(DuplicateDropper(groups))
     if "tasks" in steps:
         select.append(OverlapCutter(work / TASKS_FILE, steps["tasks"]))
-    if looks_back:
+    if has_select_stage:
         ledgers.append(dropped / "select")
         stages.append(Stage("select", [*select, ShardWriter(text, ledgers[-1])], count))
     finish: list[CorpusBlock] = []
@@ -121,7 +121,7 @@ def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage
 
 
 def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite: bool) -> None:
-    """Execute a plan, continuing where an earlier run was interrupted.
+    """Execute a plan, resuming an interrupted run.
 
     With SLURM, jobs may still be waiting when this function returns.
 
@@ -129,10 +129,11 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
         plan: The plan.
         folder: The folder of the corpus.
         cluster: The executor and the resources of the tasks.
-        overwrite: Whether to start again if the folder holds a corpus with a different plan.
+        overwrite: Whether to start over if the folder already contains a corpus.
 
     Raises:
-        ConfigError: The folder holds something else, or a package is missing.
+        ConfigError: The folder contains other files or a corpus with a different plan, a package is
+            missing, or SLURM refuses the jobs.
         DataError: The input is missing or damaged.
         StorageError: The folder cannot be written to.
     """
@@ -164,14 +165,14 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
 
 
 def input_bytes(folder: Path) -> int:
-    """Return the size of the input files of a corpus."""
+    """Return the total size in bytes of the input files of the corpus in `folder`."""
     recorded = json.loads((folder / PLAN_FILE).read_bytes())
     paths = {path for piece in recorded["pieces"] for path, _, _ in piece}
     return sum(recorded["inputs"][os.path.abspath(path)][0] for path in paths)
 
 
 def _claim_folder(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite: bool) -> None:
-    """Write the plan into the folder, or compare it with the plan that is already there."""
+    """Write the plan into the folder, or compare it with the plan that the folder contains."""
     files = [part.path for piece in pieces for part in piece]
     files += plan.steps["tasks"].files if "tasks" in plan.steps else ()
     files += _tokenizer_files(plan)
@@ -189,7 +190,7 @@ def _claim_folder(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite
         difference = _difference(recorded, requested)
         raise ConfigError(
             f"--output {folder}: holds a corpus with a different plan or input ({difference}): "
-            "choose another folder, or give --overwrite to start again"
+            "choose another folder, or give --overwrite to start over"
         )
     if folder.exists() and any(folder.iterdir()) and not plan_file.exists():
         raise ConfigError(f"--output {folder}: holds other files: choose an empty or new folder")
@@ -215,7 +216,7 @@ def _tokenizer_files(plan: CorpusPlan) -> list[str]:
 
 
 def _difference(recorded: dict[str, Any], requested: dict[str, Any]) -> str:
-    """Describe the first settings or files that differ."""
+    """Describe the first differences between two plans."""
     for name in ("inputs", "pieces"):
         if recorded.get(name) != requested[name]:
             return "the input files have changed"
@@ -249,7 +250,7 @@ def _executor(stage: Stage, logs: Path, cluster: Cluster, previous: Any) -> Any:
     with packages_of("corpora"):
         from loguru import logger
 
-    # An error ends the command with a one-line message, which the log of each task would repeat.
+    # An error ends the command with a one-line message. The log of each task would repeat it.
     logger.disable("datatrove")
     common = {"pipeline": stage.blocks, "tasks": stage.tasks, "logging_dir": str(logs)}
     workers = min(cluster.workers, stage.tasks)

@@ -1,7 +1,7 @@
 """Readers of crawl files and corpora: WARC, WET, JSON lines, parquet, text.
 
-The input is divided into pieces, the units of work. The division depends only on the files, so no
-result depends on the number of processes.
+The input is divided into pieces, the units of work. The division depends only on the files, so the
+results do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 256 << 20
 _PIECES = 64  # the number of pieces for an input between 64 MiB and 16 GiB
 _PAGES = ("text/html", "application/xhtml+xml")
 _MAX_PAGE = MAX_LINE_MB << 20
-_END = 4  # bytes after a record: two line ends
+_END = 4  # bytes at the end of a record: two line breaks
 
 
 class FilePart(NamedTuple):
-    """A file, or some of its lines.
+    """A file, or a range of its lines.
 
     Attributes:
         path: The file.
@@ -58,13 +58,13 @@ class RawRecord(NamedTuple):
     """A record of the input.
 
     Attributes:
-        location: The file and the line or byte offset.
-        text: The text, or "" if there is a problem.
-        name: The name in the record, or `location` if it has none.
+        location: The file and the byte offset, for messages.
+        text: The text, or "" if `problem` or `excess` is set.
+        name: The record's own name, or `location` if it has none.
         fields: The other fields of the record.
         is_html: Whether the text is HTML.
         problem: The reason why the record is not a document, or "".
-        excess: The size of a page that is too long to be read, or "".
+        excess: The size of a page that is too long to read, such as "200,000,000 bytes", or "".
     """
 
     location: str
@@ -79,8 +79,8 @@ class RawRecord(NamedTuple):
 def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
     """Divide the input into pieces, in order.
 
-    A large JSON lines file becomes several pieces, and small files share one. A file that can only
-    be read sequentially is never split.
+    A large JSON lines file is split into several pieces, and small files share a piece. A file that
+    can only be read sequentially is never split.
 
     Args:
         patterns: Files, globs and folders.
@@ -115,6 +115,10 @@ def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
 
 def read_piece(piece: Piece, plan: CorpusPlan) -> Iterator[RawRecord]:
     """Yield the records of a piece in order.
+
+    Args:
+        piece: The files and ranges to read.
+        plan: The plan, for the keys of texts and names.
 
     Raises:
         DataError: A file is damaged.
@@ -158,14 +162,13 @@ def _read_line(line: bytes, location: str, plan: CorpusPlan) -> RawRecord:
             location, "", location, {}, problem=f"no text under the key {plan.text_key!r}"
         )
     text = record.pop(plan.text_key)
-    name = record.get(
-        plan.id_key
-    )  # also kept as a field, so that --id-key url does not hide the URL
+    # The name also remains a field, so that --id-key url does not hide the URL.
+    name = record.get(plan.id_key)
     return RawRecord(location, text, location if name in (None, "") else str(name), record)
 
 
 def _columns(path: str, text_key: str) -> list[str]:
-    """Return a parquet file's string and integer columns, with the text column first."""
+    """Return the names of a parquet file's string and integer columns, text column first."""
     import pyarrow
     from pyarrow import parquet
 
@@ -182,7 +185,7 @@ def _columns(path: str, text_key: str) -> list[str]:
 
 
 def _read_archive(path: str) -> Iterator[RawRecord]:
-    """Yield the pages of a WARC file, or the texts of a WET file. Other records are skipped.
+    """Yield the pages of a WARC file or the texts of a WET file, skipping other records.
 
     Raises:
         DataError: The file is damaged or truncated.
@@ -195,7 +198,7 @@ def _read_archive(path: str) -> Iterator[RawRecord]:
     with _damage_as_data_error(path), open(path, "rb") as raw:
         stream: BinaryIO = raw
         if path.lower().endswith(".gz"):
-            # Python's gzip reports a truncated file, where FastWARC's would stop silently.
+            # Python's gzip reports a truncated file. FastWARC's decompressor stops silently.
             stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
         elif os.path.getsize(path):
             raw.seek(-min(_END, os.path.getsize(path)), os.SEEK_END)
@@ -222,7 +225,7 @@ def _read_archive(path: str) -> Iterator[RawRecord]:
             elif record.record_type == WarcRecordType.conversion:
                 yield RawRecord(location, data.decode("utf-8", "replace"), name, fields)
             elif record.is_http and (record.http_content_type or _PAGES[0]) in _PAGES:
-                # Some servers name encodings that do not exist. In that case, detect the encoding.
+                # Some servers declare encodings that do not exist. If so, detect the encoding.
                 declared = map_encoding_to_html5(record.http_charset or "", fallback_utf8=False)
                 encoding = declared or detect_encoding(data) or "utf-8"
                 text = bytes_to_str(data, encoding, fallback_encodings=("utf-8", "windows-1252"))

@@ -1,13 +1,14 @@
 """Words and n-grams of whole batches of documents, as 64-bit hashes in numpy arrays.
 
 Hashed word n-grams are used to find both near-duplicates and overlaps with task files. Splitting
-and hashing text word by word in Python processes about 5 MB/s; doing it with numpy on batches of
-UTF-8 bytes processes about 100 MB/s.
+and hashing word by word in Python processes about 5 MB/s. NumPy on batches of UTF-8 bytes processes
+about 100 MB/s.
 
-A word is a sequence of letters, digits, underscores and two-byte characters. ASCII is compared in
-lower case. A character of three or four bytes (Chinese, Japanese, Korean, Thai, ...) is a word by
-itself, because those scripts do not separate words by spaces. The exception is U+2000 to U+2FFF
-(dashes, curly quotes), which separate words as ASCII punctuation does.
+A word is a sequence of ASCII letters, digits, underscores and two-byte characters. ASCII letters
+are compared in lower case. A character of three or four bytes (Chinese, Japanese, Korean, Thai,
+...) is a word by itself, because those scripts do not separate words by spaces. Characters from
+U+2000 to U+2FFF (such as dashes and curly quotes) are exceptions: they separate words, like ASCII
+punctuation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ U64 = NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
 _STRIDE = 0xD6E8FEB86659FD93  # the factor between the words of an n-gram
 _MASK = (1 << 64) - 1
-_BATCH_BYTES = 1 << 18  # an array with 8 bytes per byte of text fits in a core's cache
+_BATCH_BYTES = 1 << 18  # arrays with 8 bytes per byte of text fit in a core's cache
 
 _PUNCTUATION, _WIDE, _REST = 1, 2, 4
 
@@ -62,9 +63,9 @@ class Words(NamedTuple):
 
     Attributes:
         hashes: The hash of each word, `[words]`.
-        starts: The offset of each word's first byte in its document, `[words]`.
-        ends: The offset after each word's last byte in its document, `[words]`.
-        documents: The document of each word, `[words]`, counted from 0 in the batch.
+        starts: The byte offset of each word's start in its document, `[words]`.
+        ends: The byte offset of each word's end in its document, exclusive, `[words]`.
+        documents: The index in the batch of each word's document, `[words]`.
         batch: The number of documents, including those without words.
     """
 
@@ -79,7 +80,7 @@ def batches(texts: Sequence[bytes]) -> list[tuple[int, int]]:
     """Divide a sequence of documents into batches of about `_BATCH_BYTES`.
 
     Returns:
-        For each batch, the index of its first document and of the one after its last.
+        The index of the first document of each batch, and the index after its last document.
     """
     cuts, size = [0], 0
     for i, text in enumerate(texts):
@@ -106,7 +107,7 @@ def split_words(texts: Sequence[bytes]) -> Words:
     in_word = classes >= _WIDE
     is_start = in_word.copy()
     is_start[1:] &= ~in_word[:-1] | (classes[1:] == _WIDE)
-    # A wide character is a whole word, so the byte after its last one begins another word.
+    # A wide character is a whole word, so the byte after it begins another word.
     (wide,) = np.nonzero(classes == _WIDE)
     if len(wide):
         after = wide + np.where(data[wide] >= 0xF0, 4, 3)
@@ -158,14 +159,14 @@ def mix(values: U64) -> U64:
 def hash_ngrams(words: Words, size: int) -> tuple[U64, NDArray[np.bool_]]:
     """Hash the n-gram that begins at each word.
 
-    N-grams do not extend beyond their document, so the last ones of each document are shorter.
+    N-grams do not cross document boundaries, so the last n-grams of each document are shorter.
 
     Args:
         words: The words of a batch.
         size: The number of words in an n-gram.
 
     Returns:
-        The hash of the n-gram at each word, and whether it has its full size, `[words]` each.
+        The hash of the n-gram at each word, and whether it has the full size, `[words]` each.
     """
     return next(hash_ngrams_of(words, [size]))
 
