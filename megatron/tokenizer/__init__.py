@@ -1,14 +1,14 @@
-"""Tokenizers, which convert text to ids and back with well-maintained libraries.
+"""Tokenizers, which convert text to token ids and back.
 
     build, base                             construction from flags, and the common interface
     files                                   vocabulary files and the entries appended to them
     chat_template, turn_end                 chat templates, and the token that ends an answer
     library                                 library calls, with every error turned into a DataError
     gpt2, fast_bpe                          GPT-2's BPE and its fast encoders
-    huggingface, sentencepiece, tiktoken    tokenizer files read by the libraries of these names
+    huggingface, sentencepiece, tiktoken    tokenizers that use the libraries of these names
     wordpiece                               BERT's WordPiece, and the Chinese Yuan models' tokenizer
 
-A library is imported only when a tokenizer that needs it is built, so no tool loads the others.
+A library is imported only when a tokenizer that needs it is built.
 """
 
 from megatron.tokenizer.base import Tokenizer

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _SpecialId:
-    """A read-only attribute: the id of the special token that has the attribute's name."""
+    """A read-only attribute that is the id of the special token of the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -26,28 +26,28 @@ class _SpecialId:
 
 
 class Tokenizer(ABC):
-    """The base class of tokenizers, which convert text to ids and back.
+    """The base class of tokenizers, which convert text to token ids and back.
 
     Reading the id of a special token that the tokenizer does not have raises a ConfigError.
 
     Args:
         kind: The `--tokenizer-type` of the tokenizer.
         digest: The digest of everything that determines the ids (files and options).
-        special_ids: The ids of the special tokens that the tokenizer has, by name: `eod`, `bos`,
-            `eos`, `cls`, `sep`, `pad` and `mask`.
+        special_ids: The ids of the tokenizer's special tokens by name: any of `eod`, `bos`, `eos`,
+            `cls`, `sep`, `pad` and `mask`.
         vocab_size: The number of entries, including appended ones.
         sentinels: The ids of T5's sentinels, `<extra_id_0>` first.
 
     Attributes:
-        vocab_size: The number of entries, from which the padded vocabulary size follows.
+        vocab_size: The number of entries, including appended ones but no padding.
         text_vocab_size: The number of entries in the tokenizer's files, without appended ones.
         appended_ids: The ids that `tokenize` appends to every text, such as `</s>`.
         additional_special_tokens_ids: The ids of T5's sentinels, whether appended or not.
         special_spacing: A description of any setting that changes the ids of
-            `tokenize_with_special` but is not covered by `fingerprint`.
-        has_t5_sentinels: Whether the sentinels belong to T5's own vocabulary, as opposed to being
-            appended by Megatron. If so, the other special tokens are also used as in T5: the
-            decoder begins with padding, and both texts end with `eos`.
+            `tokenize_with_special` but is not covered by `fingerprint`, or "".
+        has_t5_sentinels: Whether the sentinels are those of T5's vocabulary rather than Megatron's.
+            If so, the other special tokens are also used as in T5: the decoder begins with padding,
+            and encoder and decoder sequences end with `eos`.
         eod: The id that ends a document.
         bos: The id that begins a sequence.
         eos: The id that ends a sequence.
@@ -92,36 +92,37 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text."""
+        """Return the token ids of a text."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
+        """Decode token ids to text. Bytes that are not valid UTF-8 become U+FFFD."""
 
     def tokenize_unterminated(self, text: str) -> list[int]:
-        """Return the ids of a text that will be continued or scored, without `appended_ids`."""
+        """Return the token ids of a text to continue or to score, without `appended_ids`."""
         ids = self.tokenize(text)
         return ids[: len(ids) - len(self.appended_ids)]
 
     def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the ids of a text whose special tokens are already written out; none are added."""
+        """Return the token ids of a text that spells out its special tokens, adding none."""
         return self.tokenize(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of many texts, one array per text, with the tokenizer's fastest method."""
+        """Return the token ids of each text with the tokenizer's fastest method."""
         import numpy as np
 
         return [np.array(self.tokenize(text), np.int64) for text in texts]
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of each sentence, without special tokens around the sentences."""
+        """Return the token ids of each sentence, without special tokens around the sentences."""
         return self.tokenize_batch(texts)
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_with_special`, and the characters that each covers.
+        """Return the ids from `tokenize_with_special` and the characters that each id covers.
 
         Returns:
-            The ids, and the start and end (exclusive) of each in characters, `[tokens, 2]`.
+            The token ids, and the start and end (exclusive) of each token in characters,
+            `[tokens, 2]`.
 
         Raises:
             ConfigError: This kind of tokenizer does not report the positions of its tokens.
@@ -133,9 +134,9 @@ class Tokenizer(ABC):
         )
 
     def text_growth(self) -> int:
-        """Return an upper bound on a text's length, as a multiple of its tokens' total length.
+        """Return an upper bound on the length of a text relative to the total length of its tokens.
 
-        The time that `detokenize` takes is proportional to the text's length.
+        The time that `detokenize` takes is proportional to the length of the text.
 
         Raises:
             DataError: There is no bound.
@@ -144,7 +145,7 @@ class Tokenizer(ABC):
 
     @property
     def decoder_start(self) -> int:
-        """The id that a T5 decoder reads first."""
+        """The first input id of a T5 decoder."""
         return self.pad if self.has_t5_sentinels else self.bos
 
     @property
@@ -153,11 +154,11 @@ class Tokenizer(ABC):
         return [self.eos] if self.has_t5_sentinels else []
 
     def fingerprint(self) -> str:
-        """Return a string that identifies the files and options, for comparing checkpoints."""
+        """Return a string that identifies the files and options, to compare with a checkpoint's."""
         return f"{self.kind}:{self._digest}"
 
     def special_ids(self, *names: str) -> frozenset[int]:
-        """Return the ids of the named special tokens, omitting any that the tokenizer lacks."""
+        """Return the ids of the named special tokens, without those that the tokenizer lacks."""
         return frozenset(self._special_ids[name] for name in names if name in self._special_ids)
 
     def special_id(self, name: str) -> int:
@@ -181,12 +182,12 @@ class ByteTokenizer(Tokenizer):
 
     @abstractmethod
     def bytes_of(self, index: int) -> bytes:
-        """Return the bytes that an id stands for."""
+        """Return the bytes that a token id stands for."""
 
     @property
     @abstractmethod
     def special_texts(self) -> Mapping[str, int]:
-        """The special tokens, as written in a text, and their ids."""
+        """The map from special tokens, as written in a text, to their ids."""
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -194,7 +195,7 @@ class ByteTokenizer(Tokenizer):
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the ids of a text in which special tokens are spelled out."""
+        """Return the token ids of a text that spells out its special tokens, adding none."""
         ids: list[int] = []
         # With one group, split() returns text and special tokens alternately.
         for index, part in enumerate(self._special_pattern.split(text)):
@@ -202,7 +203,7 @@ class ByteTokenizer(Tokenizer):
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_with_special`, and the characters that each covers."""
+        """Return the ids from `tokenize_with_special` and the characters that each id covers."""
         import numpy as np
 
         ids = self.tokenize_with_special(text)

@@ -1,4 +1,4 @@
-"""Construction of tokenizers from the flags, and the two simplest: numbers and characters."""
+"""Construction of tokenizers from flags, and two simple tokenizers: numbers and characters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.files import digest
 
-_MAX_TENSOR_PARALLEL = 64  # largest tensor-parallel size considered for the padding of a vocabulary
+_MAX_TENSOR_PARALLEL = 64  # the largest tensor-parallel size for which a vocabulary is padded
 # The module and class of each tokenizer type. A module is imported only when its type is built, so
-# that no type loads the libraries of the others.
+# no type loads the libraries of the others.
 _CLASSES = {
     "GPT2BPETokenizer": ("gpt2", "GPT2Tokenizer"),
     "BertWordPieceLowerCase": ("wordpiece", "WordPieceTokenizer"),
@@ -35,16 +35,20 @@ _CLASSES = {
 
 
 def files_of(config: TokenizerConfig) -> tuple[str, ...]:
-    """Return the config fields that name the tokenizer's files, or `()` if none is chosen."""
+    """Return the names of the config fields that contain the paths of the tokenizer's files.
+
+    Args:
+        config: The tokenizer's configuration. Without a `tokenizer_type`, the result is empty.
+    """
     needs = TOKENIZER_NEEDS.get(config.tokenizer_type or "", ())
     return tuple(field for field in needs if field != "vocab_size")
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Build the tokenizer that `--tokenizer-type` names, from its files.
+    """Build the tokenizer that `--tokenizer-type` names from its files.
 
     Raises:
-        ConfigError: The type is missing or unknown, or the other flags do not fit it.
+        ConfigError: The type is missing or unknown, or other flags do not match the type.
         DataError: A file is missing or damaged.
     """
     kind = config.tokenizer_type
@@ -61,7 +65,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def padded_vocabulary(config: RunConfig) -> int:
-    """Return the number of rows of a run's word embedding, including padding.
+    """Return the number of rows in a run's word embedding, including padding.
 
     Raises:
         ConfigError: The tokenizer's flags contradict each other.
@@ -73,33 +77,41 @@ def padded_vocabulary(config: RunConfig) -> int:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Return the number of rows of a word embedding that holds `vocab_size` entries.
+    """Return the number of rows in a word embedding of `vocab_size` entries, including padding.
 
     The result is a multiple of the least common multiple of `divisible_by` and the tensor-parallel
-    size. With the usual 128 it is the same for every tensor-parallel size that divides 128.
-    Padding rows take part in the softmax, so this keeps losses independent of the layout.
-    Megatron-LM pads to a multiple of the product instead; its checkpoints can still be read
+    size. With the default of 128, it is the same for every tensor-parallel size that divides 128.
+    This keeps losses independent of the layout, because padding rows take part in the softmax.
+    Megatron-LM pads to a multiple of the product instead. Its checkpoints can still be read
     (`checkpoint.reader`).
+
+    Args:
+        vocab_size: The number of entries of the tokenizer.
+        divisible_by: The value of `--make-vocab-size-divisible-by`.
+        tensor_parallel_size: The number of tensor-parallel ranks.
     """
     multiple = math.lcm(divisible_by, tensor_parallel_size)
     return -(-vocab_size // multiple) * multiple
 
 
 def vocabulary_multiple(rows: int) -> int:
-    """Return the --make-vocab-size-divisible-by that preserves an embedding's number of rows.
+    """Return the `--make-vocab-size-divisible-by` that preserves an embedding's number of rows.
 
     Additional rows would take part in the softmax. A Hugging Face folder does not say how many
-    entries its tokenizer has. If the number of rows is a multiple of 64, some may be padding, and
-    the result is the number of rows. Otherwise, there is no padding, and the result is 1.
+    entries its tokenizer has. If the number of rows is a multiple of 64, some of them may be
+    padding, and the result is the number of rows. Otherwise there is no padding, and the result
+    is 1.
 
     Args:
-        rows: Number of rows in the word embedding.
+        rows: The number of rows in the word embedding.
     """
     return rows if rows % _MAX_TENSOR_PARALLEL == 0 else 1
 
 
 class NullTokenizer(Tokenizer):
-    """NullTokenizer: ids written as numbers below `--vocab-size`, and an end-of-document id.
+    """NullTokenizer: texts of numbers below `--vocab-size`, which are the ids themselves.
+
+    The id `--vocab-size` ends a document.
 
     Raises:
         ConfigError: --vocab-size is missing or not positive.
@@ -121,7 +133,7 @@ class NullTokenizer(Tokenizer):
         return {str(i): i for i in range(self.vocab_size)}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the numbers in `text`; as in Megatron-LM, they may be outside the vocabulary.
+        """Return the numbers in `text`. As in Megatron-LM, they may be outside the vocabulary.
 
         Raises:
             DataError: A word is not a number, or is a number that the dataset cannot store.
@@ -160,7 +172,7 @@ class CharacterLevelTokenizer(Tokenizer):
         """Return one id per character.
 
         Raises:
-            DataError: A character is not one of the 256.
+            DataError: A character is not in Latin-1.
         """
         try:
             return [len(self._SPECIAL) + code for code in text.encode("latin-1")]
@@ -172,5 +184,5 @@ class CharacterLevelTokenizer(Tokenizer):
             ) from None
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the characters, with special entries spelled out."""
+        """Decode ids to characters, with special entries spelled out."""
         return "".join(self.inv_vocab.get(int(i), "<unk>") for i in ids)

@@ -2,8 +2,8 @@
 
 Templates come with models, so they are not trusted. Jinja's sandbox denies them access to files and
 to Python's internals, the size of a product is checked before it is computed, and the length of the
-rendered text is limited. A loop that writes nothing can only be stopped from outside, so the server
-and the conversion of conversations render in processes with limited time and memory.
+rendered text is limited. A loop without output can only be stopped from outside, so the server and
+the conversion of conversations render in processes with limited time and memory.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from megatron.tokenizer.base import Tokenizer
 
 _MAX_TEMPLATE = 1 << 20  # bytes
-_MAX_TEXT = 1 << 26  # characters of a rendered text, or of a string that a template repeats
+_MAX_TEXT = 1 << 26  # characters in a rendered text or a repeated string
 _MAX_BITS = 1 << 12  # bits of a product of integers
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 Span = tuple[int, int]  # start and end (exclusive), in characters
 
-# The date that templates receive in training, so that ids do not depend on the day. Llama 3's
-# templates fall back to the same date.
+# The date that templates receive in training, so token ids do not depend on the day. Llama 3's
+# templates use the same date by default.
 TRAINING_DATE = datetime(2024, 7, 26)
 
 
@@ -48,7 +48,7 @@ class _GenerationTag(Extension):
 
     Attributes:
         is_used: Whether the template has such a tag.
-        length: The number of characters that the current rendering has written.
+        length: The number of characters written by the current rendering.
         spans: The spans of text marked by the current rendering.
     """
 
@@ -76,7 +76,7 @@ class _GenerationTag(Extension):
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox for immutable data, with a limit on the size of products.
 
-    Products grow so fast that a limit on memory or time would take effect too late.
+    Products can grow so fast that a limit on memory or time would take effect too late.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -101,12 +101,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _unchanged(_: Context, value: Any) -> Any:
-    """Return the value unchanged. It takes a context, so Jinja calls it only when rendering."""
+    """Return the value unchanged. With a context parameter, Jinja calls this only at rendering."""
     return value
 
 
 class ChatTemplate:
-    """A chat template of a Hugging Face tokenizer, rendered by Jinja in a sandbox."""
+    """A chat template of a Hugging Face tokenizer, rendered in Jinja's sandbox."""
 
     def __init__(
         self, source: str, special: Mapping[str, str], date: datetime | None = None
@@ -116,7 +116,8 @@ class ChatTemplate:
         Args:
             source: The text of the template.
             special: The texts of special tokens such as bos_token and eos_token, by name.
-            date: The time that `strftime_now` reports. `None` means the time of the call.
+            date: The time that the template's `strftime_now` reports, or `None` for the current
+                time.
 
         Raises:
             ConfigError: The text is not a valid template.
@@ -132,7 +133,7 @@ class ChatTemplate:
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationTag],
-            # Without these two, compiling would compute constants such as "a" * 3000000000.
+            # Without these two, the compiler would evaluate constants such as "a" * 3000000000.
             optimized=False,
             finalize=_unchanged,
         )
@@ -235,9 +236,9 @@ class Chat(NamedTuple):
     Attributes:
         messages: The messages, as the template reads them.
         inputs: Other variables of the template, such as `tools`.
-        prompt: The number of leading messages that form the prompt. Everything after them is
-            trained on. `None` means that the assistant's turns are trained on.
-        untrained: The turns of the assistant to leave out of training. 0 is its first turn.
+        prompt: The number of leading messages that form the prompt. All text after them is trained
+            on. `None` means that the assistant's turns are trained on.
+        untrained: The assistant's turns to exclude from training, counted from 0.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -249,9 +250,9 @@ class Chat(NamedTuple):
 def trained_text(
     template: ChatTemplate, chat: Chat, *, last_only: bool = False
 ) -> tuple[str, list[Span]]:
-    """Return the text of a conversation and the spans of it to train on.
+    """Return the text of a conversation and the spans to train on.
 
-    These spans are the assistant's turns, each including the token that ends it. If the template
+    The spans are the assistant's turns, each including the token that ends it. If the template
     marks text with `{% generation %}`, the marks define the turns. Otherwise a turn is the text
     that the template appends to a prompt made of the earlier messages. Such a template must write
     the earlier messages the same way with and without the turn.
@@ -260,6 +261,9 @@ def trained_text(
         template: The template.
         chat: The conversation.
         last_only: Whether to train only on the assistant's last turn.
+
+    Returns:
+        The text, and the start and end (exclusive) of each span in characters.
 
     Raises:
         DataError: The template refuses the messages, or does not show which text to train on.
@@ -292,12 +296,12 @@ def trained_text(
 
 
 def _added_text(template: ChatTemplate, chat: Chat, index: int, text: str) -> Span:
-    """Return the span that a turn of the assistant adds to the text of the messages before it.
+    """Return the span of an assistant turn: the text that it adds to the earlier messages.
 
     Args:
         template: The template.
         chat: The conversation.
-        index: The number of the turn's message.
+        index: The index of the turn's message.
         text: The text of the whole conversation.
 
     Raises:
@@ -323,7 +327,7 @@ def _added_text(template: ChatTemplate, chat: Chat, index: int, text: str) -> Sp
 
 
 def _mismatch(part: str, text: str, start: str) -> DataError:
-    """Return the error for a text that does not begin with the text of its first messages."""
+    """Return the error for a text that does not begin with `start`, its first messages' text."""
     index = len(commonprefix([text, start]))
     return DataError(
         f"the chat template writes {part} differently when more messages follow "
@@ -336,18 +340,21 @@ def _mismatch(part: str, text: str, start: str) -> DataError:
 def encode(
     tokenizer: Tokenizer, text: str, spans: Sequence[Span]
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Return the ids of a conversation's text, and which of them to train on.
+    """Tokenize the text of a conversation and mark the tokens to train on.
 
-    The text is tokenized as a whole, as it is when the model answers. A token is trained on if any
-    of its characters is in a span.
+    The text is tokenized as a whole, as at inference. A token is trained on if any of its
+    characters is in a span.
 
     Args:
         tokenizer: The tokenizer.
-        text: The text, with its special tokens.
+        text: The text, with special tokens spelled out.
         spans: The spans to train on, in order.
 
+    Returns:
+        The token ids, and whether to train on each, `[tokens]` each.
+
     Raises:
-        DataError: The tokenizer refuses the text.
+        DataError: The tokenizer rejects the text.
         ConfigError: The tokenizer does not report the positions of its tokens.
     """
     import numpy as np
@@ -355,7 +362,7 @@ def encode(
     ids, bounds = tokenizer.tokenize_spans(text)
     trained = np.zeros(len(ids), np.bool_)
     starts, ends = bounds[:, 0].copy(), bounds[:, 1]
-    # Some tokenizers omit a token's leading space from its range.
+    # Some tokenizers leave a token's leading space out of its span.
     starts[1:] = np.minimum(starts[1:], ends[:-1])
     for first, end in spans:
         if first < end:
@@ -364,17 +371,17 @@ def encode(
 
 
 def find_template(chat_template: str | None, tokenizer_model: str | None) -> str | None:
-    """Return the template that `--chat-template` names, or else the one next to the tokenizer.
+    """Return the text of the chat template from `--chat-template` or from the tokenizer's folder.
 
     Args:
-        chat_template: The template's file, or `None` for the one next to the tokenizer.
+        chat_template: The template's file, or `None` for the one in the tokenizer's folder.
         tokenizer_model: The tokenizer's file or folder.
 
     Returns:
         The template's text, or `None` if there is no template.
 
     Raises:
-        ConfigError: A file cannot be read, or is not a template.
+        ConfigError: A file cannot be read or is not a template.
     """
     path, flag = _sibling_path(tokenizer_model, "chat_template.jinja"), "the tokenizer's"
     if chat_template is not None:
@@ -396,7 +403,7 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
 
 
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
-    """Return the texts of special tokens by name, from the tokenizer's tokenizer_config.json.
+    """Return the texts of special tokens by name from the tokenizer's tokenizer_config.json.
 
     Args:
         tokenizer_model: The tokenizer's file or folder.
@@ -414,7 +421,7 @@ def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
 
 
 def added_tokens(tokenizer_model: str | None) -> list[str]:
-    """Return the texts of the tokens that the tokenizer's tokenizer_config.json adds.
+    """Return the texts of added tokens from the tokenizer's tokenizer_config.json.
 
     Args:
         tokenizer_model: The tokenizer's file or folder.
@@ -429,7 +436,7 @@ def added_tokens(tokenizer_model: str | None) -> list[str]:
 
 
 def _sibling_path(tokenizer_model: str | None, name: str) -> Path | None:
-    """Return the path of a file next to the tokenizer, or `None` if there is no such file."""
+    """Return the path of a file in the tokenizer's folder, or `None` if it does not exist."""
     if tokenizer_model is None:
         return None
     model = Path(tokenizer_model)

@@ -2,16 +2,16 @@
 
 Both produce GPT-2's ids. On one core, gigatoken reaches about 150 MB/s and tiktoken 10 MB/s.
 
-Compiled vocabularies are cached in MEGATRON_CACHE, which lets a tool start 0.2 s sooner. Building
-an encoder from a vocabulary of 50,000 entries and its merges takes 0.3 s, most of it spent looking
-up merges. If the ids are in the order of the merges, as GPT-2's are, a file of the pieces in that
-order holds the same information and loads in a third of the time. The file is kept only if a check
-shows that its encoder has the same merges. Its name is
+Compiled vocabularies are cached in MEGATRON_CACHE, which makes tools start 0.2 s faster. Building
+an encoder from a vocabulary of 50,000 entries and its merges takes 0.3 s, most of which is spent
+looking up merges. If the ids are in the order of the merges, like GPT-2's, a file of the pieces in
+that order contains the same information and loads in a third of the time. The file is kept only if
+its encoder has the same merges. Its name is
 
-    <digest of its source>-<vocabulary size>-<end id>-<digest of the rest>.tiktoken
+    <digest of the source files>-<vocabulary size>-<end id>-<digest of size, end id and content>
 
-so the vocabulary need not be parsed, and a stale or damaged file is never used. Only the current
-user can access the folder, which can be deleted at any time.
+with the suffix .tiktoken, so the vocabulary need not be parsed, and a stale or damaged file is
+never used. Only the current user can access the folder, which can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron.tokenizer.files import digest
 
 # Contractions; words, numbers and punctuation, each with a preceding space; whitespace.
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# gigatoken never forgets a word that it has seen. It takes about 20 MB of memory after 75 MB of
-# English, but eight times the input's size for random letters. Building a fresh encoder takes
-# 0.2 s, which adds 5% to the time at this interval (in characters).
+# The number of characters after which a fresh encoder is built, because gigatoken caches every word
+# that it has seen. The cache takes about 20 MB after 75 MB of English, but eight times the size of
+# the input for random letters. Building an encoder takes 0.2 s, which adds 5% at this interval.
 _RESET_AFTER = 256 << 20
 
 
@@ -45,8 +45,8 @@ _RESET_AFTER = 256 << 20
 def byte_of_character() -> Mapping[str, int]:
     """Return the byte that each printable character stands for in GPT-2's vocabulary.
 
-    Printable Latin-1 characters stand for themselves. The other 68 bytes, in order, are written as
-    U+0100 and up, so a space is U+0120 and a newline is U+010A.
+    Printable Latin-1 characters stand for themselves. The other 68 bytes are written as U+0100 and
+    up, in order, so a space is U+0120 and a newline is U+010A.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in set(printable)]
@@ -55,13 +55,13 @@ def byte_of_character() -> Mapping[str, int]:
 
 
 def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key: str) -> Encoder:
-    """Build the fastest encoder that is installed, and cache its compiled form if possible.
+    """Build the fastest encoder available, and cache its compiled form if possible.
 
     Args:
         vocab: The map from entries, with bytes written as in `byte_of_character`, to ids.
         merges: The merges, as lines `left right`, in order.
         end: The id that ends a document.
-        key: The digest of all three.
+        key: The digest of the files that define the other arguments.
     """
     if importlib.util.find_spec("gigatoken") is None:
         return TiktokenEncoder(vocab, merges)
@@ -78,11 +78,14 @@ def build_encoder(vocab: Mapping[str, int], merges: Sequence[str], end: int, key
 
 
 def compiled_encoder(key: str) -> tuple[GigatokenEncoder, int, int] | None:
-    """Load the encoder that an earlier `build_encoder` cached for this key.
+    """Load the encoder that an earlier `build_encoder` cached.
+
+    Args:
+        key: The `key` with which the encoder was built.
 
     Returns:
-        The encoder, the size of its vocabulary, and the id that ends a document; `None` if
-        there is no such encoder.
+        The encoder, the size of its vocabulary, and the id that ends a document, or `None` if no
+        encoder is cached.
     """
     if importlib.util.find_spec("gigatoken") is None:
         return None
@@ -98,7 +101,7 @@ def compiled_encoder(key: str) -> tuple[GigatokenEncoder, int, int] | None:
 
 
 class GigatokenEncoder:
-    """A gigatoken encoder with GPT-2's split pattern. A lock admits one thread at a time.
+    """A gigatoken encoder with GPT-2's split pattern, which threads use one at a time.
 
     Args:
         load: A function that creates a fresh encoder.
@@ -112,7 +115,7 @@ class GigatokenEncoder:
         self.backend = load()
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of each text."""
+        """Return the token ids of each text."""
         with self._lock:
             if self._characters > _RESET_AFTER:
                 self.backend = self._load()
@@ -123,10 +126,17 @@ class GigatokenEncoder:
 
 
 class TiktokenEncoder:
-    """A tiktoken encoder with the same merges. Its ranks are merge positions, mapped to ids."""
+    """A tiktoken encoder with GPT-2's split pattern and merges.
+
+    tiktoken computes ranks, which are positions in the list of merges. They are mapped to ids.
+
+    Args:
+        vocab: The map from entries, with bytes written as in `byte_of_character`, to ids.
+        merges: The merges, as lines `left right`, in order.
+    """
 
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[str]) -> None:
-        """Rank the bytes, then the merges."""
+        """Rank the bytes first, then the merges."""
         import tiktoken
 
         table = byte_of_character()
@@ -143,7 +153,7 @@ class TiktokenEncoder:
         )
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of each text."""
+        """Return the token ids of each text."""
         return [self._ids[self._encoding.encode_ordinary(text)] for text in texts]
 
 
@@ -153,12 +163,12 @@ Encoder = GigatokenEncoder | TiktokenEncoder
 def _cache_compiled(
     key: str, vocab: Mapping[str, int], merges: Sequence[str], end: int, encoder: Any
 ) -> None:
-    """Write a compiled file, provided that it can represent the encoder.
+    """Write a compiled file, unless the ids are not in the order of the merges.
 
     Raises:
         OSError: The folder cannot be written to, or other users can access it.
         RuntimeError: The user has no home folder.
-        ValueError: The compiled file does not give the same merges.
+        ValueError: The compiled file would not have the same merges.
     """
     table = byte_of_character()
     entries = [*sorted(table, key=vocab.__getitem__), *(merge.replace(" ", "") for merge in merges)]

@@ -29,7 +29,7 @@ class VocabularyFile(NamedTuple):
 
     @staticmethod
     def read(flag: str, path: str | None) -> VocabularyFile:
-        """Read the file that `flag` names.
+        """Read the file that a flag names.
 
         Raises:
             DataError: The file cannot be read.
@@ -54,7 +54,10 @@ class VocabularyFile(NamedTuple):
             ) from error
 
     def entries(self) -> dict[str, int]:
-        """Return the line number, from 0, of each entry of a text with one entry per line.
+        """Parse a file with one entry per line.
+
+        Returns:
+            The line number of each entry, counted from 0.
 
         Raises:
             DataError: The content is not UTF-8, or an entry appears twice.
@@ -85,7 +88,7 @@ class VocabularyFile(NamedTuple):
 
 
 def digest(*parts: bytes | str) -> str:
-    """Return a short digest of `parts` and of the boundaries between them."""
+    """Return a 32-digit hexadecimal digest of `parts` and of the boundaries between them."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -95,12 +98,12 @@ def digest(*parts: bytes | str) -> str:
 
 
 def extra_ids(count: int) -> list[str]:
-    """Return the `count` sentinel entries that `--vocab-extra-ids` adds."""
+    """Return the `count` sentinel entries that `--vocab-extra-ids` appends."""
     return [f"<extra_id_{i}>" for i in range(count)]
 
 
 def find_sentinels(vocab: Mapping[str, int]) -> list[int]:
-    """Return the ids of `<extra_id_0>`, `<extra_id_1>` ..., until `vocab` lacks one.
+    """Return the ids of `<extra_id_0>`, `<extra_id_1>` and so on, up to the first missing one.
 
     Some models, such as mT5's, put U+2581 (which stands for a space) before each sentinel.
     """

@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE: a vocabulary (json) and the merges that build it."""
+"""GPT-2's byte-level BPE, defined by a vocabulary (JSON) and its merges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GPT2Tokenizer(ByteTokenizer):
     In a conversation, or any text passed to `tokenize_with_special`, it is a special token.
 
     Raises:
-        DataError: A file is missing, damaged, or does not fit the other.
+        DataError: A file is missing or damaged, or the files do not belong together.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
@@ -56,28 +56,28 @@ class GPT2Tokenizer(ByteTokenizer):
     def vocab(self) -> dict[str, int]:
         """The map from entries, with bytes written as in `byte_of_character`, to ids.
 
-        It is parsed on first use, which saves 15 ms if only a compiled encoder is needed.
+        The file is parsed on first use, which saves 15 ms if only a compiled encoder is needed.
         """
         vocab: dict[str, int] = self._file.json()
         return vocab
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text."""
+        """Return the token ids of a text."""
         ids: list[int] = self._encoder.encode([text])[0].tolist()
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of many texts, one array per text."""
+        """Return the token ids of each text."""
         arrays: list[NDArray[np.integer]] = self._encoder.encode(texts)
         return arrays
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; padding ids outside the vocabulary become U+FFFD."""
+        """Decode token ids to text. Ids outside the vocabulary become U+FFFD."""
         entry_bytes = self._bytes_of_entry
         return b"".join([entry_bytes.get(int(i), _UNKNOWN) for i in ids]).decode("utf-8", "replace")
 
     def bytes_of(self, index: int) -> bytes:
-        """Return the bytes that an id stands for."""
+        """Return the bytes that a token id stands for."""
         return self._bytes_of_entry[index]
 
     @property
@@ -99,7 +99,7 @@ class GPT2Tokenizer(ByteTokenizer):
 
 
 def _parse_merges(file: VocabularyFile) -> list[str]:
-    """Return the merges, as lines `left right`, without the version line."""
+    """Return the merges as lines `left right`, without the version line."""
     merges = [line.rstrip("\r") for line in file.text().split("\n")]
     if merges[0].startswith("#version"):
         del merges[0]
@@ -117,7 +117,7 @@ def _parse_merges(file: VocabularyFile) -> list[str]:
 def _check(
     vocab_file: VocabularyFile, vocab: Any, merge_file: VocabularyFile, merges: list[str]
 ) -> None:
-    """Check the vocabulary's ids and that it has every required entry."""
+    """Check that the vocabulary's ids are consecutive and that no required entry is missing."""
     file = vocab_file
     if not isinstance(vocab, dict) or not all(type(index) is int for index in vocab.values()):
         raise DataError(f"{file}: expected a JSON object of entries and ids (GPT-2's vocab.json)")

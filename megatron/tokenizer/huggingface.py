@@ -1,4 +1,4 @@
-"""Tokenizers in a tokenizer.json, read by the `tokenizers` library. Nothing is downloaded."""
+"""Tokenizers stored in a tokenizer.json, read by the `tokenizers` library without downloads."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# The entries that may end a document if no tokenizer_config.json names one.
+# The entries to try as the end of a document if no tokenizer_config.json names one.
 _COMMON_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """HuggingFaceTokenizer: `--tokenizer-model` is a tokenizer.json or a folder with one.
 
-    It may also be the name of a model, such as bigscience/bloom, whose files are already in Hugging
-    Face's cache. Nothing is downloaded, and no code of a model is run.
+    The flag also accepts the name of a model, such as bigscience/bloom, if the model's files are
+    already in Hugging Face's cache. Nothing is downloaded, and no code of a model is run.
 
-    A tokenizer_config.json in the same folder names the special tokens. The post-processing that
-    the tokenizer.json defines applies, so a special token that it puts before texts is added here
-    too.
+    A tokenizer_config.json in the same folder names the special tokens. `tokenize` applies the
+    post-processing that the tokenizer.json defines, which may add special tokens to a text.
 
     Raises:
         ConfigError: There is no such file.
@@ -50,7 +49,7 @@ class HuggingFaceTokenizer(Tokenizer):
         file = VocabularyFile.read("--tokenizer-model", str(path))
         build = partial(Pipeline.from_str, file.text())
         self._tokenizer = Library(file, "a Hugging Face tokenizer.json", build)
-        # A corpus is never truncated or padded, even if the file asks for it.
+        # Texts are never truncated or padded, even if the file says so.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -86,39 +85,39 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids if end is None else {**ids, "eod": end}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text, after the file's post-processing."""
+        """Return the token ids of a text, with the file's post-processing."""
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the ids of a text, without the file's post-processing."""
+        """Return the token ids of a text that spells out its special tokens, adding none."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_with_special`, and the characters that each covers."""
+        """Return the ids from `tokenize_with_special` and the characters that each id covers."""
         import numpy as np
 
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of each sentence, without the file's post-processing."""
+        """Return the token ids of each sentence, without the file's post-processing."""
         import numpy as np
 
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, with special tokens spelled out."""
+        """Decode token ids to text, with special tokens spelled out."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
     def text_growth(self) -> int:
-        """Return an upper bound on a text's length, as a multiple of its tokens' total length.
+        """Return an upper bound on the length of a text relative to the total length of its tokens.
 
         Raises:
-            DataError: The file's decoder matches a regular expression, which may take an unbounded
+            DataError: The file's decoder uses a regular expression, which may take an unbounded
                 amount of time.
         """
         decoder = self._tokenizer.attribute("decoder")
@@ -126,7 +125,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _find_file(name: str) -> Path:
-    """Return the path of the tokenizer.json that a file, a folder or a cached model names.
+    """Return the path of the tokenizer.json for the name of a file, a folder or a cached model.
 
     Raises:
         ConfigError: There is no such file.
@@ -151,9 +150,10 @@ def _find_file(name: str) -> Path:
 
 
 def _growth(decoder: dict[str, Any]) -> int:
-    """Return the result of `text_growth` for a decoder: a bound on both its output and its time.
+    """Return the factor by which a decoder may increase the length of a text, at least 2.
 
-    The bound for a sequence of decoders is the product of their bounds. Each bound is at least 2.
+    The factor also bounds the decoder's time. For a sequence of decoders, it is the product of
+    their factors.
     """
     if decoder["type"] == "Sequence":
         return math.prod(map(_growth, decoder["decoders"]))

@@ -1,4 +1,4 @@
-"""Calls to tokenizer libraries, which may raise any error when a file or a text is malicious."""
+"""Calls to tokenizer libraries, which may raise any exception for a damaged or malicious file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.errors import DataError, UserError
 
 
 class Library:
-    """A wrapper around a tokenizer library's object, with methods that raise only DataError.
+    """A wrapper around a tokenizer library's object that turns the library's errors into DataError.
 
-    All library objects are built and called through this class. Libraries raise errors of any
+    All library objects are built and called through this class. Libraries raise exceptions of any
     type: RuntimeError, plain Exception, and PanicException when Rust code panics. PanicException
-    is not derived from Exception, so other handlers would not catch it.
+    does not derive from Exception, so other handlers would not catch it.
 
     Args:
-        file: The flag and path that messages show.
+        file: The flag and path, for messages.
         kind: The kind of file that the library expects, for messages.
         build: A function that builds the object.
 
@@ -34,14 +34,14 @@ class Library:
         )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a method of the object."""
+        """Return a method of the object, wrapped to raise DataError."""
         # Copying and unpickling look up such names before `_object` is set.
         if name.startswith("_"):
             raise AttributeError(name)
         return partial(_call, self._problem, getattr(self._object, name))
 
     def attribute(self, name: str) -> Any:
-        """Return an attribute of the object that is not a method."""
+        """Return a data attribute of the object."""
         return _call(self._problem, getattr, self._object, name)
 
 

@@ -1,4 +1,4 @@
-"""SentencePiece models, used in the three ways that Megatron-LM uses them."""
+"""SentencePiece models, with Megatron-LM's three conventions for special tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# A field of a model file, with the meaning "put no space before a text". The last such field wins.
+# The field of a model file that means "put no space before a text". The last such field wins.
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
@@ -48,12 +48,12 @@ class GPTSentencePieceTokenizer(Tokenizer):
             settings = VocabularyFile.read("--tokenizer-model", str(settings_path)).json()
             if isinstance(settings, dict) and settings.get("legacy") is True:
                 self.special_spacing = "a space after special tokens"
-        # Whether every space of a text becomes part of a token, as in Llama's model.
+        # Whether tokens preserve every space of a text, as in Llama's model.
         self._keeps_spaces = len(model.encode_as_ids("   ")) > 0
         self._num_pieces: int = model.get_piece_size()
         vocab = self._vocab = {model.id_to_piece(i): i for i in range(self._num_pieces)}
         model_sentinels, extra_sentinels = find_sentinels(vocab), extra_ids(config.vocab_extra_ids)
-        self._appended_entries: dict[int, str] = {}  # appended entries that are recognized in text
+        self._appended_entries: dict[int, str] = {}  # entries recognized in text, by id
         special = self._find_special_ids(file, model_sentinels, extra_sentinels)
         self._appended_pattern = re.compile(
             "(" + "|".join(map(re.escape, self._appended_entries.values())) + ")"
@@ -77,19 +77,19 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return {**ids, "eod": ids["eos"]} if "eos" in ids else ids
 
     def _model_special_ids(self) -> dict[str, int]:
-        """Return the model's ids of `pad`, `bos` and `eos`, omitting any that it lacks."""
+        """Return the ids of `pad`, `bos` and `eos`, as far as the model has them."""
         model = self._model
         ids = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
         return {name: index for name, index in ids.items() if index >= 0}
 
     def _append(self, entries: list[str]) -> None:
-        """Append the entries that the model lacks, and recognize all of them in text."""
+        """Append entries to the vocabulary unless present, and recognize all of them in text."""
         for entry in entries:
             self._vocab.setdefault(entry, len(self._vocab))
         self._appended_entries = {self._vocab[entry]: entry for entry in entries}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text, in which appended special tokens are recognized."""
+        """Return the token ids of a text, recognizing appended special tokens."""
         if not self._appended_entries:
             whole: list[int] = self._model.encode_as_ids(text)
             return whole
@@ -100,16 +100,16 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return ids
 
     def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the ids of a text in which special tokens are spelled out."""
+        """Return the token ids of a text that spells out its special tokens, adding none."""
         return list(self.tokenize_spans(text)[0])
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_with_special`, and the characters that each covers.
+        """Return the ids from `tokenize_with_special` and the characters that each id covers.
 
-        The parts between special tokens are tokenized as in `transformers` 5. The model puts a
-        space before the text, and also before each part if tokenizer_config.json has
-        `"legacy": true`, unless there is one already. A model that removes spaces, such as T5's,
-        always puts a space before each part.
+        The segments between special tokens are tokenized as in `transformers` 5. The model puts a
+        space before the text unless it already begins with one. If tokenizer_config.json has
+        `"legacy": true`, the model does the same for every segment. A model that removes spaces,
+        such as T5's, always puts a space before each segment.
         """
         import numpy as np
 
@@ -136,13 +136,13 @@ class GPTSentencePieceTokenizer(Tokenizer):
         bounds = np.array(spans, np.int64).reshape(-1, 2)
         starts, ends = bounds[:, 0], bounds[:, 1]
         # A token for one byte of a character, or for a space that the model added, covers no
-        # characters of its own: it gets the end of the next token that does.
+        # characters. Its span ends where that of the next token with characters ends.
         covering = np.minimum(np.searchsorted(ends, starts, "right"), max(len(ends) - 1, 0))
         return ids, np.stack([starts, ends[covering]], 1)
 
     @cached_property
     def _without_prefix(self) -> Library:
-        """The same model, except that it puts no space before a text."""
+        """The same model without the space that it puts before a text."""
         from sentencepiece import SentencePieceProcessor
 
         build = partial(SentencePieceProcessor, model_proto=self._file.data + _NO_PREFIX)
@@ -150,7 +150,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """A pattern that matches every special token, the model's own and the appended ones."""
+        """A pattern that matches every special token, both the model's own and appended ones."""
         model = self._model
         special_ids = (
             i for i in range(self._num_pieces) if model.is_control(i) or model.is_unknown(i)
@@ -159,7 +159,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return re.compile("(" + "|".join(map(re.escape, sorted(entries, key=len)[::-1])) + ")")
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; padding ids outside the vocabulary are left out.
+        """Decode token ids to text, skipping ids outside the vocabulary.
 
         Appended special tokens are included, with spaces around them.
         """
@@ -182,11 +182,11 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """Llama2Tokenizer: GPTSentencePieceTokenizer with `<s>` before each text.
 
     Raises:
-        DataError: The model has no begin token.
+        DataError: The model has no beginning-of-sequence token.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        """Load the model and check that it has a begin token."""
+        """Load the model and check that it has a beginning-of-sequence token."""
         super().__init__(config)
         if self._model.bos_id() < 0:
             raise DataError(
@@ -195,15 +195,16 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
             )
 
     def tokenize(self, text: str) -> list[int]:
-        """Return `<s>` and the ids of one text, without an end token."""
+        """Return `<s>` and the token ids of a text, without an end token."""
         return [self.bos, *super().tokenize(text)]
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     """SentencePieceTokenizer: the model's pieces and Megatron's tokens for BERT and T5.
 
-    `<CLS> <SEP> <EOD> <MASK>` and the padding, begin and end tokens are appended if the model lacks
-    them, followed by the `--vocab-extra-ids` sentinels in order. All are recognized in text.
+    `<CLS>`, `<SEP>`, `<EOD>`, `<MASK>` and the padding, beginning-of-sequence and end-of-sequence
+    tokens are appended if the model lacks them, followed by the `--vocab-extra-ids` sentinels in
+    order. All of these tokens are recognized in text.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
@@ -225,12 +226,10 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
 
 def _pieces_of(model: Library, text: str) -> Sequence[Any]:
-    """Return the pieces of a text, each with its `id` and the text that it covers (`surface`).
-
-    The method had a different name before sentencepiece 0.2.2.
-    """
+    """Return the pieces of a text, each with its `id` and the text that it covers (`surface`)."""
     from sentencepiece import SentencePieceProcessor
 
+    # Versions before 0.2.2 have only the longer name.
     is_new = hasattr(SentencePieceProcessor, "encode_as_proto")
     encode = model.encode_as_proto if is_new else model.encode_as_immutable_proto
     pieces: Sequence[Any] = encode(text).pieces

@@ -48,13 +48,14 @@ _Definition = tuple[dict[bytes, int], dict[str, int], str, int]
 class TikTokenizer(ByteTokenizer):
     """TikTokenizer: `--tokenizer-model` is a rank file (base64 lines) or a Tekken-style .json.
 
-    In a rank file, the ranks are the ids. r50k_base and cl100k_base are recognized by name. For any
-    other file, text is split by the pattern `cl100k` (or `--tiktoken-pattern`), and
-    `--tokenizer-special-tokens` (default `<|endoftext|>`) follow the last rank.
+    In a rank file, the ranks are the token ids. r50k_base and cl100k_base are recognized by their
+    file names. For any other file, text is split by the pattern `cl100k` (or `--tiktoken-pattern`),
+    and the special tokens (`--tokenizer-special-tokens`, by default `<|endoftext|>`) follow the
+    last rank.
 
-    In a Tekken json, `--tiktoken-num-special-tokens` special ids come first (`<unk> <s> </s>` and
-    placeholders), followed by as many pieces as fit into `--vocab-size` (default 131072). The split
-    pattern is `v2` unless `--tiktoken-pattern` is given.
+    In a Tekken JSON file, `--tiktoken-num-special-tokens` special ids come first (`<unk>`, `<s>`,
+    `</s>` and placeholders), followed by as many pieces as fit into `--vocab-size` (default
+    131072). The split pattern is `v2` unless `--tiktoken-pattern` is given.
 
     Raises:
         ConfigError: The flags do not match the file.
@@ -85,33 +86,33 @@ class TikTokenizer(ByteTokenizer):
 
     @cached_property
     def vocab(self) -> Mapping[str, int]:
-        """The map from pieces to ids, special tokens included; non-UTF-8 bytes are escaped."""
+        """The map from pieces, with non-UTF-8 bytes escaped, and special tokens to ids."""
         pieces = {p.decode("utf-8", "backslashreplace"): i for p, i in self._ranks.items()}
         return {**pieces, **self._special_tokens}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text; special tokens in it are ordinary text."""
+        """Return the token ids of a text, treating special tokens in it as ordinary text."""
         ids: list[int] = self._encoding.encode_ordinary(text)
         return ids
 
     def bytes_of(self, index: int) -> bytes:
-        """Return the bytes that an id stands for."""
+        """Return the bytes that a token id stands for."""
         piece: bytes = self._encoding.decode_single_token_bytes(index)
         return piece
 
     @property
     def special_texts(self) -> Mapping[str, int]:
-        """The special tokens and their ids."""
+        """The map from special tokens to their ids."""
         return self._special_tokens
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; unused ids are left out."""
+        """Decode token ids to text, skipping unused ids."""
         text: str = self._encoding.decode([int(i) for i in ids if int(i) in self._used_ids])
         return text
 
 
 def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
-    """Read a rank file, which has a line `base64 rank` for each piece."""
+    """Parse a rank file, which has a line `base64 rank` for each piece."""
     ranks: dict[bytes, int] = {}
     for index, line in enumerate(file.data.splitlines()):
         try:
@@ -133,7 +134,7 @@ def _read_ranks(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
 
 
 def _read_tekken(config: TokenizerConfig, file: VocabularyFile) -> _Definition:
-    """Read a list of {rank, token_bytes, token_str}, or an object whose `vocab` is such a list."""
+    """Parse a list of {rank, token_bytes, token_str}, or an object whose `vocab` is such a list."""
     entries = file.json()
     entries = entries.get("vocab") if isinstance(entries, dict) else entries
     size = config.vocab_size or _TEKKEN_VOCAB_SIZE

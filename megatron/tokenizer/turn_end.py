@@ -1,4 +1,4 @@
-"""The token with which a chat template ends the assistant's turn and at which an answer stops."""
+"""Detection of the token that ends the assistant's turn in a chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content"
 def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends the assistant's turn, or `None` if no single token does.
 
-    The template is not trusted, so it is rendered in a separate process with a time limit.
+    Generation stops at this token. The template is not trusted, so it is rendered in a separate
+    process with a time limit.
 
     Args:
         source: The text of the template.
@@ -35,7 +36,7 @@ def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer)
     sender.close()
     try:
         return cast("int | None", receiver.recv()) if receiver.poll(_TIME_LIMIT) else None
-    except EOFError:  # the process has died
+    except EOFError:  # the process died
         return None
     finally:
         process.kill()
@@ -54,5 +55,5 @@ def _send_turn_end(
         ids = tokenizer.tokenize_with_special(ending) if ending else ()
         end = int(ids[0]) if len(ids) == 1 else None
     except (UserError, ValueError, IndexError, MemoryError):
-        pass  # this is reported when conversations are rendered with the template
+        pass  # reported when the template renders a conversation
     sender.send(end)

@@ -1,7 +1,7 @@
-"""Tokenizers that match the longest entries of a vocabulary: BERT's WordPiece and Yuan's.
+"""Tokenizers that match the longest vocabulary entry: BERT's WordPiece and Yuan's tokenizer.
 
-BERT's tokenizer splits text at spaces and punctuation. The Chinese Yuan models' tokenizer segments
-it with jieba.
+BERT's tokenizer splits text at spaces and punctuation first. The tokenizer of the Chinese Yuan
+models segments text with jieba first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _REQUIRED = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
 _UNKNOWN = "[UNK]"
-_MAX_WORD_LENGTH = 200  # characters; a longer word is unknown, as in Google's BERT and in Yuan
+_MAX_WORD_LENGTH = 200  # characters; longer words are unknown, as in Google's BERT and in Yuan
 
 _YUAN_UNKNOWN, _SPACE, _NEWLINE, _CONTINUES = "<unk>", "\u2582", "\u2583", "##"
 _WHITE = str.maketrans(" \n", _SPACE + _NEWLINE)
@@ -68,25 +68,30 @@ class WordPieceTokenizer(Tokenizer):
         self.text_vocab_size = num_entries
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text, without [CLS] and [SEP]."""
+        """Return the token ids of a text, without [CLS] and [SEP]."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of many texts, one array per text, computed on all cores."""
+        """Return the token ids of each text, computed on all cores."""
         import numpy as np
 
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the words separated by single spaces; the original spacing is lost."""
+        """Decode token ids to words separated by single spaces. The original spacing is lost."""
         entries = self.inv_vocab
         return " ".join(entries.get(int(i), _UNKNOWN) for i in ids).replace(" ##", "")
 
 
 def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
-    """Build BERT's pipeline in the `tokenizers` library with these entries."""
+    """Build BERT's pipeline with the `tokenizers` library.
+
+    Args:
+        vocab: The map from entries to ids.
+        lower_case: Whether to convert text to lower case.
+    """
     from tokenizers import Tokenizer as Pipeline
     from tokenizers.models import WordPiece
     from tokenizers.normalizers import BertNormalizer
@@ -119,7 +124,7 @@ class EncDecTokenizer(Tokenizer):
         self._cut = _segmenter()
         self._space = vocab[_SPACE]
         self._is_latin = [not _has_chinese(entry) and entry != _SPACE for entry in vocab]
-        # Words repeat, and looking up a word takes a twentieth of the time needed to match it.
+        # Words repeat, and a cache lookup takes a twentieth of the time of matching a word.
         self._ids_of = lru_cache(_CACHED_WORDS)(self._match)
         special = {name: vocab[entry] for name, entry in _YUAN_SPECIAL.items() if entry in vocab}
         count = next(i for i in range(len(vocab) + 1) if f"<s_{i}>" not in vocab)
@@ -127,7 +132,7 @@ class EncDecTokenizer(Tokenizer):
         super().__init__("EncDecTokenizer", digest(file.data), special, len(vocab), sentinels)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of one text."""
+        """Return the token ids of a text."""
         ids = [
             index
             for word in self._cut(text.replace("<n>", "\n"))
@@ -160,7 +165,7 @@ class EncDecTokenizer(Tokenizer):
         return tuple(ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, with spaces between words except next to Chinese characters."""
+        """Decode token ids to text, with spaces between words except next to Chinese characters."""
         return "".join(self._spaced_entries([int(i) for i in ids])).translate(
             str.maketrans(_SPACE + _NEWLINE, " \n")
         )
@@ -183,7 +188,11 @@ def _has_chinese(text: str) -> bool:
 
 
 def _parse_vocab(file: VocabularyFile, required: Sequence[str], expected: str) -> dict[str, int]:
-    """Return the id of each entry, after checking that the required entries are present."""
+    """Parse a vocabulary file and check that it has the required entries.
+
+    Raises:
+        DataError: A required entry is missing, or the file is not a vocabulary.
+    """
     vocab = file.entries()
     missing = [entry for entry in required if entry not in vocab]
     if missing:
