@@ -1,9 +1,8 @@
-"""Tables in HDF5 block files, so that work can be divided and can continue after any block.
+"""Tables stored as HDF5 block files, so processes can share the work and resume after any block.
 
-A table of `count` rows is divided into blocks of `size` rows. `a-b.hdf5` holds rows a to b - 1. A
-file gets its final name only when it is complete: it is written under a temporary name, flushed and
-renamed. File names and layout are the same as in Megatron-LM 23.08: contiguous data sets without
-attributes or filters.
+A table of `count` rows is divided into blocks of `size` rows. `a-b.hdf5` contains rows a to b - 1.
+A file is written under a temporary name, flushed, and renamed when it is complete. File names and
+layout are the same as in Megatron-LM 23.08: contiguous data sets without attributes or filters.
 
 HDF5 files are not trusted. Data sets are compared with the expected types and shapes before they
 are read. They must not refer to other files, be compressed, or claim more rows than are stored.
@@ -32,18 +31,18 @@ if TYPE_CHECKING:
     import h5py
 
 _WAIT = 5.0  # seconds between two heartbeats of the first process
-_RUN = 1 << 16  # rows of a table that are checked at a time
+_RUN = 1 << 16  # consecutive rows of a table to check at a time
 REBUILD_HINT = "run tools/retro/main.py again, which rebuilds missing and damaged files"
 
 Arrays = dict[str, NDArray[Any]]
 
 
 class TableBlock(NamedTuple):
-    """A range of a table's rows, and its file.
+    """A range of a table's rows, and the file that stores it.
 
     Attributes:
         start: The first row.
-        stop: The end (exclusive).
+        stop: The row after the last.
         path: The file, which may not exist yet.
     """
 
@@ -61,10 +60,9 @@ class DataSet(NamedTuple):
     """The expected type and shape of a data set in a file.
 
     Attributes:
-        dtype: The type, for example "u4".
+        dtype: The NumPy type, such as "u4".
         shape: The length of each dimension. `None` accepts any length.
-        may_be_flat: Whether the shape (0,) is also accepted. Megatron-LM writes it if there are no
-            rows.
+        may_be_flat: Whether to accept the shape (0,) too, which Megatron-LM writes for zero rows.
     """
 
     dtype: str
@@ -100,7 +98,7 @@ def evenly_spaced(count: int, limit: int) -> Iterator[slice]:
 
     Args:
         count: The number of rows in the table.
-        limit: The number of rows above which some are skipped.
+        limit: The approximate maximum number of rows to yield.
     """
     step = _RUN * max(1, -(-count // limit))
     return (slice(start, min(count, start + _RUN)) for start in range(0, count, step))
@@ -111,8 +109,8 @@ def missing_blocks(
 ) -> list[TableBlock]:
     """Return the blocks that do not exist yet, the same on all processes. Collective.
 
-    A damaged file counts as missing, with a warning. Nothing is removed: the new file replaces the
-    damaged one when it is complete. The processes divide the files among themselves.
+    A damaged file is reported with a warning and counts as missing. The file is not removed: the
+    new one replaces it when complete. The processes divide the files among themselves.
 
     Args:
         blocks: The blocks to look for.
@@ -139,14 +137,14 @@ def blocks_to_do(
 ) -> Iterator[TableBlock]:
     """Yield the missing blocks that this process must write. Collective.
 
-    The processes wait for each other after every round of blocks, including the last, so none waits
-    longer than one block takes. When the iterator is exhausted, all blocks exist.
+    The processes wait for each other after every block, so no process waits longer than the time
+    for one block. When the iterator is exhausted, all blocks exist.
 
     Args:
         blocks: All blocks of a table.
         contents: The data sets that each block must contain.
         world: The processes that share the folder.
-        what: The name of the table, for the progress bar. Without a name there is no bar.
+        what: The label of the progress bar, or "" for no bar.
     """
     missing = missing_blocks(blocks, contents, world)
     with _bar(blocks, missing, what if world.is_first else "") as advance:
@@ -176,11 +174,12 @@ def _bar(
 def on_first(work: Callable[[], object], world: Axis) -> None:
     """Run `work` on the first process while the others wait. Collective.
 
-    The others wait as long as needed, without a barrier, which would end the run after the timeout
-    of collective operations.
+    The processes exchange a status every few seconds. At a barrier, the others would exceed the
+    timeout of collective operations.
 
     Raises:
-        Exception: The error that `work` raised. On the other processes it is a DataError.
+        Exception: On the first process, the error that `work` raised.
+        DataError: On the other processes, `work` raised an error.
     """
     if world.size == 1:
         work()
@@ -209,7 +208,7 @@ def on_first(work: Callable[[], object], world: Axis) -> None:
 def new_hdf5(path: Path) -> Iterator[h5py.File]:
     """Yield a new HDF5 file, which gets its final name only if the `with` body succeeds.
 
-    Otherwise the file is removed.
+    If the body fails, the file is removed.
 
     Raises:
         StorageError: The file cannot be written.
@@ -225,7 +224,11 @@ def new_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 def write_block(block: TableBlock, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write the file of a block completely or not at all.
+    """Write the file of a block atomically.
+
+    Args:
+        block: The block.
+        arrays: The data sets by name.
 
     Raises:
         StorageError: The file cannot be written.
@@ -236,20 +239,20 @@ def write_block(block: TableBlock, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def read_block(block: TableBlock, contents: Contents) -> Arrays:
-    """Return the data sets of a block.
+    """Read the data sets of a block into memory.
 
     Raises:
-        DataError: The file is missing, damaged, or has other data sets.
+        DataError: The file is missing or damaged, or its data sets differ from `contents`.
     """
     with _open_existing(block, contents) as sets:
-        return {name: found[()] for name, found in sets.items()}
+        return {name: dataset[()] for name, dataset in sets.items()}
 
 
 def map_block(block: TableBlock, contents: Contents) -> Arrays:
-    """Return the data sets of a block, mapped into memory without reading them.
+    """Return the data sets of a block, memory-mapped rather than read.
 
     Raises:
-        DataError: The file is missing, damaged, or has other data sets.
+        DataError: The file is missing or damaged, or its data sets differ from `contents`.
     """
     with _open_existing(block, contents) as sets:
         return {
@@ -266,7 +269,7 @@ def open_block(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py
 
     Raises:
         FileNotFoundError: The file does not exist.
-        DataError: The file is damaged or has other data sets.
+        DataError: The file is damaged, or its data sets differ from `contents`.
     """
     with open_hdf5(block.path, contents(block)) as sets:
         yield sets
@@ -274,7 +277,7 @@ def open_block(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py
 
 @contextmanager
 def _open_existing(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Dataset]]:
-    """Yield the checked data sets of a block that must exist."""
+    """Yield the checked data sets of a block. A missing file is a DataError."""
     try:
         with open_block(block, contents) as sets:
             yield sets
@@ -292,7 +295,7 @@ def open_hdf5(path: Path, expected: Mapping[str, DataSet]) -> Iterator[dict[str,
 
     Args:
         path: The file.
-        expected: The data sets that the file must contain, by name. Others are ignored.
+        expected: The data sets that the file must contain, by name. Other data sets are ignored.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -328,7 +331,8 @@ def _checked_dataset(path: Path, file: h5py.File, name: str, expected: DataSet) 
 
     # A soft or external link could name any file.
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
-        raise DataError(f"{path}: no data set {name!r} (the file has {_dataset_names(file)})")
+        names = ", ".join(repr(str(key)) for key in list(file)[:4]) or "none"
+        raise DataError(f"{path}: no data set {name!r} (the file has {names})")
     dataset = file[name]
     if not isinstance(dataset, h5py.Dataset):
         raise DataError(f"{path}: {name!r} is a group, expected a data set")
@@ -355,8 +359,3 @@ def _checked_dataset(path: Path, file: h5py.File, name: str, expected: DataSet) 
     if stored and dataset.id.get_offset() + stored > path.stat().st_size:
         raise DataError(f"{path}: {name!r} extends beyond the end of the file, which is truncated")
     return dataset
-
-
-def _dataset_names(file: h5py.File) -> str:
-    names = [repr(str(name)) for name in list(file)[:4]]
-    return ", ".join(names) or "none"

@@ -3,7 +3,7 @@
     python tools/retro/main.py --retro-tasks build --retro-workdir WORKDIR --load BERT ...
     torchrun --nproc-per-node 8 tools/retro/main.py ...
 
-It accepts Megatron-LM's command line: the flags of a BERT run and those of the preprocessing.
+The command accepts Megatron-LM's flags: those of a BERT run and those of the preprocessing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megatron.training.batches import BatchPlan, samples_needed
 from megatron.training.run import Progress
 
 PROGRAM = "tools/retro/main.py"
-# Rules that do not apply, because every process embeds with a whole BERT and nothing is trained.
+# Rules that do not apply, because every process embeds with a complete BERT and nothing is trained.
 _SKIPPED_RULES = (rules_training.batch_size, rules_training.batch_size_ramp)
 
 
@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(args: Sequence[str], world_size: int) -> ParsedRun:
     """Parse and check a command line.
+
+    Args:
+        args: The command line, without the program's name.
+        world_size: The number of processes.
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.
@@ -111,7 +115,7 @@ def _start(given: Mapping[str, Any]) -> RunOptions:
 
 
 def _network(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint's network as options, by "section.field"."""
+    """Return the network options of the BERT checkpoint, by "section.field"."""
     load = given.get("bert_embedder_load") or given.get("load")
     if given.get("bert_embedder_type") == "huggingface" or load is None:
         # A BERT run must have a network, even if no stage loads it.
@@ -132,11 +136,15 @@ def _whole_networks(config: RunOptions, world_size: int) -> Iterator[str]:
         ("--context-parallel-size", parallel.context_parallel_size),
     ):
         if size != 1:
-            yield f"{flag} {size}: every process embeds with a whole BERT: drop the flag"
+            yield f"{flag} {size}: every process embeds with a complete BERT: drop the flag"
 
 
 def run(args: Sequence[str], launch: Launch) -> int:
-    """Run the stages as one of the launched processes, and return the exit code.
+    """Run the preprocessing on one of the launched processes, and return the exit code.
+
+    Args:
+        args: The command line, without the program's name.
+        launch: This process's rank and the number of processes.
 
     Raises:
         UserError: A flag, a file or the working folder must be changed.
@@ -149,10 +157,10 @@ def run(args: Sequence[str], launch: Launch) -> int:
 
 
 class Preprocessing:
-    """The stages of the preprocessing, as run by one of the processes that share the work.
+    """The stages of the preprocessing, on one of the processes that share the work.
 
     Args:
-        config: The configuration of the BERT run, which also has the GPT run's number of samples.
+        config: The configuration of the BERT run, which also has the number of GPT samples.
         options: The options of the preprocessing.
         device: The device of this process.
         layout: The layout of all processes.
@@ -172,7 +180,7 @@ class Preprocessing:
         self.options, self.workdir = options, Path(str(options.stages.retro_workdir))
         self._config, self._device, self._world = config, device, layout.world
         self._compatible = options.stages.retro_compatible
-        # Megatron-LM divides the database by --split and the GPT's samples by --retro-gpt-split.
+        # Megatron-LM splits the database by --split and the GPT samples by --retro-gpt-split.
         split = config.data.split if self._compatible else options.gpt.retro_gpt_split
         self.corpora = plan_corpora(options, split)
         gpt = build_tokenizer(options.gpt.tokenizer)
@@ -186,22 +194,22 @@ class Preprocessing:
             gpt.fingerprint(),
             bert.fingerprint() if bert is not None else "",
         )
-        # The checkpoint is read once, and only if a stage needs it.
+        # The checkpoint is read at most once, when a stage needs it.
         self._embedder = cache(self._build_embedder)
 
     def run(self) -> None:
         """Run the stages that the flags name. Collective.
 
         Raises:
-            UserError: The working folder was made from other data or flags, or a file or flag is
-                wrong.
+            UserError: The working folder was made from different data or flags, or a file or flag
+                is wrong.
         """
         stages = self.options.stages.stages
         check_folder(self.workdir, self.options, self._origin)
         if "index-train" in stages:
             check_factory(IndexOptions.of(self.options))
         chunks = self._query_chunks() if "query-pretraining-neighbors" in stages else {}
-        self._world.barrier()  # no process changes the folder until all have checked it
+        self._world.barrier()  # no process may change the folder until all have checked it
         with ExitStack() as at_end:
             if self._world.is_first:
                 at_end.enter_context(save_lock(self.workdir, "--retro-workdir"))
@@ -256,7 +264,7 @@ class Preprocessing:
         write_arguments(self.workdir, self.options, self._origin, self._run_arguments())
 
     def _run_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the BERT run under Megatron-LM's names."""
+        """Return the arguments of the BERT run, by Megatron-LM's names."""
         config = self._config
         entries = self._cutter.bert.vocab_size
         rows = padded_vocab_size(entries, config.model.make_vocab_size_divisible_by, 1)
@@ -315,7 +323,7 @@ class Preprocessing:
         )
 
     def _query_chunks(self) -> dict[str, QueryChunks]:
-        """Return the chunks of the GPT run's samples. Collective."""
+        """Return the chunks of the GPT samples of each split. Collective."""
         gpt, config = self.options.gpt, self._config
         evaluation = replace(
             config.evaluation,

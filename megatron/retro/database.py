@@ -1,4 +1,4 @@
-"""The chunk database: every document of the corpus, cut into chunks of equal length.
+"""The chunk database: every document of the corpus, divided into chunks of equal length.
 
     db/individual/NAME/A-B.hdf5         the chunks of documents A to B - 1 of a dataset:
         chunks_valid, chunks_invalid    document, first token, end, number of BERT tokens
@@ -7,9 +7,9 @@
     db/indexed_dataset_infos.json       the datasets, with their numbers of documents and chunks
 
 A document's end-of-document token belongs to no chunk. The last chunk of a document may be short.
-Chunks without any BERT tokens are invalid and are never retrieved. `train` holds the chunks of the
-training documents, the only ones that can be retrieved. A chunk's id is its row in this table.
-`sampled` holds the chunks on which the index is trained.
+Chunks without any BERT tokens are invalid. The table `train` contains the valid chunks of training
+documents. Only these chunks can be retrieved, and a chunk's id is its row in this table. The table
+`sampled` contains the chunks on which the index is trained.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from megatron.retro.blocks import (
 )
 from megatron.tokenizer.base import Tokenizer
 
-_TEXTS = 4096  # the number of chunks whose texts are in memory at a time
-_LENGTHS = 1 << 22  # the number of documents whose lengths are in memory at a time
+_TEXTS = 4096  # the number of chunks to decode to text at a time
+_LENGTHS = 1 << 22  # the number of document lengths to read at a time
 _MAX_JSON = 16 << 20  # bytes
-_CHECKED = 1 << 27  # rows of a table that are checked before training
-_TOKENS_CHECKED = 256  # chunks whose tokens are checked before training
+_CHECKED = 1 << 27  # the number of table rows to check before training
+_TOKENS_CHECKED = 256  # the number of chunks to compare with the vocabulary before training
 _DATA_PATH = "--retro-gpt-data-path"
 MERGED = ("train", "valid", "sampled")
 
@@ -100,12 +100,13 @@ def merged_file(workdir: Path, name: str) -> Path:
 def plan_corpora(
     options: RetroPreprocessing, split: str
 ) -> list[tuple[CorpusChunks, IndexedDataset]]:
-    """Open the datasets that the flags name, and return them with their numbers of documents.
+    """Open the datasets of --retro-gpt-data-path, and count their documents.
 
     Args:
         options: The options of the preprocessing.
-        split: The shares of training, validation and test documents. With --retro-compatible, the
-            first share is a percentage, and the number of documents is rounded down.
+        split: The proportions of training, validation and test documents, such as "98,2,0". With
+            --retro-compatible, the first is a percentage, and the number of training documents is
+            rounded down.
 
     Raises:
         ConfigError: The flags name no dataset, or cannot be parsed.
@@ -133,9 +134,10 @@ def plan_corpora(
 
 
 def _folder_names(prefixes: Sequence[str], *, compatible: bool) -> list[str]:
-    """Return a name for each dataset's folder: the last component of its prefix.
+    """Return the folder name of each dataset: the last component of its prefix.
 
-    Datasets with the same last component get a number. Megatron-LM would mix their chunks.
+    If several datasets have the same last component, a number is appended to tell them apart.
+    Megatron-LM would mix their chunks.
     """
     names: list[str] = []
     for prefix in prefixes:
@@ -176,7 +178,7 @@ def max_chunks(data: IndexedDataset, chunk_length: int) -> int:
 
 
 class ChunkCutter(NamedTuple):
-    """Cuts documents into chunks.
+    """Divides documents into chunks.
 
     Attributes:
         length: The number of tokens in a chunk.
@@ -201,7 +203,12 @@ class ChunkCutter(NamedTuple):
     def count_bert_tokens(
         self, data: IndexedDataset, spans: Sequence[tuple[int, int, int]]
     ) -> list[int]:
-        """Return the number of BERT tokens in each chunk. All texts are in memory at once."""
+        """Return the number of BERT tokens in each chunk.
+
+        Args:
+            data: The dataset.
+            spans: The document, start and end of each chunk. Their texts must fit into memory.
+        """
         texts = [
             self.gpt.detokenize(data.get(document, start, end - start).tolist())
             for document, start, end in spans
@@ -209,7 +216,7 @@ class ChunkCutter(NamedTuple):
         return [len(ids) for ids in self.bert.tokenize_batch(texts)]
 
     def cut(self, data: IndexedDataset, first: int, stop: int) -> NDArray[np.uint32]:
-        """Cut documents `first` to `stop - 1` into chunks.
+        """Divide documents `first` to `stop - 1` into chunks.
 
         Returns:
             The document, first token, end, and number of BERT tokens of each chunk, `[n, 4]`.
@@ -232,7 +239,7 @@ def block_contents(block: TableBlock) -> Mapping[str, DataSet]:
 
 
 def make_block(block: TableBlock, data: IndexedDataset, cutter: ChunkCutter) -> Arrays:
-    """Cut the documents of a block, and return the block's data sets."""
+    """Divide the documents of a block into chunks, and return the block's data sets by name."""
     chunks = cutter.cut(data, block.start, block.stop)
     is_valid = chunks[:, 3] > 0
     valid, invalid = chunks[is_valid], chunks[~is_valid]
@@ -247,10 +254,15 @@ def make_block(block: TableBlock, data: IndexedDataset, cutter: ChunkCutter) -> 
 
 
 def read_chunks(block: TableBlock, data: IndexedDataset, chunk_length: int) -> Arrays:
-    """Return the data sets of a block, checked against the dataset.
+    """Read the data sets of a block, and check them against the dataset.
+
+    Args:
+        block: The block.
+        data: The dataset that was divided into chunks.
+        chunk_length: The number of tokens in a chunk.
 
     Raises:
-        DataError: The file is missing or damaged, or was made from other data.
+        DataError: The file is missing or damaged, or was made from different data.
     """
     arrays = read_block(block, block_contents)
     valid = arrays["chunks_valid"] = arrays["chunks_valid"].reshape(-1, 4)
@@ -280,19 +292,19 @@ def build_database(
     cutter: ChunkCutter,
     world: Axis,
 ) -> list[CorpusChunks]:
-    """Write everything in `db/` that is missing. Collective.
+    """Write all missing files in `db/`. Collective.
 
     Args:
         options: The options of the preprocessing.
         corpora: The datasets, from `plan_corpora`.
-        cutter: The object that cuts documents into chunks.
+        cutter: The object that divides documents into chunks.
         world: The processes that share the working folder.
 
     Returns:
         The datasets with their numbers of chunks.
 
     Raises:
-        ConfigError: --retro-index-ntrain asks for more chunks than there are.
+        ConfigError: --retro-index-ntrain exceeds the number of training chunks.
         DataError: A dataset or a file of the folder is damaged.
         StorageError: The folder cannot be written to.
     """
@@ -322,7 +334,7 @@ class _Merger:
         self._datasets, self._blocks = datasets, blocks
 
     def write(self, corpora: Sequence[CorpusChunks]) -> None:
-        """Count the chunks, and write the missing tables and the list of datasets."""
+        """Count the chunks, and write missing tables and the list of datasets."""
         counted = [self._count(i, corpus) for i, corpus in enumerate(corpora)]
         total = sum(corpus.ratio for corpus in counted)
         infos = [
@@ -372,7 +384,7 @@ class _Merger:
             table = file.create_dataset("chunks", (size, 5), "u4")
             written = 0
             for index, corpus in enumerate(corpora):
-                train = 0  # number of training chunks of this dataset before the block
+                train = 0  # the number of this dataset's training chunks before the block
                 for arrays in self._read(index):
                     chunks = arrays["chunks_valid"]
                     is_train = chunks[:, 0] < corpus.n_docs_train
@@ -393,7 +405,7 @@ class _Merger:
             file.create_dataset("n_written", data=np.array([size], np.uint64))
 
     def _sampled(self, corpus: CorpusChunks, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the training chunks from `first` to `stop - 1` on which the index is trained."""
+        """Return which of the training chunks `first` to `stop - 1` to train the index on."""
         count, total = corpus.n_chunks_sampled, corpus.n_chunks_train
         if self._compatible:
             return np.arange(first, min(stop, count), dtype=np.int64)
@@ -456,15 +468,15 @@ def read_corpora(workdir: Path) -> list[CorpusChunks]:
 
 
 class ChunkDatabase:
-    """A reader of the chunks of a merged table, which is memory-mapped.
+    """A reader of the chunks in a memory-mapped merged table.
 
     Args:
         workdir: The working folder.
         chunk_length: The number of tokens in a chunk, m.
         eod: The end-of-document token, with which short chunks are padded.
-        name: The table: train, valid or sampled.
-        vocab_size: The number of entries of the tokenizer. Token ids at or above it are refused.
-            `None` accepts all.
+        name: The table: "train", "valid" or "sampled".
+        vocab_size: The number of entries of the tokenizer, which token ids must be below. `None`
+            disables the check.
 
     Attributes:
         path: The file of the table.
@@ -531,7 +543,7 @@ class ChunkDatabase:
         return len(self._rows)
 
     def rows(self, chunk_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the dataset, document, first token, end and BERT length of chunks, `[n, 5]`.
+        """Return the rows of chunks: dataset, document, first token, end, BERT length, `[n, 5]`.
 
         Raises:
             DataError: A row is damaged.
@@ -547,7 +559,7 @@ class ChunkDatabase:
         return rows
 
     def _outside(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask, `[n]`, of the rows `[n, 5]` that are not part of a document."""
+        """Return which of the rows `[n, 5]` do not lie within a document, bool `[n]`."""
         datasets, documents, starts, ends, _ = rows.T
         wrong = (starts >= ends) | (ends - starts > self.chunk_length)
         wrong |= datasets >= len(self._datasets)
@@ -563,9 +575,9 @@ class ChunkDatabase:
         """Check that the table and the datasets are intact and match.
 
         All rows are compared with the documents in one pass over the file, which takes 1.4 seconds
-        and reads 2 GB for 100 million chunks. In tables of more than `_CHECKED` rows, about as many
-        evenly spaced rows are compared. The tokens of `_TOKENS_CHECKED` chunks are compared with
-        the vocabulary, because reading all tokens would take too long.
+        and reads 2 GB for 100 million chunks. In tables of more than `_CHECKED` rows, only about
+        `_CHECKED` evenly spaced rows are compared. The tokens of only `_TOKENS_CHECKED` chunks are
+        compared with the vocabulary, because reading all tokens would take too long.
 
         Raises:
             DataError: A row or the dataset is damaged, or made with a different tokenizer.

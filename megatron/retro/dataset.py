@@ -1,4 +1,4 @@
-"""Retro's pretraining samples: a GPT's samples with the tokens of each chunk's neighbors."""
+"""Retro's pretraining samples: GPT samples with the tokens of each chunk's neighbors."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ from megatron.retro.neighbors import NO_NEIGHBOR, neighbors_folder, query_datase
 from megatron.retro.workdir import read_arguments, read_digest
 from megatron.tokenizer.base import Tokenizer
 
-# The number of chunks whose neighbors are checked before training. For 20 neighbors per chunk, this
-# is 2 GB.
+# The number of chunks whose neighbors are checked before training (2 GB at 20 neighbors per chunk).
 _CHECKED = 1 << 24
 
 Ids = NDArray[np.int64]
 
 
 class NeighborRows(Protocol):
-    """A table of the database rows of every chunk's neighbors."""
+    """A table of each chunk's neighbors, as rows of the database."""
 
     def __len__(self) -> int:
         """Return the number of chunks."""
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return the neighbors of consecutive chunks, `[stop - start, k]`, -1 for none."""
+        """Return the neighbors of chunks `start` to `stop - 1`, or -1, `[stop - start, k]`."""
 
 
 class NeighborTable:
-    """A memory-mapped table of the database rows of every chunk's neighbors, nearest first.
+    """A memory-mapped table of each chunk's neighbors, as rows of the database, nearest first.
 
     Args:
         blocks: All blocks of a split's table, in order.
-        num_neighbors: The number of neighbors to read for each chunk. The blocks may hold more.
+        num_neighbors: The number of neighbors to read for each chunk. The blocks may have more.
 
     Raises:
         DataError: A block is missing or damaged, or has fewer than `num_neighbors` neighbors per
@@ -64,7 +63,7 @@ class NeighborTable:
         for block, array in zip(blocks, self._arrays, strict=True):
             if array.shape[1] < num_neighbors:
                 raise DataError(
-                    f"{block.path} holds {array.shape[1]} neighbors per chunk, but "
+                    f"{block.path} has {array.shape[1]} neighbors per chunk, but "
                     f"--retro-num-neighbors {num_neighbors} asks for more: lower it, or build the "
                     "folder query/ again with a larger --retro-query-num-neighbors-save"
                 )
@@ -77,7 +76,10 @@ class NeighborTable:
         """Check that all neighbors are in the database.
 
         The neighbors of all chunks, or of 16 million evenly spaced chunks if there are more, are
-        read in one pass over the files. The others are checked when they are used.
+        read in one pass over the files. Other neighbors are checked when they are used.
+
+        Args:
+            texts: The tokens of neighbors, which refer to the database.
 
         Raises:
             DataError: A neighbor is not in the database.
@@ -88,7 +90,7 @@ class NeighborTable:
                 texts.check(array[rows, : self._num_neighbors], f"{block.path}: ")
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return the neighbors of consecutive chunks, `[stop - start, k]`, -1 for none."""
+        """Return the neighbors of chunks `start` to `stop - 1`, or -1, `[stop - start, k]`."""
         slices = [
             array[max(start - first, 0) : max(stop - first, 0), : self._num_neighbors]
             for array, (first, end) in zip(self._arrays, pairwise(self._starts), strict=True)
@@ -99,12 +101,12 @@ class NeighborTable:
 
 @dataclass(frozen=True)
 class ShuffledNeighbors:
-    """A table in which every chunk has the neighbors of another chunk.
+    """A table that gives each chunk the neighbors of a different chunk.
 
-    A model that makes use of its neighbors predicts worse with this table than with the original.
+    A model that uses its neighbors predicts worse with this table than with the original.
 
     Attributes:
-        table: The table of the correct neighbors. Its samples are in random order.
+        table: The table of the correct neighbors, whose samples are in random order.
     """
 
     table: NeighborRows
@@ -114,10 +116,10 @@ class ShuffledNeighbors:
         return len(self.table)
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return neighbors of chunks far from those requested, `[stop - start, k]`, -1 for none."""
+        """Return neighbors of chunks far from the given range, or -1, `[stop - start, k]`."""
         count = len(self.table)
-        # The golden ratio keeps the distance from being a whole number of passes or a simple
-        # fraction of one.
+        # With the golden ratio, the distance is no whole number or simple fraction of the passes
+        # over the data.
         first = (start + max(1, int(count * 0.618))) % count
         end = first + stop - start
         if end <= count:
@@ -140,13 +142,13 @@ class NeighborArray:
         return len(self.neighbors)
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return the neighbors of consecutive chunks, `[stop - start, k]`."""
+        """Return the neighbors of chunks `start` to `stop - 1`, or -1, `[stop - start, k]`."""
         return self.neighbors[start:stop]
 
 
 @dataclass(frozen=True)
 class NoNeighbors:
-    """A table in which no chunk has any neighbors.
+    """A table in which no chunk has neighbors.
 
     Attributes:
         table: The table of the correct neighbors.
@@ -159,7 +161,7 @@ class NoNeighbors:
         return len(self.table)
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return -1 for every neighbor of consecutive chunks, `[stop - start, k]`."""
+        """Return -1 for all neighbors of chunks `start` to `stop - 1`, `[stop - start, k]`."""
         return np.full_like(self.table.rows(start, stop), NO_NEIGHBOR)
 
 
@@ -169,13 +171,15 @@ def _contents(block: TableBlock) -> dict[str, DataSet]:
 
 @dataclass(frozen=True)
 class NeighborTexts:
-    """The tokens of neighbors. A neighbor is the chunk that was found and the chunks after it.
+    """A reader of the tokens of neighbors.
+
+    A neighbor consists of r tokens: those of a retrieved chunk and of the chunks after it.
 
     Attributes:
-        database: The chunks that are retrieved.
+        database: The chunks that can be retrieved.
         chunks: The number of chunks in a neighbor.
         compatible: Whether to read a missing neighbor as the database's last chunk followed by its
-            first ones, as Megatron-LM 23.08 does. Otherwise a missing neighbor is empty.
+            first chunks, as Megatron-LM 23.08 does. Otherwise a missing neighbor is empty.
     """
 
     database: ChunkDatabase
@@ -185,8 +189,8 @@ class NeighborTexts:
     def tokens(self, neighbors: Ids) -> Ids:
         """Return the tokens of neighbors `[..., k]`, padded with EOD, `[..., k, r]`.
 
-        As in Megatron-LM, the last chunk of the database is followed by its first chunk, and the
-        chunks that follow may belong to another document.
+        As in Megatron-LM, the chunks after the retrieved one may belong to the next document, and
+        the database's last chunk is followed by its first.
 
         Raises:
             DataError: A neighbor is not in the database.
@@ -202,8 +206,8 @@ class NeighborTexts:
         """Check that all neighbors are in the database.
 
         Args:
-            neighbors: The rows of chunks in the database, or -1.
-            where: The file that holds the neighbors, for the message.
+            neighbors: The rows of chunks in the database, or -1, of any shape.
+            where: A prefix for the error message that names the file, such as "a.hdf5: ".
 
         Raises:
             DataError: A neighbor is not in the database.
@@ -221,14 +225,15 @@ class NeighborTexts:
 
 @dataclass(eq=False)
 class RetroDataset:
-    """A GPT's samples with `neighbors`, the tokens `[l, k, r]` of the neighbors of the l chunks.
+    """GPT samples with `neighbors`, the tokens of each chunk's neighbors, `[l, k, r]`.
 
     Attributes:
-        samples: The samples, with `text`.
+        samples: The GPT samples, with `text`.
         table: The neighbors of all chunks of all samples.
         texts: The tokens of neighbors.
         chunks_per_sample: The number of chunks in a sample, l.
-        controls: The same samples with other neighbors, for evaluation (`ControlledDataset`).
+        controls: The same samples with different neighbors, by description, for evaluation
+            (`ControlledDataset`).
     """
 
     samples: SampleDataset
@@ -258,13 +263,13 @@ def build_retro_datasets(
     """Build the datasets of --retro-workdir. Collective.
 
     Args:
-        request: The data that the run needs. The seed is replaced by that of the working folder.
-        model: The flags of the network, including the length of a chunk.
+        request: The data that the run needs. The working folder's seed replaces the request's.
+        model: The network's options, including the length of a chunk.
         tokenizer: The tokenizer that made the tokens.
         batch_size: The number of samples in an iteration, for --retro-cyclic-train-iters.
 
     Raises:
-        DataError: Data or a file of the folder is missing or damaged, or they do not match.
+        DataError: The data or a file of the folder is missing or damaged, or they do not match.
     """
     data = request.data
     assert data.retro_workdir is not None, "a rule requires it"
@@ -274,7 +279,7 @@ def build_retro_datasets(
         workdir, model.chunk_length, tokenizer.eod, vocab_size=tokenizer.vocab_size
     )
     _check_origin(workdir, request, tokenizer, preprocessing.gpt.retro_gpt_tokenizer_type)
-    if request.is_builder:  # the others would read the same files
+    if request.is_builder:  # other processes would read the same files
         database.check()
     train, valid, test = request.samples
     if data.retro_cyclic_train_iters is not None:
@@ -319,7 +324,10 @@ def _check_origin(
 ) -> None:
     """Check that neither the data nor the tokenizer has changed since the folder was made.
 
-    A folder made by Megatron-LM records only the name of the tokenizer's type, `recorded_type`.
+    A folder made by Megatron-LM records only the type of the tokenizer, `recorded_type`.
+
+    Raises:
+        DataError: The data or the tokenizer has changed.
     """
     data = request.data
     paths = [path for _, path in parse_weighted_paths(data.data_path or (), "--data-path")]

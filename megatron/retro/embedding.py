@@ -1,12 +1,12 @@
 """Embeddings of texts: one vector per text, the mean of an encoder's last hidden states.
 
-There are two kinds of encoders: a BERT from any checkpoint that this package can read, and an
-encoder of the package transformers. Texts are processed in pieces of many batches. Within a piece,
-they are sorted by length, so that batches contain little padding. While the device computes a
-piece, a thread tokenizes the next one.
+An encoder is either a BERT from any checkpoint that this package can read, or a model of Hugging
+Face transformers. Texts are processed in pieces of many batches. Texts in a piece are sorted by
+length, so batches contain little padding. While the device computes a piece, a thread tokenizes the
+next one.
 
-Megatron-LM 23.08 masks texts before it embeds them, as in training, with a seed that depends on
-the text's index in its block. `Masking` reproduces this. Without it, texts are embedded unmasked.
+Megatron-LM 23.08 masks texts before embedding them, as in training, with a seed that depends on the
+text's index in its block. `Masking` reproduces this. By default, texts are embedded unmasked.
 
 In shapes, n is the number of texts, s the number of tokens in the longest text of a batch, and h
 the hidden size.
@@ -50,7 +50,7 @@ Vectors = NDArray[np.float32]
 
 
 class Masking(NamedTuple):
-    """The masking of texts as in BERT's training, which Megatron-LM 23.08 applies.
+    """The masking that Megatron-LM 23.08 applies to texts, as in BERT's training.
 
     Attributes:
         seed: The base of the random seeds. Text i of a block is masked with the seed `seed + i`.
@@ -66,15 +66,15 @@ class EmbedderOptions:
     """The network that embeds texts, and its settings.
 
     Attributes:
-        kind: "megatron" for a BERT of this package, "huggingface" for an encoder of transformers.
+        kind: "megatron" for a BERT of this package, or "huggingface" for a transformers model.
         load: The folder of the BERT's checkpoints, or the folder or name of a Hugging Face model.
-        tokenizer: The BERT's tokenizer. `None` uses the checkpoint's tokenizer. Ignored with
-            "huggingface".
+        tokenizer: The BERT's tokenizer. `None` uses the checkpoint's. Ignored with "huggingface".
         batch_size: The maximum number of texts of `max_length` tokens in a batch. A batch may have
             more texts if they are shorter.
-        max_length: The maximum number of tokens in a text, including [CLS] and [SEP]. Any further
-            tokens are cut off.
-        dtype: The number format, a key of `DTYPES`. `None` uses the checkpoint's format.
+        max_length: The maximum number of tokens in a text, including [CLS] and [SEP]. Longer texts
+            are truncated.
+        dtype: The data type of the weights, a key of `DTYPES`. `None` uses the checkpoint's type,
+            or fp32 with "huggingface".
         masking: The masking as in Megatron-LM. `None` embeds texts unmasked.
         allow_foreign: Whether to read files owned by other users.
         flag: The flag that names the network, for error messages.
@@ -94,14 +94,14 @@ class EmbedderOptions:
 
 
 class DecodedChunks(Sequence[str]):
-    """The texts of chunks of tokens. Each text is decoded when it is accessed.
+    """The texts of chunks of tokens, each decoded on access.
 
     Args:
         tokens: The chunks, `[n, m]`, padded with end-of-document tokens.
         tokenizer: The tokenizer that made the tokens.
         keeps_ends: Whether to write end-of-document tokens into the text. `Embedder` removes
-            GPT-2's, so this matters only for other tokenizers, and where such a token interrupts
-            the bytes of a character.
+            GPT-2's end-of-document token, so this matters only for other tokenizers and for tokens
+            that interrupt the bytes of a character.
     """
 
     def __init__(
@@ -146,22 +146,27 @@ class Embedder(ABC):
     max_length: int
 
     def __init__(self, device: Device, batch_size: int) -> None:
-        """Store the device and the size of a batch."""
+        """Store the device and the batch size.
+
+        Args:
+            device: The device on which to compute.
+            batch_size: The maximum number of texts of `max_length` tokens in a batch.
+        """
         self._device = device
         self._batch_size = batch_size
-        # A GPU is fastest at lengths that are multiples of 8. It prepares its attention kernel for
-        # every new shape of a batch, so there should be few shapes.
+        # GPUs are fastest at lengths that are multiples of 8. The attention kernel has a setup cost
+        # for every new batch shape, so there should be few shapes.
         self._units = (min(32, batch_size), 8) if device.is_gpu else (1, 1)
 
     def embed(self, texts: Sequence[str], *, first: int = 0) -> Vectors:
-        """Return the vectors of texts, float32 `[n, h]`.
+        """Return the vectors of texts, fp32 `[n, h]`.
 
-        Apart from the result, the memory used does not depend on the number of texts, provided that
-        `texts` creates each text on access.
+        If `texts` creates each text on access, the memory used does not depend on the number of
+        texts, apart from the result.
 
         Args:
             texts: The texts.
-            first: The index of the first text in its block. Only masking depends on it.
+            first: The index of the first text in its block, which determines the masking.
         """
         vectors = np.empty((len(texts), self.width), np.float32)
         pending: list[tuple[NDArray[np.int64], Tensor]] = []
@@ -179,7 +184,7 @@ class Embedder(ABC):
         return vectors
 
     def _pieces(self, texts: Sequence[str], first: int) -> Iterator[tuple[int, _Rows]]:
-        """Yield the start and the tokens of each piece of texts, tokenizing one piece ahead."""
+        """Yield the start index and the tokens of each piece, tokenizing one piece ahead."""
         size = self._batch_size * _BATCHES
 
         def make(start: int) -> _Rows:
@@ -199,13 +204,13 @@ class Embedder(ABC):
 
     @torch.no_grad()
     def _launch(self, piece: _Rows) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yield the indices and vectors of each batch's texts, without waiting for the device."""
+        """Yield the text indices and the vectors of each batch, without waiting for the device."""
         row_unit, token_unit = self._units
         lengths = np.array([len(row) for row in piece.rows])
         padded = np.minimum(-(-lengths // token_unit) * token_unit, self.max_length)
         start = 0
         while start < len(lengths):
-            # Later texts are longer, so fewer of them fit.
+            # Texts are sorted by length, so a batch's last text determines its padded size.
             counts = np.arange(1, len(lengths) - start + 1)
             count = int((counts * padded[start:] <= self._batch_size * self.max_length).sum())
             if start + count < len(lengths):
@@ -232,17 +237,17 @@ class Embedder(ABC):
 
 
 def _mean(hidden: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of the hidden states of each text's tokens.
+    """Return the mean hidden state of each text.
 
     Args:
         hidden: The hidden states, `[s, n, h]`.
-        counts: True for tokens that count, bool `[n, s]`.
+        counts: True for tokens to include in the mean, bool `[n, s]`.
 
     Returns:
-        The mean, fp32 `[n, h]`. It is 0 for a text in which no token counts.
+        The means, fp32 `[n, h]`. The mean is 0 for a text without included tokens.
     """
     # Dividing the sum once halves the difference from Megatron-LM's mean, compared to multiplying
-    # by weights of 1 / n.
+    # each state by 1 / n.
     total = torch.where(counts.t()[:, :, None], hidden.float(), 0).sum(dim=0)
     return total / counts.sum(dim=1, keepdim=True).clamp(min=1)
 
@@ -299,7 +304,7 @@ class MegatronEmbedder(Embedder):
 
 
 class _Texts(list[NDArray[Any]]):
-    """Tokens of texts, where each text is a sample that consists of a single sentence."""
+    """The tokens of texts, as a sentence dataset in which each text is a single sentence."""
 
     description = ""
 
@@ -310,27 +315,27 @@ class _Texts(list[NDArray[Any]]):
 
 
 class HuggingFaceEmbedder(Embedder):
-    """An encoder of the package transformers, such as a sentence encoder.
+    """An encoder of Hugging Face transformers, such as a sentence encoder.
 
     The mean is taken over all tokens of a text, including special tokens, because sentence encoders
-    are trained this way. If `options.masking` is set, it excludes the first and the last token, as
-    in Megatron-LM.
+    are trained this way. If `options.masking` is set, texts are not masked, but the mean excludes
+    the first and the last token, as in Megatron-LM.
 
     Args:
         device: The device.
-        options: The model and the sizes. Nothing is masked.
+        options: The model and the sizes.
 
     Raises:
         ConfigError: The package is missing, or the model cannot be loaded.
     """
 
     def __init__(self, device: Device, options: EmbedderOptions) -> None:
-        """Load the model and its tokenizer without running any code that comes with them."""
+        """Load the model and its tokenizer without running code from the model's folder."""
         super().__init__(device, options.batch_size)
         with packages_of("retro"):
             import transformers
         try:
-            # Weights are read from safetensors, because other files may hold code.
+            # Weights are read from safetensors, because other formats may contain code.
             model = transformers.AutoModel.from_pretrained(
                 options.load,
                 use_safetensors=True,
@@ -387,8 +392,8 @@ def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
     """Load the network named by the options.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, or holds a different kind of network.
-        ConfigError: A value does not fit the model, or a package is missing.
+        CheckpointError: The checkpoint is missing or damaged, or is not a BERT.
+        ConfigError: A value does not match the model, or a package is missing.
         DataError: A file of the tokenizer is missing.
     """
     if options.kind == "huggingface":

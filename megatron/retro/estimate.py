@@ -1,4 +1,4 @@
-"""Estimates of the files, disk space and time that preprocessing will take."""
+"""Estimates of the disk space and time that preprocessing will take."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.extras import packages_of
 from megatron.retro.database import ChunkCutter, max_chunks
 from megatron.retro.embedding import DecodedChunks, Embedder
 
-_MEASURED_CHUNKS = 1024  # chunks that are cut to measure the speed
-_MEASURED_BATCHES = 4  # batches that are embedded to measure the speed
+_MEASURED_CHUNKS = 1024  # the number of chunks to cut when measuring the speed
+_MEASURED_BATCHES = 4  # the number of batches to embed when measuring the speed
 _ID = 8  # bytes of an id in an index
 
 
@@ -29,8 +29,8 @@ class Amount(NamedTuple):
 
     Attributes:
         chunks: The number of chunks that the stage cuts or embeds.
-        size: The number of bytes that it writes and keeps.
-        temporary: The number of bytes that it writes temporarily and removes before it ends.
+        size: The number of bytes that the stage leaves on disk.
+        temporary: The number of bytes that the stage writes and removes again.
     """
 
     chunks: int
@@ -47,7 +47,7 @@ def plan_amounts(
 
     Args:
         options: The options of the preprocessing.
-        datasets: The datasets.
+        datasets: The datasets of the chunk database.
         queries: The number of chunks in all samples of the GPT run.
     """
     index, width = options.index, options.index.retro_index_nfeats
@@ -74,7 +74,7 @@ def plan_amounts(
 
 
 def _code_size(options: RetroPreprocessing) -> int:
-    """Return the number of bytes that the index stores per chunk."""
+    """Return the number of bytes per chunk in the index, without the id."""
     width, factory = options.index.retro_index_nfeats, options.index.retro_index_str
     if factory is None:
         return 0
@@ -82,7 +82,7 @@ def _code_size(options: RetroPreprocessing) -> int:
         import faiss
     try:
         return int(faiss.index_factory(width, factory).sa_code_size())
-    except RuntimeError:  # the index stores whole vectors, or is invalid, which its stage reports
+    except RuntimeError:  # the index stores vectors, or the string is invalid (index-train tells)
         return 4 * width
 
 
@@ -95,15 +95,15 @@ def describe_work(
     embedder: Callable[[], Embedder],
     processes: int,
 ) -> list[PanelRow]:
-    """Measure the speed, and return the panel rows about data, disk space and time.
+    """Estimate the disk space and time of the stages, and return the estimates as panel rows.
 
-    Print a warning if the disk has less space than the stages need.
+    Speeds are measured. A warning is printed if the disk has less space than the stages need.
 
     Args:
         options: The options of the preprocessing.
-        datasets: The datasets.
+        datasets: The datasets of the chunk database.
         queries: The number of chunks in each split's samples.
-        cutter: The object that cuts documents into chunks.
+        cutter: The object that divides documents into chunks.
         embedder: A function that loads the embedder. It is called only if a stage needs it.
         processes: The number of processes that share the work.
     """
@@ -169,7 +169,7 @@ def _size(count: int) -> str:
 def _embedding_speed(
     data: IndexedDataset, cutter: ChunkCutter, embedder: Embedder, batch: int
 ) -> float:
-    """Return the number of chunks that this process embeds per second, after a warm-up batch."""
+    """Measure how many chunks this process embeds per second, after a warm-up batch."""
     spans = itertools.islice(
         cutter.spans(data, len(data) // 2, len(data)), _MEASURED_BATCHES * batch
     )

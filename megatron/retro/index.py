@@ -1,4 +1,4 @@
-"""The index of a chunk database, trained on some of its vectors and then filled with all of them.
+"""The faiss index of a chunk database, trained on sampled chunks and then filled with all chunks.
 
     index/train_emb/blocks/<a>-<b>.hdf5             data f32 [rows, h]: vectors of sampled chunks
     index/train_emb/train_<f>.bin                   the vectors used for training, raw f32
@@ -7,12 +7,12 @@
     index/<type>/<string>/added_<f>_<g>.faissindex  the filled index; an id is a database row
 
 f and g are the fractions of vectors to train on and to add. The processes embed blocks in parallel,
-and an interrupted run continues after the last block. Training and the last step, which adds the
-codes, run only on the first process. For an index that does not store entries individually (such as
-HNSW), blocks hold vectors instead of codes: data f32 [rows, h].
+and an interrupted run resumes after the last complete block. Only the first process trains the
+index and adds the codes. For an index that does not store entries individually (such as HNSW),
+blocks contain vectors instead of codes: data f32 [rows, h].
 
-Megatron-LM 23.08 adds the first fraction g of every block, so no search finds the rest of a block.
-Here the rows that are not added are spread evenly, unless `compatible` is set.
+Megatron-LM 23.08 adds the first fraction g of every block, so a search never finds the remaining
+rows. Here the rows to add are evenly spaced, unless `compatible` is set.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron.retro.embedding import DecodedChunks, Embedder, Vectors
 from megatron.tokenizer import Tokenizer
 
 TYPES = ("faiss-base", "faiss-par-add")
-_MEGATRON_WIDTH = 1024  # the only width of vectors that Megatron-LM reuses in a later run
+_MEGATRON_WIDTH = 1024  # the only vector width for which Megatron-LM resumes
 _ADDED_AT_ONCE = 100_000
 
 Rows = NDArray[np.int64]
@@ -70,10 +70,10 @@ class ChunkTable(Protocol):
 
 
 class ChunkTexts(NamedTuple):
-    """The texts of chunks.
+    """The texts of a table's chunks.
 
     Attributes:
-        chunks: The chunks.
+        chunks: The tokens of the chunks.
         tokenizer: The tokenizer that made the tokens.
         compatible: Whether to write end-of-document tokens into texts, as in Megatron-LM.
     """
@@ -95,12 +95,12 @@ class IndexOptions:
     Attributes:
         factory: The string for faiss's `index_factory`, such as "IVF262144_HNSW32,Flat".
         width: The length of a vector, h.
-        type: "faiss-par-add" or "faiss-base". Both are built in parallel here.
+        type: "faiss-par-add" or "faiss-base". Both are built in parallel.
         block_size: The number of chunks in a block.
         train_fraction: The fraction of the sampled chunks to train on.
         add_fraction: The fraction of the chunks to add.
-        keep_training_vectors: Whether to keep the vectors on which the index is trained.
-        keep_codes: Whether to keep the codes after they have been added.
+        keep_training_vectors: Whether to keep the files of training vectors.
+        keep_codes: Whether to keep the files of codes after adding them.
         threads: The maximum number of faiss threads. `None` uses this process's share of the
             cores.
         compatible: Whether to reproduce Megatron-LM's bugs.
@@ -119,7 +119,7 @@ class IndexOptions:
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> IndexOptions:
-        """Return the settings of the index from the options of the preprocessing."""
+        """Return the index settings for the options of the preprocessing."""
         index = options.index
         return cls(
             factory=str(index.retro_index_str),
@@ -135,9 +135,13 @@ class IndexOptions:
         )
 
     def selected_rows(self, block: TableBlock, fraction: float) -> Rows:
-        """Return a fraction of a block's rows, ascending and evenly spaced over the whole table.
+        """Select a fraction of a block's rows, in ascending order.
 
-        With `compatible`, return the block's first rows instead, as Megatron-LM does.
+        The rows are evenly spaced over the table. With `compatible`, they are the first rows of the
+        block, as in Megatron-LM.
+
+        Returns:
+            The rows as numbers in the table, `[n]`.
         """
         if self.compatible:
             return np.arange(block.start, block.start + int(fraction * block.rows))
@@ -153,12 +157,12 @@ class IndexPaths(NamedTuple):
 
     @property
     def training(self) -> Path:
-        """The folder of the vectors to train on."""
+        """The folder of the training vectors."""
         return self.workdir / "index" / "train_emb"
 
     @property
     def merged(self) -> Path:
-        """The file of the vectors to train on."""
+        """The file of the merged training vectors."""
         return self.training / f"train_{self.options.train_fraction:.3f}.bin"
 
     @property
@@ -168,12 +172,12 @@ class IndexPaths(NamedTuple):
 
     @property
     def empty(self) -> Path:
-        """The file of the trained index, before any chunks are added."""
+        """The file of the trained index, without chunks."""
         return self.folder / f"empty_{self.options.train_fraction:.3f}.faissindex"
 
     @property
     def added(self) -> Path:
-        """The file of the index after chunks are added."""
+        """The file of the filled index."""
         fractions = f"{self.options.train_fraction:.3f}_{self.options.add_fraction:.3f}"
         return self.folder / f"added_{fractions}.faissindex"
 
@@ -190,7 +194,7 @@ def train_index(
     build_embedder: BuildEmbedder,
     world: Axis,
 ) -> None:
-    """Embed the sampled chunks and train the index, unless it exists. Collective.
+    """Embed the sampled chunks and train the index, unless the trained index exists. Collective.
 
     Args:
         workdir: The working folder.
@@ -258,8 +262,8 @@ def add_to_index(
     if options.keep_codes:
         return
     if options.compatible and options.type == "faiss-par-add":
-        # Megatron-LM stops here with the message "remove?", after writing the index and without
-        # removing the codes.
+        # Megatron-LM stops here with the message "remove?", having written the index but not
+        # removed the codes.
         raise ConfigError(
             "remove? --retro-compatible stops here, as Megatron-LM 23.08 does: the index is "
             "complete; give --retro-index-no-delete-added-codes to continue"
@@ -268,7 +272,7 @@ def add_to_index(
 
 
 def _log_progress(missing: Iterator[TableBlock], blocks: Sequence[TableBlock], verb: str) -> Any:
-    """Yield blocks, and print the progress after each."""
+    """Yield the missing blocks, and print the progress after each."""
     for block in missing:
         yield block
         print_line(f"  {verb} {block.start:,} to {block.stop - 1:,} of {blocks[-1].stop:,} chunks")
@@ -282,7 +286,7 @@ def _embed_blocks(
     world: Axis,
 ) -> None:
     """Write the vectors of all missing blocks. Collective."""
-    # Megatron-LM reuses only vectors of BERT-large's width, and recomputes others.
+    # Megatron-LM reuses only vectors of BERT-large's width. It computes others again.
     width = _MEGATRON_WIDTH if options.compatible else options.width
 
     def contents(block: TableBlock) -> dict[str, DataSet]:
@@ -309,13 +313,13 @@ def check_width(embedder: Embedder, options: IndexOptions) -> Embedder:
 
 
 def _is_complete(merged: Path, options: IndexOptions, blocks: Sequence[TableBlock]) -> bool:
-    """Return whether a file has the size of the vectors to train on."""
+    """Return whether the file of training vectors has its full size."""
     count = sum(len(options.selected_rows(block, options.train_fraction)) for block in blocks)
     return merged.is_file() and merged.stat().st_size == count * options.width * 4
 
 
 def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
-    """Collect the training vectors and train the index."""
+    """Merge the training vectors and train the index."""
     options = paths.options
     if not _is_complete(paths.merged, options, blocks):
 
@@ -351,7 +355,7 @@ def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
 
 
 def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
-    """Add the codes of all blocks, with their rows as ids."""
+    """Add the codes of all blocks to the trained index, with their rows as ids."""
     options = paths.options
     # Megatron-LM's faiss-base adds everything, regardless of the fraction in the file's name.
     adds_all = options.compatible and options.type == "faiss-base"
@@ -390,16 +394,24 @@ class Codec:
         return {"data": DataSet("u1", (block.rows, self.index.sa_code_size()))}
 
     def encode(self, vectors: Vectors) -> NDArray[Any]:
-        """Return the codes, `[n, bytes]`, or the vectors themselves if there are no codes."""
+        """Return the codes of vectors `[n, h]`, u8 `[n, bytes]`.
+
+        If the index does not store entries individually, return the vectors unchanged.
+        """
         codes: NDArray[Any] = vectors
         if self.inverted is not None:
             codes = self.index.sa_encode(vectors)
         return codes
 
     def add(self, codes: NDArray[Any], rows: Rows) -> None:
-        """Add codes, with their rows as ids.
+        """Add codes to the index, with their rows as ids.
 
-        An index without ids numbers its entries, so rows must be added in order, starting at 0.
+        An index without ids numbers its entries from 0, so rows must be added in order and without
+        gaps.
+
+        Args:
+            codes: The result of `encode`.
+            rows: The database row of each code, `[n]`.
         """
         codes = np.ascontiguousarray(codes)
         if self.inverted is not None:
@@ -416,18 +428,18 @@ class Codec:
         try:
             self.index.add_with_ids(np.empty((0, self.index.d), np.float32), np.empty(0, np.int64))
         except RuntimeError as error:
-            return "not implemented" not in str(error)  # other errors mean: not trained yet
+            return "not implemented" not in str(error)  # otherwise, the index is not trained yet
         return True
 
 
 def codec_of(index: Any) -> Codec:
-    """Return the codec that matches the way in which an index stores entries."""
+    """Return the codec for the way in which a faiss index stores its entries."""
     with packages_of("retro"):
         import faiss
     inner = index
     while type(inner) is faiss.IndexPreTransform:
         inner = faiss.downcast_index(inner.index)
-    # Other kinds pack the entries of a list together, or store entries outside the lists.
+    # Other types pack the entries of a list together, or store entries outside the lists.
     separate = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
     return Codec(index, inner if type(inner) in separate else None)
 
@@ -463,14 +475,13 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
     """Read an index that this program or Megatron-LM wrote.
 
     Args:
-        path: The file. It must have been written by this user or root, because faiss does not
-            check what it reads.
+        path: The file. It must belong to this user or root, because faiss does not validate files.
         options: The expected index.
-        mapped: Whether to leave entries on disk, shared by the processes of a machine, if the kind
-            of index allows it.
+        mapped: Whether to memory-map the entries, so that processes on a machine share them. Types
+            of indexes that do not support this are read into memory.
 
     Raises:
-        DataError: The file is missing or damaged, or holds a different index.
+        DataError: The file is missing or damaged, or contains a different index.
     """
     with packages_of("retro"):
         import faiss
@@ -503,12 +514,12 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
 
 
 def on_device(index: Any, device: Device, neighbors: int) -> Any:
-    """Return the index on a GPU, or unchanged if faiss cannot search it there.
+    """Copy an index to the GPU, or return it unchanged if faiss cannot search it there.
 
     Args:
         index: A filled index.
         device: The device of this process.
-        neighbors: The number of neighbors that will be requested.
+        neighbors: The number of neighbors per search.
     """
     with packages_of("retro"):
         import faiss
@@ -547,13 +558,16 @@ def _write_index(faiss: Any, index: Any, path: Path) -> None:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return the last sentence of a faiss error, without the signature of the function."""
+    """Return the last sentence of a faiss error, without the function's signature."""
     return str(error).strip().splitlines()[-1].rpartition("Error: ")[2].strip() or str(error)
 
 
 @contextmanager
 def faiss_threads(threads: int | None) -> Iterator[Any]:
-    """Yield the module faiss, configured to use a number of threads.
+    """Yield the faiss module, limited to a number of threads inside the `with` body.
+
+    Args:
+        threads: The maximum number of threads. `None` uses this process's share of the cores.
 
     Raises:
         ConfigError: The package is missing.
@@ -569,5 +583,5 @@ def faiss_threads(threads: int | None) -> Iterator[Any]:
 
 
 def _exists_on_first(path: Path, world: Axis) -> bool:
-    """Return on all processes whether a file exists on the first one. Collective."""
+    """Return whether a file exists on the first process, the same on all processes. Collective."""
     return bool(broadcast(torch.tensor([int(path.exists())]), world))

@@ -1,11 +1,11 @@
-"""The neighbors of every chunk on which a GPT will be trained, found in the index and stored.
+"""The search for the neighbors of every chunk in the pretraining samples.
 
     query/<split>_<md5>/<a>-<b>.hdf5    neighbors i64 [rows, k]: database rows, nearest first, or -1
 
-The samples are the same as in pretraining. With l chunks of m tokens in a sample, row c holds the
-neighbors of the chunk that begins at token (c % l) * m of sample c // l. The md5 is computed from
-the names of the corpora's index files, so different samples have different folders. Chunks of
-documents that a sample contains are never its neighbors.
+The samples are the same as in pretraining. With l chunks of m tokens in a sample, row c contains
+the neighbors of the chunk that begins at token (c % l) * m of sample c // l. The md5 is computed
+from the names of the corpora's index files, so different samples have different folders. A chunk is
+never a neighbor of a sample that contains tokens of the same document.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.retro.index import (
 )
 from megatron.tokenizer import Tokenizer
 
-NO_NEIGHBOR = -1  # marks a neighbor that was not found
+NO_NEIGHBOR = -1  # the row of a missing neighbor
 _SEARCHED_AT_ONCE = 1000
 
 Ids = NDArray[np.int64]
@@ -61,7 +61,7 @@ class QueryOptions:
 
     Attributes:
         queried: The number of neighbors to request from the index.
-        saved: The number of neighbors that are stored, k.
+        saved: The number of neighbors to store, k.
         nprobe: The number of lists that an index with inverted lists searches.
         ef_search: The size of the candidate list of an HNSW graph.
         block_size: The number of chunks in a block.
@@ -75,7 +75,7 @@ class QueryOptions:
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> QueryOptions:
-        """Return the settings of the queries from the options of the preprocessing."""
+        """Return the search settings for the options of the preprocessing."""
         index = options.index
         return cls(
             queried=index.retro_query_num_neighbors_query,
@@ -89,8 +89,8 @@ class QueryOptions:
 def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) -> Datasets:
     """Build the samples on which a Retro model is trained. Collective.
 
-    Preprocessing and training call it with equal arguments. As in Megatron-LM, a single corpus also
-    counts as a blend.
+    Preprocessing and training must pass equal arguments. As in Megatron-LM, even a single corpus is
+    a blend.
 
     Args:
         request: The data that the run needs.
@@ -98,7 +98,7 @@ def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) ->
         vocab_size: The number of entries of the tokenizer.
 
     Raises:
-        ConfigError: No data is named, or --data-path or --split cannot be parsed.
+        ConfigError: No data is given, or --data-path or --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     blend_request = request._replace(blends_single=True)
@@ -106,11 +106,11 @@ def query_datasets(request: DataRequest, *, seq_length: int, vocab_size: int) ->
 
 
 def neighbors_folder(workdir: Path, split: str, dataset: SampleDataset) -> Path:
-    """Return the folder that holds the neighbors of a split's chunks.
+    """Return the folder for the neighbors of a split's chunks.
 
     Args:
         workdir: The working folder.
-        split: train, valid or test.
+        split: "train", "valid" or "test".
         dataset: The samples, from `query_datasets`.
     """
     texts = [member.description.encode() for member in _members(dataset)]
@@ -129,17 +129,17 @@ def _members(dataset: SampleDataset) -> list[GPTDataset]:
 class QueryChunks:
     """The chunks of a split's samples.
 
-    Attributes:
-        dataset: The samples.
-        chunks_per_sample: The number of chunks in a sample, l.
-
     Args:
         dataset: The samples, from `query_datasets`.
         seq_length: The number of tokens in a sample, not counting the last label.
         chunk_length: The number of tokens in a chunk, m.
         tokenizer: The tokenizer that made the tokens.
-        prefixes: The corpora in the order of the database. If empty, corpora are numbered as in the
-            blend and texts contain end-of-document tokens, as in Megatron-LM.
+        prefixes: The prefixes of the corpora, in the order of the database. If empty, corpora are
+            numbered as in the blend and texts contain end-of-document tokens, as in Megatron-LM.
+
+    Attributes:
+        dataset: The samples.
+        chunks_per_sample: The number of chunks in a sample, l.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class QueryChunks:
         self.dataset, self.chunks_per_sample = dataset, seq_length // chunk_length
         self._members, self._length, self._tokenizer = _members(dataset), chunk_length, tokenizer
         self._compatible = not prefixes
-        # The two numbers differ if an earlier corpus has no documents in this split.
+        # A corpus without documents in this split is in the database but not in the blend.
         self._corpus_indices = [
             prefixes.index(member.data.prefix) if prefixes else i
             for i, member in enumerate(self._members)
@@ -167,7 +167,11 @@ class QueryChunks:
         return len(self.dataset) * self.chunks_per_sample
 
     def tokens(self, chunk_ids: Ids) -> Ids:
-        """Return the tokens of consecutive chunks, `[n, m]`. The last label is in no chunk."""
+        """Return the tokens of consecutive chunks, `[n, m]`.
+
+        Args:
+            chunk_ids: The numbers of the chunks, consecutive and ascending, `[n]`.
+        """
         first, last = (int(chunk_ids[end]) // self.chunks_per_sample for end in (0, -1))
         text = np.stack([self.dataset[sample]["text"] for sample in range(first, last + 1)])
         rows = text[:, : self.chunks_per_sample * self._length].reshape(-1, self._length)
@@ -179,7 +183,7 @@ class QueryChunks:
         return DecodedChunks(tokens, self._tokenizer, keeps_ends=self._compatible)
 
     def documents(self, sample: int) -> tuple[int, Ids]:
-        """Return the index of a sample's corpus, and the documents in the sample, `[documents]`."""
+        """Return the corpus index and the document indices `[documents]` of a sample."""
         member_index = int(self.dataset.index.datasets[sample])
         member = self._members[member_index]
         row = int(member.index.shuffle[int(self.dataset.index.samples[sample]) % len(member)])
@@ -189,7 +193,7 @@ class QueryChunks:
 
 
 class Searcher:
-    """An index that is set up to find the neighbors of chunks.
+    """An index and its settings for finding the neighbors of chunks.
 
     Args:
         index: A filled faiss index.
@@ -207,7 +211,7 @@ class Searcher:
         self._options, self._threads = options, threads
 
     def search(self, vectors: Vectors) -> Ids:
-        """Return the chunks nearest to vectors `[n, h]`, before filtering, `[n, queried]`.
+        """Return the chunks nearest to vectors `[n, h]`, unfiltered, or -1, `[n, queried]`.
 
         Raises:
             DataError: The index contains a chunk that is not in the database.
@@ -224,14 +228,15 @@ class Searcher:
         return ids
 
     def filtered(self, candidates: Ids, chunks: QueryChunks, first: int) -> Ids:
-        """Return the first `saved` neighbors that are not in the sample's documents, `[n, saved]`.
-
-        Neighbors that were not found are -1.
+        """Keep the first `saved` candidates that are not in the documents of the chunk's sample.
 
         Args:
-            candidates: The chunks nearest to consecutive chunks, `[n, queried]`, or -1.
+            candidates: The chunks nearest to n consecutive chunks, or -1, `[n, queried]`.
             chunks: The chunks of the split.
-            first: The index of the first of the consecutive chunks.
+            first: The number of the first of the n chunks.
+
+        Returns:
+            The neighbors, `[n, saved]`, padded with -1.
         """
         queries = np.arange(first, first + len(candidates))
         samples = queries // chunks.chunks_per_sample
@@ -254,12 +259,12 @@ class Searcher:
         return saved
 
     def neighbors(self, vectors: Vectors, chunks: QueryChunks, first: int) -> Ids:
-        """Return the neighbors of consecutive chunks, `[n, saved]`, searching for 1000 at a time.
+        """Return the neighbors of consecutive chunks, `[n, saved]`, padded with -1.
 
         Args:
-            vectors: The vectors of the chunks, `[n, h]`.
+            vectors: The vectors of the n chunks, `[n, h]`.
             chunks: The chunks of the split.
-            first: The index of the first of the consecutive chunks.
+            first: The number of the first of the n chunks.
         """
         batches = [
             self.filtered(
@@ -273,10 +278,10 @@ class Searcher:
 def open_searcher(
     workdir: Path, index: IndexOptions, database: Database, query: QueryOptions, device: Device
 ) -> Searcher:
-    """Read the filled index and set it up for searching.
+    """Read the filled index and prepare it for searching.
 
-    If this build of faiss can search such an index on a GPU, the index is copied there. Otherwise
-    its entries stay on disk, shared by the processes of a machine, if the kind of index allows it.
+    The index is copied to the GPU if faiss can search it there. Otherwise it is memory-mapped if
+    its type supports this, so that processes on a machine share it.
 
     Raises:
         DataError: The index is missing, damaged, or belongs to a different database.
@@ -285,7 +290,7 @@ def open_searcher(
     filled = read_index(path, index, mapped=True)
     if not 0 < filled.ntotal <= len(database):
         raise DataError(
-            f"{path} holds {filled.ntotal} chunks, but the database has {len(database)}: they "
+            f"{path} has {filled.ntotal} chunks, but the database has {len(database)}: they "
             "belong to different data; remove the index and run the task index-build again"
         )
     with faiss_threads(index.threads) as faiss:
@@ -293,7 +298,7 @@ def open_searcher(
             try:
                 faiss.ParameterSpace().set_index_parameter(filled, name, value)
             except RuntimeError:
-                continue  # this kind of index has no such setting
+                continue  # this type of index has no such setting
     searchable = on_device(filled, device, query.queried)
     return Searcher(searchable, database, query, index.threads)
 
@@ -306,7 +311,9 @@ def query_chunks(
     tokenizer: Tokenizer,
     compatible: bool = False,
 ) -> dict[str, QueryChunks]:
-    """Build the chunks of each split that has samples. Collective.
+    """Build the samples of each split, and return their chunks by split. Collective.
+
+    Splits without samples are omitted.
 
     Args:
         request: The data that the run needs.
@@ -316,7 +323,7 @@ def query_chunks(
         compatible: Whether to reproduce Megatron-LM's bugs.
 
     Raises:
-        ConfigError: The chunk length does not divide the sequence length, no data is named, or
+        ConfigError: The chunk length does not divide the sequence length, no data is given, or
             --data-path or --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
@@ -352,14 +359,14 @@ def query_neighbors(
     device: Device,
     world: Axis,
 ) -> None:
-    """Find and store the neighbors of all chunks that have none yet. Collective.
+    """Find and store the neighbors of all chunks whose blocks are missing. Collective.
 
     Args:
         workdir: The working folder.
         index: The filled index.
         query: The settings of the search.
         splits: The chunks of each split, from `query_chunks`.
-        database: The chunks that are retrieved.
+        database: The chunks that can be retrieved.
         build_embedder: A function that loads the embedder. It is called only if neighbors are
             missing.
         device: The device of this process.

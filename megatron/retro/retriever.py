@@ -25,11 +25,11 @@ from megatron.tokenizer import Tokenizer
 
 
 class Retriever:
-    """The index and the embedder, which together find the neighbors of a text's chunks.
+    """An index and an embedder, which together find the neighbors of a text's chunks.
 
     Args:
         searcher: The index.
-        embedder: The network that embeds chunks, which must be the one that embedded the database.
+        embedder: The network that embeds chunks. It must be the one that embedded the database.
         texts: The tokens of neighbors.
         tokenizer: The tokenizer of the model and the database.
 
@@ -45,16 +45,20 @@ class Retriever:
         self.texts, self._tokenizer = texts, tokenizer
 
     def find(self, chunks: Ids) -> Ids:
-        """Return the neighbors of chunks `[l, m]`, nearest first: database rows `[l, k]`, or -1."""
+        """Return the neighbors of chunks `[l, m]` as database rows `[l, k]`, nearest first, or -1.
+
+        Args:
+            chunks: The tokens of the chunks, padded with EOD, `[l, m]`.
+        """
         vectors = self._embedder.embed(DecodedChunks(chunks, self._tokenizer))
         return self._searcher.search(vectors)
 
     def tokens(self, neighbors: Ids) -> Ids:
-        """Return the tokens, `[l, k, r]`, of neighbors `[l, k]`."""
+        """Return the tokens of neighbors `[l, k]`, padded with EOD, `[l, k, r]`."""
         return self.texts.tokens(neighbors)
 
     def passages(self, neighbors: Ids) -> list[NeighborPassage]:
-        """Return the passages of neighbors `[l, k]`, without those that were not found."""
+        """Return the passages of neighbors `[l, k]` in order, skipping missing neighbors (-1)."""
         chunks = np.nonzero(neighbors != NO_NEIGHBOR)[0].tolist()
         rows = neighbors[neighbors != NO_NEIGHBOR]
         documents = self.texts.database.documents(rows).tolist()
@@ -76,13 +80,13 @@ def open_retriever(
         config: The configuration of the Retro run.
         tokenizer: The tokenizer of the run.
         device: The device on which to embed texts.
-        embedder: The folder or name of the embedding network. `None` uses the one with which the
-            working folder was made.
+        embedder: The folder or name of the embedding network. `None` uses the network with which
+            the working folder was made.
 
     Raises:
         CheckpointError: The embedding network is missing.
-        ConfigError: The working folder does not name the embedding network, or its width differs
-            from the index's.
+        ConfigError: The working folder does not name the embedding network, or the network's width
+            differs from the index's.
         DataError: A file of the working folder is missing or damaged, or the folder was made with
             a different tokenizer.
     """

@@ -1,10 +1,10 @@
 """The file that describes a working folder's inputs, and the check that flags match them.
 
-Megatron-LM writes every argument of the last call into `args.json`, and reads the data, the split,
-the seed and the lengths from it when Retro is trained. We write the same file with an additional
-key, `retro_made_from`: digests of the datasets and tokenizers, which detect different data with the
-same name. A folder made by Megatron-LM has no digests. In that case flags are compared as text, and
-files by their names, because they may have been moved.
+Megatron-LM writes every argument of the last call into `args.json`. Retro's training reads the
+data, the split, the seed and the lengths from this file. This package writes the same file with an
+additional key, `retro_made_from`: digests of the datasets and tokenizers, which detect different
+data with the same name. A folder made by Megatron-LM has no digests. Its flags are compared as
+text, and its files by name only, because they may have been moved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FLAGS_OF: Mapping[str, tuple[str, ...]] = {
     ),
     "index": (
         *("bert_embedder_type", "retro_bert_max_chunk_length", "retro_block_size"),
-        "retro_index_nfeats",  # different kinds of indexes have different folders
+        "retro_index_nfeats",  # different types of indexes have different folders
     ),
     "query": (
         *("retro_gpt_seed", "retro_gpt_seq_length", "retro_gpt_split"),
@@ -57,7 +57,7 @@ _FILES: Mapping[str, tuple[str, ...]] = {
 
 
 class FolderOrigin(NamedTuple):
-    """The inputs of a working folder, apart from the options.
+    """The inputs from which a working folder is made, apart from the options.
 
     Attributes:
         split: The split of the documents (see `plan_corpora`).
@@ -94,7 +94,7 @@ def read_arguments(workdir: Path) -> RetroPreprocessing:
 
 
 def read_digest(workdir: Path, name: str) -> str | None:
-    """Return the digest of an input of a folder, or `None` if Megatron-LM made the folder.
+    """Return the digest of one of a folder's inputs, or `None` if Megatron-LM made the folder.
 
     Args:
         workdir: The working folder.
@@ -114,7 +114,7 @@ def write_arguments(
     """Write the arguments to `args.json` under Megatron-LM's names.
 
     Args:
-        workdir: The working folder, which is created.
+        workdir: The working folder, which is created if missing.
         options: The options of the preprocessing.
         origin: The inputs of the folder.
         run_arguments: The arguments of the BERT run.
@@ -134,12 +134,18 @@ def write_arguments(
 def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigin) -> None:
     """Check that a folder was made from the same inputs.
 
-    Only existing parts are compared: if the folder has no index, the flags of the index may change.
+    Only the inputs of existing parts are compared. If the folder has no index, for example, the
+    index flags may change.
+
+    Args:
+        workdir: The working folder.
+        options: The options of this call.
+        origin: The inputs of this call.
 
     Raises:
         ConfigError: `args.json` cannot be read.
-        DataError: A flag or a file differs from that used for the folder, or `args.json` is missing
-            or has a damaged value. The message names every difference.
+        DataError: An option or a file differs, or `args.json` is missing or damaged. The message
+            names every difference.
     """
     path = arguments_file(workdir)
     parts = [
@@ -158,7 +164,7 @@ def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigi
     differences = list(_differences(arguments, path, parts[-1], options, origin))
     if differences:
         raise DataError(
-            f"--retro-workdir {workdir} was made from other data or flags:\n  "
+            f"--retro-workdir {workdir} was made from different data or flags:\n  "
             + "\n  ".join(differences)
             + "\ngive the folder's values or another --retro-workdir, or delete the named parts of "
             "the folder and all later ones (the order is db, index, query)"
@@ -169,7 +175,7 @@ def _read(workdir: Path) -> dict[str, Any] | None:
     if not arguments_file(workdir).exists():
         return None
     arguments = read_json(str(workdir))
-    # A folder made by Megatron-LM has its bugs.
+    # A folder made by Megatron-LM has Megatron-LM's bugs.
     arguments.setdefault("retro_compatible", _DIGESTS not in arguments)
     return arguments
 
@@ -257,7 +263,7 @@ def _data_differences(
 
 
 def _blend(entries: tuple[str, ...]) -> list[float | str]:
-    """Return the weights and the names of datasets, without their folders."""
+    """Return the weights and names of datasets, without the paths of their folders."""
     return [float(entry) if is_number(entry) else os.path.basename(entry) for entry in entries]
 
 

@@ -317,7 +317,7 @@ def test_a_second_job_in_the_same_folder_is_refused(words: list[str], tmp_path: 
         (["--retro-gpt-chunk-length", "5"], "16 is not a multiple of --retro-gpt-chunk-length 5"),
         (["--retro-query-num-neighbors-save", "9"], "is more than --retro-query-num-neighbors-q"),
         (["--retro-index-add-load-fraction", "0"], "load-fraction 0.0: must be above 0"),
-        (["--tensor-model-parallel-size", "2"], "embeds with a whole BERT: drop the flag"),
+        (["--tensor-model-parallel-size", "2"], "embeds with a complete BERT: drop the flag"),
         (
             ["--retro-index-str", "IVF4,Nothing"],
             "faiss cannot build such an index for vectors of 8 numbers",

@@ -91,7 +91,7 @@ DAMAGES = {
     ),
     "too few neighbors": (
         lambda folder: replaced(neighbors(folder), "neighbors", lambda found: found[:, :1]),
-        r"query/.*\.hdf5 holds 1 neighbors per chunk, but --retro-num-neighbors 2",
+        r"query/.*\.hdf5 has 1 neighbors per chunk, but --retro-num-neighbors 2",
     ),
     "neighbors of another type": (
         lambda folder: replaced(neighbors(folder), "neighbors", lambda found: found.astype("i4")),

@@ -246,7 +246,7 @@ def test_corpora_without_a_split_keep_their_numbers(recorded: Recorded, data: Pa
 def test_what_does_not_fit(recorded: Recorded, data: Path):
     database, splits = recorded.database("train"), chunks_of(recorded)
     smaller = replace(database, rows=database.rows[:4000])
-    with pytest.raises(DataError, match="holds 4716 chunks, but the database has 4000"):
+    with pytest.raises(DataError, match="has 4716 chunks, but the database has 4000"):
         open_searcher(recorded.workdir, INDEXED, smaller, QUERY, CPU)
     almost = replace(database, rows=database.rows[:4800])
     searcher = open_searcher(recorded.workdir, INDEXED, almost, QUERY, CPU)

@@ -115,7 +115,7 @@ def test_neighbors_are_checked_when_a_table_is_opened(
     NeighborTable(table_blocks, 3).check(_texts(5))
     with pytest.raises(DataError, match=r"00-04\.hdf5: the neighbors are chunks 0 to 4"):
         NeighborTable(table_blocks, 3).check(_texts(4))
-    with pytest.raises(DataError, match="holds 3 neighbors per chunk, but --retro-num-neighbors 4"):
+    with pytest.raises(DataError, match="has 3 neighbors per chunk, but --retro-num-neighbors 4"):
         NeighborTable(table_blocks, 4)
 
 
