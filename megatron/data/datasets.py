@@ -306,17 +306,10 @@ def parse_split(text: str) -> tuple[float, ...]:
 
 
 def split_bounds(text: str, num_documents: int) -> tuple[int, ...]:
-    """Return the document bounds b0 to b3 of the three splits.
-
-    Training documents are `[b0, b1)`, validation documents `[b1, b2)`, and test documents
-    `[b2, b3)`.
+    """Return document bounds b0 to b3: training `[b0, b1)`, validation `[b1, b2)`, test `[b2, b3)`.
 
     Each share is rounded to whole documents (halves to even). Any surplus or shortfall of the sum
     is then taken from every bound except the first, as in Megatron.
-
-    Args:
-        text: The value of --split.
-        num_documents: The number of documents to divide.
 
     Raises:
         ConfigError: `parse_split` cannot parse `text`.
@@ -530,10 +523,6 @@ def samples_per_dataset(phases: Sequence[BlendPhase], num_samples: int) -> list[
     A blend never draws a whole sample more than a dataset's share, but may draw a fraction more in
     each phase. The result is therefore at least the sum of the dataset's shares in the phases, each
     rounded up.
-
-    Args:
-        phases: The phases of the blend.
-        num_samples: The number of samples in the blend.
     """
     ends = [*(phase.start for phase in phases[1:]), num_samples]
     shares = [0.0] * len(phases[0].weights)
@@ -552,8 +541,8 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     """Return the first `size` samples of the blend.
 
     Each choice depends on all previous choices. To make many choices at a time, the sequence of
-    samples is cut into blocks that advance in parallel from guessed counts. The guessed counts are
-    those nearest to the shares, which are nearly always correct. A block whose guess differs from
+    samples is cut into blocks that advance in parallel from guessed counts. The guess is the
+    integers nearest to the shares, which is nearly always correct. A block whose guess differs from
     the counts at the end of the previous block is computed again from those counts, until all
     blocks agree. The result is exact for any guess.
 
@@ -606,12 +595,7 @@ def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
 
 
 def _nearest_counts(weights: NDArray[np.float64], totals: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return integer counts that add up to each total and are nearest to the shares, `[blocks, d]`.
-
-    Args:
-        weights: The shares of the datasets, `[d]`.
-        totals: The total of each block, `[blocks]`.
-    """
+    """Return the integers nearest to the shares that add up to each total, `[blocks, d]`."""
     exact = weights * totals[:, None]
     counts = np.floor(exact)
     shortfall = totals - counts.sum(axis=1)
@@ -654,10 +638,6 @@ class BlendedDataset:
 
     Only the requested samples are guaranteed to exist in every dataset. In the extra half percent
     that follows, a dataset that is exhausted starts again.
-
-    Attributes:
-        datasets: The datasets to draw from.
-        index: The origin of each sample.
     """
 
     datasets: Sequence[SampleDataset]
