@@ -43,7 +43,7 @@ class FinetuningRecipe(GPTRecipe):
 
 
 def choose(config: RunConfig) -> tuple[Recipe, Extras]:
-    """Return the recipe that the flags select, and the steps that it adds to pretraining."""
+    """Return the recipe that the flags select, and its additional steps around training."""
     if config.preferences.trains_reward_model:
         return RewardRecipe(), Extras()
     if config.preferences.trains_on_labels:

@@ -49,7 +49,7 @@ class BertRecipe:
     head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of the token loss and, if there is one, the segment order loss."""
+        """Return the names of the losses: of tokens and, with a binary head, of segment order."""
         return ("lm loss", "sop loss") if config.model.bert_binary_head else ("lm loss",)
 
     def build_part(
@@ -59,18 +59,18 @@ class BertRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> BertModel:
-        """Build one pipeline stage's part of the model."""
+        """Build a part of the model."""
         return build_model(BertModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: BertModel) -> str:
-        """Describe which attention kernel the model uses and why."""
+        """Return the name of the attention kernel and the reason for choosing it."""
         choice = part.attention_choice
         return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples of two segments with masked tokens. Collective."""
+        """Build datasets of segment pairs with masked tokens. Collective."""
         return build_bert_datasets(
             DataRequest(
                 config.data,

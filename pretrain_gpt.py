@@ -73,7 +73,7 @@ class GPTRecipe:
     teacher: GPTTeacher | None = None  # loaded before training, if --teacher-load names one
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log names of the cross entropy and any distillation or multi-token losses."""
+        """Return the names of the cross entropy and any distillation or multi-token losses."""
         names = LOSS_NAMES if config.distillation.is_on else LOSS_NAMES[:1]
         return (*names, *ahead_names(config.model.mtp_num_layers))
 
@@ -84,17 +84,17 @@ class GPTRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> GPTModel:
-        """Build one pipeline stage's part of the model."""
+        """Build a part of the model."""
         return build_model(GPTModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: GPTModel) -> str:
-        """Describe which attention kernel the model uses and why."""
+        """Return the name of the attention kernel and the reason for choosing it."""
         return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples of a stream of documents or, with --sft, of conversations. Collective."""
+        """Build datasets of documents or, with --sft, of conversations. Collective."""
         splits = self._open_datasets(config, tokenizer, samples, layout)
         if config.distillation.logits_load_dir is None or splits.train is None:
             return splits
@@ -126,17 +126,17 @@ class GPTRecipe:
         )
 
     def epoch_samples(self, config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> int:
-        """Return the number of rows in an epoch of conversations. Collective."""
+        """Return the number of packed rows in an epoch of conversations. Collective."""
         return rows_per_epoch(self._open_datasets(config, tokenizer, (1, 0, 0), layout).train)
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return the loss mask [b, s] of whole sequences: 1 for each label that counts, else 0."""
+        """Return the loss mask of whole sequences [b, s]: 1 for labels that count, otherwise 0."""
         return make_loss_mask(batch, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
 
     def inputs(
         self, batch: Batch, config: RunConfig, tokenizer: Tokenizer, layout: Layout
     ) -> GPTInputs:
-        """Return the slice of a micro-batch that the model reads on this context rank."""
+        """Return the part of a micro-batch that the model reads on this context-parallel rank."""
         whole = make_batch(
             batch,
             eod=tokenizer.eod,
@@ -210,7 +210,7 @@ class GPTRecipe:
 
 
 def ahead_names(depths: int | None) -> tuple[str, ...]:
-    """Return Megatron Core's log names of the losses of multi-token prediction."""
+    """Return Megatron Core's names of the losses of multi-token prediction."""
     return tuple(f"mtp_{depth + 1} loss" for depth in range(depths or 0))
 
 
@@ -219,15 +219,15 @@ def losses_ahead(
 ) -> dict[str, Tensor]:
     """Return the loss of the next token and of each depth of multi-token prediction.
 
-    The depths' losses are logged, so their values are not weighted. Their gradients are weighted by
+    The losses of the depths have unweighted values, for the log. Their gradients are weighted by
     --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss, every label of
     the batch has the same weight, as in Megatron Core.
 
     Args:
-        sums: The sums of the losses over labels that count, [1 + depths].
+        sums: The sums of the losses over the labels that count, [1 + depths].
         inputs: The micro-batch.
         config: The run's configuration.
-        layout: The ranks of this process.
+        layout: The grid of processes and this process's position in it.
     """
     main, *further = layout.context.size * sums
     losses = {LOSS_NAMES[0]: main / inputs.num_labels}

@@ -50,7 +50,7 @@ class ICTRecipe:
     head = RETRIEVAL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return Megatron's names for the loss and for the requested accuracies."""
+        """Return Megatron-LM's names of the loss and of the requested accuracies."""
         chosen = config.retriever.retriever_report_topk_accuracies
         return ("loss", *(f"top{k}_acc" for k in chosen))
 
@@ -65,14 +65,14 @@ class ICTRecipe:
         return build_model(BiEncoderModel, config, context, padded_vocab_size, part, self.head)
 
     def describe_kernels(self, part: BiEncoderModel) -> str:
-        """Describe which attention kernel the model uses and why."""
+        """Return the name of the attention kernel and the reason for choosing it."""
         choice = part.attention_choice
         return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples that each have a sentence and the block around it. Collective."""
+        """Build datasets of sentences, each with the block of text around it. Collective."""
         request = DataRequest(
             config.data,
             config.training.seed,
@@ -98,7 +98,7 @@ class ICTRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Mapping[str, Tensor]:
-        """Run one micro-batch and return the loss over all ranks and the accuracies."""
+        """Return the loss and the accuracies of finding each block among those of all ranks."""
         vectors = part(
             batch["query_tokens"],
             batch["query_pad_mask"].bool(),

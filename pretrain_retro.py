@@ -51,7 +51,7 @@ class RetroRecipe:
     head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log name of the only loss."""
+        """Return the name of the only loss."""
         return ("lm loss",)
 
     def build_part(
@@ -61,17 +61,17 @@ class RetroRecipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> RetroModel:
-        """Build one pipeline stage's part of the model."""
+        """Build a part of the model."""
         return build_model(RetroModel, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: RetroModel) -> str:
-        """Describe which attention kernel the model uses and why."""
+        """Return the name of the attention kernel and the reason for choosing it."""
         return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples of a stream of documents with the neighbors of their chunks. Collective."""
+        """Build datasets of documents, with the neighbors of their chunks. Collective."""
         return build_retro_datasets(
             DataRequest(
                 config.data,
@@ -87,7 +87,7 @@ class RetroRecipe:
         )
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return the loss mask [b, s] of whole sequences: 1 for each label that counts, else 0."""
+        """Return the loss mask of whole sequences [b, s]: 1 for labels that count, otherwise 0."""
         return make_loss_mask(batch, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
 
     def forward(

@@ -48,7 +48,7 @@ class T5Recipe:
     head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the log name of the only loss."""
+        """Return the name of the only loss."""
         return ("lm loss",)
 
     def build_part(
@@ -58,18 +58,18 @@ class T5Recipe:
         padded_vocab_size: int,
         part: ModelPart,
     ) -> T5Model:
-        """Build one pipeline stage's part of the model."""
+        """Build a part of the model."""
         return build_model(T5Model, config, context, padded_vocab_size, part)
 
     def describe_kernels(self, part: T5Model) -> str:
-        """Describe which attention kernel the model uses and why."""
+        """Return the name of the attention kernel and the reason for choosing it."""
         choice = part.attention_choice
         return f"{choice.name} attention, padding masked except in the decoder ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Build samples whose texts have spans cut out. Collective."""
+        """Build datasets of texts with some spans cut out. Collective."""
         return build_t5_datasets(
             DataRequest(
                 config.data,
@@ -85,7 +85,7 @@ class T5Recipe:
         )
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
-        """Return the decoder's loss mask [b, d]: 1 for each label that counts, otherwise 0."""
+        """Return the decoder's loss mask [b, d]: 1 for labels that count, otherwise 0."""
         return batch["loss_mask"]
 
     def forward(

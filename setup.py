@@ -1,6 +1,6 @@
 """Compile the CUDA kernels during `pip install` if NVRTC is installed.
 
-The metadata is in pyproject.toml. A failed compilation prints a line and never fails the
+The metadata is in pyproject.toml. A failed compilation prints a message and never fails the
 installation.
 """
 
@@ -20,8 +20,8 @@ HERE = Path(__file__).resolve().parent
 class BuildWithKernels(build_py):
     """A build that adds compiled kernels to the package.
 
-    They are compiled for MEGATRON_CUDA_ARCHS, or for this machine's GPUs if that is not set.
-    Kernels for other GPUs are compiled when they are first used.
+    Kernels are compiled for MEGATRON_CUDA_ARCHS or, if this is not set, for this machine's GPUs.
+    Kernels for other GPUs are compiled on first use.
     """
 
     def run(self) -> None:

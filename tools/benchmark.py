@@ -5,8 +5,8 @@ r"""Measure pretraining: the real entry script with data loading, optimizer and 
         -- --overlap-grad-reduce --overlap-param-gather
     python tools/benchmark.py --workload S --compare HEAD~1
 
-It prints speed, memory, start-up time, a breakdown of a step, and the limits of this machine at the
-workload's shapes, and writes the same numbers as JSON to --output. Flags after -- are passed to
+This prints speed, memory, start-up time, a breakdown of a step, and the limits of this machine at
+the workload's shapes, and writes the same numbers as JSON to --output. Flags after -- are passed to
 pretrain_gpt.py.
 """
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROFILED = 4  # profiled iterations; the inner ones are broken down
-_QUICK_DEFAULTS = {"warmup": 5, "iterations": 15, "repeat": 1, "ceiling_seconds": 0.5}  # defaults
+_QUICK_DEFAULTS = {"warmup": 5, "iterations": 15, "repeat": 1, "ceiling_seconds": 0.5}
 # Flags of pretrain_gpt.py that this tool sets itself.
 _OWN_FLAGS = {
     *("--train-iters", "--train-samples", "--exit-interval", "--exit-duration-in-mins"),
@@ -70,7 +70,7 @@ class Plan:
         workload: The model and its batch.
         precision: A key of PRECISIONS.
         gpus: Number of GPUs.
-        flags: Flags of pretrain_gpt.py, except those for its length and output.
+        flags: Flags of pretrain_gpt.py, except those for length and output of a run.
         config: The configuration that the flags describe.
         folder: Folder for logs, traces and results.
         warmup: Iterations before the timed ones.
@@ -91,7 +91,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Checkout:
-    """A checkout to measure and its name in the output."""
+    """A checkout to measure, and its name in the output."""
 
     name: str
     root: Path
@@ -132,7 +132,7 @@ def build_parser() -> ToolParser:
 
 
 def make_plan(options: argparse.Namespace, extra_flags: Sequence[str]) -> Plan:
-    """Check the flags, write the corpus and return the plan of the runs.
+    """Check the flags, write the corpus, and return the plan for all runs.
 
     Raises:
         ConfigError: A flag or its value is invalid.
@@ -171,7 +171,7 @@ def make_plan(options: argparse.Namespace, extra_flags: Sequence[str]) -> Plan:
 
 
 def _extra_flags(layout: str, extra_flags: Sequence[str]) -> list[str]:
-    """Return the flags for pretrain_gpt.py given by --layout and after `--`."""
+    """Return the flags for pretrain_gpt.py in --layout and after `--`."""
     try:
         flags = [*shlex.split(layout), *extra_flags]
     except ValueError as error:
@@ -186,7 +186,7 @@ def _extra_flags(layout: str, extra_flags: Sequence[str]) -> list[str]:
 
 
 def _expect_gpus(options: argparse.Namespace) -> None:
-    """Check that the GPUs exist: all workloads except the toy would take hours on a CPU."""
+    """Check that the GPUs exist, because all workloads but the toy would take hours on a CPU."""
     from megatron.device import gpu_count
 
     num_gpus = gpu_count()
@@ -201,7 +201,7 @@ def _expect_gpus(options: argparse.Namespace) -> None:
 def run_once(plan: Plan, checkout: Checkout, number: int, result: Result, *, profile: bool) -> None:
     """Launch the entry script once and add its numbers to `result`.
 
-    The profile covers additional iterations after the timed ones, so it does not slow those down.
+    The profile covers additional iterations, so it does not slow down the timed ones.
     """
     folder = plan.folder / checkout.name / f"run{number}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def _tokens_per_gpu(plan: Plan) -> float:
 
 
 def benchmark(options: argparse.Namespace, extra_flags: Sequence[str]) -> None:
-    """Measure, print the report and write it."""
+    """Measure, then print and write the report."""
     plan = make_plan(options, extra_flags)
     if options.ceilings:
         path = _ceilings_file(plan, options)
@@ -294,8 +294,9 @@ def _known_ceilings(
 ) -> dict[str, Any]:
     """Return the machine's ceilings.
 
-    The results of an earlier call are reused if it measured this machine at these shapes for long
-    enough. Otherwise, they are measured now, in a separate process that leaves no memory in use.
+    Ceilings from an earlier call are reused if they were measured on this machine at these shapes,
+    for at least as long. Otherwise, a separate process measures them, so that no memory stays in
+    use.
     """
     from tools.bench.ceilings import shapes_of
 
@@ -314,7 +315,7 @@ def _known_ceilings(
 
 
 def _for_run(record: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the ceilings with the rooflines for the steps of these runs."""
+    """Return recorded ceilings together with the rooflines of the planned runs."""
     from tools.bench.ceilings import Ceilings, rooflines
 
     measured = Ceilings(**{field.name: record[field.name] for field in fields(Ceilings)})
@@ -385,7 +386,7 @@ def _other_checkout(commit_or_folder: str | None) -> Iterator[Checkout | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or the code of the error."""
+    """Run the tool and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     separator = args.index("--") if "--" in args else len(args)
     own_args = args[:separator]

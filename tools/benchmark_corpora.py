@@ -7,9 +7,9 @@ documents made from ../shared/data, builds the corpus, and compares the output w
 planted. Then it times deduplication alone, alternating with datatrove, text-dedup and datasketch if
 these are installed.
 
-With --prove, it measures nothing. It builds the same corpus with 1, 2 and 4 processes, with
-datatrove's executors and with a kill at every step, compares the bytes, and writes only the section
-of the page about this comparison.
+With --prove, nothing is timed. The same corpus is built with 1, 2 and 4 processes, with datatrove's
+executors and with a kill at every step. The bytes are compared, and only the section of the page
+about this comparison is written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 _WORKERS = "2"
-_DOCUMENTS, _FILES = 4_000, 8  # input for deduplication, which takes other programs minutes
+_DOCUMENTS, _FILES = 4_000, 8  # input for deduplication; other programs take minutes for it
 _OURS = "this package"
 _MODULES = {"datatrove": "datatrove", "text-dedup": "text_dedup", "datasketch": "datasketch"}
 
@@ -61,7 +61,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and write the page.
+    """Measure, and write the page.
 
     Raises:
         ConfigError: ../shared/data is missing.
@@ -88,7 +88,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _write(out: str | None, section: str, *, keeps_proof: bool) -> None:
-    """Print the measurements or the proof of equal bytes, or replace that section of the page."""
+    """Print a section, or replace the section of this kind in the page `out`.
+
+    The page has a section of measurements and one that proves equal bytes. `keeps_proof` says
+    whether the latter is kept.
+    """
     if out is None:
         print(section)
         return
@@ -119,7 +123,7 @@ def _build(*args: str) -> float:
 
 
 def _pipeline_args(planted: Planted) -> list[str]:
-    """Return the command-line arguments of the whole pipeline, without its output folder."""
+    """Return the command-line arguments for the whole pipeline, without the output folder."""
     args = ["--input", str(planted.folder), "--tasks", *map(str, planted.tasks)]
     args += ["--task-keys", "text", "question"]
     gpt2 = HERE.parent.parent / "shared" / "data" / "tokenizers" / "gpt2"
@@ -159,7 +163,7 @@ def _prove(planted: Planted, folder: Path) -> str:
 
 
 def _find(planted: Planted, output: Path, seed: int) -> list[str]:
-    """Build the corpus and return the tables of what was found and of the speed of each step."""
+    """Build the corpus, and return tables of the planted items found and of each step's speed."""
     from megatron.corpora.report import measured_seconds
     from tests.corpora.planted import score
 
@@ -229,7 +233,7 @@ def _time(planted: Planted, folder: Path, repeats: int) -> list[str]:
 
 
 def _time_one(name: str, source: Path, output: Path) -> float:
-    """Return the run time of a program in seconds, or infinity if it fails."""
+    """Return the run time of a program in seconds, or infinity if the program fails."""
     if name == _OURS:
         skip_flags = ["--skip-steps", "urls", "extract", "fix", "language", "quality"]
         return _build("--input", str(source), "--output", str(output), *skip_flags)

@@ -63,7 +63,7 @@ def build_parser() -> ToolParser:
 
 
 def _flags(options: argparse.Namespace, corpus: Path) -> list[str]:
-    """Return the flags of both variants, with as many tokens per micro-batch as in the workload."""
+    """Return the flags that both variants share, with the workload's tokens per micro-batch."""
     workload, length = WORKLOADS[options.workload], options.seq_length
     flags = training_flags(workload, options.precision, options.gpus, corpus, [])
     workload_config = read_flags(flags, options.gpus)

@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> None:
     """Measure once and print the results.
 
     Raises:
-        ConfigError: The model's context window is too short for the requested lengths.
+        ConfigError: A flag is invalid, the output exists, the model is too large for a CPU, or its
+            context window is too short for the requested lengths.
     """
     for flag, value, minimum in (
         ("--adapters", options.adapters, 0),

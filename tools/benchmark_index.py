@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
-    """Time the building of GPT's indices for one epoch of documents with random lengths."""
+    """Time the construction of GPT's indices for one epoch of documents of random lengths."""
     from megatron.data.gpt import build_gpt_index, build_sample_index, plan_gpt_index
 
     rng = np.random.RandomState(0)
@@ -60,7 +60,10 @@ def time_gpt(tokens: int, documents: int, seq_length: int, repeat: int) -> None:
 
 
 def time_sentence_map(sentences: int, documents: int, seq_length: int, repeat: int) -> None:
-    """Time the sentence map for documents of random lengths, with 25 tokens per sentence."""
+    """Time the construction of the sentence map for documents of random lengths.
+
+    Sentences have 25 tokens on average.
+    """
     from megatron.data.sentence_map import DocumentSentences, SentenceMapPlan, build_sentence_map
 
     rng = np.random.RandomState(0)

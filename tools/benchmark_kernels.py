@@ -3,10 +3,9 @@
     python tools/benchmark_kernels.py                 # all kernels, as a Markdown table
     python tools/benchmark_kernels.py --only RMSNorm  # only operations whose names contain this
 
-The floor is the number of bytes that must move, divided by the bandwidth of a large copy on this
-GPU. For attention and matrix products it is the number of operations divided by the rate of a large
-bf16 product, if that takes longer. Times are medians of GPU time over inputs larger than the L2
-cache.
+The floor is the time to move the necessary bytes at the bandwidth of a large copy on this GPU. For
+attention and matrix products, it is the time of the necessary operations at the rate of a large
+bf16 product, if that is longer. Times are medians of GPU time over inputs larger than the L2 cache.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ def build_parser() -> ToolParser:
 
 
 def data_flags(options: argparse.Namespace) -> list[str]:
-    """Return the flags for the source of the runs' tokens.
+    """Return the flags that select the data of all runs.
 
     Raises:
-        ConfigError: A dataset is given without its vocabulary.
+        ConfigError: A dataset is given without its vocabulary, or together with --plan.
     """
     given = (options.data_path, options.vocab_file, options.merge_file)
     if options.plan:
@@ -92,7 +92,7 @@ def find_model(options: argparse.Namespace) -> BenchmarkModel:
     """Return the model of --model or --plan with its layouts.
 
     Raises:
-        UserError: Both or neither are given, or a plan has mistakes.
+        UserError: Both flags or neither are given, or a plan is invalid.
     """
     if options.model and options.plan:
         raise ConfigError("--model and --plan cannot be combined: drop one of the two")
@@ -105,10 +105,10 @@ def find_model(options: argparse.Namespace) -> BenchmarkModel:
 
 
 def choose(options: argparse.Namespace) -> list[BenchmarkLayout]:
-    """Return the layouts to run, in the model's order.
+    """Return the layouts to run, in the order in which the model lists them.
 
     Raises:
-        UserError: There is no such model, or it has no layout with this name.
+        UserError: There is no such model, or it has no layout of a requested name.
     """
     layouts = find_model(options).layouts
     names = [layout.name for layout in layouts]
@@ -132,7 +132,11 @@ def list_layouts(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """Run the layouts one after another and return a row for each."""
+    """Run the layouts one after another, and return a row for each.
+
+    Raises:
+        UserError: A flag is invalid, or there is no GPU.
+    """
     from megatron.device import gpu_count
     from tools.layouts.measure import measure
 

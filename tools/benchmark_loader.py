@@ -1,4 +1,4 @@
-r"""Measure how many tokens per second the loading processes of a GPT run supply.
+r"""Measure how many tokens per second the loader processes of a GPT run supply.
 
     python tools/benchmark_loader.py --data-path corpus.jsonl --seq-length 4096 \
         --vocab-file vocab.json --merge-file merges.txt --workers 0 1 2
@@ -41,7 +41,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print the speeds."""
+    """Measure and print the speed for each number of processes."""
     from megatron.config.data import DataConfig, TokenizerConfig
     from megatron.data.datasets import DataRequest
     from megatron.data.gpt import build_gpt_datasets

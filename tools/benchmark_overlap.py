@@ -5,8 +5,8 @@ messages (docs/tensor-parallelism.md).
 
     torchrun --nproc-per-node 2 tools/benchmark_overlap.py
 
-It prints a Markdown table of medians in microseconds. The default shapes are those of Llama-3-8B,
-which take minutes on a CPU. There, use --tokens 64 --hidden-size 32 --qkv-size 48
+This prints a Markdown table of medians in microseconds. The default shapes are those of Llama-3-8B,
+which take minutes on a CPU. On a CPU, use --tokens 64 --hidden-size 32 --qkv-size 48
 --ffn-hidden-size 64 --rounds 1. On GPUs, PyTorch's own fused operations are included.
 """
 

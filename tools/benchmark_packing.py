@@ -1,9 +1,9 @@
-r"""Measure how many tokens of packed documents one loading process supplies per second.
+r"""Measure how many tokens of packed documents a loader process supplies per second.
 
     python tools/benchmark_packing.py
     python tools/benchmark_packing.py --document-tokens 100 --workers 0 1 2
 
-It generates documents of exponentially distributed lengths and random ids, packs them, and times
+This generates documents of random ids with exponentially distributed lengths, packs them, and times
 micro-batches of three kinds: a stream of documents that are kept apart (--reset-attention-mask),
 conversations (--sft) and pairs of answers (--preference-loss), each of which is two documents.
 """
@@ -55,7 +55,7 @@ def build_parser() -> ToolParser:
 
 
 def make_examples(options: argparse.Namespace) -> TokenizedExamples:
-    """Write documents in the format of a cache of tokenized examples, and map it into memory."""
+    """Write documents in the format of a cache of tokenized examples, and memory-map the cache."""
     import numpy as np
 
     from megatron.data.conversations import TokenizedExamples
@@ -77,7 +77,7 @@ def make_examples(options: argparse.Namespace) -> TokenizedExamples:
 
 
 def make_datasets(options: argparse.Namespace, samples: int) -> dict[str, SampleDataset]:
-    """Return datasets with the given number of rows, by their description in the output."""
+    """Return a dataset of each kind with `samples` rows, by its description in the output."""
     from megatron.config.data import DataConfig, TokenizerConfig
     from megatron.data.chat import PackedDataset
     from megatron.data.datasets import DataRequest

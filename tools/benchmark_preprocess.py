@@ -4,7 +4,7 @@ r"""Measure tools/preprocess_data.py: end to end, including process start, and e
         --text 100_english_novels.tar.xz
 
 This cuts the text into documents of about 4 KB, 20.7 MB in total, and encodes them with GPT-2's
-BPE. Without --text it uses the source of Python's standard library.
+BPE. Without --text, the text is the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _write_corpus(corpus: Path, text: str | None, limit: int) -> int:
 
 
 def _contents(text: str | None) -> Iterator[str]:
-    """Yield text files in the order of their names."""
+    """Yield the contents of the text files, in the order of their names."""
     if text is not None and os.path.isfile(text):
         try:
             with tarfile.open(text) as archive:
@@ -111,7 +111,7 @@ def _contents(text: str | None) -> Iterator[str]:
 
 
 def _run_tool(options: argparse.Namespace, corpus: Path) -> tuple[float, float]:
-    """Return the wall-clock and processor seconds of one run."""
+    """Return the wall-clock seconds and the CPU seconds of one run."""
     command = [sys.executable, str(_TOOL), "--input", str(corpus), "--append-eod"]
     command += ["--overwrite"]
     command += ["--output-prefix", str(corpus.with_suffix(""))]

@@ -5,9 +5,9 @@
     python tools/benchmark_retro_training.py --workload demo --layers 9 --precision fp32 \
         --iterations 3 --warmup 1
 
-The working folder is created here, with the chunks of a random corpus and random neighbors. Both
-networks train on the same samples. If the GPU were equally busy in both, their speeds would be in
-the inverse ratio of their operations per token; "of expected" compares them with this ratio.
+This creates a working folder with the chunks of a random corpus and random neighbors. Both networks
+train on the same samples. If both used the GPU equally well, their speeds would be inversely
+proportional to their operations per token; "of expected" is the speed relative to this expectation.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def make_folder(
     vocabulary: int,
     chunk: int = _CHUNK,
 ) -> None:
-    """Create a working folder for some iterations of training with the given flags.
+    """Create a working folder for a training run with the given flags.
 
     Args:
         workdir: The folder.
         corpus: Prefix of the corpus. Each document ends with an end-of-document token.
         flags: The flags for training, without its length and evaluations.
         iterations: The number of iterations.
-        vocabulary: The number of entries of the tokenizer.
+        vocabulary: The vocabulary size of the tokenizer.
         chunk: The number of tokens in a chunk.
     """
     import h5py

@@ -42,7 +42,7 @@ _WORDS = "the of import self return for in class def if not value name data list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print the results, and return 1 if a request failed."""
+    """Run the tool and return its exit code, which is 1 if a request failed."""
     options = _parser().read(argv)
     return run_command(lambda: run(options))
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def hostile_clients(host: str, port: int, count: int) -> Iterator[None]:
-    """During the block, keep sending prompts of almost 1 MB, which the server rejects.
+    """Send prompts of almost 1 MB, which the server rejects, until the block ends.
 
     Args:
         host: Name or address of the server.
@@ -87,7 +87,7 @@ def hostile_clients(host: str, port: int, count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Answer:
-    """The times of one request and the length of its answer.
+    """The latency of one request and the length of its answer.
 
     Attributes:
         first: Seconds from sending the request to the first text.
@@ -102,7 +102,7 @@ class Answer:
 
 @dataclass
 class Load:
-    """A load of clients, each of which sends its next request when the last one is answered.
+    """A load of clients, each of which sends its next request when the previous one is answered.
 
     Attributes:
         host: Name or address of the server.

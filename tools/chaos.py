@@ -4,11 +4,11 @@ r"""Run a training command under random faults, and judge from its outputs wheth
         torchrun --nproc-per-node 4 --max-restarts 1000 pretrain_gpt.py --config run.yaml \
         --save runs/a --load runs/a --metrics-jsonl runs/a/metrics.jsonl
 
-The command must name --save, --load and --metrics-jsonl. It is started again, as a scheduler would,
-until it ends with 0. Faults strike one rank, at random times, until --hours have passed:
+The command must name --save, --load and --metrics-jsonl. It is restarted until it exits with 0, as
+by a scheduler. Each fault hits a random rank at a random time, until --hours have passed:
 
     kill      SIGKILL
-    stop      SIGSTOP without SIGCONT: the others must notice, so the last running rank is spared
+    stop      SIGSTOP without SIGCONT: other ranks must notice, so the last running rank is spared
     pause     SIGSTOP and, two seconds later, SIGCONT: nothing may fail
     term      SIGTERM: all ranks save and exit
     launcher  SIGKILL to the launcher instead of a rank
@@ -19,7 +19,7 @@ until it ends with 0. Faults strike one rank, at random times, until --hours hav
               older intact checkpoint
 
 The verdict uses only the command's exit codes, checkpoints and metrics. --seed determines every
-fault and its time, but what a fault hits also depends on the speed of the machine.
+fault and its time, but the effect of a fault also depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -119,11 +119,10 @@ class JobProcess(NamedTuple):
     """A process of a job.
 
     Attributes:
-        parent: The id of its parent process.
-        has_rank: Whether a launcher started it with a rank.
-        is_forked: Whether it is the server from which our launcher forks ranks, or one of its
-            forks.
-        is_stopped: Whether a signal has stopped it.
+        parent: The id of the parent process.
+        has_rank: Whether a launcher assigned a rank to the process.
+        is_forked: Whether the process is the fork server of our launcher, or was forked from it.
+        is_stopped: Whether a signal has stopped the process.
     """
 
     parent: int
@@ -163,7 +162,7 @@ class Job:
         return processes
 
     def ranks(self) -> list[int]:
-        """Return the ids of the training processes, without their children, which load data."""
+        """Return the ids of the training processes, without their data-loading children."""
         processes = self.processes()
         servers = {
             pid
@@ -181,7 +180,7 @@ class Job:
         return sorted(pid for pid in with_rank if processes[pid].parent not in with_rank)
 
     def end(self) -> tuple[int, int]:
-        """Wait for the launcher and its processes to end.
+        """Wait for the launcher and its processes to end, and kill those that do not.
 
         Returns:
             The launcher's exit code, and the number of processes that had to be killed.
@@ -215,7 +214,7 @@ def damage_newest(save: Path, rng: random.Random) -> bool:
     """Flip a bit in the newest checkpoint's largest file, if an older checkpoint is also intact.
 
     Returns:
-        Whether there were two intact checkpoints, so that the newest is now damaged.
+        Whether a bit was flipped.
     """
     from megatron.checkpoint.find import scan  # imports torch, which --help does without
     from megatron.checkpoint.loading import open_folder
@@ -252,7 +251,7 @@ KINDS = (*INJECTORS, "launcher", "damage")
 
 
 def inject_fault(kind: str, job: Job, save: Path, rng: random.Random) -> Fault | None:
-    """Inject a fault into a random rank and return the fault, or `None` if no rank is eligible."""
+    """Inject a fault into a random rank, and return the fault, or `None` if none was injected."""
     ranks = job.ranks()
     if kind == "stop":
         processes = job.processes()
@@ -266,13 +265,13 @@ def inject_fault(kind: str, job: Job, save: Path, rng: random.Random) -> Fault |
         if kind == "damage" and not damage_newest(save, rng):
             return None
         INJECTORS["kill" if kind in ("launcher", "damage") else kind](pid)
-    except (ProcessLookupError, FileNotFoundError):  # it has just ended
+    except (ProcessLookupError, FileNotFoundError):  # the process has just ended
         return None
     return fault
 
 
 def run_under_faults(plan: Plan, seed: int) -> Outcome:
-    """Run the command until it exits with 0, injecting faults meanwhile."""
+    """Run the command under faults until it exits with 0, or fails without a new fault."""
     rng, outcome, started = random.Random(seed), Outcome(), time.monotonic()
     next_fault = started + rng.expovariate(1.0 / plan.mtbf)
     while len(outcome.codes) < plan.starts:
@@ -293,7 +292,7 @@ def run_under_faults(plan: Plan, seed: int) -> Outcome:
             code, survivors = job.end()
         outcome.codes.append(code)
         outcome.orphans += survivors
-        # Without a fault it would only fail again.
+        # After a failure without a fault, the command would only fail again.
         if code == 0 or len(outcome.faults) == num_faults:
             break
     outcome.seconds = time.monotonic() - started
@@ -310,7 +309,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any], float]]:
-    """Yield the iteration of each step, its losses and gradient norm, and its seconds."""
+    """Yield the iteration of each step, its losses and gradient norm, and its time in seconds."""
     last: float | None = None
     for line in lines:
         if "grad-norm" in line:
@@ -320,7 +319,7 @@ def steps_of(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, A
 
 
 def goodput(lines: Sequence[dict[str, Any]], seconds: float) -> float:
-    """Return the share of the time that was spent in steps whose results were kept.
+    """Return the share of the time spent in steps whose results were not lost.
 
     If a step was repeated after a restart, only the last repetition counts.
     """
@@ -364,7 +363,7 @@ def judge(
         against: The metrics of an uninterrupted run.
 
     Returns:
-        The failed checks, one line each, and numbers about the run.
+        A message for each failed check, and numbers about the run.
     """
     lines, problems = read_metrics(metrics), []
     steps = list(steps_of(lines))
@@ -482,7 +481,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Exit codes: 0 all checks passed, 1 a check failed, 9 bad flags."""
+    """Run the tool and return its exit code: 0 all checks passed, 1 one failed, 9 bad flags."""
     return run_command(lambda: run(build_parser().read(argv)))
 
 

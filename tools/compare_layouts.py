@@ -94,7 +94,7 @@ _COLUMNS = ("layout", "processes", "flags", "loss", "gradient norm", "machine")
 
 
 def machine() -> str:
-    """Describe the machine of the comparison in a few words."""
+    """Return a short description of this machine."""
     import torch
 
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
@@ -109,9 +109,9 @@ def page(
 
     Args:
         rows: The layouts of a dense GPT, each with its difference from one process.
-        mixtures: The layouts of a mixture, each with its largest differences by name of the loss or
-            "norm".
-        where: The machine.
+        mixtures: The layouts of a mixture, each with its largest differences by the name of the
+            loss, "norm" or "biases".
+        where: A description of the machine.
     """
     from tests.parity.layouts import (
         ITERATIONS,
@@ -151,13 +151,13 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def cells(case: LayoutCase, difference: Difference, where: str) -> list[str]:
-    """Return the cells of one row."""
+    """Return the cells of the row of a layout."""
     numbers = (f"{difference.loss:.1e}", f"{difference.norm:.1e}")
     return [case.name, str(case.processes), _as_code(case.shown_flags), *numbers, where]
 
 
 def mixture_cells(case: MixtureCase, differences: Mapping[str, float], where: str) -> list[str]:
-    """Return the cells of one row of a mixture."""
+    """Return the cells of the row of a layout of a mixture."""
     loss = max(
         difference for name, difference in differences.items() if name not in ("norm", "biases")
     )
@@ -177,7 +177,7 @@ def run(argv: Sequence[str]) -> None:
     """Compare the layouts and write the page.
 
     Raises:
-        NumericsError: A layout differs by more than is allowed. The page is left unchanged.
+        NumericsError: A layout differs by more than the tolerance. The page is left unchanged.
     """
     parser = ToolParser("compare_layouts.py", __doc__)
     parser.add_argument(
@@ -228,7 +228,10 @@ def run(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Exit codes: 0 success, 7 a layout differs, 8 storage error, 9 bad flags."""
+    """Run the tool and return its exit code.
+
+    The codes are 0 success, 7 a layout differs, 8 storage error, 9 bad flags.
+    """
     return run_command(lambda: run(argv))
 
 

@@ -154,7 +154,7 @@ def _part_bounds(documents: int, options: argparse.Namespace) -> list[int]:
 
 
 def _shard_documents(shards: Sequence[Shard], eod: int | None) -> Iterator[DocumentTokens]:
-    """Yield the documents of shards, several short ones at a time."""
+    """Yield the documents of shards, several short documents at a time."""
     import numpy as np
 
     from megatron.data.indexed import DocumentTokens
@@ -180,7 +180,7 @@ def _shard_documents(shards: Sequence[Shard], eod: int | None) -> Iterator[Docum
 def _write(
     options: argparse.Namespace, prefix: str, dtype: Any, documents: Iterator[DocumentTokens]
 ) -> None:
-    """Write one dataset."""
+    """Write one dataset, and print its size."""
     from megatron.data.indexed import IndexedDatasetBuilder
 
     outputs = [f"{prefix}.{ending}" for ending in ("idx", "bin")]
@@ -197,7 +197,7 @@ def _write(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

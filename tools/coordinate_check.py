@@ -1,4 +1,4 @@
-"""Compare the sizes of activations across network widths, to check muP."""
+"""Compare how activations change in training at several widths, to check muP."""
 
 from __future__ import annotations
 

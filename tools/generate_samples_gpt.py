@@ -26,7 +26,7 @@ PROGRAM = "generate_samples_gpt.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one process and return its exit code, like `pretrain_gpt.py`."""
+    """Run this process, which torchrun may have started, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     help_if_asked(PROGRAM, (SamplesConfig,), trains=False, argv=arguments)
     from megatron.inference.samples import main as run

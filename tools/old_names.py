@@ -1,8 +1,8 @@
-"""Programs under the names that they had in older versions of Megatron-LM and in its forks.
+"""Old names of programs, from earlier versions of Megatron-LM and from its forks.
 
 A script with an old name calls `run_old_name`, which translates the old flags with the table below,
-prints a note, and replaces the process with the current program. If there is no successor, it says
-what to do instead.
+prints a note, and replaces the process with the current program. If there is no successor, the
+script says what to do instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class OldName(NamedTuple):
     Attributes:
         successor: The current script, or "" if there is none.
         versions: The versions, or the fork, that had the old name.
-        remedy: What to do instead if there is no script.
-        drops: Old flags that have no effect in the current script.
+        remedy: What to do instead if there is no successor.
+        drops: Old flags to drop, because they have no effect in the current script.
         only: The old flags that the current script accepts. All others are dropped. If this is
             empty, all flags are kept.
         renames: The current names of old flags, and the current values of a flag as `--flag value`.

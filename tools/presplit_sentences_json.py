@@ -4,7 +4,7 @@
     python tools/preprocess_data.py --input presplit.json --presplit-sentences ...
 
 `preprocess_data.py --split-sentences` does both steps at once. Use this program to see or change
-the sentences in between. Other keys stay unchanged.
+the sentences before they are encoded. Other keys stay unchanged.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _records(paths: Sequence[str], key: str, max_line_mb: int = MAX_LINE_MB) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool. Exit codes: 0 success, 6 bad data, 8 storage error, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

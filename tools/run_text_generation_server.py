@@ -22,7 +22,7 @@ from megatron.config.parser import help_if_asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one process of the server and return its exit code, like `pretrain_gpt.py`."""
+    """Run this process of the server, which torchrun may have started, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     help_if_asked("run_text_generation_server.py", (ServerConfig,), trains=False, argv=arguments)
     from megatron.inference.server.run import main as run

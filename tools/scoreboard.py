@@ -40,12 +40,12 @@ _COLUMNS = ("#", "what is done, and what must hold", "held", "longest", "details
 
 
 def table(lines: Iterable[str]) -> str:
-    """Return the lines of results under their heading, in Markdown."""
+    """Return the Markdown table with these lines."""
     return "\n".join([_line(_COLUMNS), _line(["---"] * len(_COLUMNS)), *lines]) + "\n"
 
 
 def result(row: Row, trials: Trials, commit: str) -> str:
-    """Return the results of a row as a line of the Markdown table."""
+    """Return the result of a row as a line of the Markdown table."""
     notes = [f"{text}: {count:,}" for text, count in sorted(trials.notes.items())]
     details = "; ".join([trials.seeds, *notes])
     passed = f"{trials.passed} of {trials.tried}"
@@ -67,7 +67,7 @@ def commit_and_day() -> str:
 
 
 def machine() -> str:
-    """Describe the machine that produced the results in a line."""
+    """Return a one-line description of this machine."""
     import torch
 
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}."
@@ -97,7 +97,13 @@ def read_page(path: Path) -> str:
 
 
 def with_results(page: str, lines: Mapping[int, str], where: str) -> str:
-    """Return the page with these lines, by row number, added or replacing existing ones."""
+    """Return the page with result lines added or replaced.
+
+    Args:
+        page: The text of the page.
+        lines: The result lines by row number.
+        where: A description of the machine.
+    """
     head, begin, rest = page.partition(_BEGIN)
     before, end, tail = rest.partition(_END)
     old_lines = {
@@ -109,7 +115,7 @@ def with_results(page: str, lines: Mapping[int, str], where: str) -> str:
 
 
 def try_row(row: Row, count: int) -> Trials:
-    """Try one row in its own folder and suppress the output of the trials."""
+    """Run `count` trials of a row in a temporary folder, without their output."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         inner = Path(folder) / "row"
         inner.mkdir()
@@ -119,7 +125,10 @@ def try_row(row: Row, count: int) -> Trials:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Exit codes: 0 all promises held, 1 not all, 9 bad flags, 130 interrupted."""
+    """Run the tool and return its exit code.
+
+    The codes are 0 all promises held, 1 not all, 9 bad flags, 130 interrupted.
+    """
     parser = ToolParser("scoreboard.py", __doc__)
     parser.add_argument(
         "--out", type=Path, metavar="PAGE.md", help="Page for the results (default: print them)."
@@ -136,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Try the requested rows and return 1 if a promise did not hold.
+    """Try the requested rows, and return 1 if a promise did not hold.
 
     Raises:
         ConfigError: There is no such row, or the page has no section for results.

@@ -67,7 +67,7 @@ def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None
 
 
 def make_times(arguments: argparse.Namespace) -> Times:
-    """Make the tables of times from the flags.
+    """Return the times of all operations, from the flags.
 
     By default, the backward pass takes twice as long as the forward pass, and half of it is for
     weight gradients.
@@ -99,7 +99,7 @@ def make_times(arguments: argparse.Namespace) -> Times:
 
 
 def headline(arguments: argparse.Namespace, timeline: Timeline) -> str:
-    """Return a line that describes the schedule and gives its bubble."""
+    """Return a one-line description of the schedule, with its total time and bubble."""
     virtual = f" x {arguments.virtual_stages} virtual" if arguments.virtual_stages > 1 else ""
     return (
         f"{arguments.schedule}: {arguments.stages} stages{virtual}, {arguments.micro_batches} "
@@ -142,7 +142,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check_can_show(arguments: argparse.Namespace) -> None:
-    """Refuse schedules that are too large to show, and pictures that cannot be written.
+    """Reject schedules that are too large to show, and pictures that cannot be written.
 
     Raises:
         ConfigError: The schedule is too large, the format is unknown or the picture exists.
@@ -189,7 +189,7 @@ def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
         The number of schedules, and the number of operations in them.
 
     Raises:
-        ScheduleError: A schedule is wrong. The error is about the first one.
+        ScheduleError: A schedule is wrong. The message describes the first one.
     """
     # multiprocessing.Pool is not used, because it ends its workers with SIGTERM and then waits for
     # them, which takes forever if a worker has a handler for that signal.
@@ -200,7 +200,7 @@ def check_all(stages: int, chunks: int, micro_batches: int) -> tuple[int, int]:
 
 
 def prove_all(*, stages: int, chunks: int, micro_batches: int) -> None:
-    """Check every schedule up to the given sizes and print how many were checked."""
+    """Check every schedule up to the given sizes, and print how many were checked."""
     start = time.perf_counter()
     schedules, operations = check_all(stages, chunks, micro_batches)
     print(

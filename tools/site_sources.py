@@ -1,7 +1,7 @@
-"""A hook for mkdocs that turns the files outside docs/ that pages link to into pages of the site.
+"""An mkdocs hook that adds pages for files outside docs/ to which the documentation links.
 
-A link such as `../megatron/config/run.py` works on GitHub. The hook adds a page with the text of
-that file and points the link to it, so that the site does not need the repository to be online.
+A link such as `../megatron/config/run.py` works on GitHub. For the site, the hook adds a page with
+the text of that file and redirects the link to this page, so that no online repository is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEAD = "---\ntitle: {title}\nsearch:\n  exclude: true\n---\n\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each file or folder that a page links to, directly or through other pages."""
+    """Add a page for each file or folder outside docs/ to which pages, old or new, link."""
     pending = [_DOCS / file.src_uri for file in files.documentation_pages()]
     seen = set(pending)
     while pending:
@@ -43,7 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point a page's links to the pages that `on_files` added."""
+    """Redirect the links of a page to the pages that `on_files` added."""
     address = page.file.src_uri
     source = _DOCS / address
     if address.startswith("source/"):

@@ -1,4 +1,4 @@
-"""Write the job file of a run for SLURM, Kubernetes, a hostfile or this machine, and submit it."""
+"""Write and submit the job file of a run for SLURM, Kubernetes, a hostfile or this machine."""
 
 from __future__ import annotations
 

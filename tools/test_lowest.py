@@ -44,7 +44,7 @@ def lowest() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install the versions, run pytest with its arguments, and return pytest's exit code."""
+    """Install the libraries, run pytest with the given arguments, and return its exit code."""
     tests = list(sys.argv[1:] if argv is None else argv) or list(_TESTS)
     if tests[0] in ("-h", "--help"):  # pytest's own help needs the environment
         print(f"usage: {Path(__file__).name} [arguments of pytest]\n\n{__doc__}")

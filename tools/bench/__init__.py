@@ -1,1 +1,1 @@
-"""The parts of `tools/benchmark.py`: the workloads, their runs, and the report."""
+"""The implementation of `tools/benchmark.py`: workloads, runs and report."""

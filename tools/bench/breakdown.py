@@ -1,8 +1,8 @@
-"""Break the time of a step down into parts that add up to it, from a trace written by `--profile`.
+"""Break down the time of a step into parts that add up to it, from a trace written by `--profile`.
 
 Kernels of several streams run at the same time, so each instant is attributed to a single part: the
 first of `PARTS` that is running. Communication comes last, before idle, so it gets only the time in
-which nothing else ran. The rest of its time is hidden behind other work.
+which nothing else ran. The remaining communication is hidden behind other work.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _PATTERNS = tuple(
         ),
     )
 )
-# Kernels of these parts count as the optimizer's if the optimizer step launched them, because their
-# names do not show it.
+# Kernels of these parts count as the optimizer's if the optimizer step launched them. Their names
+# do not show this.
 _FOLLOW_THE_PHASE = {"elementwise and normalization", "copies, casts and fills"}
 _OPTIMIZER_PHASE = "optimizer"
 _MARK = re.compile(r"^iteration (\d+)$")
@@ -79,8 +79,8 @@ class Breakdown:
     Attributes:
         step: Time from the first kernel of one step to the first kernel of the next.
         parts: Time of each part, by its name in PARTS. The times add up to `step`.
-        hidden: Communication and copies that ran at the same time as other work.
-        kernels: (name, part, seconds, launches) of the kernels that take the most time.
+        hidden: Time in which copies and communication ran at the same time as other work, by part.
+        kernels: (name, part, seconds, launches) per step of the most time-consuming kernels.
     """
 
     step: float
@@ -90,7 +90,7 @@ class Breakdown:
 
 
 def classify(name: str) -> str:
-    """Return the part of a step that a kernel belongs to, according to its name."""
+    """Return the part of a step to which a kernel belongs, according to its name."""
     matches = (part for part, pattern in _PATTERNS if pattern.search(name))
     return next(matches, "elementwise and normalization")
 
@@ -194,8 +194,8 @@ def attribute_time(
     """Attribute the time from `start` to `end` to parts.
 
     Returns:
-        Microseconds attributed to each part, and hidden microseconds of each part: a kernel of the
-        part was running, but the instant was attributed to an earlier one of PARTS.
+        Microseconds attributed to each part, and hidden microseconds of each part, in which one of
+        its kernels was running but the time was attributed to an earlier part.
     """
     edges: list[tuple[float, int, str]] = []
     for kernel in kernels:

@@ -113,7 +113,7 @@ def measure_ceilings(
 
 
 def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
-    """Return everything that a run's ceilings depend on, except the number format, for JSON."""
+    """Return all values that determine a run's ceilings, except the number format, for JSON."""
     return {
         "host": socket.gethostname(),  # GPUs with the same name may differ
         "sizes": _sizes(model_plan(config.model, vocabulary)),
@@ -136,7 +136,7 @@ def rooflines(
 
 
 def layer_products(plan: ModelPlan, tensor: int) -> list[tuple[int, int]]:
-    """Return the shape (outputs, inputs) of each of a layer's matrices on one of `tensor` ranks."""
+    """Return the shapes (outputs, inputs) of the matrices of a layer on one of `tensor` ranks."""
     attention, mlp = plan.attention, _mlp(plan)
     return [
         (attention.qkv // tensor, plan.hidden),
@@ -171,7 +171,7 @@ def _sizes(plan: ModelPlan) -> dict[str, int]:
 
 
 def count_flops(matrices: list[tuple[int, int]], tokens: int) -> int:
-    """Return the FLOPs of the matrices' outputs and both gradients for this many tokens."""
+    """Return the FLOPs of products with the matrices and of both gradients, for all tokens."""
     return sum(6 * tokens * outputs * inputs for outputs, inputs in matrices)
 
 
@@ -219,7 +219,7 @@ def products_fp8(
 ) -> Callable[[], None]:
     """Return a function that computes the products of `products_16bit` in float8 e4m3.
 
-    It uses tensorwise scales and fast accumulation, and includes no casts.
+    The function uses tensorwise scales and fast accumulation, and includes no casts.
     """
 
     def random(*shape: int) -> Tensor:
@@ -297,9 +297,9 @@ def roofline_step(
 ) -> float | None:
     """Return the seconds of an update that does only its unavoidable work.
 
-    This work is matrix products, attention and memory traffic at the measured rates. Pipeline
-    stages are assumed to be equal, and communication to be free. The result is `None` if `fp8` is
-    set and the device does not support it.
+    This work is matrix products, attention and the optimizer's memory traffic at the measured
+    rates. Pipeline stages are assumed to be equal, and communication to be free. The result is
+    `None` if `fp8` is set and the device does not support FP8.
     """
     layer = ceilings.layer_seconds_fp8 if fp8 else ceilings.layer_seconds
     if layer is None:

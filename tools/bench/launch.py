@@ -33,10 +33,10 @@ class BenchmarkError(UserError):
 
 @dataclass(frozen=True)
 class LogLine:
-    """A log line.
+    """A log line about one or more iterations.
 
     Attributes:
-        iteration: The last iteration that the line covers.
+        iteration: The last of these iterations.
         seconds: Logged seconds per iteration.
         arrived: Seconds between the launch and the arrival of the line.
         loss: The logged loss.
@@ -96,7 +96,7 @@ def run_process(
         timeout: Seconds after which the run is ended.
 
     Returns:
-        Every line of output, with the seconds between the launch and its arrival.
+        The seconds from the launch to the arrival of each line of output, with the line.
 
     Raises:
         BenchmarkError: The run took too long or failed. The message has its last lines.
@@ -117,7 +117,7 @@ def run_process(
 def run_to_end(
     command: Sequence[str], *, timeout: float, folder: Path | None = None, **environment: str
 ) -> tuple[list[tuple[float, str]], int | None]:
-    """Run a command and leave none of its processes behind, whatever its result.
+    """Run a command, and end all of its processes, whatever its result.
 
     Args:
         command: The command and its arguments.
@@ -126,8 +126,8 @@ def run_to_end(
         environment: Environment variables to set unless they are already set.
 
     Returns:
-        Every line of output, with the seconds from the launch to its arrival; and the exit code,
-        or `None` if the run timed out.
+        The seconds from the launch to the arrival of each line of output, with the line; and the
+        exit code, or `None` if the run timed out.
     """
     lines: list[tuple[float, str]] = []
     start = time.perf_counter()
@@ -148,7 +148,7 @@ def run_to_end(
 def _process(
     command: Sequence[str], folder: Path | None, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a process, and end its whole process group when the block ends."""
+    """Run a process, and end its process group when the block ends."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -167,7 +167,7 @@ def _process(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and the processes it started.
+    """End a process and the processes that it started.
 
     The process first receives SIGTERM, because torchrun's workers are not in its group and only
     torchrun ends them.
@@ -187,7 +187,7 @@ def _collect(stream: object, start: float, lines: list[tuple[float, str]]) -> No
 
 
 def read_log(lines: Sequence[tuple[float, str]]) -> list[LogLine]:
-    """Return the iteration log lines found in the output."""
+    """Return the log lines about iterations in the output."""
     found = ((when, _ITERATION.match(line)) for when, line in lines)
     return [
         LogLine(int(match[1]), float(match[2]) / 1000, when, float(match[3]))

@@ -91,7 +91,10 @@ def scatter_variants(
 def measure(
     variants: dict[str, tuple[Variant, bool]], device: Device, rounds: int
 ) -> dict[str, str]:
-    """Return each variant's microseconds and whether it gives the same bits as the collective."""
+    """Return the microseconds of each variant as text, with a note if its result is bit-identical.
+
+    The reference is the collective. Times are medians over the rounds.
+    """
     if not device.is_gpu:
         del variants["PyTorch, fused"]
     expected = variants["collective"][0]()

@@ -22,7 +22,14 @@ _TERA = 1e12
 
 @dataclasses.dataclass
 class Result:
-    """The runs of one checkout. `unavailable` says why there is no breakdown."""
+    """The runs of one checkout.
+
+    Attributes:
+        name: Name of the checkout.
+        runs: Measurements of the runs so far.
+        breakdown: Breakdown of a step of the profiled run, if any.
+        unavailable: Why there is no breakdown.
+    """
 
     name: str
     runs: list[RunMeasurements]
@@ -32,15 +39,15 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The constants for deriving the other metrics from the seconds per step.
+    """The constants from which the other metrics follow, given the seconds per step.
 
     Attributes:
         tokens: Tokens per step per GPU.
         flops: Model FLOPs per token.
         precision: Name of the precision.
         gpus: Number of GPUs.
-        ceilings: Fields of `tools.bench.ceilings.Ceilings`, plus the roofline's seconds per step.
-        roofline: Seconds per step at this precision's roofline, or `None` if unknown.
+        ceilings: Fields of `tools.bench.ceilings.Ceilings`, and seconds per step at the rooflines.
+        roofline: Seconds per step at the roofline of the precision, or `None` if unknown.
     """
 
     tokens: float
@@ -85,7 +92,7 @@ class Facts:
 
 
 def run_line(name: str, number: int, measured: RunMeasurements, tokens: float) -> str:
-    """Describe one finished run in a line. `tokens` is the number of tokens per step per GPU."""
+    """Describe a finished run in one line. `tokens` is the number of tokens per step per GPU."""
     return (
         f"{name} run {number}: tokens/s per GPU best {tokens / measured.best:,.0f}, "
         f"median {tokens / measured.median:,.0f}, by wall clock {tokens / measured.mean:,.0f}; "
@@ -95,7 +102,10 @@ def run_line(name: str, number: int, measured: RunMeasurements, tokens: float) -
 
 
 def summary(result: Result) -> dict[str, float]:
-    """Return the best, median and worst of the runs' medians, other times, and memory peaks."""
+    """Return the best, median and worst medians, other times, and memory peaks of all runs.
+
+    Times are in seconds and memory is in bytes.
+    """
     medians = [run.median for run in result.runs]
     return {
         "best_run": min(medians),
@@ -124,7 +134,7 @@ def describe(facts: Facts, results: Sequence[Result], flags: Sequence[str]) -> s
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows in columns: the first column to the left, the others to the right."""
+    """Align rows in columns, the first column to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -210,7 +220,7 @@ def _describe_breakdown(result: Result) -> str:
 
 
 def _describe_difference(facts: Facts, old: Result, new: Result) -> str:
-    """Compare two commits. A difference within the spread of the runs is noise."""
+    """Compare two checkouts. A difference within the spread of the runs is noise."""
     before, after = summary(old), summary(new)
     rows: list[tuple[str, ...]] = [("", old.name, new.name, "difference")]
     for label, key in (("median run", "median_run"), ("best run", "best_run")):

@@ -1,4 +1,4 @@
-"""The workloads, as flags of pretrain_gpt.py, and the corpus they train on.
+"""The workloads, as flags of pretrain_gpt.py, and the corpus on which they train.
 
 Megatron and torchtitan publish numbers for S and L. M6 and M12 are 6 and 12 layers of
 Qwen3-30B-A3B with a small vocabulary, O is OLMoE-7B, and D is one dense layer and three mixtures of
@@ -29,7 +29,7 @@ PRECISIONS = {
     "fp8": ("--bf16", "--fp8-format", "hybrid"),
     "fp8-delayed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
 }
-DOCUMENT_TOKENS = 1000  # mean length of a document
+DOCUMENT_TOKENS = 1000  # mean length of a document in tokens
 _CORPUS_SEED = 1234
 
 
@@ -39,10 +39,11 @@ class Workload:
 
     Attributes:
         network: Flags of the network.
-        vocabulary: Number of entries, including the end-of-document token. It needs no padding.
+        vocabulary: Size of the vocabulary, including the end-of-document token. It needs no
+            padding.
         micro_batch: Samples per forward pass.
         samples_per_gpu: Samples per update per GPU.
-        corpus_tokens: Size of the generated corpus.
+        corpus_tokens: Size of the generated corpus in tokens.
     """
 
     network: str
@@ -148,7 +149,7 @@ WORKLOADS = {
 def training_flags(
     workload: Workload, precision: str, gpus: int, corpus: Path, extra_flags: Sequence[str]
 ) -> list[str]:
-    """Return flags for pretrain_gpt.py, except those for its length and output.
+    """Return the flags for pretrain_gpt.py, except those for length and output of the run.
 
     Args:
         workload: Model and batch to train.
@@ -170,7 +171,7 @@ def training_flags(
 
 
 def read_flags(flags: Sequence[str], gpus: int) -> RunConfig:
-    """Return the configuration that these flags describe, for one iteration unless they say more.
+    """Return the configuration that these flags describe. The default is one iteration.
 
     Raises:
         ConfigError: A flag is invalid.
@@ -191,7 +192,7 @@ def corpus_prefix(
     Args:
         folder: The folder for corpora.
         workload: The workload, which determines the size of the corpus.
-        document_tokens: The mean length of a document.
+        document_tokens: The mean length of a document in tokens.
     """
     from megatron.data.indexed import idx_path
 

@@ -4,10 +4,10 @@
     python tools/checkpoint/inspect.py --no-verify --details runs/demo/checkpoints
     python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
-A folder is one that was passed to --save or --load of this program or Megatron-LM, or a Hugging
-Face folder; for `diff` it may also be a single checkpoint. Tensors are read in chunks. Exit code 0:
-all checkpoints are intact, or both are the same; 1: the two differ; 4: one is damaged, the tracker
-names one that does not exist, or there is no checkpoint.
+A folder is a value of --save or --load of this package or Megatron-LM, or a Hugging Face folder.
+For `diff`, it may also be a single checkpoint. Tensors are read in chunks. The exit code is 0 if
+all checkpoints are intact, or if both are the same; 1 if the two differ; and 4 if a checkpoint is
+damaged, if the tracker names a missing one, or if there is none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIFFERENT = 1  # exit code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the summary or the differences, and return the exit code."""
+    """Run the tool and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["diff"]:
         return _diff(words[1:])

@@ -1,8 +1,8 @@
-"""Deduplication of a folder of JSON lines by other programs, with two processes each.
+"""Deduplicate a folder of JSON lines with another program, in two processes.
 
     python tools/corpora_benchmark/rivals.py datatrove folder output
 
-Each writes the remaining documents as JSON lines or in its own format (text-dedup).
+The remaining documents are written as JSON lines or, by text-dedup, in its own format.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _sketch(lines: list[bytes]) -> list[Any]:
 
 
 def datasketch(source: Path, output: Path) -> None:
-    """Sign with MinHash.bulk in two processes, then query and insert in MinHashLSH."""
+    """Compute signatures with MinHash.bulk in two processes, then query and fill a MinHashLSH."""
     from datasketch import MinHashLSH
 
     lines = [line for file in sorted(source.glob("*.jsonl")) for line in file.open("rb")]

@@ -33,7 +33,7 @@ class Moment(NamedTuple):
 
     Attributes:
         name: A description of what the run is doing.
-        is_now: A function that recognizes the moment from the corpus's folder.
+        is_now: A function of the corpus folder that returns whether this is the moment.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Moment(NamedTuple):
 
 
 def prove(args: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each way to build a corpus, and whether its bytes are those of one process.
+    """Yield each way to build a corpus, and whether it gives the same bytes as one process.
 
     Args:
         args: The command line of build_corpus.py without `--output`, `--workers` and `--executor`.
-        folder: A folder for all outputs. One at a time is kept.
+        folder: A folder for all outputs. Each is removed after the comparison.
     """
     reference = folder / "first"
     _build(args, reference, 1)
@@ -72,7 +72,7 @@ def prove(args: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def digest(corpus: Path) -> str:
-    """Return a digest of all files that a pipeline leaves for its user."""
+    """Return a digest of all files that a pipeline leaves for the user."""
     files = [*corpus.glob("text/*"), *corpus.glob("dropped/*/*"), *corpus.glob(f"{DATASET}.*")]
     files += [corpus / name for name in ("report.json", "report.png", PLAN_FILE)]
     combined = hashlib.sha256()
@@ -93,7 +93,7 @@ def _build(args: Sequence[str], output: Path, workers: int, *extra_args: str) ->
 
 
 def _build_by_datatrove(args: Sequence[str], output: Path) -> None:
-    """Build with datatrove's own executor, which ours replaces."""
+    """Build with datatrove's own executor instead of ours."""
     from datatrove.executor.local import LocalPipelineExecutor
 
     from megatron.corpora import local
@@ -106,7 +106,7 @@ def _build_by_datatrove(args: Sequence[str], output: Path) -> None:
 
 
 def _moments() -> list[Moment]:
-    """Return the beginning and the middle of each stage."""
+    """Return moments at the beginning and in the middle of stages, and before the report."""
     stages = {"clean": "work/clean", "select": "text", "tokenize": "work/tokens"}
     moments = [
         moment
@@ -125,7 +125,7 @@ def _moments() -> list[Moment]:
 
 
 def _writes(subfolder: str, name: str = "") -> Callable[[Path], bool]:
-    """Return a function that tests whether a file in a folder exists or is being written."""
+    """Return a function that tests whether the folder has a complete or unfinished file."""
     return lambda corpus: any((corpus / subfolder).glob(f"{name or '*'}*"))
 
 
@@ -150,7 +150,7 @@ def _build_killed(args: Sequence[str], output: Path, moments: Sequence[Moment]) 
         for _ in range(_TRIES):
             if _is_killed(args, output, moment):
                 break
-            shutil.rmtree(output)  # it was complete
+            shutil.rmtree(output)  # the run was complete
         else:
             raise RuntimeError(f"the run could not be killed {moment.name}")
     _build(args, output, 2)

@@ -1,1 +1,1 @@
-"""The parts of `tools/benchmark_generation.py`."""
+"""The implementation of `tools/benchmark_generation.py`."""

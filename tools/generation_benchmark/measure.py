@@ -1,4 +1,4 @@
-"""Measurement of our engine on a model with random weights."""
+"""Measurement of our engine with a model of random weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EngineBenchmark:
             config: The network.
             device: Device to run on.
             bandwidth: Bytes/s of a copy, from which the floor is computed.
-            options: Options of the engine. Their sizes are ignored.
+            options: Options of the engine. Sizes in them are ignored.
             adapters: Number of adapters, each for all layers. Sequences use them in turn.
             rank: Rank of each adapter.
         """
@@ -77,7 +77,7 @@ class EngineBenchmark:
         self._device.empty_cache()
 
     def decode(self, batch: int, prompt: int, new: int, warm_up: int) -> Decoding:
-        """Time `new` steps of `batch` sequences whose prompts have `prompt` tokens."""
+        """Time `new` decoding steps of `batch` sequences with prompts of `prompt` tokens."""
         # While the last prompts are prefilled, the first sequences are already decoding.
         prefill_steps = 2 + batch * prompt // (_step_tokens(batch) - batch)
         max_new = new + warm_up + prefill_steps
@@ -101,7 +101,7 @@ class EngineBenchmark:
         return Decoding(batch, length, seconds, self._floor(batch, length))
 
     def prefill(self, length: int, tokens: int) -> float:
-        """Return the prefill speed in tokens/s, for prompts of this length, `tokens` in total."""
+        """Return the prefill speed in tokens/s for prompts of `length` tokens, `tokens` in total."""
         engine = self._engine(16, max(tokens, length) + 32 * _BLOCK)
         count = max(1, tokens // length)
         # Prompt 0 is the warm-up. It is not timed again, because it would be read from the cache.
@@ -136,7 +136,7 @@ class EngineBenchmark:
         return Request(str(index), tokens, Sampling(max_new_tokens=new, temperature=0), adapter)
 
     def _floor(self, batch: int, length: float) -> float:
-        """Return the seconds for reading all weights and the batch's keys and values."""
+        """Return the seconds for reading all weights, and all keys and values of the batch."""
         assert self._model is not None
         plan = self._model.plan
         itemsize = next(self._model.parameters()).element_size()
@@ -153,7 +153,7 @@ def add_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) 
 
     Args:
         model: The model.
-        context: The context in which it was built.
+        context: The context in which the model was built.
         count: Number of adapters.
         rank: Rank of each adapter.
 

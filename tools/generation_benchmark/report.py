@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding steps. Each gives one token to every sequence of a batch.
+    """The speed of decoding steps, each of which adds one token to every sequence of a batch.
 
     Attributes:
         batch: Number of sequences.
@@ -26,7 +26,19 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Result:
-    """All measurements on one device."""
+    """All measurements on one device.
+
+    Attributes:
+        device: Name of the device.
+        torch: Version of PyTorch.
+        model: Name of the model.
+        precision: Name of the precision.
+        parameters: Number of parameters.
+        bandwidth: Bytes/s of a large copy.
+        decoding: The speed of decoding for each batch size.
+        prompt_tokens_per_second: The speed of prefill.
+        prompt_length: Number of tokens in a prompt for prefill.
+    """
 
     device: str
     torch: str

@@ -1,6 +1,6 @@
 """Measure `transformers` at the same shape.
 
-Its Llama runs with a static cache, and `transformers` may compile it on a GPU.
+The model is a Llama with a static cache, which `transformers` may compile on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TransformersBaseline:
         Args:
             config: The network.
             device: Device to run on.
-            compiles: Whether `transformers` may compile it.
+            compiles: Whether `transformers` may compile the model.
 
         Raises:
             ConfigError: `transformers` is not installed.

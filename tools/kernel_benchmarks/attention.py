@@ -30,11 +30,11 @@ from megatron.kernels.library import KernelLibrary
 from tools.kernel_benchmarks.operation import Implementation, Inputs, Operation
 
 BF16 = torch.bfloat16
-BACKWARD_PRODUCTS = 2.5  # times the forward pass's two products: four and a recomputed one
+BACKWARD_PRODUCTS = 2.5  # relative to the forward pass: five products (one recomputed), not two
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
-    """Return all operations of this group. None of them uses the library."""
+    """Return all operations of this group. The library is not used."""
     packed = [packed_documents(device, b, d) for b in (1, 4) for d in (512, 2048, 4096)]
     return [
         causal(device, 4096, 4),
@@ -50,7 +50,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def causal(device: torch.device, s: int, b: int) -> Operation:
-    """Define causal attention, as in a GPT, with every kernel that supports it."""
+    """Define causal attention, as in a GPT."""
     return _attention(
         "causal attention",
         device,
@@ -64,7 +64,7 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
 def flash_package(
     device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
 ) -> Operation:
-    """Define FlashAttention 4 with its own memory layout, and PyTorch's kernels with the same."""
+    """Define attention in the memory layout of FlashAttention 4, with all kernels."""
     s, b, _, _ = sizes
 
     def by_package(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def flash_package(
 
 
 def padded(device: torch.device) -> Operation:
-    """Define BERT-large's attention with dropout: masked, unmasked, and in segments."""
+    """Define the attention of BERT-large with dropout: masked, unmasked and in segments."""
     s, b = 512, 64
     padding = torch.ones(b, 1, 1, s, dtype=torch.bool, device=device)
     ends = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device)
@@ -183,9 +183,9 @@ def _attention(
         name: Name of the operation.
         device: Device to run on.
         sizes: s, b, n and d.
-        pairs: Number of pairs of a query and a key it may attend to, per head.
+        pairs: Number of pairs of a query and a visible key, per head.
         ours: The kernel that a model runs.
-        libraries: Kernels that it could run instead, by name.
+        libraries: Kernels that the model could run instead, by name.
         groups: Number of key-value heads. The default is n.
         in_order: Whether the memory layout is [b, s, n, d] instead of [s, b, n, d].
     """

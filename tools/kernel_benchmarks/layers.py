@@ -63,7 +63,7 @@ def add_norm(
         return total, norm.normalize_reference(total, weight, b, EPSILON)
 
     wide, size = stream.itemsize, rows * hidden
-    extra = 0 if stream == BF16 else 2  # then the gradient of the delta is a separate tensor
+    extra = 0 if stream == BF16 else 2  # with fp32, delta's gradient is a separate tensor
     return Operation(
         name=f"residual add + {'LayerNorm' if bias else 'RMSNorm'}",
         shape=f"[{rows}, {hidden}] {'bf16' if stream == BF16 else 'fp32 stream, bf16'}",
@@ -84,7 +84,7 @@ def _with_epsilon(function: norm.AddNorm, *inputs: Tensor) -> tuple[Tensor, Tens
 def activate(
     library: KernelLibrary, device: torch.device, name: str, rows: int, columns: int, *, bias: bool
 ) -> Operation:
-    """Define an activation function with its bias."""
+    """Define an activation function, optionally with a bias."""
     plain = getattr(activation, name)
     parts = 2 if name == "swiglu" else 1
 
@@ -107,7 +107,10 @@ def activate(
 def split_rotate(
     library: KernelLibrary, device: torch.device, s: int, b: int, *, groups: int, per_group: int
 ) -> Operation:
-    """Define the split of a fused projection into rotated heads. In `eager`, values are a view."""
+    """Define the split of a fused projection into heads, with rotation of queries and keys.
+
+    In `eager`, values are a view.
+    """
     d = 128
     table = rope.rotation_table(s, d, device=device)[:, :, None, None]
     rotation = (table[0], table[1])

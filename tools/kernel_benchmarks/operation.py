@@ -21,7 +21,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation with one row in the table (forward, or both passes) or two (forward, backward).
+    """An operation, with one row in the table (forward or both passes) or two (one per pass).
 
     Attributes:
         name: Name of the operation.
@@ -40,8 +40,8 @@ class Operation:
         combines_passes: Whether both passes form a single row, because an implementation does part
             of one pass's work in the other. Each then returns one tensor, whose sum is
             differentiated.
-        missing: Function that returns what this machine lacks for the operation, or "" if it can be
-            timed. It is called before `make_inputs` and the implementations.
+        missing: Function that returns what this machine lacks for the operation, or "" if nothing.
+            It is called before `make_inputs` and the implementations.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Timed:
-    """The time of each implementation by name, and the floor, in seconds."""
+    """The time of each implementation of a pass by name, and the floor, in seconds."""
 
     operation: Operation
     direction: str

@@ -1,4 +1,4 @@
-"""Recurrent mixers: flash-linear-attention's kernels, and the references in fp32."""
+"""Operations of recurrent mixers: flash-linear-attention's kernels, and references in fp32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 
 def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
-    """Return all operations of this group. None of them uses the library."""
+    """Return all operations of this group. The library is not used."""
     choice = find_recurrence(device)
     kernels = choice.kernels
     reason = choice.reason if kernels is None else ""

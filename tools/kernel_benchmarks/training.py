@@ -48,7 +48,10 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 
 
 def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size: int) -> Operation:
-    """Define the loss of 16-bit logits. New memory for gradients costs as much as reuse would."""
+    """Define the loss of 16-bit logits.
+
+    Gradients go to new memory, which takes as long as reusing that of the logits.
+    """
 
     def make_inputs() -> Inputs:
         logits = 2 * torch.randn(rows, size, device=device, dtype=BF16)
@@ -77,7 +80,7 @@ def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size:
 def chunked_cross_entropy(
     library: KernelLibrary | None, device: torch.device, tokens: int, hidden: int, size: int
 ) -> Operation:
-    """Define the output head with a chunked loss. Its forward pass also computes gradients."""
+    """Define the output head with a chunked loss, whose forward pass also computes gradients."""
 
     def make_inputs() -> Inputs:
         return [
@@ -311,7 +314,7 @@ def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) ->
         return cast.values, transposed.values
 
     size = rows * columns
-    # With one scale for all of x, x has to be read twice. With one per row, the row fits into the
+    # With a single scale, x has to be read twice. With one scale per row, the row fits into the
     # cache.
     kinds: list[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], int]] = [
         ("fp8: amax", lambda casts, x: casts.amax(x), 2),

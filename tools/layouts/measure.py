@@ -27,7 +27,7 @@ _MIB_A_GIB = 1024.0
 
 
 class RunFailedError(UserError):
-    """A run ended early. The message is its error line."""
+    """A run failed or took too long. The message says why."""
 
 
 def measure(
@@ -43,8 +43,8 @@ def measure(
 
     Args:
         layout: The layout.
-        flags: Flags of the model, the data and the layout, and additional ones.
-        available: Available GPUs, or processes on a CPU.
+        flags: All flags of the run: of the model, the data, the layout and the user.
+        available: Number of available GPUs, or of processes on a CPU.
         iterations: Iterations of the run, unless the layout allows fewer.
         timeout: Seconds after which the run is ended. The run is skipped if this is not positive.
         bubble: Whether to also measure the pipeline bubble.
@@ -76,7 +76,7 @@ def measure(
 
 
 def launch(args: Sequence[str], processes: int, timeout: float) -> tuple[str, list[dict[str, Any]]]:
-    """Train with these flags and return the output and the metrics of every iteration.
+    """Train with these flags, and return the output and the records of the metrics file.
 
     Raises:
         RunFailedError: The run failed or took too long.
@@ -95,7 +95,7 @@ def launch(args: Sequence[str], processes: int, timeout: float) -> tuple[str, li
 
 
 def error_line(log: str, code: int) -> str:
-    """Return the line that says what went wrong: our own error message, otherwise Python's."""
+    """Return the line that says what failed: our own error message, otherwise Python's."""
     for pattern in (r"^(?:\[rank \d+\] )?error: .*", r"^(?:\[rank\d+\]: )?[\w.]*Error: .*"):
         error_lines = [
             line

@@ -13,8 +13,9 @@ class BenchmarkLayout:
         processes: Number of GPUs.
         name: The layout in words.
         flags: Flags in addition to the model's.
-        max_iterations: Upper limit on the iterations, for a layout that runs slowly, or `None`.
-        predicted_milliseconds: The planner's time per iteration, or `None` if it was not used.
+        max_iterations: Maximum number of iterations, for a slow layout, or `None`.
+        predicted_milliseconds: The planner's time per iteration, or `None` if the planner was not
+            used.
     """
 
     processes: int
@@ -115,7 +116,7 @@ _350M = BenchmarkModel(
 )
 
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# One sequence per update. Its losses are comparable only with those of other such rows.
+# One sequence per update. The losses are comparable only among these rows.
 _LONG = f"--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 1 {_FULL}"
 
 _7B = BenchmarkModel(
@@ -167,5 +168,5 @@ _7B = BenchmarkModel(
 
 
 def models() -> dict[str, BenchmarkModel]:
-    """Return the models by their names for `--model`."""
+    """Return the models that `--model` can select, by name."""
     return {"toy": _TOY, "350m": _350M, "7b": _7B}

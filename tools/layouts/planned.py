@@ -1,4 +1,4 @@
-"""The layouts that `megatron plan --jsonl` wrote, to be measured."""
+"""A reader of the layouts that `megatron plan --jsonl` wrote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELDS = {
 
 
 def read_plans(paths: Sequence[Path]) -> BenchmarkModel:
-    """Return the layouts of one run that the files list, in their order.
+    """Return the run that the files describe, with its layouts in the order of the files.
 
     Raises:
         ConfigError: The files list different runs, or runs of a different script.
@@ -76,5 +76,5 @@ def _read_record(line: str, where: str) -> dict[str, Any]:
 
 
 def _settings(flags: str) -> set[tuple[str, tuple[str, ...]]]:
-    """Return the flags as a set, for a comparison that ignores their order."""
+    """Return the flags as a set, for a comparison that ignores the order."""
     return {(flag.name, tuple(flag.values)) for flag in split(shlex.split(flags))}

@@ -1,4 +1,4 @@
-"""The rows that `benchmark_layouts.py` measures, as Markdown."""
+"""The Markdown table of `benchmark_layouts.py`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Measurement:
         losses: Loss of every iteration.
         norms: Gradient norm of every iteration.
         milliseconds: Median time per iteration in milliseconds, without the first third.
-        tokens_per_second: Speed of one GPU.
+        tokens_per_second: Speed in tokens per second per GPU.
         mfu: Model FLOPs utilization in percent, or `None` if the device's peak is unknown.
-        peak_gib: The largest peak of allocated memory of any rank, or `None` if none reported it.
+        peak_gib: The largest peak of allocated memory of any rank in GiB, or `None` if no rank
+            reported it.
         predicted_gib: The same memory as estimated by `--dry-run`.
         bubble: Fraction of time in which pipeline stages wait, or `None` if not measured.
         predicted_bubble: The same fraction as simulated from the operations' times.
@@ -60,7 +61,8 @@ class Row:
         measured: The measurements, or `None` if the run was skipped or failed.
         problem: Why there is no measurement.
         failed: Whether the problem is an error.
-        predicted_milliseconds: The planner's time per iteration, or None if it was not used.
+        predicted_milliseconds: The planner's time per iteration, or `None` if the planner was not
+            used.
     """
 
     layout: str
@@ -74,7 +76,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """The predicted time's relative error, or None if either time is missing."""
+        """The relative error of the predicted time, or `None` if either time is missing."""
         if self.measured is None or self.predicted_milliseconds is None:
             return None
         return self.predicted_milliseconds / self.measured.milliseconds - 1
@@ -89,8 +91,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
 def loss_difference(row: Row, rows: Sequence[Row]) -> float | None:
     """Return the largest relative loss difference over the iterations.
 
-    The row is compared with the first row of the same batch. The result is `None` if it is that
-    row, or if the iteration counts differ.
+    The reference is the first measured row with the same batch. The result is `None` for the
+    reference itself, or if the iteration counts differ.
     """
     if row.measured is None:
         return None
@@ -106,9 +108,9 @@ def loss_difference(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return how much slower the layout with the shortest prediction is than the fastest one.
+    """Compare the layout with the shortest predicted time with the fastest one, as text.
 
-    The result is empty if no row has a prediction or none was measured.
+    The result is empty if no row with a prediction was measured.
     """
     planned = [row for row in rows if row.predicted_milliseconds is not None]
     times = [(row.measured.milliseconds, row) for row in planned if row.measured is not None]

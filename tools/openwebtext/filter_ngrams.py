@@ -176,10 +176,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _task_files(options: argparse.Namespace) -> list[str]:
-    """Return the files that `--tasks` names.
+    """Return the files of the tasks that `--tasks` names.
 
     Raises:
-        ConfigError: A task is given by name instead of by file.
+        ConfigError: A task is neither a file nor `lambada` with --lambada-path.
     """
     files = []
     for task in options.tasks:
@@ -222,7 +222,7 @@ def _load(file: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

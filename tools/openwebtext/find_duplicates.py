@@ -4,7 +4,7 @@ r"""Find near-duplicates among the documents of JSON lines files with MinHash.
         --output duplicates.json
 
 This writes lines {"id": [{"other id": similarity}, ...]}, which group_duplicate_url.py reads.
-Similarity is the Jaccard similarity of 5-grams of words, estimated from the fingerprints.
+The similarity is the Jaccard similarity of 5-grams of words, estimated from the fingerprints.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _fingerprints(file: str, key: str, settings: Any) -> tuple[list[str], Any, Any]:
-    """Return the IDs, word counts [documents] and signatures [values, documents] of a file."""
+    """Return the IDs, word counts `[documents]` and signatures `[values, documents]` of a file."""
     import numpy as np
 
     from megatron.corpora.minhash import sign
@@ -187,7 +187,7 @@ def _load(file: str, settings: Any) -> tuple[list[str], Any, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

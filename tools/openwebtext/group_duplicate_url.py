@@ -1,4 +1,4 @@
-"""Group the IDs that find_duplicates.py found to be similar.
+"""Group the IDs of near-duplicates that find_duplicates.py wrote.
 
     python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json 0.7
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 done, 6 bad data, 8 storage, 9 bad flags."""
+    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
     options = build_parser().read(argv)
     return run_command(lambda: run(options))
 

@@ -1,4 +1,4 @@
-"""Run the successor of this script, which tools/old_names.py lists."""
+"""Run the successor of this script, as listed in tools/old_names.py."""
 
 import sys
 from pathlib import Path

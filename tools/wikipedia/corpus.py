@@ -28,7 +28,7 @@ from megatron.tools.demo import run_step
 from tools.wikipedia import download, extract, merge
 from tools.wikipedia.plain import parser
 
-_MADE_FROM = "dump.txt"  # file that names the dump of the other files
+_MADE_FROM = "dump.txt"  # file that records from which dump the other files were made
 _OWN_TOKENIZER = Path("tokenizer", "tokenizer.json")
 _FLAGS = "flags.json"  # file with the flags of the first run
 
@@ -55,7 +55,7 @@ def make(options: argparse.Namespace) -> None:
         return
     if not corpus.exists():
         dump_or_source = _recorded_dump(out) or download.locate(options)
-        # Only now, so that nothing is left behind if the network fails.
+        # The folder is created only now, so that nothing is left behind if the network fails.
         with durable.writing_to("--out", out):
             out.mkdir(parents=True, exist_ok=True)
             durable.replace_file(out / _FLAGS, json.dumps(_flags(options, out)).encode())
@@ -112,9 +112,9 @@ def _expect_same_flags(options: argparse.Namespace, out: Path) -> None:
 
 
 def _recorded_dump(out: Path) -> Path | None:
-    """Return the dump that the folder is made from, so that a newer dump does not restart the work.
+    """Return the dump that an earlier run used, or `None` if no dump is recorded or it is gone.
 
-    The result is `None` if there is none.
+    Continuing with it prevents a newer dump from restarting the work.
     """
     try:
         dump = Path((out / _MADE_FROM).read_text(encoding="utf-8").strip())
@@ -136,7 +136,7 @@ def _record_dump(out: Path, dump: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line, make the dataset and return the exit code."""
+    """Run the tool and return its exit code."""
     arguments = ToolParser("corpus.py", __doc__)
     download.add_source_flags(arguments)
     arguments.add_argument(

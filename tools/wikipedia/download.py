@@ -43,7 +43,7 @@ _AGENT = {"User-Agent": "megatron-corpora/1 (tools/wikipedia/download.py)"}
 
 
 class Checksum(NamedTuple):
-    """The checksum that a file must have.
+    """The expected checksum of a file.
 
     Attributes:
         algorithm: "sha1", "md5" or "sha256".
@@ -75,8 +75,8 @@ class Source(NamedTuple):
     """A file to download.
 
     Attributes:
-        url: Its address.
-        checksum: The checksum that it must have, or `None` if unknown.
+        url: The address of the file.
+        checksum: The expected checksum, or `None` if unknown.
     """
 
     url: str
@@ -128,7 +128,7 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
 
 
 def _open(url: str, offset: int = 0, version: str = "") -> http.client.HTTPResponse:
-    """Request a file, beginning at byte `offset` if it still has the given version.
+    """Request a file, beginning at byte `offset` if the file still has the given version.
 
     A server that has a different version or does not support ranges sends the whole file.
 
@@ -174,11 +174,11 @@ def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
 
 
 def download(source: Source, folder: Path, *, show_progress: bool = True) -> Path:
-    """Download a file, or the rest of it, and return its path.
+    """Download a file, or continue an earlier download, and return the path.
 
     Args:
         source: The file.
-        folder: The folder to put it in.
+        folder: The folder to write to.
         show_progress: Whether to show the progress on a terminal.
 
     Raises:
@@ -213,7 +213,7 @@ def download(source: Source, folder: Path, *, show_progress: bool = True) -> Pat
 
 
 def _version_file(part: Path) -> Path:
-    """Return the path of the file that records which version a partial download belongs to."""
+    """Return the path of the file that records the version of a partial download."""
     return part.with_name(f"{part.name}.version")
 
 
@@ -349,7 +349,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Download a dump."""
+    """Download a dump, and print its path."""
     dump_or_source = locate(options)
     path = (
         dump_or_source
@@ -360,7 +360,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line, download the dump and return the exit code."""
+    """Run the tool and return its exit code."""
     parser = ToolParser("download.py", __doc__)
     add_source_flags(parser)
     parser.add_argument(

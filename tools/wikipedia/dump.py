@@ -1,8 +1,8 @@
-"""Read the articles of a MediaWiki dump: XML, possibly compressed, page by page.
+"""A reader of the articles in a MediaWiki dump: XML, possibly compressed, page by page.
 
-Memory stays bounded: only one page is in memory at a time, and the text of a page that is too long
-is discarded. A dump may come from anywhere, so document type definitions, which could expand to any
-size, are rejected.
+Memory use is bounded: only the pages of one block of XML are in memory at a time, and the text of a
+page that is too long is discarded. A dump may come from anywhere, so document type definitions,
+which could expand to any size, are rejected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Site(NamedTuple):
     """The wiki that a dump comes from.
 
     Attributes:
-        articles: Address of an article without its title, ending with a slash.
+        articles: Address of articles without the title, ending with a slash.
         media: Names of the namespaces of files and categories, in lower case.
     """
 

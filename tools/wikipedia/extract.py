@@ -4,7 +4,7 @@
 
 This writes articles/part-00000.jsonl and so on, with id, url, title and text of each article. Until
 all parts are complete, the folder is called articles.unfinished. After an interruption, the same
-command continues there. The output does not depend on the number of workers.
+command continues the work. The output does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ExtractedLines(NamedTuple):
 
     Attributes:
         lines: The JSON lines.
-        counts: Number of extracted articles, and number of dropped ones by reason.
+        counts: Number of extracted articles ("articles"), and of dropped articles by reason.
     """
 
     lines: bytes
@@ -112,7 +112,7 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
         workers: Number of processes; 0 does all work in this process.
 
     Returns:
-        Number of extracted articles, and number of dropped ones by reason.
+        Number of extracted articles ("articles"), and of dropped articles by reason.
 
     Raises:
         ConfigError: The unfinished folder is from a different dump.
@@ -156,7 +156,11 @@ def _identity(dump: Path) -> dict[str, object]:
 
 
 def _open_manifest(folder: Path, dump: Path) -> list[dict[str, int]]:
-    """Return the counts of the parts that are complete. The other parts will be written again."""
+    """Return the counts of the complete parts. All other parts must be written again.
+
+    Raises:
+        ConfigError: The folder is an extraction of a different dump.
+    """
     path = folder / _MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
@@ -197,7 +201,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line, extract the articles and return the exit code."""
+    """Run the tool and return its exit code."""
     arguments = ToolParser("extract.py", __doc__)
     arguments.add_argument("dump", type=Path, help="Dump: .xml, .xml.bz2, .xml.gz or .xml.xz.")
     arguments.add_argument(

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line, join the files and return the exit code."""
+    """Run the tool and return its exit code."""
     parser = ToolParser("merge.py", __doc__)
     parser.add_argument("folder", type=Path, help="Folder that extract.py wrote.")
     parser.add_argument(

@@ -34,7 +34,7 @@ _SPACED = re.compile(r" +([,.])(?=\s|$)")
 _STYLE = re.compile(r"'{2,}")  # bold and italic
 _REFERENCE = re.compile(r"<ref\b[^<>]*>", re.IGNORECASE), re.compile(r"</ref\s*>", re.IGNORECASE)
 _COMMENT = re.compile("<!--"), re.compile("-->")
-_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")  # one without others inside
+_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")  # an innermost template
 # A "<" that does not begin a tag, and all marks that open or close an element.
 _LESS = re.compile(r"<(?!/?[a-zA-Z][^<>]*>)")
 _MARK = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|<(/?)([a-zA-Z]\w*)[^<>]*>")
@@ -49,7 +49,7 @@ def parser() -> ModuleType:
     """Import and return mwparserfromhell.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     try:
         import mwparserfromhell
@@ -61,7 +61,7 @@ def parser() -> ModuleType:
 
 
 def plain_text(wikitext: str, site: Site) -> str:
-    """Return an article as plain text.
+    """Convert the wikitext of an article to plain text.
 
     Args:
         wikitext: The text of the page.
@@ -88,7 +88,7 @@ def plain_text(wikitext: str, site: Site) -> str:
 
 
 def _shortened(wikitext: str) -> str:
-    """Return wikitext without its comments, references and templates.
+    """Return wikitext without comments, references and templates.
 
     Otherwise, the parser would create objects for all their parts, which takes twice as long. The
     time of this step depends only on the length of the text.
@@ -132,7 +132,7 @@ def _unclosed(wikitext: str) -> int:
 
 
 def _apostrophes(apostrophes: re.Match[str]) -> str:
-    """Return a run's apostrophes that are not markup: one of 4, and those beyond the fifth."""
+    """Return the apostrophes of a run that are not markup: one of four, or all after the fifth."""
     length = len(apostrophes.group())
     return "'" if length == 4 else "'" * (length - 5)
 
