@@ -227,14 +227,14 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
     """Check that the model supports the speculative decoding that --speculative-config requests.
 
     Raises:
-        ConfigError: The model is a Retro, has recurrent layers, or has too few multi-token
-            prediction layers.
+        ConfigError: The model is Retro, has recurrent layers, or has too few multi-token prediction
+            layers.
     """
     if speculation is None:
         return
     if model.architecture == "retro":
         raise ConfigError(
-            "--speculative-config: a Retro looks up neighbors for each chunk that it completes, "
+            "--speculative-config: a Retro model looks up neighbors for each chunk it completes, "
             "and draft tokens may be rejected: drop it"
         )
     if model.has_states:

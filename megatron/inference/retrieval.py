@@ -1,8 +1,8 @@
-"""An executor for a Retro, and construction of an engine for a GPT or a Retro.
+"""An executor for Retro models, and construction of an engine for a GPT or Retro model.
 
-A block of a Retro's cache stores a chunk of the text: the keys and values of its tokens, as for a
-GPT, and those of its neighbors in the layers that read them. Neighbors are looked up and encoded
-once, in the step that computes the chunk's last token.
+A block of Retro's cache stores a chunk of the text: the keys and values of its tokens, as for GPT,
+and those of its neighbors in the layers that read them. Neighbors are looked up and encoded once,
+in the step that computes the chunk's last token.
 
 Shapes: s new tokens, C chunks that end among them; chunks of m tokens, each with k neighbors of r
 tokens; h hidden, n heads, d head size.
@@ -46,7 +46,7 @@ _MAX_REMEMBERED = 4096  # number of chunks whose neighbors are remembered
 
 
 class ChunkMemory:
-    """The part of a Retro's cache that belongs to chunks: one chunk for each block.
+    """The part of Retro's cache that belongs to chunks: one chunk for each block.
 
     Args:
         plan: The network, all of whose layers this process holds.
@@ -80,7 +80,12 @@ class ChunkMemory:
 
     @staticmethod
     def block_bytes(plan: ModelPlan, dtype: torch.dtype) -> int:
-        """Return the number of bytes that each block takes."""
+        """Return the number of bytes that each block takes.
+
+        Args:
+            plan: The network, all of whose layers this process holds.
+            dtype: Number format.
+        """
         sizes = _sizes(plan)
         keys = sum(2 * sizes.keys * each.query for each in _neighbor_attention(plan).values())
         return dtype.itemsize * (sizes.chunk * plan.hidden + keys)
@@ -98,7 +103,7 @@ def _sizes(plan: ModelPlan) -> RetrievalPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RetroStepCache(StepCache):
-    """A step's view of the cache: the `models.retrieval.RetrievalCache` that a Retro receives.
+    """A step's view of the cache: the `models.retrieval.RetrievalCache` that Retro receives.
 
     Attributes:
         chunk_memory: The part of the cache that belongs to chunks.
@@ -106,7 +111,7 @@ class RetroStepCache(StepCache):
         ending_blocks: Blocks of these chunks, int64 [C].
         neighbor_singles: For each sequence that adds one token, the chunk that it reads, as a
             sequence of keys; `None` if there are no such sequences.
-        groups: Blocks of the chunks that the other sequences' tokens read, int64 [G].
+        groups: Blocks of the chunks that the tokens of all other sequences read, int64 [G].
         query_indices: For each of these tokens, its index among the G m queries of all groups,
             int64 [tokens].
     """
@@ -161,7 +166,7 @@ class RetroStepCache(StepCache):
 
 @dataclass(kw_only=True)
 class RetroExecutor(Executor):
-    """An executor of steps for a Retro in a single process. A block of its cache stores a chunk.
+    """An executor of steps for a Retro model in a single process, with a chunk per cache block.
 
     Attributes:
         chunk_memory: The part of the cache that belongs to chunks.
@@ -252,7 +257,7 @@ class RetroExecutor(Executor):
 
 
 def check_retrieval(config: RunConfig, embedder: str | None) -> None:
-    """Check flags that a GPT or a Retro does not support, before the model is loaded.
+    """Check flags that only GPT or only Retro supports, before the model is loaded.
 
     Args:
         config: The run.
@@ -266,11 +271,12 @@ def check_retrieval(config: RunConfig, embedder: str | None) -> None:
     if config.model.architecture == "gpt":
         if embedder is not None:
             raise ConfigError(
-                f"--bert-embedder-load {embedder} is for a Retro, and --load holds a GPT: drop it"
+                f"--bert-embedder-load {embedder} is for Retro models, and --load holds a GPT "
+                "model: drop it"
             )
     elif ranks > 1:
         raise ConfigError(
-            f"a Retro generates text on a single process, not on {ranks}: drop "
+            f"a Retro model generates text on a single process, not on {ranks}: drop "
             "--tensor-model-parallel-size and --pipeline-model-parallel-size"
         )
 
@@ -283,21 +289,21 @@ def build_any_engine(
     embedder: str | None = None,
     replica: Axis | None = None,
 ) -> BatchEngine:
-    """Return an engine for a GPT or a Retro in memory. Collective over its layout.
+    """Return an engine for a GPT or Retro model in memory. Collective over the model's layout.
 
     Args:
-        loaded: The model. A GPT was built in a `serving_context`.
+        loaded: The model. GPT models must be built in a `serving_context`.
         device: Device that the model is on.
-        options: Options of the engine. For a Retro, the block size is replaced by the length of a
-            chunk, and steps are not recorded as graphs.
-        embedder: For a Retro, the value of --bert-embedder-load (`open_retriever`).
+        options: Options of the engine. For Retro, the length of a chunk replaces the block size,
+            and steps are not recorded as graphs.
+        embedder: For Retro, the value of --bert-embedder-load (`open_retriever`).
         replica: Ranks of this copy of the model, as for `build_engine`.
 
     Raises:
         CheckpointError: There is no embedding network.
-        ConfigError: Not even one block fits in memory, or the working folder of a Retro does not
-            fit the embedding network.
-        DataError: The working folder of a Retro is damaged or belongs to a different model.
+        ConfigError: Not even one block fits in memory, or Retro's working folder does not fit the
+            embedding network.
+        DataError: Retro's working folder is damaged or belongs to a different model.
     """
     model, config = loaded.model, loaded.config
     if not isinstance(model, RetroModel):

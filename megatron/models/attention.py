@@ -122,7 +122,7 @@ class AttentionCore(nn.Module):
         recompute: bool,
         site: str,
     ) -> None:
-        """Choose the attention function for this context."""
+        """Store the attention function, and compute ALiBi's slopes if the plan has them."""
         super().__init__()
         self.axis, self.context_ranks = context.layout.tensor, context.layout.context.size
         self.attend = context.kernels.attention.function
@@ -189,7 +189,7 @@ class AttentionCore(nn.Module):
         if mask is None:
             ends = torch.arange(samples + 1, dtype=torch.int32, device=query.device) * length
             mask = Segments(ends, (samples, length))
-        assert isinstance(mask, Segments), "a GPT's mask is causal, within documents if it has them"
+        assert isinstance(mask, Segments), "GPT's mask is causal, within documents if there are any"
         return mask.within(chunk)
 
     def _attend(
@@ -366,7 +366,11 @@ class SelfAttention(nn.Module):
         return local_positions(length, self.context_axis, query.device).unsqueeze(1)
 
     def _split_heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [s, b, (n + 2g) d / t] into this rank's heads, and rotate queries and keys.
+        """Split the QKV projection into this rank's heads, and rotate queries and keys.
+
+        Args:
+            qkv: [s, b, (n + 2g) d / t]; [s, b, (2n + 2g) d / t] with an output gate.
+            rotation: Rotation of queries and keys; `None` for none.
 
         Returns:
             Queries [s, b, n/t, d], keys and values [s, b, g/t (at least 1), d]. With an output
@@ -410,8 +414,8 @@ class EncoderOutput(NamedTuple):
 class CrossAttention(nn.Module):
     """Attention with queries from the decoder's tokens, and keys and values from the encoder's.
 
-    Rows of the key-value weight are ordered by head, each with its key and then its value. A tensor
-    rank holds whole heads.
+    Rows of the key-value weight are ordered by head: the head's key, then its value. A tensor rank
+    holds whole heads.
 
     Args:
         plan: The plan of this layer, in which every head has its own key and value.

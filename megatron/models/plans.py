@@ -454,8 +454,8 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a GPT. Its layers may differ in mixer, MLP, window and rotation."""
-    assert head.is_language_model, "only a BERT can have a task head"
+    """Return the plan of GPT, whose layers may differ in mixer, MLP, window and rotation."""
+    assert head.is_language_model, "only BERT models have task heads"
     output: HeadPlan = output_plan(model, vocabulary, bias=model.lm_head_bias)
     if model.reward_head:
         output = ClassifierPlan(
@@ -500,7 +500,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a BERT: bidirectional layers, and heads for pretraining or a task."""
+    """Return the plan of BERT: bidirectional layers, and heads for pretraining or a task."""
     options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
     heads: list[HeadPlan] = []
     if model.bert_binary_head:
@@ -529,7 +529,7 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of T5, with the encoder's layers before the decoder's."""
-    assert head.is_language_model, "only a BERT can have a task head"
+    assert head.is_language_model, "only BERT models have task heads"
     encoder, decoder = model.num_layers, model.decoder_layers
     positions = model.max_position_embeddings
     bias = None
@@ -554,7 +554,7 @@ def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of Retro: a GPT, some of whose layers also attend to neighbors.
+    """Return the plan of Retro: a GPT model, some of whose layers also attend to neighbors.
 
     The first of these layers contains the encoder of the neighbors.
     """
@@ -594,7 +594,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
 
 def ict_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     """Return the plan of a bi-encoder: BERT towers that turn a text into a vector."""
-    assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only a BERT can have a task head"
+    assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only BERT models have task heads"
     projection = ClassifierPlan(
         kind="projection",
         outputs=model.biencoder_projection_dim,

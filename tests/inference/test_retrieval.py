@@ -397,5 +397,5 @@ def test_flags_of_the_other_kind_of_model_are_refused(folder):
         check_retrieval(split, None)
     gpt = replace(retro, model=replace(retro.model, architecture="gpt"))
     check_retrieval(gpt, None)
-    with pytest.raises(ConfigError, match="--bert-embedder-load bert is for a Retro"):
+    with pytest.raises(ConfigError, match="--bert-embedder-load bert is for Retro models"):
         check_retrieval(gpt, "bert")
