@@ -1,4 +1,4 @@
-"""Distillation: a GPT learns from a teacher's distribution for every token.
+"""Distillation: a GPT model learns from a teacher's distribution for every token.
 
 The teacher is a second model on the same processes. Alternatively, its most likely tokens are read
 together with each sample (`megatron.data.logits`). The loss is (1 - A) * cross entropy + A *
@@ -39,7 +39,7 @@ LOSS_NAMES = ("lm loss", DIVERGENCE)
 
 
 class GPTInputs(NamedTuple):
-    """The part of a micro-batch that a GPT reads on this context rank.
+    """The part of a micro-batch that a GPT model reads on this context rank.
 
     Attributes:
         local: This rank's tokens, labels, loss mask and positions.
@@ -112,7 +112,7 @@ class GPTTeacher(NamedTuple):
 
 
 class LearningRecipe(Recipe, Protocol):
-    """A recipe for a GPT that can learn from a teacher."""
+    """A recipe for a GPT model that can learn from a teacher."""
 
     teacher: GPTTeacher | None
     """The teacher on the same processes, or `None`."""
@@ -120,7 +120,7 @@ class LearningRecipe(Recipe, Protocol):
     def inputs(
         self, batch: Batch, config: RunConfig, tokenizer: Tokenizer, layout: Layout
     ) -> GPTInputs:
-        """Return the part of a micro-batch that a GPT reads on this context rank."""
+        """Return the part of a micro-batch that a GPT model reads on this context rank."""
 
 
 class Distillation(Extras):
@@ -135,7 +135,11 @@ class Distillation(Extras):
         self._recipe = recipe
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
-        """Write a teacher's logits instead of training if --logits-save-dir is given."""
+        """Write a teacher's logits instead of training if --logits-save-dir is set.
+
+        Returns:
+            Whether training is replaced.
+        """
         if config.distillation.logits_save_dir is None:
             return False
         from megatron.finetuning.teacher import save_logits  # few runs load a second model
@@ -201,7 +205,7 @@ def student_losses(
     vocabulary: VocabularyPart,
     options: DistillationConfig,
 ) -> dict[str, Tensor]:
-    """Return the sums of both losses over the labels that count, by log name.
+    """Return the sums of both losses over the labels that count, keyed by `LOSS_NAMES`.
 
     The values are logged and therefore not weighted, but their gradients are: the gradient of the
     sum equals the gradient of (1 - A) * cross entropy + A * divergence. A token whose logits could

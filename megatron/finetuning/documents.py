@@ -25,7 +25,7 @@ from megatron.parallel.layout import Axis
 
 
 class ComparingRecipe:
-    """The base class of recipes whose losses compare whole documents. They train a GPT."""
+    """The base class of recipes for GPT models whose losses compare whole documents."""
 
     architecture = "gpt"
     head = HeadSpec(compares=True)

@@ -160,7 +160,8 @@ def _is_base(run: Run, source: Path | None) -> bool:
 def weights_checksum(run: Run, includes: Callable[[str], bool]) -> int:
     """Return a checksum of the model's weights. Collective.
 
-    It is a sum over the bits of all weights, so it does not depend on the layout.
+    The checksum is the sum of the bits of all weights, read as integers. It does not depend on the
+    layout.
 
     Args:
         run: The run.

@@ -208,8 +208,8 @@ class RolloutRecipe(ComparingRecipe):
 def token_log_probs(part: GPTModel, batch: Batch, tokenizer: Tokenizer, layout: Layout) -> Tensor:
     """Return the log-probability of each token that is trained on, at the position before it.
 
-    The result is fp64 [b, s], and 0 at all other positions. The distribution is the same as in
-    generation: it excludes the padding entries of the vocabulary.
+    The result is fp64 [b, s], and 0 at all other positions. As in generation, padding entries of
+    the vocabulary have no probability.
 
     Args:
         part: The whole model, perhaps split over tensor ranks.
@@ -284,7 +284,7 @@ class Rollouts(Extras):
         raise NotImplementedError
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
-        """Check the flags. Training is not replaced.
+        """Check the flags, and return False, because training is not replaced.
 
         Raises:
             ConfigError: The model cannot generate during training with these flags.

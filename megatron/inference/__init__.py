@@ -10,7 +10,7 @@ worker            the loop that every serving rank runs
 samples, score    generate many texts into a file; compute the likelihood of texts
 sharing           divides prompts among copies of the model, and collects their texts in order
 text              turns tokens that arrive one by one into text that can be shown
-fill              fills in masked words with a BERT or T5
-retrieval         an executor for a Retro, which reads passages while it generates
+fill              fills in masked words with a BERT or T5 model
+retrieval         an executor for a Retro model, which reads passages while it generates
 server            serves text generation over HTTP
 """

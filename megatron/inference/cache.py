@@ -41,7 +41,7 @@ def next_key(
     """Return the key of a sequence's next full block, which follows the blocks with these keys.
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
-    key. It includes the adapter, because the same tokens have different keys and values with
+    key. The key includes the adapter, because the same tokens have different keys and values with
     another adapter. The same is true of a sequence longer than the training context of a model with
     LongRoPE or dynamic NTK; `variant` distinguishes these cases.
 

@@ -94,7 +94,8 @@ class Executor:
             multi-token prediction layers make drafts.
 
     Attributes of the last step:
-        states: Normalized hidden states [s, 1, h] of its tokens; `None` before the last stage.
+        states: Normalized hidden states [s, 1, h] of the step's tokens; `None` without
+            `keeps_states`, and before the last stage.
     """
 
     model: GPTModel
@@ -176,7 +177,7 @@ class Executor:
         return lambda: unpack(reading.wait(), choices)
 
     def retrieved(self, plan: StepPlan) -> list[Retrieved]:
-        """Return no passages, because a GPT reads none."""
+        """Return no passages, because GPT models read none."""
         return []
 
     def _run_stages(self, tokens: Tensor, cache: StepCache) -> Tensor:
@@ -330,9 +331,9 @@ class DecodeGraphs:
     """Recordings of steps in which every sequence adds one token, made when first needed.
 
     Each recording is for one number of sequences and one maximum length, with or without adapters.
-    A step uses the smallest recording that it fits in, padded with empty rows. All recordings read
-    the same input memory. It is written by copies in the device's queue, so a step may be queued
-    while another one runs.
+    A step uses the smallest recording in which it fits, padded with empty rows. All recordings read
+    the same input memory. The copies to this memory are queued on the device, so a step may be
+    queued while another one runs.
     """
 
     def __init__(

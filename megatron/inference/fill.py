@@ -1,6 +1,6 @@
-"""Filling in words that are masked by `[MASK]` in a text, with a trained BERT or T5.
+"""Filling in words that are masked by `[MASK]` in a text, with a trained BERT or T5 model.
 
-A BERT fills each `[MASK]` with a single token, and a T5 with any number of words.
+BERT fills each `[MASK]` with a single token, and T5 with any number of words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 MARK = "[MASK]"
-_MAX_SPAN_TOKENS = 20  # maximum number of tokens that a T5 fills in for one `[MASK]`
+_MAX_SPAN_TOKENS = 20  # maximum number of tokens with which T5 fills one `[MASK]`
 # Hugging Face's T5s were trained with these lengths, although their positions have no limit.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
@@ -51,11 +51,10 @@ class Filler:
 
         Args:
             text: Text that contains `[MASK]`.
-            top: Number of predictions for each `[MASK]`. A T5 makes only one, by greedy decoding.
+            top: Number of predictions for each `[MASK]`. T5 makes only one, by greedy decoding.
 
         Raises:
-            UserError: The text has no `[MASK]`, or is longer than the model's context
-                window.
+            UserError: The text has no `[MASK]` or too many, or exceeds the model's context window.
         """
         model, tokenizer = self.model, self.tokenizer
         first, *following = [tokenizer.tokenize_with_special(part) for part in text.split(MARK)]
@@ -116,7 +115,7 @@ class Filler:
         each followed by its words, and then the end token.
 
         Args:
-            model: The T5.
+            model: The T5 model.
             ids: Token ids of the text.
             sentinels: The sentinels in the text, in order.
             limit: Maximum length of the decoder's sequence in tokens: at least two for each
@@ -148,7 +147,7 @@ class Filler:
 
 
 def load_filler(folder: str, device: Device, *, allow_foreign: bool = False) -> Filler:
-    """Load the BERT or T5 of a folder's newest complete checkpoint, in a single process.
+    """Load the BERT or T5 model of a folder's newest complete checkpoint, in a single process.
 
     Args:
         folder: Folder of checkpoints.

@@ -55,14 +55,14 @@ class Loaded:
     """A model that is ready to run, with its tokenizer and configuration.
 
     Attributes:
-        model: The model in evaluation mode. In a layout it is this process's part: its tensor
-            rank's shard of its pipeline stage's layers.
+        model: The model in evaluation mode. In a parallel layout, this process's part: the tensor
+            rank's shard of the pipeline stage's layers.
         tokenizer: The tokenizer that the model was trained with.
         config: The run's configuration, without settings that only training needs (`saved_config`).
         iteration: Number of training steps taken.
         layout: This process's position in the parallel layout.
-        adapters: The model's adapters, of which each request chooses one or none
-            (`adapters.add_to`); `None` if it has none.
+        adapters: The model's adapters, of which each request selects one or none
+            (`adapters.add_to`); `None` if the model has no adapters.
         earlier_parts: The model parts on this process that run before `model`, if a training run
             has virtual pipeline stages.
     """
@@ -175,7 +175,7 @@ def open_existing(
         flag: The flag, for error messages.
         step: Iteration to open (--ckpt-step). `None` opens the newest.
         verify: Whether to check the checkpoint's files.
-        layout: Layout of the processes that open it together.
+        layout: Layout of the processes that open the checkpoint together.
         allow_foreign: Whether to accept files owned by other users (--allow-foreign-checkpoints).
         averaged: Whether to read the averages of the weights (--load-averaged-weights).
 

@@ -137,7 +137,7 @@ class Request:
 
 @dataclass(frozen=True)
 class NeighborPassage:
-    """A passage that a Retro has read.
+    """A passage that Retro has read.
 
     Attributes:
         chunk: Index of the chunk of the text for which the passage was retrieved, from 0.

@@ -338,7 +338,7 @@ class SampleInbox:
 def printer(total: int) -> Callable[[GeneratedText], None]:
     """Return a function that prints texts, each under a heading if there are several.
 
-    After the text of a Retro, the function prints the passages that the model has read.
+    With a Retro model, the function then prints the passages that the model has read.
 
     Args:
         total: Number of texts in all.

@@ -38,7 +38,7 @@ class Sample(NamedTuple):
         tokens: Token ids. There may be one more than fits in the model's context window, because
             the last one is only a target.
         scored: Number of tokens to score, counted from the end. Each needs a token before it.
-        neighbors: For a Retro, a function that returns the tokens [l, k, r] of the neighbors of the
+        neighbors: For Retro, a function that returns the tokens [l, k, r] of the neighbors of the
             sample's chunks, called when they are needed. The last chunk may be incomplete.
     """
 
@@ -82,7 +82,7 @@ class Scorer:
         self.micro_batch = micro_batch
         model = loaded.config.model
         is_retro = model.architecture == "retro"
-        # A Retro's sequences consist of whole chunks.
+        # Retro's sequences consist of whole chunks.
         self._length_multiple = model.chunk_length if is_retro else _MULTIPLE
         length = loaded.config.data.seq_length
         self.window = length if is_retro else model.longest_context
@@ -128,7 +128,14 @@ class Scorer:
         results: Tensor,
         on_batch: Callable[[], None],
     ) -> None:
-        """Fill in these batches' rows of `results` if this process has the model's last stage."""
+        """Run some batches. On the last pipeline stage, fill in their samples' rows of `results`.
+
+        Args:
+            batches: The batches.
+            samples: All samples.
+            results: [samples, 3]: log probability, whether greedy, and 1 to count the sample.
+            on_batch: A function called after each batch.
+        """
         layout, stages = self.loaded.layout, self.loaded.layout.pipeline.size
 
         def step(index: int, hidden: Tensor | None) -> Tensor:
@@ -151,7 +158,7 @@ class Scorer:
             return output
 
         def shape_of(index: int) -> tuple[int, int, int]:
-            """Return the shape [s, b, h] of the hidden states (or shard) sent between stages."""
+            """Return the shape [s, b, h] of the hidden states that stages send to each other."""
             batch, hidden = batches[index], self.loaded.model.plan.hidden
             rows = batch.length + self.loaded.config.model.neighbor_tokens(batch.length)
             return rows // layout.sequence.size, len(batch.samples), hidden

@@ -33,7 +33,7 @@ class GeneratedText:
         length: Number of tokens in the text.
         finished: Whether the model ended the text with its end-of-document token.
         error: The reason why there is no text, or "" if there is one.
-        passages: Fields of each `NeighborPassage` that a Retro read, or `None` for a GPT.
+        passages: Fields of each `NeighborPassage` that Retro has read; `None` for other models.
     """
 
     prompt: str | None

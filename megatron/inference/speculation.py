@@ -90,7 +90,7 @@ class NgramDrafter:
         self._indexes: WeakKeyDictionary[Sequence, _NgramIndex] = WeakKeyDictionary()
 
     def draft(self, plan: StepPlan) -> None:
-        """Set the `drafts` of each sequence that the step of a plan has chosen tokens for."""
+        """Set the `drafts` of each sequence for which a plan's step has chosen tokens."""
         for row in plan:
             budget = draft_budget(row, self._max_drafts)
             row.sequence.drafts = self._find_drafts(row.sequence, budget) if budget else ()
@@ -151,7 +151,7 @@ class MultiTokenDrafter:
 
     @torch.no_grad()
     def draft(self, plan: StepPlan) -> None:
-        """Set the `drafts` of each sequence that the step of a plan has chosen tokens for."""
+        """Set the `drafts` of each sequence for which a plan's step has chosen tokens."""
         windows = self._first_windows(plan)
         drafts: dict[Sequence, list[int]] = {
             window.row.sequence: [] for window in windows if window.row.is_last
@@ -169,7 +169,7 @@ class MultiTokenDrafter:
                 row.sequence.drafts = tuple(drafts[row.sequence][:budget])
 
     def _first_windows(self, plan: StepPlan) -> list[_DepthWindow]:
-        """Return the part of each sequence that the step computed, without rejected drafts."""
+        """Return the positions of each sequence that the step computed, without rejected drafts."""
         states, first, windows = self._executor.states, 0, []
         for row in plan:
             end = min(row.start + row.size, row.sequence.computed)
@@ -180,9 +180,9 @@ class MultiTokenDrafter:
         return windows
 
     def _extend_window(self, window: _DepthWindow, depth: int) -> _DepthWindow:
-        """Return the window, extended by the position before it if that state was kept.
+        """Return the window, extended by the previous position if the state there was stored.
 
-        Also keep the state at the position before the next window of this depth.
+        Also store the state at the position before the next window of this depth.
         """
         last_states = self._last_states.setdefault(window.row.sequence, {})
         position, state = last_states.pop(depth, (-1, None))

@@ -41,7 +41,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the text still held back at the end. An incomplete character becomes U+FFFD."""
+        """Return the remaining text at the end. An incomplete character becomes U+FFFD."""
         text = self._pending()
         self._returned = len(self._ids)
         return text
@@ -56,7 +56,7 @@ class ReleasedText(NamedTuple):
 
     Attributes:
         text: Text that cannot belong to a stop string.
-        stop: The stop string that ended the text, or `None` if the text goes on.
+        stop: The stop string that ended the text, or `None` if the text continues.
     """
 
     text: str
@@ -79,7 +79,7 @@ class StopStrings:
         self._buffer = ""
 
     def add(self, text: str) -> ReleasedText:
-        """Add text, and return the part of the held-back and new text that may be shown."""
+        """Add text, and return the part of all text so far that may be shown next."""
         self._buffer += text
         matches = [(self._buffer.find(stop), stop) for stop in self._stops if stop in self._buffer]
         if matches:
@@ -93,6 +93,6 @@ class StopStrings:
         return ReleasedText(released)
 
     def flush(self) -> str:
-        """Return the text that is still held back. Call this when there is no more text."""
+        """Return the text that is held back. Call this when there is no more text."""
         text, self._buffer = self._buffer, ""
         return text

@@ -138,7 +138,7 @@ def is_adapted(target: AdapterTarget, patterns: Sequence[str] | None) -> bool:
 
     Args:
         target: The target.
-        patterns: The value of --lora-target-modules. Without one, all linear layers have adapters.
+        patterns: The values of --lora-target-modules. Without any, all linear layers have adapters.
     """
     return any(is_target(target, pattern) for pattern in patterns or (ALL_LINEAR,))
 
@@ -174,8 +174,8 @@ def add_adapters(model: nn.Module, config: ModelConfig, context: BuildContext) -
         context: The context in which the model was built.
 
     Raises:
-        ConfigError: A layer that the flags name does not support an adapter, or its adapter does
-            not support DoRA or dropout.
+        ConfigError: A selected layer does not support an adapter, or its adapter does not support
+            DoRA or dropout.
     """
     plan, patterns = plan_of(config), config.lora_target_modules
     adapted = defaultdict[str, list[str]](list)

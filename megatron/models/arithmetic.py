@@ -64,9 +64,9 @@ def count_active_parameters(plan: ModelPlan) -> int:
 def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) -> int:
     """Count the parameters of a model part on one process.
 
-    If a model with tied embeddings or multi-token prediction is cut into several parts, the last
-    one holds a second copy of the word embedding. Every part with layers of a stack holds a copy of
-    the stack's table of relative positions.
+    If a model with tied embeddings or multi-token prediction is split into several parts, the last
+    part holds a second copy of the word embedding. Every part with layers of a stack holds a copy
+    of the stack's table of relative positions.
     """
     tensor = split.tensor
     norm = Norm.parameter_count(plan.final_norm, plan.hidden)

@@ -53,7 +53,7 @@ class BertResult(NamedTuple):
 class BertModel(Network):
     """A BERT model: embedding, layers, final normalization, heads.
 
-    Its parameters are those of a GPT plus the following:
+    Its parameters are those of a GPT model plus the following:
 
         embedding.token_type.weight   [2, h]   segments, in a model with a pooler
         pooler.dense.weight, .bias    [h, h]
@@ -178,7 +178,7 @@ class Classifier(Linear):
     """
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
-        """Allocate the layer, unsplit on every tensor rank."""
+        """Allocate the whole layer on every tensor rank."""
         whole = replace(context, layout=replace(context.layout, sequence_parallel=False))
         super().__init__(
             plan.hidden,
@@ -281,7 +281,7 @@ class MaskedTokenHead(nn.Module):
 
 
 class BertTaskModel(BertModel):
-    """A BERT with a task head that chooses among classes or among several texts.
+    """A BERT model with a task head that chooses among classes or among several texts.
 
     It has BERT's layers and pooler, then dropout and a linear layer, but no pretraining heads. Its
     parameters are BERT's plus `HEAD.weight` [outputs, h] and `HEAD.bias` [outputs].
@@ -304,7 +304,7 @@ class BertTaskModel(BertModel):
         *,
         head_name: str,
     ) -> None:
-        """Build a BERT and the task head."""
+        """Build a BERT model and the task head."""
         super().__init__(plan, context, part, recompute)
         self.head_name = head_name
         self.dropout = plan.embedding.dropout

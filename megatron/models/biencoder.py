@@ -34,9 +34,9 @@ class Vectors(NamedTuple):
 
 
 class TextEncoder(BertModel):
-    """A tower: a BERT whose hidden state of [CLS], optionally projected, represents the whole text.
+    """A tower: a BERT model whose hidden state of [CLS], optionally projected, represents a text.
 
-    Its parameters are those of a BERT without heads and pooler. With a projection it also has
+    Its parameters are those of a BERT model without heads and pooler. With a projection it also has
     `projection.weight` [e, h] and `projection.bias` [e]. The arguments are those of `BertModel`.
     """
 
@@ -47,7 +47,7 @@ class TextEncoder(BertModel):
         part: ModelPart | None = None,
         recompute: RecomputePlan | None = None,
     ) -> None:
-        """Build a BERT, and the projection if the plan has one."""
+        """Build a BERT model, and the projection if the plan has one."""
         super().__init__(plan, context, part, recompute)
         self.sequence = context.layout.sequence
         projection = plan.head("projection")
@@ -71,7 +71,7 @@ class BiEncoderModel(nn.Module):
     """The towers of a bi-encoder: `query_model` and `context_model`, or a single `shared_model`.
 
     Args:
-        plan: The whole network. Its `towers` says how many there are.
+        plan: The whole network, with the number of towers.
         context: Layout, device, kernels and number formats.
         part: The whole model, or `None`, which means the same. Towers cannot be split into pipeline
             stages.
@@ -133,7 +133,7 @@ class BiEncoderModel(nn.Module):
 
 
 class Retrieval(NamedTuple):
-    """A measure of how well queries find their contexts among those of all ranks.
+    """The result of searching for each query's context among the contexts of all ranks.
 
     Attributes:
         loss: The mean cross entropy of the correct contexts over the queries of all ranks. It is

@@ -48,19 +48,40 @@ class Sublayer(Protocol):
     """The costs that the class of a mixer or an MLP computes from its plan alone."""
 
     def matrices(self, plan: Any, split: WeightSplit, /) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of each weight matrix on one process."""
+        """Return (outputs, inputs) of each weight matrix on one process.
+
+        Args:
+            plan: The sublayer's plan.
+            split: The numbers of processes over which weights are split.
+        """
         ...
 
     def vectors(self, plan: Any, split: WeightSplit, /) -> int:
-        """Count the parameters on one process that are not in `matrices`."""
+        """Count the parameters on one process that are not in `matrices`.
+
+        Args:
+            plan: The sublayer's plan.
+            split: The numbers of processes over which weights are split.
+        """
         ...
 
     def flops(self, plan: Any, length: int, encoder_length: int, /) -> Flops:
-        """Count the operations of the forward and backward passes for `length` tokens."""
+        """Count the operations of the forward and backward passes for one sample.
+
+        Args:
+            plan: The sublayer's plan.
+            length: Number of tokens in the sequence.
+            encoder_length: Number of tokens in the encoder output that a decoder layer attends to.
+        """
         ...
 
     def activation_bytes(self, plan: Any, batch: MicroBatch, /) -> int:
-        """Count the bytes kept for the backward pass of a micro-batch."""
+        """Count the bytes kept on one process for the backward pass of a micro-batch.
+
+        Args:
+            plan: The sublayer's plan.
+            batch: The micro-batch.
+        """
         ...
 
 
@@ -182,7 +203,13 @@ class Block(nn.Module):
 
     @staticmethod
     def flops(plan: LayerPlan, length: int, encoder_length: int = 0) -> Flops:
-        """Count the operations of the forward and backward passes for one sample."""
+        """Count the operations of the forward and backward passes for one sample.
+
+        Args:
+            plan: The plan of the layer.
+            length: Number of tokens in the sequence.
+            encoder_length: Number of tokens in the encoder output that a decoder layer attends to.
+        """
         sublayer_flops = [
             class_of(sublayer).flops(sublayer, length, encoder_length)
             for sublayer in plan.sublayers

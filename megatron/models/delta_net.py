@@ -169,7 +169,7 @@ class GatedDeltaNet(RecurrentMixer):
                 inference.
 
         Returns:
-            The normalized outputs [s, b, m, (n / m) d] in the type of `projected`, and new states.
+            The normalized outputs [s, b, m, (n / m) d] in the dtype of `projected`, and new states.
         """
         plan, heads = self.plan, projected.shape[2]
         keys, _, values, _, values_per_key, _ = (width // plan.key_heads for width in plan.widths)

@@ -58,7 +58,7 @@ class Embedding(nn.Module):
     """
 
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
-        """Allocate the tables that the plan names."""
+        """Allocate the tables that the plan describes."""
         super().__init__()
         self.dropout, self.scale = plan.dropout, plan.scale
         self.sequence = context.layout.sequence
@@ -106,7 +106,7 @@ class Embedding(nn.Module):
             [s, b, h]; [s/t, b, h] with sequence parallelism.
         """
         x = self.word(tokens.t())
-        if self.scale is not None:  # rounded to the embeddings' type, as when Gemma was trained
+        if self.scale is not None:  # rounded to the embeddings' dtype, as when Gemma was trained
             x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         if self.norm is not None:
             x = self.norm(Stream(x))[1]

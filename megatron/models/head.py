@@ -38,8 +38,8 @@ class Output(nn.Module):
     Args:
         plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
-        embedding: Embedding of this part of the model. It may be `None` only if the matrix is
-            untied.
+        embedding: Embedding of this part of the model. It may be `None` only if the matrix is not
+            tied.
         uses: How many times a training pass computes losses with the matrix.
     """
 
@@ -96,7 +96,7 @@ class Output(nn.Module):
     def activation_bytes(plan: OutputPlan, batch: MicroBatch) -> int:
         """Count the bytes that the logits of pending losses occupy until the backward pass.
 
-        Their gradients reuse these bytes.
+        The gradients of the logits reuse these bytes.
         """
         rows = plan.vocabulary // batch.tensor
         if not batch.chunked_loss:
@@ -167,7 +167,7 @@ class TokenScore(Linear):
     """
 
     def __init__(self, plan: ClassifierPlan, context: BuildContext) -> None:
-        """Allocate the layer, unsplit on every tensor rank."""
+        """Allocate the whole layer on every tensor rank."""
         super().__init__(
             plan.hidden,
             plan.outputs,
@@ -204,7 +204,7 @@ class TokenScore(Linear):
 
 
 def masked_mean(total: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean loss of the unmasked tokens, or 0 (not nan) if all are masked.
+    """Return the mean loss of the tokens that the mask includes, or 0 (not nan) if there are none.
 
     Args:
         total: The scalar sum of losses * mask.

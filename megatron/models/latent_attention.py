@@ -41,8 +41,8 @@ class LatentAttention(nn.Module):
 
     Every tensor rank computes all latent vectors (with sequence parallelism, those of its part of
     the sequence), and from them its own heads. Rows of the key-value weight are ordered by head:
-    first its key without rotary channels, then its value. The channels of a query that never rotate
-    come before those that do.
+    the head's key without rotary channels, then its value. The channels of a query that never
+    rotate come before those that do.
 
     Args:
         plan: The plan of this layer.
@@ -196,10 +196,10 @@ class LatentAttention(nn.Module):
         return key.squeeze(1), value.squeeze(1)
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Map queries to queries that give the same scores with the cached vectors as with keys.
+        """Map queries from the space of keys to that of cached vectors, with the same scores.
 
         Args:
-            query: Queries of the step's first tokens, [s, n/t, d].
+            query: Queries of the first s tokens of the step, [s, n/t, d].
 
         Returns:
             [s, n/t, rank + rope].
@@ -220,7 +220,7 @@ class LatentAttention(nn.Module):
         """Map weighted sums of latent vectors to weighted sums of values.
 
         Args:
-            mixed: Sums of vectors for the step's first tokens, [s, n/t, rank].
+            mixed: Sums of vectors for the first s tokens of the step, [s, n/t, rank].
 
         Returns:
             [s, n/t, d].

@@ -167,7 +167,7 @@ class Mamba(RecurrentMixer):
                 inference.
 
         Returns:
-            The normalized outputs [s, b, g, r p] in the type of `projected`, and new states.
+            The normalized outputs [s, b, g, r p] in the dtype of `projected`, and new states.
         """
         plan, groups = self.plan, projected.shape[2]
         if self.factors is not None:

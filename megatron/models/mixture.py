@@ -130,7 +130,7 @@ class Mixture(nn.Module):
         return min(largest, max(router.experts * limit / (tokens * router.chosen), 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [s, b, h] to [s, b, h]."""
+        """Return the combined outputs of each token's experts, [s, b, h], for x [s, b, h]."""
         routing: Routing = self.router(x)
         wait = self._run_experts(x.flatten(0, 1), routing)
         if self.shared is None:
@@ -164,7 +164,7 @@ class Mixture(nn.Module):
 
 
 class Coefficient(nn.Module):
-    """A softmax of two scores, which weighs a token's experts against its shared MLP.
+    """The learned weights of a token's experts and of its shared MLP: a softmax of two scores.
 
     Args:
         plan: The plan of the mixture.

@@ -50,12 +50,12 @@ def copies_words(plan: ModelPlan) -> bool:
 
 
 class DepthInputs(NamedTuple):
-    """The inputs of a depth for a micro-batch, [b, s] each.
+    """The inputs of depth k for a micro-batch, [b, s] each. k counts from 1.
 
     Attributes:
-        tokens: For each position, the token `depth` positions later.
-        position_ids: The position of that token.
-        labels: The token after it.
+        tokens: For each position, the token k positions later.
+        position_ids: The position of each of these tokens.
+        labels: The token that follows each of these tokens.
         loss_mask: The weight of the loss; 0 if the sequence or the document ends before the label.
     """
 

@@ -79,7 +79,7 @@ class Norm(nn.Module):
         return width * (plan.weight + plan.bias)
 
     def forward(self, stream: Stream, fused_amax: FusedAmax | None = None) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h] and the normalized stream in the weight's type.
+        """Return the joined stream [s, b, h], and the normalized stream in the weight's dtype.
 
         Args:
             stream: The residual stream.
@@ -109,7 +109,7 @@ class Joining(nn.Module):
         self.dtype = context.compute_dtype
 
     def forward(self, stream: Stream, fused_amax: FusedAmax | None = None) -> tuple[Tensor, Tensor]:
-        """Return the joined stream [s, b, h], and a copy of it in the weights' type.
+        """Return the joined stream [s, b, h], and the same values in the dtype of the weights.
 
         Args:
             stream: The residual stream.
@@ -139,6 +139,9 @@ def normalize_projections(
         axis: The tensor ranks, which hold different heads, in order.
         by_head: Whether each head is normalized separately. Otherwise all queries are normalized
             together, and so are all keys.
+
+    Returns:
+        The normalized queries and keys, in the shapes of `parts` and the dtype of the weights.
     """
     if axis.size == 1 and not by_head:
         return [
@@ -171,7 +174,7 @@ def normalize_projections(
 
 
 def _head_slice(vector: Tensor, part: Tensor, axis: Axis) -> Tensor:
-    """Return a vector's entries for this rank's heads, [heads, d], in the heads' type."""
+    """Return the entries of `vector` for this rank's heads, [heads, d], in the dtype of `part`."""
     heads, size = part.shape[2:]
     first = axis.rank * len(vector) // (axis.size * size)
     return vector.unflatten(0, (-1, size))[first : first + heads].to(part.dtype)

@@ -515,9 +515,9 @@ class OutputPlan(HeadPlan):
 
     Attributes:
         vocabulary: Number of entries, padding included.
-        tied: Whether its matrix is the word embedding table.
+        tied: Whether the layer's matrix is the word embedding table.
         bias: Whether each entry has a bias.
-        scale: Factor applied to its input; `None` leaves the input as it is.
+        scale: Factor applied to the layer's input; `None` for no factor.
         softcap: Soft cap on the magnitude of scores; `None` for none.
     """
 

@@ -116,7 +116,7 @@ class PositionBias(SharedTable):
                 may attend to all keys in an encoder, and in a decoder to those up to its position.
 
         Returns:
-            [b or 1, n/t, s, s] in the table's type, with the lowest value of that type for keys
+            [b or 1, n/t, s, s] in the table's dtype, with the lowest value of that dtype for keys
             that a query may not attend to.
         """
         if self.original is not None:

@@ -54,7 +54,7 @@ class RecomputePlan:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The parts of a layer that are recomputed; empty if whole layers are."""
+        """The parts of a layer that are recomputed; empty if whole layers are recomputed."""
         return frozenset(self.modules if self.granularity == "selective" else ())
 
     @classmethod

@@ -28,8 +28,8 @@ class RecurrentMixer(nn.Module, ABC):
     """A mixer that passes states from token to token, between two linear projections.
 
     A subclass allocates both projections and implements `mix`, which continues sequences from their
-    states. Training calls it with whole sequences and no states. In inference, the cache calls it
-    with each sequence's new tokens and states (`KeyValueCache.recur`).
+    states. Training calls `mix` with whole sequences and no states. In inference, the cache calls
+    it with each sequence's new tokens and states (`KeyValueCache.recur`).
 
     The rows of the input projection are ordered by group, and groups are independent of each other
     until the output projection. A tensor rank holds whole groups. With context parallelism, each
@@ -75,7 +75,7 @@ class RecurrentMixer(nn.Module, ABC):
                 inference.
 
         Returns:
-            The mixed tokens [s, b, g, c] in the type of `projected`, and the states after them.
+            The mixed tokens [s, b, g, c] in the dtype of `projected`, and the states after them.
         """
 
     def forward(
@@ -175,8 +175,8 @@ class CausalConvolution(nn.Module):
                 PyTorch's operations.
 
         Returns:
-            Results [s, b, c], and the state after x in the type of x. PyTorch's operations return
-            results in fp32, and kernels in the type of x.
+            Results [s, b, c], and the state after x in the dtype of x. PyTorch's operations return
+            results in fp32, and kernels in the dtype of x.
         """
         bias = None if self.bias is None else self.bias[part]
         length, history = len(x), self.weight.shape[1] - 1

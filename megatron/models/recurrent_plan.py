@@ -67,7 +67,7 @@ class RecurrentPlan(MixerPlan, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class MambaPlan(RecurrentPlan):
-    """A Mamba-2 mixer (Dao and Gu, 2024), a state-space model with scalar decay in each head.
+    """A Mamba-2 mixer (Dao and Gu, 2024), a state-space model with one scalar decay per head.
 
     Attributes:
         heads: Number of heads.
@@ -156,7 +156,7 @@ class GatedDeltaNetPlan(RecurrentPlan):
 
     @property
     def keys(self) -> int:
-        """Width of all keys side by side, which equals that of all queries."""
+        """Width of all keys side by side, and of all queries."""
         return self.key_heads * self.key_size
 
     @property

@@ -106,7 +106,7 @@ class Neighbors:
 
 
 class NeighborCrossAttention(CrossAttention):
-    """Attention from each token of a neighbor to all tokens of the chunk it was retrieved for.
+    """Attention from the tokens of a neighbor to the chunk for which it was retrieved.
 
     The arguments are those of `CrossAttention`.
     """
@@ -280,7 +280,10 @@ class ChunkedCrossAttention(CrossAttention):
 
     @property
     def _slices(self) -> tuple[int, int]:
-        """Slices of a sequence on this rank, and tokens to pad before each (negative: to cut)."""
+        """Number of slices of a sequence on this rank, and number of tokens to pad before each.
+
+        A negative number of tokens is cut off instead.
+        """
         return (1, 1 - self.chunk) if self.context_axis.size == 1 else (2, 1)
 
 

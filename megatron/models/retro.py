@@ -1,4 +1,4 @@
-"""Retro: a GPT whose chunks attend to similar chunks of a database (Borgeaud et al., 2022).
+"""Retro: a GPT model whose chunks attend to similar chunks of a database (Borgeaud et al., 2022).
 
 The network is the same as in Megatron-LM 23.08: the encoder of the neighbors is part of the first
 layer that reads them. The encoder's first layer also attends to the neighbors' chunk.
@@ -24,7 +24,7 @@ from megatron.parallel.context.split import local_positions
 
 
 class RetroModel(GPTModel):
-    """Retro: a GPT, some of whose layers attend to neighbors.
+    """Retro: a GPT model, some of whose layers attend to neighbors.
 
     It has the arguments and parameters of `GPTModel`, plus these parameters:
 

@@ -337,7 +337,7 @@ def selects_randomly(plan: RouterPlan) -> bool:
 
 
 def queue_positions(routing: Routing, plan: RouterPlan, random: Tensor | None) -> Tensor:
-    """Return each choice's sort key in its expert's queue, fp32 [T, k]; the lowest are kept.
+    """Return each choice's sort key in its expert's queue, fp32 [T, k]. The lowest keys are kept.
 
     Megatron Core keeps the choices with the highest weights, or the earliest. DeepSpeed's rule
     depends on the number of experts per token. With one it keeps random tokens; with two it serves

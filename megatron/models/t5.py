@@ -37,7 +37,8 @@ class T5Stack(nn.Module):
     Args:
         layers: The layers that this process holds.
         final_norm: The final normalization, if this process holds the end of the stack.
-        position_bias: The table of relative positions, if the plan has one and there are layers.
+        position_bias: The table of relative positions; `None` if the plan has none, or if this
+            process holds no layers.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class T5Stack(nn.Module):
         Args:
             hidden: [s, b, h]; [s/t, b, h] with sequence parallelism.
             length: Length of the sequence, s.
-            mask: bool [b, 1, 1, s], True for a token; `None` uses the plan's default.
+            mask: bool [b, 1, 1, s], True for a token; `None` without padding. A decoder's attention
+                is then causal.
             *inputs: Further arguments of every layer.
 
         Returns:

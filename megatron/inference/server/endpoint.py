@@ -137,7 +137,7 @@ class RateLimiter:
         self._used_until: dict[str, float] = {}
 
     async def wait(self, address: str, size: int) -> None:
-        """Wait until bytes of a large body may be handled.
+        """Wait until the next bytes of a large body may be processed.
 
         Args:
             address: Address of the client.

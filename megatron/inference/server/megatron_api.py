@@ -215,7 +215,7 @@ class MegatronApi:
     async def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return {text, segments, logprobs}, or for a beam search {text, segments, scores}.
 
-        A Retro's answer also has the passages that it has read, as a list for each prompt.
+        With a Retro model, the result also has the passages that were read for each prompt.
 
         Args:
             body: The JSON object that the client sent.

@@ -81,7 +81,7 @@ class Metrics(Collector):
     """The server's metrics, in their own registry. docs/generation.md lists them."""
 
     def __init__(self, engine: EngineClient) -> None:
-        """Create the metrics.
+        """Create and register the metrics.
 
         Args:
             engine: Client of the engine, which has its own statistics.

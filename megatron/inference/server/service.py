@@ -166,7 +166,7 @@ class TextPiece:
     Attributes:
         text: The text.
         tokens: The tokens.
-        passages: Passages that a Retro has read since the last piece.
+        passages: Passages that Retro has read since the previous piece.
     """
 
     text: str
@@ -209,7 +209,7 @@ class TokenDecoder:
         return text, DecodedToken(token, token_text, offset, logprob, alternatives)
 
     def flush(self) -> str:
-        """Return the text that is still held back. Call this when there are no more tokens."""
+        """Return the remaining text. Call this when there are no more tokens."""
         return self._detokenizer.flush()
 
 
@@ -240,7 +240,7 @@ class TextAnswer:
     Attributes:
         request: The sequence.
         prompt: Log probabilities of the prompt; `None` until they arrive.
-        passages: Passages that a Retro has read so far.
+        passages: Passages that Retro has read so far.
         new_tokens: Number of new tokens so far, including silent ones.
         finished: The engine's last event, or `None` if a stop string ended the answer before that
             event.
@@ -372,8 +372,8 @@ class AnswerGroup:
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece | None], None]:
         """Yield (index, piece) as text arrives, and (index, None) at the end of each answer.
 
-        A piece contains all text that has arrived since the last one. When many clients share the
-        server, they get fewer and larger pieces instead of falling further and further behind.
+        A piece contains all text that has arrived since the previous one. When many clients share
+        the server, they get fewer and larger pieces instead of falling further and further behind.
 
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
@@ -433,7 +433,7 @@ class Service:
     """The tokenizer, the engine and the settings of a server."""
 
     def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, engine: EngineClient) -> None:
-        """Create the service.
+        """Store the settings, and create the processes for texts.
 
         Args:
             settings: Settings of the server.
@@ -457,7 +457,7 @@ class Service:
         """Return the index of the adapter that a request names, or 0 for the base model.
 
         Args:
-            model: Name in the request, or `None` if it names none, which means the base model.
+            model: Name in the request; `None` means the base model.
 
         Raises:
             ApiError: No model or adapter has this name (404).

@@ -25,9 +25,9 @@ class ServerLimits:
         large_body_speed: Maximum bytes per second read from one address, in bodies over 64 KiB.
         connections: Maximum number of open connections. Further ones are closed immediately.
         text_seconds: Maximum time to tokenize a request's texts, or to render its conversation.
-        text_memory: Memory in bytes for this work, in addition to the tokenizer's own.
-        long_texts: Maximum number of requests whose long texts are being tokenized or are waiting
-            to be. Further requests get status 429.
+        text_memory: Memory for this work, in bytes, in addition to the tokenizer's own.
+        long_texts: Maximum number of requests with long texts that are being tokenized or wait for
+            it. Further requests get status 429.
         long_texts_per_client: Maximum number of such requests from one address.
     """
 
@@ -55,7 +55,7 @@ class FrontSettings:
         chat_template: Text of the chat template, or `None` if the model has none.
         token: Token that clients must send. `None` admits only clients on this machine.
         created: Start time of the server in seconds since 1970.
-        retrieves: Whether the model is a Retro, whose answers come with the passages it has read.
+        retrieves: Whether the model is Retro, whose answers come with the passages it has read.
         adapters: Names of the model's adapters, in the engine's order.
     """
 

@@ -214,7 +214,7 @@ class TextProcess:
         """Start the process.
 
         Raises:
-            ConfigError: The process cannot prepare its work.
+            ConfigError: The tokenizer or the template cannot be used.
         """
         self._results = Unpacker[Result](Result)
         self._process = await asyncio.create_subprocess_exec(
