@@ -166,7 +166,7 @@ class RetroStepCache(StepCache):
 
 @dataclass(kw_only=True)
 class RetroExecutor(Executor):
-    """An executor of steps for a Retro model in a single process, with a chunk per cache block.
+    """An executor of steps for a Retro model in a single process. A cache block stores one chunk.
 
     Attributes:
         chunk_memory: The part of the cache that belongs to chunks.

@@ -170,7 +170,7 @@ StepPlan = tuple[Row, ...]  # decode rows come first
 
 
 class Scheduler:
-    """A planner of steps.
+    """A planner of steps, which assigns tokens, blocks and state slots to sequences.
 
     Call `mark_started` with a plan once its step is in progress, before the next `plan`, and
     `mark_complete` once the step is complete. Steps run in the order of their plans.
