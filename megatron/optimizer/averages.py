@@ -1,12 +1,13 @@
 """Averages of the weights over updates, in fp32. Each process averages the weights it updates.
 
-Averaged weights are often better than the latest ones, especially while the learning rate is high.
+Averaged weights often give a lower loss than the latest weights, especially while the learning rate
+is high.
 
 - An exponential moving average (EMA) moves toward the weights in each update. For the first
-  1 / (1 - decay) updates it is the plain mean of the updated weights, so that the initial weights
-  have no influence.
-- The latest weight average (LAWA; Kaddour, "Stop wasting my time!", 2022) is the mean of a few
-  snapshots, taken at regular intervals.
+  1 / (1 - decay) updates it is the plain mean of the updated weights, so the initial weights have
+  no influence.
+- The latest weight average (LAWA; Kaddour, "Stop wasting my time!", 2022) is the mean of the latest
+  few snapshots, which are taken at regular intervals.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from megatron.optimizer.packed import PackedTensor, State, values_of
 
 
 class WeightAverage(Protocol):
-    """An average of the weights over updates."""
+    """An average of the weights over updates.
+
+    Attributes:
+        kind: The kind of average, "ema" or "lawa".
+        count: The number of updates (EMA) or snapshots (LAWA) that have been included.
+    """
 
     kind: str
     count: int
-    """Number of updates (EMA) or snapshots (LAWA) that the average has seen."""
 
     def update(self, updates: int) -> None:
         """Include the weights after an update.
@@ -42,15 +47,14 @@ class WeightAverage(Protocol):
     def tensor_sets(self) -> dict[str, list[Tensor]]:
         """Return the tensors to save, one for each weight, by name prefix.
 
-        Tensors with the prefix `AVERAGES` may be copies. A checkpoint is loaded into all others in
-        place.
+        Tensors with the prefix `AVERAGES` may be copies.
         """
 
     def prepare(self, is_saved: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
-        """Return the tensors to load from a checkpoint, by name prefix.
+        """Return the tensors into which to load a checkpoint, one for each weight, by name prefix.
 
         Args:
-            is_saved: Function that returns whether the checkpoint contains tensors with a given
+            is_saved: A function that returns whether the checkpoint contains tensors with a given
                 name prefix.
             count: The value of `count` in the saved run.
         """
@@ -103,14 +107,14 @@ class LatestAverage:
 
     Args:
         weights: The weights to average, in fp32 or packed.
-        interval: Number of updates between snapshots.
-        window: Number of snapshots in the mean.
+        interval: The number of updates between snapshots.
+        window: The maximum number of snapshots in the mean.
     """
 
     kind = "lawa"
 
     def __init__(self, weights: Sequence[State], interval: int, window: int) -> None:
-        """Start with no snapshots."""
+        """Create an average without snapshots."""
         self.count = 0
         self._weights, self._interval, self._window = list(weights), interval, window
         self._snapshots: list[list[Tensor]] = []  # the newest first
@@ -124,7 +128,7 @@ class LatestAverage:
                 snapshot.copy_(values_of(weight))
 
     def _add(self) -> list[Tensor]:
-        """Return tensors for a new snapshot. A full window reuses those of the oldest snapshot."""
+        """Return tensors for a new snapshot, those of the oldest snapshot if the window is full."""
         is_full = len(self._snapshots) == self._window
         new = self._snapshots.pop() if is_full else [new_like(weight) for weight in self._weights]
         self._snapshots.insert(0, new)
@@ -146,7 +150,7 @@ class LatestAverage:
         return means | self._by_age()
 
     def prepare(self, is_saved: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
-        """Return the tensors to load: the newest saved snapshots that fit into the window."""
+        """Return the tensors to load: the newest saved snapshots, at most a full window."""
         self.count, self._snapshots = 0, []
         while len(self._snapshots) < self._window and is_saved(_snapshot(len(self._snapshots))):
             self._add()

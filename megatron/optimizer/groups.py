@@ -17,11 +17,11 @@ class ParameterGroup:
     """Parameters that are updated in the same way, in the model's order.
 
     Attributes:
-        rule: Update rule of the group.
+        rule: The update rule.
         is_decayed: Whether weight decay applies.
-        is_decoupled: Whether the learning rate is set by --decoupled-lr.
-        names: Names of the parameters.
-        parameters: The parameters themselves.
+        is_decoupled: Whether --decoupled-lr sets the learning rate.
+        names: The names of the parameters.
+        parameters: The parameters.
     """
 
     rule: UpdateRule
@@ -34,15 +34,15 @@ class ParameterGroup:
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies to a parameter.
 
-    Matrices and embeddings decay; biases (of any shape) and 1-D tensors do not.
+    It applies to matrices and embeddings, but not to biases (of any shape) and 1-D tensors.
     """
     return parameter.ndim > 1 and name.rpartition(".")[2] != "bias"
 
 
 def is_vocabulary(parameter: nn.Parameter) -> bool:
-    """Return whether this is the weight of the word embedding or of the output layer.
+    """Return whether a parameter is the weight of the word embedding or of the output layer.
 
-    Megatron Core calls these embedding or output parameters. Position and token-type embeddings,
+    Megatron Core calls these "embedding or output" parameters. Position and token-type embeddings,
     biases and other heads are not included.
     """
     spec = getattr(parameter, "spec", None)
@@ -55,15 +55,15 @@ def split_groups(
     *,
     decouples: bool = False,
 ) -> list[ParameterGroup]:
-    """Split parameters into groups, with each rule's decayed group before its other group.
+    """Split the parameters that require gradients into groups.
 
-    Empty groups and parameters without gradients are left out.
+    Each rule has up to two groups, the one with weight decay first.
 
     Args:
-        named_parameters: Parameters of the model on this process.
-        choose_rule: Function that returns a parameter's update rule.
+        named_parameters: The parameters of the model in this process.
+        choose_rule: A function that returns the update rule of a parameter.
         decouples: Whether the word embedding and the output layer have their own learning rate.
-            They then form separate groups, which come after each rule's other groups.
+            They then form separate groups, which follow the rule's other groups.
     """
     members: dict[tuple[UpdateRule, bool, bool], dict[str, nn.Parameter]] = {}
     for name, p in named_parameters:

@@ -1,12 +1,12 @@
 """Muon: momentum whose update of a matrix is orthogonalized (Jordan et al., 2024).
 
-Under ZeRO stages 1 and 2 the bucket plan gives each matrix to one process of the replica axis,
-which holds its momentum and orthogonalizes it. Under stage 3 every process holds some rows of each
+In ZeRO stages 1 and 2 the bucket plan assigns each matrix to one process of the replica axis, which
+stores its momentum and orthogonalizes its update. In stage 3 every process holds some rows of each
 matrix; the rows of an update are sent to one process and come back orthogonalized (`RowExchange`).
-Matrices that are split over tensor ranks follow --muon-tp-mode.
+--muon-tp-mode determines how matrices that are split over tensor ranks are orthogonalized.
 
 Newton-Schulz iterations orthogonalize matrices with matrix products only. For a matrix X = U S V^T,
-an iteration computes a X + (b G + c G G) X with G = X X^T: it maps every singular value s to
+an iteration computes a X + (b G + c G G) X with G = X X^T, which maps every singular value s to
 a s + b s^3 + c s^5 and does not change U and V. A few iterations bring all singular values of a
 normalized matrix close to 1.
 """
@@ -42,9 +42,9 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""Coefficients (a, b, c) of the iterations for each value of --muon-coefficient-type."""
+"""The coefficients (a, b, c) of the iterations for each value of --muon-coefficient-type."""
 
-_EPS = 1e-7  # smallest norm to divide by
+_EPS = 1e-7  # the minimum norm to divide by
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,17 @@ class Muon:
     Attributes:
         momentum: The decay rate beta.
         nesterov: Whether to use Nesterov momentum.
-        split_qkv: Whether to orthogonalize the query, key and value projections of one weight
+        split_qkv: Whether to orthogonalize the query, key and value projections of a weight
             separately.
-        scale_mode: How the scale depends on the matrix's size; see `scale_of`.
+        scale_mode: How the scale depends on the size of the matrix: "spectral", "unit_rms_norm" or
+            "shape_scaling" (see `scale_of`).
         extra_scale: A factor applied to every scale.
         steps: The number of Newton-Schulz iterations.
-        coefficients: The name of the iterations' coefficients.
-        precision: The precision of the iterations' matrix products; see `orthogonalize`.
-        tensor_mode: How to orthogonalize matrices that are split over tensor ranks.
+        coefficients: The coefficients of the iterations, a key of `COEFFICIENTS`.
+        precision: The precision of the matrix products (see `orthogonalize`).
+        tensor_mode: How to orthogonalize matrices that are split over tensor ranks: "blockwise"
+            treats each shard as a matrix, "duplicated" gathers the matrix on every rank, and
+            "distributed" computes with shards and sums products over the ranks.
     """
 
     momentum: float = 0.9
@@ -112,7 +115,7 @@ class Muon:
             buffers = list(tensors.state["momentum_buffer"])
             weights = list(tensors.weights)
             # A learning rate of 0 leaves the weights unchanged. The kernel divides the gradients by
-            # the scale, and changes nothing if some gradient is not finite.
+            # the scale, and changes nothing if any gradient is not finite.
             _sgd(step, weights, gradients, buffers, momentum=self.momentum, lr=0.0)
             if self.nesterov:
                 torch._foreach_lerp_(gradients, buffers, self.momentum)
@@ -126,7 +129,7 @@ class Muon:
             copy_weights(tensors.weights, tensors.copies)
 
     def scale_of(self, rows: int, columns: int) -> float:
-        """Return the factor applied to a matrix's orthogonalized update."""
+        """Return the factor applied to the orthogonalized update of a matrix [rows, columns]."""
         square = {
             "spectral": max(rows, columns),
             "unit_rms_norm": rows / columns,
@@ -145,7 +148,7 @@ def _sgd(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
 ) -> None:
-    """Run PyTorch's fused SGD: on raw gradients with momentum, or on final updates without it."""
+    """Run PyTorch's fused SGD, with momentum on raw gradients or without it on final updates."""
     torch._fused_sgd_(
         weights,
         gradients,
@@ -170,7 +173,7 @@ class _Chunk:
         tensors: The tensors of this process.
         exchange: The exchange that gathers the rows of each matrix; `None` if this process has all
             rows.
-        orthogonalize: The function that orthogonalizes whole matrices in place.
+        orthogonalize: A function that orthogonalizes whole matrices in place.
     """
 
     tensors: UpdateTensors
@@ -179,7 +182,7 @@ class _Chunk:
 
 
 def _chunks(shards: Sequence[MatrixShard]) -> list[list[int]]:
-    """Return chunks of limited size, as indices of parameters that are exchanged together."""
+    """Divide parameters, by index, into chunks of limited size that are exchanged together."""
     by_rows: dict[Axis | None, list[int]] = {}
     for i, shard in enumerate(shards):
         by_rows.setdefault(shard.rows, []).append(i)
@@ -198,20 +201,24 @@ def _chunks(shards: Sequence[MatrixShard]) -> list[list[int]]:
 
 
 def cost_of(spec: ParameterSpec) -> int:
-    """Return the cost of orthogonalizing a parameter: the multiplications of its X X^T."""
+    """Return the cost of orthogonalizing a parameter: the number of multiplications for X X^T."""
     *_, rows, columns = spec.shape
     return torch.Size(spec.shape).numel() * min(rows, columns)
 
 
 class RowExchange:
-    """An exchange that gathers all rows of each matrix on one process, and sends them back.
+    """An exchange that gathers all rows of each parameter on one process, and sends them back.
 
-    Every matrix goes to one process. Matrices are assigned in order of decreasing cost, each to the
-    process with the least work so far.
+    Parameters are assigned to processes in order of decreasing cost, each to the process with the
+    least work so far.
 
     Args:
         shards: The parameters, the same on all processes of the axis.
         axis: The processes that each hold some rows of every parameter.
+
+    Attributes:
+        loads: The total cost of each process's parameters.
+        owned: The parameters assigned to this process, in the order of the messages.
     """
 
     def __init__(self, shards: Sequence[MatrixShard], axis: Axis) -> None:
@@ -222,10 +229,10 @@ class RowExchange:
             owners[i] = loads.index(min(loads))
             loads[owners[i]] += cost_of(shards[i].spec)
         self.loads = loads
-        # In the order of the messages: by owner, then by the parameter's index.
+        # The order of the messages: by owner, then by the parameter's index.
         self._order = sorted(range(len(shards)), key=lambda i: (owners[i], i))
         self.owned = [shards[i] for i in self._order if owners[i] == axis.rank]
-        row_spans = []  # the elements that each rank holds of each parameter under ZeRO stage 3
+        row_spans = []  # for each parameter, the elements that each rank holds in ZeRO stage 3
         for shard in shards:
             elements = torch.Size(shard.spec.shape).numel()
             row_spans.append(row_shards(elements // shard.spec.shape[-1], elements, axis.size))
@@ -269,14 +276,16 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The properties that the matrices of a batch share.
+    """The properties shared by the matrices of a batch.
 
     Attributes:
         rows: The number of rows of each matrix on this process.
         columns: The number of columns of each matrix on this process.
-        scale: The factor applied to their orthogonalized updates.
-        split_dim: The dimension that `axis` divides; `None` if matrices are whole here.
-        axis: The processes that orthogonalize a matrix together; `None` if each works alone.
+        scale: The factor applied to the orthogonalized updates.
+        split_dim: The dimension that is split over `axis`; `None` if this process has whole
+            matrices.
+        axis: The processes that orthogonalize a matrix together; `None` if each orthogonalizes its
+            own matrices.
     """
 
     rows: int
@@ -290,8 +299,8 @@ def _matrix_view(index: int, groups: tuple[int, int, int], rows: slice, tensor: 
     """Return a view of one matrix of a tensor, [groups, selected rows of each group, columns].
 
     Args:
-        index: The index of the matrix in the leading dimensions.
-        groups: The number of groups, the rows of a group, and the columns.
+        index: The index of the matrix in the flattened leading dimensions.
+        groups: The number of groups, the number of rows per group, and the number of columns.
         rows: The rows of each group that belong to the matrix.
         tensor: The tensor, contiguous.
     """
@@ -299,11 +308,11 @@ def _matrix_view(index: int, groups: tuple[int, int, int], rows: slice, tensor: 
 
 
 class _Orthogonalization:
-    """In-place orthogonalization of whole tensors, with equally shaped matrices in one batch.
+    """In-place orthogonalization of whole tensors, with matrices of the same shape in a batch.
 
     Args:
         rule: The settings.
-        shards: The parameters, in the order in which they are passed.
+        shards: The parameters, in the order of the tensors that will be passed.
     """
 
     def __init__(self, rule: Muon, shards: Sequence[MatrixShard]) -> None:
@@ -318,7 +327,7 @@ class _Orthogonalization:
     def _split(
         self, shard: MatrixShard, gathers: bool
     ) -> list[tuple[_Kind, Callable[[Tensor], Tensor]]]:
-        """Return the kind of each matrix of a parameter, and a function that returns its view."""
+        """Return, for each matrix of a parameter, its kind and a function that returns its view."""
         spec, ranks = shard.spec, shard.tensor.size
         assert spec.matrices is not None
         shape, dim = list(spec.shape), spec.split_dim
@@ -355,7 +364,10 @@ class _Orthogonalization:
         return matrices
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors with their scaled orthogonalizations. Collective over the tensor axis."""
+        """Replace the matrices of tensors with their scaled orthogonalizations.
+
+        Collective over the tensor axis.
+        """
         whole = [
             self._gather(tensor, shard) if gathers else tensor
             for tensor, shard, gathers in zip(tensors, self._shards, self._gathers, strict=True)
@@ -393,7 +405,7 @@ class _Orthogonalization:
 
     @staticmethod
     def _gather(tensor: Tensor, shard: MatrixShard) -> Tensor:
-        """Return the whole tensor, gathered from the tensor ranks. Collective over them."""
+        """Gather the whole tensor from the tensor ranks. Collective over the tensor axis."""
         dim = shard.spec.split_dim
         assert dim is not None
         joined = all_gather(tensor.movedim(dim, 0).contiguous(), shard.tensor)
@@ -411,17 +423,18 @@ def orthogonalize(
 ) -> Tensor:
     """Return matrices with the singular vectors of `x` and singular values near 1.
 
-    With `axis`, each process has a part of every matrix, and the call is collective over the axis.
+    With `axis`, each process has a shard of every matrix, and the call is collective over the axis.
 
     Args:
-        x: Equally shaped matrices, [k, rows, columns]: bf16 if `precision` is "medium", otherwise
-            fp32.
-        coefficients: The coefficients of the first iterations; later iterations repeat them.
+        x: Matrices of the same shape, [k, rows, columns]: bf16 if `precision` is "medium",
+            otherwise fp32.
+        coefficients: The coefficients (a, b, c) of the first iterations; later iterations repeat
+            them.
         steps: The number of iterations.
         precision: "medium" computes in bf16. "high" and "highest" compute in fp32, with PyTorch's
             setting of the same name for matrix products.
-        split_dim: The dimension of a matrix, 0 or 1, that the processes divide.
-        axis: The processes that divide it.
+        split_dim: The dimension of a matrix, 0 or 1, that is split over the axis.
+        axis: The processes over which matrices are split; `None` if matrices are whole.
     """
     # Use X^T X or X X^T: the smaller product, or the one that sums over the divided dimension.
     is_transposed = x.shape[1] > x.shape[2] if axis is None else split_dim == 0

@@ -2,15 +2,15 @@
 
 Each process sums over the tensors assigned to it, and the results are summed over the tensor and
 pipeline axes, so every element of the model counts once. A tensor that is not split over the tensor
-ranks (`split_dim` None) is assigned to the first of them. A parameter with two uses (tied
+ranks (`split_dim` is `None`) is assigned to the first rank. A parameter with two uses (tied
 embeddings) is one tensor with one gradient and counts once. After the reduction, data and context
-ranks hold equal gradients, so nothing is summed over these axes. If gradients are sharded, each
-rank holds its own shard, and the results are summed over these ranks too.
+ranks hold equal gradients, so results are not summed over these axes, unless gradients are sharded
+and each rank holds its own shard.
 
-If processes divide the experts, expert weights have different replicas than the other weights. The
-first replica of each weight then counts it, and the results are summed over all processes.
+If experts are divided among processes, expert weights have different replicas than other weights.
+The first replica of each weight then counts it, and the results are summed over all processes.
 
-Everything stays on the device. Only `parameters_norm` and `state_sizes` wait for it.
+Results stay on the device. Only `parameters_norm` and `state_sizes` wait for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_counted_here(parameter: nn.Parameter, layout: Layout, *, is_sharded: bool
 
     Args:
         parameter: A parameter of this process.
-        layout: The grid of processes and this process's position in it.
+        layout: The grid of processes as this process sees it.
         is_sharded: Whether each replica counts its own shard of the parameter.
     """
     spec = getattr(parameter, "spec", None)
@@ -50,12 +50,12 @@ def is_counted_here(parameter: nn.Parameter, layout: Layout, *, is_sharded: bool
 def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = False) -> Tensor:
     """Sum `values` in place over the processes that hold different parts of the model.
 
-    Collective over the tensor and pipeline axes, or over the world if processes divide the experts.
+    Collective over the summed axes, or over the world if experts are divided among processes.
 
     Args:
-        values: This process's sums.
-        layout: The grid of processes and this process's position in it.
-        over_replicas: Whether to sum over the replica axis too, because tensors are sharded.
+        values: The sums of this process.
+        layout: The grid of processes as this process sees it.
+        over_replicas: Whether to also sum over the replica axis, because tensors are sharded.
     """
     axes = [layout.tensor, layout.pipeline, *([layout.replica] if over_replicas else [])]
     if layout.divides_experts:
@@ -75,10 +75,10 @@ def parameters_norm(
     """Return the L2 norm of all parameters of the model. Collective; waits for the device.
 
     Args:
-        parameters: Parameters of this process.
-        layout: The grid of processes and this process's position in it.
-        shard: Function that returns this process's shard of a parameter; `None` if parameters are
-            whole.
+        parameters: The parameters of this process.
+        layout: The grid of processes as this process sees it.
+        shard: A function that returns this process's shard of a parameter; `None` if parameters are
+            not sharded.
     """
     all_parameters = list(parameters)
     counted = [
@@ -98,17 +98,18 @@ def state_sizes(
     *,
     over_replicas: bool,
 ) -> dict[str, float]:
-    """Return norms of tensors over the whole model. Collective; waits for the device.
+    """Return norms of sets of tensors over the whole model. Collective; waits for the device.
 
     Args:
-        tensors: The tensors that this process counts, by a name that is the same on all processes.
-        layout: The grid of processes and this process's position in it.
+        tensors: The tensors that this process counts, by the name of the set. All processes have
+            the same names.
+        layout: The grid of processes as this process sees it.
         device: The device on which the sums are communicated.
-        over_replicas: Whether to sum over the replica axis too, because tensors are sharded.
+        over_replicas: Whether to also sum over the replica axis, because tensors are sharded.
 
     Returns:
-        For each name the L1 norm, the L2 norm and the largest magnitude, as `name_l1`, `name_l2`
-        and `name_abs_max`.
+        The L1 norm, L2 norm and largest magnitude of each set, as `name_l1`, `name_l2` and
+        `name_abs_max`.
     """
     sums = torch.zeros(len(tensors), 2, dtype=torch.float64, device=device)
     peaks = torch.zeros(len(tensors), dtype=torch.float64, device=device)

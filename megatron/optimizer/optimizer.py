@@ -1,19 +1,19 @@
 """The optimizer: fp32 weights updated in place, 16-bit weights through fp32 master weights.
 
-A step runs on the device from start to end: norm, clipping, the non-finite check and the update
-follow one another without involving the host, which can read the outcome at any later time.
+A step runs entirely on the device: norm, clipping, the non-finite check and the update follow one
+another without involving the host, which can read the outcome at any later time.
 
 With --optimizer-cpu-offload, fp32 weights (master weights or copies) and moments are in host
-memory. The update runs there: gradients go to the host, new weights come back, and the step waits
-for both.
-With --overlap-cpu-optimizer-d2h-h2d, the host updates some weights while others are copied.
+memory. The update runs on the host: gradients are copied to the host, new weights are copied back,
+and the step waits for both copies. With --overlap-cpu-optimizer-d2h-h2d, the host updates some
+weights while others are being copied.
 
 If the gradients are sharded over the processes that hold the same weights (ZeRO), master weights
 and moments exist only for this process's shard. The process updates its shard of the weights and
 gathers the other shards.
 
-fp16 gradients below 6e-8 vanish. The loss is therefore multiplied by a scale before the backward
-pass, and the gradients are divided by it before the update (`LossScale`).
+fp16 gradients below 6e-8 underflow to zero. The loss is therefore multiplied by a scale before the
+backward pass, and the gradients are divided by this scale before the update (`LossScale`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _CURVES = {
     "momentum_buffer": "momentum",
     "exp_avg_sq": "variance",
 }  # Megatron-DeepSpeed's names
-GROWTH = 2.0  # factor by which the loss scale changes
+GROWTH = 2.0  # the factor by which the loss scale grows or shrinks
 CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in Megatron
-# Numbers that make the rounding of each state independent of the others.
+# Numbers that make the random rounding of each kind of state independent of the others.
 _SALTS = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3}
 
 
@@ -59,17 +59,19 @@ _SALTS = {"master": 1, "exp_avg": 2, "exp_avg_sq": 3}
 class LossScale:
     """A factor by which the loss is multiplied: constant, or dynamic for fp16.
 
-    If dynamic, it halves on overflows and doubles after clean iterations. A scale is immutable:
-    `update` returns the next one.
+    A dynamic scale is halved after overflows and doubled after iterations without overflow. The
+    object is immutable: `update` returns the next scale.
 
     Attributes:
-        value: Current scale. 1 means no scaling.
-        is_dynamic: Whether the scale changes. If not, the other attributes have no meaning.
-        minimum: Lower bound of the scale.
-        window: Clean iterations before it doubles.
-        hysteresis: Overflows, not necessarily in a row, before it starts to halve.
-        overflows_left: Overflows left until it halves. Only a doubling resets this to `hysteresis`.
-        clean_iterations: Iterations since the last overflow or doubling.
+        value: The current scale. 1 means no scaling.
+        is_dynamic: Whether the scale changes. Otherwise only `value` is used.
+        minimum: The lower bound of the scale.
+        window: The number of consecutive iterations without overflow after which the scale doubles.
+        hysteresis: The number of overflows, not necessarily consecutive, from which on each
+            overflow halves the scale.
+        overflows_left: The number of overflows left until the scale is halved. Only a doubling
+            resets this number to `hysteresis`.
+        clean_iterations: The number of iterations since the last overflow or doubling.
     """
 
     value: float = 1.0
@@ -86,7 +88,11 @@ class LossScale:
         return self.is_dynamic and self.value > self.minimum
 
     def update(self, *, found_overflow: bool) -> LossScale:
-        """Return the scale of the next iteration."""
+        """Return the scale of the next iteration.
+
+        Args:
+            found_overflow: Whether gradients of this iteration were not finite.
+        """
         if not self.is_dynamic:
             return self
         if found_overflow:
@@ -102,7 +108,7 @@ class LossScale:
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint, under Megatron's names.
 
-        It is empty if the scale is constant, because the flags set it.
+        The state of a constant scale is empty, because the flags set the scale.
         """
         if not self.is_dynamic:
             return {}
@@ -113,9 +119,12 @@ class LossScale:
         }
 
     def with_state(self, state: dict[str, Any]) -> LossScale:
-        """Return this scale with a state that `state()` returned, possibly in an earlier run.
+        """Return this scale with a saved state.
 
-        If this scale or the saved one is constant, this scale is returned unchanged.
+        If this scale or the saved scale is constant, this scale is returned unchanged.
+
+        Args:
+            state: The result of `state()`, possibly in an earlier run.
         """
         if not (state and self.is_dynamic):
             return self
@@ -128,7 +137,11 @@ class LossScale:
 
 
 def loss_scale_of(precision: PrecisionConfig) -> LossScale:
-    """Return the scale that the flags specify: constant if given, dynamic for fp16, otherwise 1."""
+    """Return the loss scale that the flags specify.
+
+    It is constant if --loss-scale is given for 16-bit training, otherwise dynamic for fp16, and
+    otherwise 1.
+    """
     if precision.loss_scale is not None and (precision.fp16 or precision.bf16):
         return LossScale(precision.loss_scale)
     return LossScale(
@@ -146,13 +159,14 @@ class StepResult:
     """The outcome of a step.
 
     Attributes:
-        applied: Whether weights and state changed. If not, they are bitwise unchanged.
-        grad_norm: Global L2 norm before clipping, with the loss scale divided out.
-        found_nonfinite: Whether some rank's gradients contained inf or nan.
-        found_spike: Whether the norm or a loss was too large, and all gradients were finite.
+        applied: Whether weights and state changed. Otherwise they are bitwise unchanged.
+        grad_norm: The global L2 norm of the unscaled gradients, before clipping.
+        found_nonfinite: Whether the gradients of any rank contained inf or nan.
+        found_spike: Whether the norm or a loss was too large, although all gradients were finite.
         overflow: Whether gradients were not finite and a dynamic loss scale can still shrink in
             response, which is a normal part of fp16 training.
-        zeros: Gradient entries of the whole model that are exactly zero; `None` if not counted.
+        zeros: The number of gradient elements of the whole model that are exactly zero; `None` if
+            not counted.
     """
 
     applied: bool
@@ -164,7 +178,7 @@ class StepResult:
 
 
 class _OwnedWeight(NamedTuple):
-    """The part of a parameter that this process updates, and the fp32 copy of this part."""
+    """The part of a parameter that this process updates, and its weights in fp32 or packed."""
 
     name: str
     parameter: nn.Parameter
@@ -178,12 +192,12 @@ class _OwnedGroup:
 
     Attributes:
         group: The group.
-        names: Names of the parameters.
-        parameters: Parameters that are updated here, in whole or in part.
-        parts: Tensors that are updated: the parameters themselves, or 1-D views of parts of them.
+        names: The names of the parameters.
+        parameters: The parameters that this process updates, in whole or in part.
+        parts: The tensors to update: the parameters themselves, or 1-D views of their shards.
         formats: The dtype in which the forward pass uses each parameter.
         weights: The parts in fp32 (the parts themselves, or copies of them), or packed copies.
-        state: State tensors by name, one for each weight, in fp32 or packed.
+        state: The state tensors by name, one for each weight, in fp32 or packed.
     """
 
     group: ParameterGroup
@@ -198,7 +212,7 @@ class _OwnedGroup:
     def allocate(
         cls, group: ParameterGroup, gradients: Gradients, config: OptimizerConfig
     ) -> _OwnedGroup:
-        """Allocate master weights and states for the shard that this process owns."""
+        """Allocate master weights and states for the parts that this process updates."""
         offload = config.optimizer_cpu_offload
 
         def new(kind: str, parameter: nn.Parameter) -> State:
@@ -248,7 +262,15 @@ class _OwnedGroup:
         config: OptimizerConfig,
         queues: tuple[CopyStream, CopyStream],
     ) -> Update:
-        """Bind the group's update rule to its tensors."""
+        """Return the group's update, bound to its tensors.
+
+        Args:
+            gradients: The gradient buffer.
+            layout: The grid of processes as this process sees it.
+            library: Compiled kernels; `None` means PyTorch's operations.
+            config: The settings for offloading.
+            queues: The queue for copies to the host and the queue for copies to the device.
+        """
         rule, rows = self.group.rule, gradients.shares_weights
 
         def shaped(tensors: Sequence[Any]) -> list[Any]:
@@ -282,22 +304,22 @@ def _matrix_shard(parameter: nn.Parameter, layout: Layout, *, rows: bool) -> Mat
 
 
 class Optimizer:
-    """An optimizer that turns the gradients in a buffer into new weights.
+    """An optimizer that updates weights with the gradients in a buffer.
 
     Args:
         groups: All parameters of the gradient buffer, in groups.
-        gradients: The gradient buffer, already reduced when `begin_step` is called.
-        config: Settings for clipping and offloading.
-        precision: Settings for the loss scale.
-        layout: The grid of processes and this process's position in it.
-        weights: Object that gathers the other processes' weights if gradients are sharded
+        gradients: The gradient buffer. It must be reduced before `begin_step` is called.
+        config: The settings for clipping, offloading, state formats and averages.
+        precision: The settings for the loss scale.
+        layout: The grid of processes as this process sees it.
+        weights: The object that gathers updated weights if gradients are sharded
             (`gradients.share_weights`); otherwise `None`.
-        count_zeros: Whether to count the gradient entries that are exactly zero at every step.
+        count_zeros: Whether to count the gradient elements that are exactly zero in every step.
 
     Attributes:
         gradients: The gradient buffer.
-        average: The average of the weights, if the flags request one.
-        steps: Number of updates applied so far.
+        average: The average of the weights; `None` if the flags request none.
+        steps: The number of updates applied so far.
     """
 
     def __init__(
@@ -361,11 +383,11 @@ class Optimizer:
 
     @property
     def scale(self) -> LossScale:
-        """The loss scale with its state."""
+        """The loss scale, with its counters."""
         return self._scale
 
     def restore_scale(self, scale: LossScale) -> None:
-        """Return to an earlier loss scale, because the steps since then do not count."""
+        """Restore an earlier loss scale, if the steps since then are discarded."""
         self._scale = scale
 
     @torch.no_grad()
@@ -374,17 +396,18 @@ class Optimizer:
 
         Args:
             scale: The factor by which the loss was multiplied.
-            divisor: As in `begin_step`.
+            divisor: An additional factor by which the gradients are too large, fp64 [] on the
+                device; `None` means 1.
         """
         return float(self._measure(scale if divisor is None else scale * divisor)[0])
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, on which to call backward."""
+        """Return the loss multiplied by the loss scale, for the backward pass."""
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
 
     @property
     def scale_may_change(self) -> bool:
-        """Whether the next iteration's loss scale is unknown until this one's `end_step`."""
+        """Whether `end_step` may change the loss scale for the next iteration."""
         return self._scale.is_dynamic
 
     @torch.no_grad()
@@ -400,32 +423,32 @@ class Optimizer:
     ) -> Tensor:
         """Unscale, clip and apply the gradients, or change nothing if they are not finite.
 
-        An update whose norm exceeds `norm_limit` changes nothing either. This is collective over
-        the world, and all ranks agree on the outcome. The gradients are not preserved. The host
-        waits for the device only if offloading copies something.
+        An update whose norm exceeds `norm_limit` also changes nothing. Collective over the world;
+        all ranks agree on the outcome. The gradients are not preserved. The host waits for the
+        device only if offloading copies something.
 
         Args:
-            lr: Learning rate.
-            weight_decay: Weight decay of the groups that decay.
-            decoupled_lr: Learning rate of the decoupled groups; `None` means `lr`.
-            divisor: Factor by which the gradients are too large, in addition to the loss scale: an
-                fp64 scalar on the device, the same on all ranks. `None` means 1.
-            norm_limit: Largest norm, before clipping, at which the update is applied.
-            loss_is_spike: 1 if the loss is a spike, which skips the update, otherwise 0: an fp64
-                scalar on the device.
+            lr: The learning rate.
+            weight_decay: The weight decay of the groups to which it applies.
+            decoupled_lr: The learning rate of the decoupled groups; `None` means `lr`.
+            divisor: An additional factor by which the gradients are too large, besides the loss
+                scale: fp64 [] on the device, the same on all ranks; `None` means 1.
+            norm_limit: The largest norm, before clipping, with which the update is applied.
+            loss_is_spike: 1 if the loss is a spike, which skips the update, otherwise 0: fp64 [] on
+                the device; `None` means 0.
 
         Returns:
-            The norm, the number of zeros, and 0 or 1 for non-finite gradients and for a spike:
-            fp64 [4] on the device, the input of `end_step`.
+            The argument of `end_step`, fp64 [4] on the device: the norm, the number of zeros, and 0
+            or 1 for non-finite gradients and for a spike.
         """
         if self._shared_weights is not None:
-            self._shared_weights.settle()  # waits for gathers that no forward pass has used
+            self._shared_weights.settle()  # waits for gathers that no forward pass has waited for
         scale = self.loss_scale if divisor is None else self.loss_scale * divisor
         norm, zeros, nonfinite = self._measure(scale)
         spike = torch.zeros_like(norm) if loss_is_spike is None else loss_is_spike
         spike = torch.maximum(spike, (norm > norm_limit).double())
         flags = all_reduce(torch.stack([nonfinite, spike]), self._layout.world, dist.ReduceOp.MAX)
-        excess = torch.ones_like(norm)  # divisor that brings the norm down to the limit
+        excess = torch.ones_like(norm)  # the divisor that reduces the norm to the clipping limit
         if self._clip > 0:
             excess = ((norm + CLIP_EPS) / self._clip).clamp(min=1.0)
         device = torch.device("cpu") if self._offload else self._device
@@ -448,8 +471,8 @@ class Optimizer:
     def _measure(self, scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the unscaled norm, the number of zeros, and whether any gradient is not finite.
 
-        All three are fp64 scalars, and the last is 0 or 1. A single inf or nan makes the sum of
-        squares inf or nan, so a finite norm proves that every gradient is finite.
+        All three are fp64 [], and the last is 0 or 1. A single inf or nan makes the sum of squares
+        inf or nan, so a finite norm proves that every gradient is finite.
         """
         squares, nonzero = self._gradient_sums()
         totals = sum_over_model(
@@ -461,7 +484,11 @@ class Optimizer:
         return norm, totals[-1], 1.0 - norm.isfinite().double()
 
     def end_step(self, outcome: Sequence[float]) -> StepResult:
-        """Record the outcome of a step from the four values that `begin_step` returned."""
+        """Record the outcome of a step, and update the loss scale and the weight average.
+
+        Args:
+            outcome: The four values that `begin_step` returned.
+        """
         norm, zeros, nonfinite, spike = outcome
         is_nonfinite = nonfinite > 0
         is_spike = spike > 0 and not is_nonfinite
@@ -490,7 +517,7 @@ class Optimizer:
 
         Args:
             include_16_bit: Whether to also overwrite the master weights of 16-bit weights. Pass
-                False if the master weights themselves were loaded.
+                False if these master weights have been loaded too.
         """
         if self._shared_weights is not None:
             self._shared_weights.forget()
@@ -521,7 +548,7 @@ class Optimizer:
         self._spread()
 
     def _spread(self) -> None:
-        """Send this process's part of the weights to the processes that share them."""
+        """Gather the weights that each process has changed. Collective."""
         if self._shared_weights is not None:
             self._shared_weights.gather()
             self._shared_weights.wait()
@@ -529,10 +556,10 @@ class Optimizer:
     def name_averages(
         self, sets: Mapping[str, Sequence[Tensor]]
     ) -> dict[str, tuple[Tensor, nn.Parameter]]:
-        """Return the tensors of the average with their names in a checkpoint.
+        """Return the tensors of the average by checkpoint name, each with its parameter.
 
         Args:
-            sets: By name prefix, one tensor for each weight.
+            sets: The tensors by name prefix, one for each weight, as `average` returns them.
         """
         return {
             f"{prefix}{owned.name}": (tensor, owned.parameter)
@@ -541,14 +568,13 @@ class Optimizer:
         }
 
     def named_tensors(self) -> dict[str, tuple[Tensor, nn.Parameter]]:
-        """Return every state tensor with the parameter it belongs to.
+        """Return every state tensor by checkpoint name, each with its parameter.
 
         The names are "<parameter>.<state>" for each state of the parameter's update rule (for
-        example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. To load a
-        checkpoint, copy into the tensors in place and then call `encode_loaded`, because tensors of
-        packed states are decoded copies. The tensors have the parameter's shape and split. If
-        gradients are sharded, they are 1-D and contain the parameter's elements
-        `gradients.owned(parameter)`.
+        example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. The tensors
+        have the parameter's shape or, if gradients are sharded, are 1-D and contain the elements
+        `gradients.owned(parameter)`. To load a checkpoint, copy into the tensors in place and then
+        call `encode_loaded`, because tensors of packed states are decoded copies.
         """
         return {
             name: (state.saved() if isinstance(state, PackedTensor) else state, parameter)
@@ -586,8 +612,8 @@ class Optimizer:
     def sizes(self) -> dict[str, float]:
         """Return norms of the fp32 weights and of the states over the whole model. Collective.
 
-        The names are Megatron-DeepSpeed's: L1 norm (`weight_l1`), L2 norm and largest magnitude of
-        weight, momentum, variance and the square root of the variance.
+        The norms are the L1 norm, L2 norm and largest magnitude of the weights, momentum, variance
+        and square root of the variance, under Megatron-DeepSpeed's names (such as `weight_l1`).
         """
         kinds = dict.fromkeys(kind for own in self._groups for kind in own.group.rule.state_names)
         counted: dict[str, list[State]] = {_CURVES.get(kind, kind): [] for kind in kinds}
@@ -608,7 +634,7 @@ class Optimizer:
         return state_sizes(tensors, self._layout, self._device, over_replicas=is_sharded)
 
     def scalars(self) -> dict[str, Any]:
-        """Return the rest of the state as JSON values."""
+        """Return the scalar state, the number of steps and the loss scale, as JSON values."""
         return {"step": self.steps, "loss_scale": self._scale.state()}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:

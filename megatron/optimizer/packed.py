@@ -3,14 +3,14 @@
 An update decodes a piece of these tensors to fp32, computes in fp32, and encodes the result.
 
 fp16 and fp8 values are scaled by a power of two for each block of `BLOCK` elements. Variances
-(`exp_avg_sq`) are stored as square roots, which need only half the exponent range: small ones in a
-block do not underflow to zero, which would make Adam divide by zero.
+(`exp_avg_sq`) are stored as square roots, which need only half the exponent range: small variances
+in a block do not underflow to zero, which would make Adam divide by zero.
 
 Encoding rounds stochastically, with probabilities that make the expected value exact. An
 exponential average changes by about 1 - beta of its value in each step. If beta is above 0.996,
-that is less than half the spacing of bf16 values, so rounding to nearest would freeze it. The
-random numbers are a function of an element's index in its parameter and of the update, so a resumed
-run draws the same ones.
+this change is less than half the spacing of bf16 values, so rounding to nearest would freeze the
+average. The random numbers are a function of the update and of an element's index in its parameter,
+so a resumed run draws the same numbers.
 
 Encoding decoded values again gives the same codes. A checkpoint can therefore store the decoded
 values, which can be loaded in any layout.
@@ -39,14 +39,13 @@ class StateFormat:
     """A number format of optimizer states.
 
     Attributes:
-        dtype: The type of the codes.
-        bits: The number of fraction bits in a code.
-        saved: The smallest type that represents every decoded value exactly, for checkpoints.
+        dtype: The dtype of the codes.
+        bits: The number of fraction bits of a code.
+        saved: The smallest dtype that represents every decoded value exactly, for checkpoints.
         normal: The smallest normal number of the codes; 0 for bf16, which has fp32's exponents.
-        top: The power of two that the largest code of a block does not exceed; `None` if blocks
+        top: The exponent of the power of two that bounds the codes of a block; `None` if blocks
             have no scales.
-        min_exponents: The exponents of the smallest scales, first for values, then for square
-            roots.
+        min_exponents: The minimum exponents of scales, for values and for square roots.
     """
 
     dtype: torch.dtype
@@ -62,7 +61,7 @@ FORMATS = {
     "fp16": StateFormat(torch.float16, 10, torch.float32, 2.0**-14, 15, (-120, -50)),
     "fp8": StateFormat(torch.float8_e4m3fn, 3, torch.bfloat16, 2.0**-6, 8, (-117, -57)),
 }
-"""Formats other than fp32, by their names in --exp-avg-dtype and --main-params-dtype."""
+"""The formats other than fp32, by their names in --exp-avg-dtype and --main-params-dtype."""
 
 
 class PackedTensor:
@@ -72,9 +71,9 @@ class PackedTensor:
         like: A tensor with the desired shape and device.
         form: The number format.
         on_host: Whether to allocate host memory instead, pinned if `like` is on a GPU.
-        roots: Whether to store square roots, in formats with scales. No value may be negative.
-        first: Index of the first element in its parameter.
-        salt: A number that makes rounding independent of the rounding of other states.
+        roots: Whether formats with scales store square roots. No value may be negative.
+        first: The index of the first element in its parameter.
+        salt: A number that makes the rounding independent of the rounding of other states.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class PackedTensor:
         first: int = 0,
         salt: int = 0,
     ) -> None:
-        """Allocate the tensor, with zeros."""
+        """Allocate a tensor of zeros."""
         self.shape, self.form = like.shape, form
         self._roots = roots and form.top is not None
         self._first, self._salt = first, salt
@@ -115,7 +114,7 @@ class PackedTensor:
         return self._codes.device
 
     def values(self, start: int = 0, end: int | None = None) -> Tensor:
-        """Return elements [start, end) in fp32, 1-D. `start` must be the beginning of a block."""
+        """Return elements [start, end) in fp32, 1-D. `start` must be a multiple of `BLOCK`."""
         end = self.numel() if end is None else end
         blocks = slice(start // BLOCK, -(-end // BLOCK))
         values = self._codes.view(-1, BLOCK)[blocks].float()
@@ -126,13 +125,17 @@ class PackedTensor:
         return values.view(-1)[: end - start]
 
     def saved(self) -> Tensor:
-        """Return the tensor to save or load into: the codes themselves if there are no scales."""
+        """Return a tensor to save, or into which to load a checkpoint.
+
+        Without scales, this is a view of the codes; otherwise it is a decoded copy, which `load`
+        encodes.
+        """
         if self._scales is None:
             return self._codes[: self.numel()].view(self.shape)
         return self.values().to(self.form.saved).view(self.shape)
 
     def load(self, saved: Tensor) -> None:
-        """Encode the result of `saved`, after a checkpoint has been read into it."""
+        """Encode the result of `saved()`, into which a checkpoint has been loaded."""
         if self._scales is not None:
             self.store(saved)
 
@@ -141,8 +144,8 @@ class PackedTensor:
 
         Args:
             values: The values to encode.
-            start: Index of their first element, which must be the beginning of a block.
-            count: Index of the update, a scalar; `None` outside of updates.
+            start: The index of the first element to set, a multiple of `BLOCK`.
+            count: The index of the update, a scalar tensor; `None` outside of updates.
         """
         flat = values.detach().reshape(-1).to(self.device, torch.float32)
         size, padding = flat.numel(), -flat.numel() % BLOCK
@@ -161,20 +164,20 @@ class PackedTensor:
         self._codes[start : start + size] = codes.view(-1)[:size].to(self.form.dtype)
 
     def _scales_of(self, largest: Tensor) -> Tensor:
-        """Return the exponents of the blocks' scales, given the largest magnitudes."""
+        """Return the exponents of the blocks' scales, given the blocks' largest magnitudes."""
         assert self.form.top is not None
         fraction, exponent = torch.frexp(largest.sqrt() if self._roots else largest)
-        # A maximum that is a power of two gets the largest code. If rounding down produces such a
-        # maximum, the decoded values are encoded with half the scale, which is exact. Twice the
-        # scale would not be.
+        # A maximum that is a power of two gets the largest code. If the maximum becomes such a
+        # power by rounding down, encoding the decoded values again halves the scale, which is
+        # exact. Doubling the scale would not be.
         exponent = exponent - (fraction == 0.5).int() - self.form.top
         return exponent.clamp_(self.form.min_exponents[self._roots], _BIAS - 1)
 
     def _rounded(self, sizes: Tensor, random: Tensor) -> Tensor:
-        """Return magnitudes, or the square roots that are stored instead, rounded to codes."""
+        """Round scaled magnitudes, or their square roots if these are stored, to codes."""
         form = self.form
         numbers = sizes.sqrt() if self._roots else sizes
-        # Below the smallest normal number codes are evenly spaced, like those just above it.
+        # Below the smallest normal number, codes are evenly spaced, like the codes just above it.
         shift = torch.where(numbers < form.normal, form.normal, 0.0)
         unit = 1 << (_FRACTION - form.bits)
         below = (numbers + shift).view(torch.int32) & -unit
@@ -192,17 +195,17 @@ State = Tensor | PackedTensor
 
 
 def values_of(state: State) -> Tensor:
-    """Return the values of a state in fp32, in its shape."""
+    """Return the values of a state in fp32, in the state's shape."""
     return state.values().view(state.shape) if isinstance(state, PackedTensor) else state
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """Return powers of two in fp32, which are exact, unlike those of `exp2`."""
+    """Return powers of two in fp32, exactly; the results of `exp2` are not exact."""
     return ((exponents.int() + _BIAS) << _FRACTION).view(torch.float32)
 
 
 def _uniform(like: Tensor, first: int, salt: int, count: Tensor | None) -> Tensor:
-    """Return random numbers in [0, 1) for the elements from `first` on, in the shape of `like`."""
+    """Return uniform numbers in [0, 1) for the elements from `first` on, in the shape of `like`."""
     index = torch.arange(first, first + like.numel(), device=like.device)
     seed = torch.full((), salt, device=like.device) if count is None else count.long() * 8 + salt
     x = (index * 0x9E3779B1 + _mixed(seed & _WORD)) & _WORD
@@ -217,7 +220,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """Elements [start, end) of the tensors at index `tensor_index` of each list."""
+    """Elements [start, end) of the tensor at index `tensor_index` of each list."""
 
     tensor_index: int
     start: int
@@ -231,14 +234,14 @@ def packed_adam(
     first: Sequence[State],
     second: Sequence[State],
 ) -> Callable[[AdamNumbers], None]:
-    """Return a function that runs Adam on tensors, some of them packed, with PyTorch operations.
+    """Return a function that runs Adam, in plain PyTorch, on tensors of which some are packed.
 
     Args:
         weights: The weights.
-        copies: The weights in 16 bits; `None` for a weight without one.
+        copies: The 16-bit copies of the weights; `None` for a weight without a copy.
         gradients: The gradients.
         first: The running means of the gradients.
-        second: The running means of their squares.
+        second: The running means of the squared gradients.
     """
     pieces: list[list[_Part]] = [[]]
     remaining = _PIECE
@@ -269,8 +272,7 @@ def _update(
                 state = states[part.tensor_index]
                 if isinstance(state, PackedTensor):
                     state.store(values, part.start, numbers.step)
-        # The copies are made from the stored values, so that a skipped update leaves them
-        # unchanged.
+        # Copy the stored values, so that a skipped update leaves the copies unchanged.
         copy_weights(
             [_open(weights[part.tensor_index], part) for part in parts],
             [
@@ -281,7 +283,7 @@ def _update(
 
 
 def _open(state: Any, part: _Part) -> Tensor:
-    """Return a part of a tensor: a view, or the decoded values of a packed tensor."""
+    """Return some elements of a tensor, 1-D: a view, or decoded values of a packed tensor."""
     if isinstance(state, PackedTensor):
         return state.values(part.start, part.end)
     view: Tensor = state.detach().view(-1)[part.start : part.end]

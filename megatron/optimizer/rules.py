@@ -77,7 +77,11 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """SGD with momentum: g = g + weight_decay w;  u = momentum u + g;  w = w - lr u."""
+    """SGD with momentum: g = g + weight_decay w;  u = momentum u + g;  w = w - lr u.
+
+    Attributes:
+        momentum: The momentum; 0 disables it.
+    """
 
     momentum: float
 
@@ -86,7 +90,7 @@ class SGD:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the state tensors: none without momentum."""
+        """The names of the state tensors: "momentum", or none without momentum."""
         return ("momentum",) if self.momentum else ()
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
@@ -113,8 +117,9 @@ class SGD:
         copy_weights(tensors.weights, tensors.copies)
 
 
-# A host updates 64 MiB of gradients in about the time that it takes to copy them. Smaller pieces
-# would shorten the first and the last copy, which overlap with nothing, but would add launches.
+# The host updates weights with 64 MiB of gradients in about the time that it takes to copy them.
+# Smaller pieces would shorten the first and the last copy, which overlap with nothing, but would
+# add launches.
 _PIECE_BYTES = 64 * 2**20
 RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
 """A function that returns the update rule of a parameter, given its name and the parameter."""
@@ -125,7 +130,7 @@ def _everywhere(rule: UpdateRule) -> RuleChoice:
 
 
 def _muon(c: OptimizerConfig) -> RuleChoice:
-    """Return Muon for matrices that layers multiply by, and AdamW for all other parameters."""
+    """Choose Muon for the matrices by which layers multiply, and AdamW for other parameters."""
     adam = _adam(c)
     muon = Muon(
         momentum=c.muon_momentum,
@@ -142,10 +147,10 @@ def _muon(c: OptimizerConfig) -> RuleChoice:
 
 
 def _adam(c: OptimizerConfig) -> RuleChoice:
-    """Return AdamW, with a learning-rate factor for each parameter (muP).
+    """Choose AdamW, with a learning-rate factor for each parameter (muP).
 
-    As the width grows, gradients shrink by the same factor as the learning rate. Epsilon is scaled
-    by that factor too, so that its relative effect stays the same.
+    As the width grows, gradients shrink by the same factor as the learning rate. Epsilon is also
+    scaled by this factor, so its relative effect stays the same.
     """
 
     def choose(name: str, parameter: nn.Parameter) -> UpdateRule:
@@ -157,7 +162,7 @@ def _adam(c: OptimizerConfig) -> RuleChoice:
 
 
 def has_matrices(parameter: nn.Parameter) -> bool:
-    """Return whether this is a hidden layer's matrix, not one of an embedding or output layer."""
+    """Return whether a parameter consists of a hidden layer's matrices."""
     spec = getattr(parameter, "spec", None)
     return spec is not None and spec.matrices is not None
 
@@ -171,23 +176,23 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {
 
 
 def rules_of(config: OptimizerConfig) -> RuleChoice:
-    """Return the function that chooses each parameter's rule according to the flags."""
+    """Return the function that chooses the update rule of each parameter, as the flags specify."""
     return RULES[config.optimizer](config)
 
 
 def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty host tensor, pinned for asynchronous copies if `like` is on a GPU."""
+    """Return an uninitialized host tensor in the shape of `like`, pinned if `like` is on a GPU."""
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 class OffloadedUpdate:
-    """An update that fetches gradients, runs on the host, and sends the weights back.
+    """An update that copies gradients to the host, runs there, and copies the weights back.
 
-    Weights and states live in host memory (ZeRO-Offload, Ren et al., 2021).
+    Weights and states are in host memory (ZeRO-Offload, Ren et al., 2021).
 
     Args:
         rule: The update rule.
-        tensors: Weights and state in host memory, gradients on the device.
+        tensors: The weights and state in host memory, and the gradients on the device.
         parts: The model's weights on the device.
     """
 
@@ -203,7 +208,7 @@ class OffloadedUpdate:
         self.on_host = rule.bind(host_tensors, None)
 
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
-        """Run the update, and return when the host's work is done."""
+        """Run the update. Return once the host has updated its weights."""
         if not self.received:
             return
         for received, gradient in self.received:
@@ -215,17 +220,17 @@ class OffloadedUpdate:
 
 
 class OverlappedUpdate:
-    """An offloaded update in pieces, whose copies in both directions overlap with the host's work.
+    """An offloaded update in pieces, whose copies overlap with the host's computation.
 
     While the host updates one piece, gradients of later pieces arrive, and new weights of earlier
     pieces are sent back.
 
     Args:
         rule: The update rule.
-        tensors: Weights and state in host memory, gradients on the device.
+        tensors: The weights and state in host memory, and the gradients on the device.
         parts: The model's weights on the device.
         queues: The queue for copies to the host and the queue for copies to the device.
-        piece_bytes: Bytes of gradients at which a piece is complete.
+        piece_bytes: The minimum size of the gradients of a piece that is not the last, in bytes.
     """
 
     def __init__(
@@ -253,7 +258,7 @@ class OverlappedUpdate:
             self._pieces.append(OffloadedUpdate(rule, own, parts[piece]))
 
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
-        """Run the update, and return when the host's work is done.
+        """Run the update. Return once the host has updated its weights.
 
         Later work on the device waits for the new weights.
         """
@@ -265,7 +270,7 @@ class OverlappedUpdate:
         self._departures.wait_for_device()  # nothing reads the old weights anymore
         sent = []
         for piece, copies in zip(self._pieces, arrivals, strict=True):
-            for copied in copies[-1:]:  # a queue finishes its copies in order
+            for copied in copies[-1:]:  # a queue completes its copies in order
                 copied.wait()
             piece.on_host(step, weight_decay=weight_decay)
             sent += [self._departures.copy(part, weight) for part, weight in piece.sent]
@@ -274,7 +279,7 @@ class OverlappedUpdate:
 
 
 def _pieces(sizes: Sequence[int], limit: int) -> list[slice]:
-    """Return consecutive slices, each ending as soon as its sizes add up to at least `limit`."""
+    """Return consecutive slices, each ending once its sizes add up to at least `limit`."""
     pieces, start, filled = [], 0, 0
     for index, size in enumerate(sizes, 1):
         filled += size

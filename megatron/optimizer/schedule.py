@@ -1,10 +1,10 @@
-"""Learning rate and weight decay as functions of the samples that successful updates consumed.
+"""Learning rate and weight decay as functions of the samples consumed by successful updates.
 
-Update k uses the values for the number of samples consumed before it, so the first update of a
-warm-up has the warm-up's first learning rate. All lengths are in samples, so they do not depend on
-the batch size. With --lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens
-of all updates count, and a sequence that a curriculum shortens advances the schedule less than a
-whole one.
+An update uses the values for the number of samples consumed before it, so the first update of a
+warm-up has the initial learning rate. All lengths are in samples, so they do not depend on the
+batch size. With --lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens of
+all updates count, and a sequence shortened by a curriculum advances the schedule less than a whole
+sequence.
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ class LearningRateSchedule:
     """A learning rate with a warm-up followed by a decay.
 
     Attributes:
-        peak: Learning rate at the end of the warm-up.
-        minimum: Learning rate at the end of the decay and after it.
-        initial: Learning rate at the start of the warm-up.
-        warmup: Length of the warm-up in samples, which need not be whole if it is a fraction of
-            the decay.
-        decay: Number of samples, warm-up included, after which the minimum is reached.
-        style: "constant", "linear", "cosine", "inverse-square-root" or "WSD" (warm-up, stable,
-            decay; Hu et al., "MiniCPM", 2024), which stays at the peak until `anneal` samples are
-            left.
-        anneal: Length in samples of the decay at the end of WSD; `None` with other styles.
-        anneal_style: Shape of that decay: "exponential", "linear", "cosine" or "minus_sqrt"; `None`
-            with other styles.
+        peak: The learning rate at the end of the warm-up.
+        minimum: The learning rate at the end of the decay and after it.
+        initial: The learning rate at the start of the warm-up.
+        warmup: The length of the warm-up in samples. It need not be an integer.
+        decay: The number of samples, including the warm-up, after which the minimum is reached.
+        style: "constant", "linear", "cosine", "inverse-square-root", "WSD" (warm-up, stable, decay;
+            Hu et al., "MiniCPM", 2024), which stays at the peak until `anneal` samples are left, or
+            "range-test" (Smith, "A disciplined approach to neural network hyper-parameters", 2018),
+            which only raises the rate.
+        anneal: The length in samples of the decay at the end of WSD; `None` with other styles.
+        anneal_style: The shape of the decay at the end of WSD: "exponential", "linear", "cosine" or
+            "minus_sqrt"; `None` with other styles.
         in_tokens: Whether all lengths are in tokens instead of samples.
-        log_update: Length in samples of an update, for a logarithmic warm-up (DeepSpeed's); `None`
-            with a linear one.
-        step: Length in samples of a step of style "range-test" (Smith, "A disciplined approach to
-            neural network hyper-parameters", 2018), which only raises the rate; `None` with other
-            styles.
-        step_rate: Height of a step in multiples of `minimum`, the first rate; `None` with other
+        log_update: The number of samples per update, for a logarithmic warm-up (DeepSpeed's);
+            `None` with a linear warm-up.
+        step: The length in samples of a step of a range test; `None` with other styles.
+        step_rate: The height of a step in multiples of `minimum`, the first rate; `None` with other
             styles.
         staircase: Whether the rate stays the same within a step.
         exponential: Whether a step multiplies the rate by 1 + `step_rate` instead of adding to it.
@@ -71,7 +69,7 @@ class LearningRateSchedule:
         if self.warmup > 0 and samples <= self.warmup:
             done = samples / self.warmup
             if self.log_update is not None:
-                # DeepSpeed's warm-up is complete one update before its end.
+                # DeepSpeed's warm-up reaches the peak one update before its end.
                 updates = max(2.0, self.warmup / self.log_update)
                 done = min(1.0, log1p(samples / self.log_update) / log(updates))
             return self.initial + (self.peak - self.initial) * done
@@ -101,11 +99,12 @@ class LearningRateSchedule:
         return self.minimum * exp(min(power, _LARGEST_POWER))
 
 
-# Limit on the exponent of e, far beyond useful rates, so that a long test does not overflow.
+# The maximum power of e, far beyond useful rates, so that a long test does not overflow.
 _LARGEST_POWER = 200.0
 
 
-# Fraction of the way from minimum to peak, given the fraction of the decay that is done (0 to 1).
+# The fraction of the difference between peak and minimum that remains, given the completed fraction
+# of the decay (0 to 1).
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (cos(pi * done) + 1.0),
@@ -116,9 +115,14 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """Weight decay: constant, or from `start` to `end` over `length` samples, linear or cosine.
+    """A weight decay that is constant, or changes over the run.
 
-    Its length is in tokens if the learning rate's lengths are.
+    Attributes:
+        start: The weight decay at the start of the run.
+        end: The weight decay after `length` samples.
+        length: The length of the change in samples, or in tokens if the learning rate's lengths are
+            in tokens.
+        style: "constant" (always `end`), "linear" or "cosine".
     """
 
     start: float
@@ -143,7 +147,7 @@ class Schedules:
         learning_rate: The schedule of the learning rate.
         weight_decay: The schedule of the weight decay.
         decoupled: The schedule of the learning rate of the word embeddings and the output layer,
-            with the same warm-up and decay as the main one; `None` if it is not decoupled.
+            with the same warm-up and decay as `learning_rate`; `None` if it is not decoupled.
     """
 
     learning_rate: LearningRateSchedule
@@ -153,8 +157,7 @@ class Schedules:
     def decoupled_at(self, samples: float) -> float | None:
         """Return the decoupled learning rate of the next update after `samples` consumed samples.
 
-        Returns:
-            The learning rate, or `None` if it is not decoupled.
+        The result is `None` if the learning rate is not decoupled.
         """
         return None if self.decoupled is None else self.decoupled.at(samples)
 
@@ -170,15 +173,15 @@ class Schedules:
     ) -> Schedules:
         """Return the schedules that the flags specify.
 
-        The flags have passed the checks of `megatron.config`. With --skip-train the schedules are
-        never used and need neither learning rate nor length.
+        The flags must have passed the checks of `megatron.config`. With --skip-train the schedules
+        are never used, so a learning rate and the length of a final decay may be missing.
 
         Args:
-            schedule: Learning-rate flags.
-            optimizer: Weight-decay flags.
-            training: Flags for the run's length.
-            global_batch: Full global batch size, used to convert iterations to samples.
-            seq_length: Tokens of a whole sample, used to convert samples to tokens.
+            schedule: The learning-rate flags.
+            optimizer: The weight-decay flags.
+            training: The flags for the length of the run.
+            global_batch: The full global batch size, used to convert iterations to samples.
+            seq_length: The number of tokens of a whole sample, used to convert samples to tokens.
         """
         run = _samples(training.train_iters, training.train_samples, global_batch)
         in_tokens = schedule.in_tokens(training)
@@ -225,11 +228,12 @@ class Schedules:
         )
 
     def to_dict(self, samples: int) -> dict[str, Any]:
-        """Return the schedules and their position under Megatron's `opt_param_scheduler` names.
+        """Return the schedules and their position, under Megatron's `opt_param_scheduler` names.
 
-        Values that Megatron does not save are included only if the run has them: WSD's decay, the
-        learning rate of the word embeddings and the output layer, and whether lengths are in
-        tokens.
+        Values that are unset or switched off are omitted.
+
+        Args:
+            samples: The position: the number of consumed samples or tokens.
         """
         values = {
             key: getattr(getattr(self, part), field, None)
@@ -242,18 +246,18 @@ class Schedules:
     def resumed(
         self, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
     ) -> tuple[Schedules, int]:
-        """Return the schedules to continue with, and the samples that they have consumed.
+        """Return the schedules of a resumed run, and the number of samples consumed so far.
 
         Args:
             saved: The `to_dict` of the saved run, or Megatron's, possibly under its older names.
-            override: Whether to keep these schedules, whatever was saved.
-            use_checkpoint: Whether to use the saved schedules.
+            override: Whether to keep these schedules regardless of the saved ones.
+            use_checkpoint: Whether to use the saved schedules even if they differ.
 
         Raises:
-            CheckpointError: Neither option is set and the schedules differ; or the saved schedule
-                is WSD and neither the checkpoint nor the flags give its final decay; or it has a
-                learning rate for the word embeddings and the output layer, and the flags do not; or
-                it contains an invalid value.
+            CheckpointError: `saved` has no valid position or contains an invalid value; or neither
+                option is set and the schedules differ; or the settings of a saved WSD decay or
+                range test are missing in both the checkpoint and the flags; or the saved learning
+                rate is decoupled and the flags' is not.
         """
         original = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
@@ -299,18 +303,18 @@ class Schedules:
     def branched(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
         """Return the schedules of a WSD branch that begins its final decay at a checkpoint.
 
-        The peak and the warm-up come from the saved run, the decay and the rate at its end from
+        The peak and the warm-up come from the saved run. The decay and the minimum rate come from
         these schedules.
 
         Args:
             saved: The `to_dict` of the saved run.
 
         Returns:
-            The schedules, and the samples that they have consumed.
+            The schedules, and the number of samples consumed so far.
 
         Raises:
-            CheckpointError: The saved run is not in a phase with a constant rate, or it has a
-                different peak or weight decay.
+            CheckpointError: `resumed` raises it; or the saved run is not in a phase with a constant
+                rate, or has a different peak or weight decay.
         """
         trunk, samples = self.resumed(saved, use_checkpoint=True)
         own_rate, trunk_rate = self.learning_rate, trunk.learning_rate
@@ -336,13 +340,14 @@ class Schedules:
         return self._with_decay(trunk, samples + own_rate.anneal), samples
 
     def resumed_branch(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
-        """Return the schedules of a resumed branch, and the samples that they have consumed.
+        """Return the schedules of a resumed branch, and the number of samples consumed so far.
 
         Args:
             saved: The `to_dict` of the branch.
 
         Raises:
-            CheckpointError: The flags have a different peak, decay, final rate or weight decay.
+            CheckpointError: `resumed` raises it; or the flags have a different peak, decay, minimum
+                rate or weight decay.
         """
         saved_schedules, samples = self.resumed(saved, use_checkpoint=True)
         branch = self._with_decay(saved_schedules, saved_schedules.learning_rate.decay)
@@ -351,7 +356,12 @@ class Schedules:
         return branch, samples
 
     def _with_decay(self, trunk: Schedules, decay: float) -> Schedules:
-        """Return another run's schedules with the final decay and the minimum rate of this one."""
+        """Return the schedules of `trunk` with the final decay and minimum rate of this run.
+
+        Args:
+            trunk: The schedules of another run.
+            decay: The number of samples after which the minimum is reached.
+        """
         own_rate = self.learning_rate
         rate = replace(
             trunk.learning_rate,
@@ -372,7 +382,7 @@ class Schedules:
         return Schedules(rate, trunk.weight_decay, _decoupled(rate, *decoupled_rates))
 
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
-        """Return these schedules with every saved value in place of our own."""
+        """Return these schedules with their values replaced by those that were saved."""
         changes: dict[str, dict[str, Any]] = {
             # Switches that were not saved are off.
             "learning_rate": {_FIELDS[key][1]: False for key in _SWITCHES} | {"log_update": None},
@@ -390,7 +400,7 @@ class Schedules:
         return Schedules(
             learning_rate,
             replace(self.weight_decay, **changes["weight_decay"]),
-            # We write both rates or neither. Other programs may write only one of them.
+            # `to_dict` writes both decoupled rates or neither. Other programs may write only one.
             _decoupled(learning_rate, **changes["decoupled"]),
         )
 
@@ -402,7 +412,7 @@ _ANNEAL = "--lr-wsd-decay-iters or --lr-wsd-decay-samples"
 _DECOUPLED_MIN = "--decoupled-min-lr (by default --min-lr) of --decoupled-lr"
 _WEIGHT_DECAY = f"the run's length ({_RUN}), which weight decay follows"
 
-# Megatron's name: (which schedule, our field, the flags that set it).
+# Megatron's name: (the schedule, its field, the flags that set the field).
 _FIELDS = {
     "max_lr": ("learning_rate", "peak", "--lr"),
     "min_lr": ("learning_rate", "minimum", "--min-lr"),
@@ -450,7 +460,7 @@ _OLD_NAMES = {  # before 2022
 
 # Switches that are saved only if they are on.
 _SWITCHES = ("lr_in_tokens", "lr_range_test_staircase", "lr_range_test_exponential")
-_STYLES = {  # the flags that list the valid values
+_STYLES = {  # the options that list the valid values
     "lr_decay_style": "schedule.lr_decay_style",
     "lr_wsd_decay_style": "schedule.lr_wsd_decay_style",
     "wd_incr_style": "optimizer.weight_decay_incr_style",
@@ -458,9 +468,9 @@ _STYLES = {  # the flags that list the valid values
 
 
 def _check_saved(saved: dict[str, Any]) -> None:
-    """Raise CheckpointError if a saved value is not valid here.
+    """Raise `CheckpointError` if a saved value is not valid.
 
-    The program that wrote it may support other styles.
+    Another program may have written it, which may support other styles.
     """
     for key, value in saved.items():
         name = _OLD_NAMES.get(key, key)
@@ -504,7 +514,7 @@ def _check_equal(current: Schedules, saved: Schedules) -> None:
 
 
 def _check_branch(branch: Schedules, trunk: Schedules) -> None:
-    """Check that a branch agrees with the run from which it branches."""
+    """Raise `CheckpointError` if a branch does not agree with the run from which it branches."""
     own_fields = ("peak", "in_tokens")
     rate = replace(
         trunk.learning_rate, **{name: getattr(branch.learning_rate, name) for name in own_fields}
@@ -545,7 +555,13 @@ def _weight_decay(optimizer: OptimizerConfig, length: float) -> WeightDecaySched
 def _decoupled(
     common: LearningRateSchedule, peak: float | None, minimum: float | None
 ) -> LearningRateSchedule | None:
-    """Return the decoupled schedule, or `None` without a peak. By default `minimum` is shared."""
+    """Return the decoupled schedule, or `None` if there is no decoupled peak.
+
+    Args:
+        common: The schedule that is not decoupled.
+        peak: The decoupled peak.
+        minimum: The decoupled minimum; `None` means the minimum of `common`.
+    """
     if peak is None:
         return None
     return replace(common, peak=peak, minimum=common.minimum if minimum is None else minimum)

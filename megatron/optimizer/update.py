@@ -1,4 +1,4 @@
-"""The interface of update rules: the scalars and tensors that a rule receives, and its result."""
+"""The interface of update rules: the scalars and tensors that a rule reads and updates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Step:
     """The scalars of an update, shared by all parameters with the same learning rate.
 
     Attributes:
-        lr: Learning rate.
-        count: Index of this update, from 1, for bias correction: an fp32 scalar on the device.
-        gradient_scale: Number by which gradients are divided: an fp32 scalar on the device.
-        found_nonfinite: 1 if the update must not happen, otherwise 0: an fp32 scalar on the device.
+        lr: The learning rate.
+        count: The index of this update, from 1, for bias correction, fp32 [] on the device.
+        gradient_scale: The number by which gradients are divided, fp32 [] on the device.
+        found_nonfinite: 1 if the update must be skipped, otherwise 0, fp32 [] on the device.
     """
 
     lr: float
@@ -32,13 +32,13 @@ class Step:
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """The information about a parameter that an update rule for whole matrices needs.
+    """The distribution of a parameter over processes, for an update rule that needs whole matrices.
 
     Attributes:
-        spec: The position of this process's part in the whole tensor.
-        tensor: The axis of processes that split the tensor along `spec.split_dim`.
-        rows: The axis of processes that share the rows of this part (ZeRO stage 3); `None` if this
-            process has all rows.
+        spec: The position of this tensor rank's shard in the whole tensor.
+        tensor: The processes that split the tensor along `spec.split_dim`.
+        rows: The processes among which the rows of this shard are divided (ZeRO stage 3); `None` if
+            this process has all rows.
     """
 
     spec: ParameterSpec
@@ -47,24 +47,24 @@ class MatrixShard:
 
     @property
     def is_split(self) -> bool:
-        """Whether tensor ranks hold different parts of the matrices."""
+        """Whether tensor ranks hold different shards of the matrices."""
         return self.spec.split_dim is not None and self.tensor.size > 1
 
 
 @dataclass(frozen=True)
 class UpdateTensors:
-    """The tensors that a rule reads and changes in place.
+    """The tensors of a parameter group that a rule reads and changes in place.
 
-    Each is the part of a parameter that this process updates: 1-D if processes share the update, or
-    in the parameter's own shape for a rule that needs whole tensors.
+    Each tensor covers the elements of a parameter that this process updates: a 1-D shard if
+    processes share the update, or the parameter's own shape if the rule needs whole tensors.
 
     Attributes:
-        weights: Weights in fp32, or packed.
-        copies: 16-bit copies of the weights, written with each update; `None` for a weight that has
-            none.
-        gradients: Gradients in fp32 or 16 bits. An update may change them.
-        state: State tensors by name, in the weights' shapes, zero at the start. They are in fp32,
-            or may be packed for a rule with flags such as --exp-avg-dtype.
+        weights: The weights, in fp32 or packed.
+        copies: The 16-bit copies of the weights, written with each update; `None` for a weight
+            without a copy.
+        gradients: The gradients, in fp32 or 16 bits. An update may change them.
+        state: The state tensors by name, in the shapes of the weights, zero at the start. They are
+            in fp32, or packed if flags such as --exp-avg-dtype request it.
         shards: The `MatrixShard` of each parameter, for a rule with `joins_rows`; otherwise empty.
     """
 
@@ -79,7 +79,12 @@ class Update(Protocol):
     """The update of a group, bound to its tensors."""
 
     def __call__(self, step: Step, /, *, weight_decay: float) -> None:
-        """Update the weights, their copies and the state in place."""
+        """Update the weights, their copies and the state in place.
+
+        Args:
+            step: The scalars of the update.
+            weight_decay: The weight decay of the group.
+        """
 
 
 class UpdateRule(Protocol):
@@ -90,27 +95,26 @@ class UpdateRule(Protocol):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the state tensors, which a checkpoint stores as "<parameter>.<name>"."""
+        """The names of the state tensors, which a checkpoint stores as "<parameter>.<name>"."""
 
     @property
     def needs_whole(self) -> bool:
-        """Whether a process must hold each tensor whole instead of a shard of it.
+        """Whether the update of a tensor needs the tensor rank's whole shard on one process.
 
-        Whole means everything that one tensor rank holds, which is possible with ZeRO stages 0 to
-        2.
+        ZeRO stages 0 to 2 then assign whole tensors to processes.
         """
 
     @property
     def joins_rows(self) -> bool:
-        """Whether the rule itself gathers tensors whose rows are divided among processes.
+        """Whether the rule gathers tensors itself if their rows are divided among processes.
 
-        Such a rule also runs under ZeRO stage 3, with 1-D tensors, some of which may be empty.
+        Such a rule also supports ZeRO stage 3, with 1-D tensors, some of which may be empty.
         """
 
     def bind(self, tensors: UpdateTensors, library: KernelLibrary | None) -> Update:
-        """Return a function that updates these tensors.
+        """Return a function that updates the tensors of a parameter group.
 
         Args:
-            tensors: Tensors of a parameter group.
-            library: Compiled kernels, or `None` if there are none.
+            tensors: The tensors of the group.
+            library: Compiled kernels; `None` means PyTorch's operations.
         """
