@@ -1,6 +1,6 @@
 """Detoxification of a GPT by training it on the least toxic of its own texts.
 
-    annotate           adds scores to texts, and continues an interrupted run
+    annotate           adds scores to texts, and resumes an interrupted run
     scorers            the sources of scores: a classifier or the Perspective API
     perspective        the client of the Perspective API
     select_texts       selects the texts with the lowest scores

@@ -4,8 +4,8 @@ python examples/detxoify_lm/annotations/perspective_api_annotate.py \
     --data-path samples.jsonl --out-path annotated.jsonl --classifier-model my-classifier
 
 Every line of the result is a line of the input with an added `score`: an object of probabilities,
-including `toxicity`, or null for a text that has no score. To continue an interrupted run, give the
-same command again.
+including `toxicity`, or null for a text without a score. To resume an interrupted run, run the same
+command again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: A flag is missing or out of range.
         DataError: The input or the classifier cannot be read.
-        StorageError: The output was made from other texts or settings, or cannot be written.
+        StorageError: The output was made from different texts or settings, or cannot be written.
     """
     source = Path(options.data_path)
     if not source.is_file():  # report this before loading the classifier
@@ -57,7 +57,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check_output(source: Path, target: Path) -> None:
-    """Check that the output can be written, before any slow step. This leaves no file behind.
+    """Check that the output can be written, without leaving a file behind.
+
+    Call this before slow steps, so that the user does not have to wait for the error.
 
     Raises:
         ConfigError: Source and target are the same file.
@@ -75,19 +77,19 @@ def check_output(source: Path, target: Path) -> None:
 def annotate(
     source: Path, target: Path, scorer: TextScorer, *, key: str = "text", total: int | None = None
 ) -> None:
-    """Write the lines of `source` with their `score` to `target`, continuing an earlier run.
+    """Write the lines of `source` with an added `score` to `target`, resuming an earlier run.
 
     Args:
-        source: The file of JSON objects.
+        source: The file to read, with one JSON object per line.
         target: The file to write.
         scorer: The scorer that computes the scores.
-        key: The field that holds the text, which may be an object with a `text`.
-        total: The number of lines to annotate. `None` means all.
+        key: The field with the text, which is a string or an object with a `text`.
+        total: The number of lines to annotate, including earlier runs. `None` means all.
 
     Raises:
         ConfigError: Source and target are the same file.
         DataError: A line of the source has no text.
-        StorageError: The target was made from other texts or settings, or cannot be written.
+        StorageError: The target was made from different texts or settings, or cannot be written.
         UserError: The scorer failed. The message names the line.
     """
     check_output(source, target)
@@ -105,7 +107,11 @@ def annotate(
         # `disable=None` shows the progress bar only on a terminal.
         scores = _with_scores(lines, scorer, source)
         for line, scored in tqdm(scores, initial=done, unit=" texts", disable=None):
-            file.write(_encode_line({**line.fields, "score": scored.scores}, scored.reason))
+            fields = {**line.fields, "score": scored.scores}
+            fields.pop("score_error", None)  # from an earlier annotation
+            if scored.reason:
+                fields["score_error"] = scored.reason
+            file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
             file.flush()
             written += 1
             if scored.scores is None:
@@ -140,7 +146,7 @@ def _read_texts(source: Path, key: str) -> Iterator[_TextLine]:
 def _with_scores(
     lines: Iterator[_TextLine], scorer: TextScorer, source: Path
 ) -> Iterator[tuple[JsonLine, Scored]]:
-    """Yield every line with its scores. Blank texts get none and are not passed to the scorer."""
+    """Yield every line with its scores. Blank texts are not passed to the scorer."""
     waiting: deque[_TextLine] = deque()
 
     def texts() -> Iterator[str]:
@@ -169,20 +175,13 @@ def _with_scores(
         yield waiting.popleft().line, scored
 
 
-def _encode_line(fields: dict[str, Any], reason: str) -> bytes:
-    fields.pop("score_error", None)  # left by an earlier annotation
-    if reason:
-        fields["score_error"] = reason
-    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
-
-
 def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
-    """Skip the lines that the target already has, and return their number.
+    """Skip the lines that are already in the target, and return how many were skipped.
 
-    If the last line was not written completely, it is removed.
+    An incomplete last line is removed from the target.
 
     Raises:
-        StorageError: A line of the target was made from another text.
+        StorageError: A line of the target was made from a different text.
     """
     if not target.is_file():
         return 0
@@ -212,13 +211,13 @@ def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
 
 
 def _original_fields(line: JsonLine) -> str:
-    """Return the fields that were not added by annotation, as JSON, in which NaN equals itself."""
+    """Serialize the fields that `annotate` did not add. Unlike values, NaN equals NaN as text."""
     fields = {key: value for key, value in line.fields.items() if key not in _ADDED_FIELDS}
     return json.dumps(fields, sort_keys=True)
 
 
 def _end_of_last_line(path: Path) -> int:
-    """Return the byte offset at which the last complete line ends."""
+    """Return the byte offset after the last complete line."""
     with path.open("rb") as file:
         end = file.seek(0, 2)
         while end:
@@ -250,8 +249,7 @@ def build_parser() -> ToolParser:
         "--text-key",
         default="text",
         metavar="KEY",
-        help="field that holds the text; for RealToxicityPrompts, prompt or continuation "
-        "(%(default)s)",
+        help="field with the text; for RealToxicityPrompts, prompt or continuation (%(default)s)",
     )
     add_scorer_flags(parser)
     return parser

@@ -1,7 +1,7 @@
-"""A client of the Perspective API, which limits the rate of requests and retries failed ones.
+"""A client for the Perspective API that limits the rate of requests and retries failed requests.
 
-The service's responses are not trusted: they are read only up to a limit, redirects are not
-followed (the key would be sent along), and every number is checked.
+The service's responses are not trusted: their size is limited, redirects are not followed (the key
+would be sent along), and every number is checked.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron.errors import ConfigError, UserError
 ENDPOINT = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 _MAX_TEXT_BYTES = 20480  # the service's limit for one text
 _MAX_RESPONSE_BYTES = 1 << 20
-# The statuses after which a request is retried: too many requests, or a temporary problem.
+# Status codes after which a request is retried: too many requests, or a temporary problem.
 _RETRY_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 _FIRST_WAIT, _MAX_WAIT = 1.0, 60.0  # seconds
-_MAX_RETRY_AFTER = 600.0  # seconds; if the server asks for a longer wait, the command stops
+_MAX_RETRY_AFTER = 600.0  # seconds; the command stops if the server requests a longer wait
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
 class TextRefusedError(UserError):
-    """Raised when the service does not score a text, for example because of its language."""
+    """Raised when the service rejects a text, for example because of its language."""
 
 
 class ServiceError(UserError):
@@ -41,7 +41,11 @@ class ServiceError(UserError):
 
 
 class _RetryError(Exception):
-    """Raised when a request may succeed later. `wait` is the requested delay in seconds, if any."""
+    """Raised when a request may succeed later.
+
+    Attributes:
+        wait: The delay in seconds that the server requested, or `None`.
+    """
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
@@ -56,7 +60,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class RequestPace:
-    """A limit on the rate at which several threads may start requests."""
+    """A limit on the rate at which threads start requests.
+
+    Args:
+        per_second: The maximum number of requests per second.
+    """
 
     def __init__(self, per_second: float) -> None:
         """Allow the first request to start immediately."""
@@ -83,12 +91,12 @@ class RequestPace:
             self._next = max(self._next, time.monotonic() + seconds)
 
     def stop(self) -> None:
-        """Make all waiting threads stop waiting."""
+        """Make all current and future calls of `wait` fail."""
         self._stopped.set()
 
 
 class PerspectiveClient:
-    """A thread-safe client of the Perspective API."""
+    """A thread-safe client for the Perspective API."""
 
     def __init__(
         self,
@@ -108,9 +116,9 @@ class PerspectiveClient:
             url: The URL of the method `comments:analyze`.
             attributes: The names of the scores to request, in lower case.
             language: The language of the texts.
-            requests_per_second: The limit on the rate of requests, including retries.
-            retries: The number of times a failed request is retried.
-            timeout: The number of seconds to wait for a response.
+            requests_per_second: The maximum number of requests per second, including retries.
+            retries: The maximum number of retries of a request.
+            timeout: The time to wait for a response, in seconds.
 
         Raises:
             ConfigError: The URL is invalid, or the key would be sent unencrypted.
@@ -143,7 +151,7 @@ class PerspectiveClient:
         """Return the scores of a text by attribute, each from 0 to 1.
 
         Raises:
-            TextRefusedError: The service does not score this text.
+            TextRefusedError: The service rejects this text.
             ServiceError: The service cannot be used, or all attempts failed.
         """
         truncated = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES].decode("utf-8", "ignore")
@@ -182,7 +190,7 @@ class PerspectiveClient:
         self._pace.stop()
 
     def _send(self, data: bytes) -> bytes:
-        """Return the body of the response to one request."""
+        """Send a single request, and return the body of its response."""
         request = urllib.request.Request(self._url, data, self._headers, method="POST")
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
@@ -199,7 +207,7 @@ class PerspectiveClient:
         return body
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
-        """Return the exception to raise for a response whose status is not 200."""
+        """Return the exception to raise for a response with an error status."""
         with error:
             try:
                 content = json_object(error.read(_MAX_RESPONSE_BYTES))
@@ -243,10 +251,7 @@ class PerspectiveClient:
 
 
 def _retry_after_seconds(retry_after: str | None) -> float | None:
-    """Return the delay in seconds that a Retry-After header requests.
-
-    The result is `None` if the header is missing or invalid.
-    """
+    """Return the delay in seconds from a Retry-After header, or `None` if missing or invalid."""
     if retry_after is None:
         return None
     try:

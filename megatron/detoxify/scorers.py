@@ -23,16 +23,16 @@ ATTRIBUTES = (
     *(TOXICITY, "severe_toxicity", "sexually_explicit", "threat", "profanity"),
     "identity_attack",
 )
-_LABELS = ("toxicity", "toxic")  # names that a classifier may use for the label of toxicity
+_LABELS = ("toxicity", "toxic")  # common names of the toxicity label
 _UNBOUNDED = 1 << 20  # tokenizers without a length limit report a number such as 1e30
 
 
 class Scored(NamedTuple):
-    """The scores of one text.
+    """The scores of a text.
 
     Attributes:
-        scores: The probabilities by name, including `toxicity`, or `None` if there are none.
-        reason: The reason why there are no scores, or "".
+        scores: The probabilities by name, including `toxicity`, or `None` if the text has none.
+        reason: The reason why the text has no scores, or "".
     """
 
     scores: dict[str, float] | None
@@ -46,15 +46,20 @@ class TextScorer(Protocol):
     """The flags that determine the scores, with their values."""
 
     def score(self, texts: Iterable[str]) -> Iterator[Scored]:
-        """Yield the scores of texts, in order, reading only a bounded number of texts ahead."""
+        """Yield the scores of texts in order, reading a bounded number of texts ahead."""
         ...
 
 
 class PerspectiveScorer:
-    """A scorer that uses the Perspective API, with several requests at a time."""
+    """A scorer that sends concurrent requests to the Perspective API.
+
+    Args:
+        client: The client.
+        workers: The maximum number of concurrent requests.
+    """
 
     def __init__(self, client: PerspectiveClient, workers: int) -> None:
-        """Store the client and the number of simultaneous requests."""
+        """Store the client and the number of workers."""
         self._client, self._workers = client, workers
         self.settings: dict[str, Setting] = {
             "--classifier": "perspective",
@@ -63,7 +68,7 @@ class PerspectiveScorer:
         }
 
     def score(self, texts: Iterable[str]) -> Iterator[Scored]:
-        """Yield the scores of texts, in order."""
+        """Yield the scores of texts in order."""
         pool = ThreadPoolExecutor(self._workers)
         pending: deque[Future[Scored]] = deque()
         try:
@@ -74,7 +79,7 @@ class PerspectiveScorer:
             while pending:
                 yield pending.popleft().result()
         except BaseException:
-            self._client.stop()  # waiting requests then end immediately
+            self._client.stop()  # end waiting requests immediately
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -87,16 +92,16 @@ class PerspectiveScorer:
 
 
 class ClassifierScorer:
-    """A scorer that runs a Hugging Face text classifier on this machine."""
+    """A scorer that runs a Hugging Face text classifier locally."""
 
     def __init__(self, model: str, label: str | None, batch_size: int) -> None:
         """Load the classifier.
 
         Args:
-            model: The folder of the model, or its name on the hub.
-            label: The label whose probability is the toxicity. `None` uses the label named toxic
-                or toxicity.
-            batch_size: The number of texts to process at a time.
+            model: The folder of the model, or its name on the Hugging Face Hub.
+            label: The label whose probability is the toxicity. `None` uses the label named "toxic"
+                or "toxicity".
+            batch_size: The number of texts in a batch.
 
         Raises:
             ConfigError: Transformers is not installed, or the model has no such label.
@@ -121,7 +126,7 @@ class ClassifierScorer:
         names = [str(name) for name in network.config.id2label.values()]
         self._label = _find_label(names, label, model)
         max_length = tokenizer.model_max_length
-        if max_length > _UNBOUNDED:  # some models do not use their first two positions
+        if max_length > _UNBOUNDED:  # two fewer, because some models skip the first two positions
             max_length = max(1, getattr(network.config, "max_position_embeddings", 514) - 2)
         self._pipeline: Any = transformers.pipeline(
             "text-classification",
@@ -140,7 +145,7 @@ class ClassifierScorer:
         }
 
     def score(self, texts: Iterable[str]) -> Iterator[Scored]:
-        """Yield the scores of texts, in order.
+        """Yield the scores of texts in order.
 
         Raises:
             DataError: A score is not finite.
@@ -179,7 +184,7 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--classifier-model",
         metavar="MODEL",
-        help="huggingface: folder of a text classifier, or its name on the hub",
+        help="huggingface: folder of a text classifier, or its name on the Hugging Face Hub",
     )
     parser.add_argument(
         "--label",
@@ -189,7 +194,7 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=int,
         default=32,
-        help="huggingface: number of texts processed at a time (%(default)s)",
+        help="huggingface: number of texts in a batch (%(default)s)",
     )
     parser.add_argument(
         "--api-key-file",
@@ -221,7 +226,7 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
         "--retries",
         type=int,
         default=8,
-        help="perspective: number of times a failed request is retried (%(default)s)",
+        help="perspective: maximum number of retries of a request (%(default)s)",
     )
     parser.add_argument(
         "--timeout",
@@ -233,12 +238,12 @@ def add_scorer_flags(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         default=10,
-        help="perspective: number of simultaneous requests (%(default)s)",
+        help="perspective: number of concurrent requests (%(default)s)",
     )
 
 
 def build_scorer(options: argparse.Namespace) -> TextScorer:
-    """Return the scorer that the flags of `add_scorer_flags` describe.
+    """Build the scorer that the flags of `add_scorer_flags` describe.
 
     Raises:
         ConfigError: A flag is missing or out of range.
@@ -278,10 +283,10 @@ def build_scorer(options: argparse.Namespace) -> TextScorer:
 
 
 def _api_key(path: str | None) -> str:
-    """Return the API key from a file or, if no file is given, from the environment.
+    """Return the API key from a file or, if `path` is `None`, from the environment.
 
     Raises:
-        ConfigError: There is no key, or it is not a single word of ASCII characters.
+        ConfigError: The key is missing, or is not a single word of ASCII characters.
     """
     if path is None:
         where, key = "PERSPECTIVE_API_KEY", perspective_api_key() or ""

@@ -3,7 +3,7 @@ r"""Select the texts with the lowest toxicity.
 python examples/detxoify_lm/annotations/filter-selfgeneration.py \
     --data-path annotated.jsonl --out-path nontoxic.jsonl
 
-The input is the output of perspective_api_annotate.py. By default, half of its lines are kept, in
+The input is the output of perspective_api_annotate.py. By default, half of the lines are kept, in
 random order.
 """
 
@@ -79,9 +79,9 @@ class ScoredLines(NamedTuple):
     """The scored lines of a file.
 
     Attributes:
-        lines: The number of all lines.
+        lines: The number of lines in the file, with or without a score.
         scores: The toxicity of each line that has a score, `[n]`.
-        starts: The byte offset at which each of these lines begins, `[n]`.
+        starts: The byte offset at which each scored line begins, `[n]`.
     """
 
     lines: int
@@ -124,7 +124,7 @@ def toxicity_in(line: JsonLine, path: Path) -> float | None:
 
 
 def probability_in(score: Any) -> float | None:
-    """Return the toxicity in an object of scores, or `None` if it is missing or invalid."""
+    """Return the toxicity from an object of scores, or `None` if missing or invalid."""
     value = score.get(TOXICITY) if isinstance(score, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
         return None
@@ -132,7 +132,7 @@ def probability_in(score: Any) -> float | None:
 
 
 def lowest_indices(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Return the sorted indices of the `count` lowest scores. Ties go to the earlier score."""
+    """Return the sorted indices of the `count` lowest scores, preferring earlier ones on ties."""
     return np.sort(np.argsort(scores, kind="stable")[:count])
 
 
