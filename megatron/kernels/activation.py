@@ -1,7 +1,8 @@
 """Activation functions of the MLP, which also add the bias of the preceding projection.
 
-Each is implemented with PyTorch's operations. Some also have a CUDA kernel (`fused_activation`)
-that adds the bias and applies the function. Its backward pass recomputes both from the input.
+Each function is implemented with PyTorch's operations. Some also have a CUDA kernel
+(`fused_activation`) that adds the bias and applies the function. Its backward pass recomputes both
+steps from the input.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from megatron.kernels.plans import (
 from megatron.kernels.sources import FLOATS, constant, instance
 
 KINDS = {"gelu_tanh": 0, "gelu": 1, "squared_relu": 2, "swiglu": 3}  # as in activation.cu
-PARTIALS = 4  # rows of partial sums per multiprocessor
+PARTIALS = 4  # the number of rows of partial sums per multiprocessor
 
 
 class _ActivationForward(NamedTuple):
-    """An activation of the sum of input and bias."""
+    """An activation function applied to the sum of input and bias."""
 
     x: Pointer  # [rows, columns], or [rows, 2 * columns] for SwiGLU
     bias: Pointer | None  # in the shape of a row of x
@@ -116,9 +117,12 @@ ACTIVATION_FORWARD = Kernel.of("activation_forward", _ActivationForward)
 ACTIVATION_BACKWARD = Kernel.of("activation_backward", _ActivationBackward)
 
 
-# An implementation of an activation. It takes x [..., f] (gated: [..., 2 f]) and an optional bias
-# as long as the last dimension of x, which it adds first.
 Activation = Callable[..., Tensor]
+"""An implementation of an activation function.
+
+It takes x [..., f] (gated: [..., 2 f]) and an optional bias as long as the last dimension of x,
+which it adds first.
+"""
 
 
 def choose_activation(
@@ -136,11 +140,10 @@ def choose_activation(
         name: The name, as in `ModelConfig.activation`.
         library: The fused kernels; `None` means PyTorch's operations.
         fused_amaxes: Where to store the amaxes of the result and of the gradient of x. Only kernels
-            measure them.
+            compute them.
         fuses_gelu: Whether GELU may use the fused kernels; False with --no-bias-gelu-fusion.
-        clamp: The limit on both halves of a gated activation's input (`clamped_gate`); `None` for
-            no limit.
-        offset: The number added to the second half, up.
+        clamp: The limit on gate and up of a gated activation (`clamped_gate`); `None` for no limit.
+        offset: The number added to up.
     """
     if clamp is not None or offset:
         return partial(clamped_gate, _GATES[name], clamp=clamp, offset=offset)
@@ -151,12 +154,15 @@ def choose_activation(
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x times the cumulative normal distribution function at x (exact GELU)."""
+    """Return the exact GELU: x times the cumulative normal distribution function at x."""
     return F.gelu(_add(x, bias))
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return OpenAI's approximation of GELU, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """Return the tanh approximation of GELU.
+
+    It is x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+    """
     return F.gelu(_add(x, bias), approximate="tanh")
 
 
@@ -171,19 +177,19 @@ def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Split [..., 2 f] into gate and up; return SiLU(gate) * up [..., f] (Shazeer, 2020)."""
+    """Split x [..., 2 f] into gate and up; return SiLU(gate) * up [..., f] (Shazeer, 2020)."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Split [..., 2 f] into gate and up; return GELU(gate) * up [..., f] (Shazeer, 2020; tanh)."""
+    """Split x [..., 2 f] into gate and up; return gelu_tanh(gate) * up [..., f] (Shazeer, 2020)."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def quick_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Split [..., 2 f] into gate and up; return gate * sigmoid(1.702 gate) * up [..., f]."""
+    """Split x [..., 2 f] into gate and up; return gate * sigmoid(1.702 gate) * up [..., f]."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return _quick_gelu(gate) * up
 
@@ -211,13 +217,13 @@ def clamped_gate(
     clamp: float | None,
     offset: float,
 ) -> Tensor:
-    """Split [..., 2 f] into gate and up; return activation(gate) * (up + offset) (GPT-OSS).
+    """Split x into gate and up; return activation(gate) * (up + offset) [..., f] (GPT-OSS).
 
     Args:
-        activation: The function that is applied to the gate.
+        activation: The function to apply to the gate.
         x: The gate and up, [..., 2 f].
         bias: The bias [2 f], which is added first, or `None`.
-        clamp: The largest value of the gate, and the largest magnitude of up; `None` for no limit.
+        clamp: The maximum of the gate, and of the magnitude of up; `None` for no limit.
         offset: The number added to up.
     """
     gate, up = _add(x, bias).chunk(2, dim=-1)
@@ -240,14 +246,17 @@ def fused_activation(
 ) -> Tensor:
     """Apply an activation with a kernel, or with PyTorch if the kernel does not support the tensor.
 
-    The kernel sums the bias's gradient in a fixed order.
+    The kernel sums the gradient of the bias in a fixed order.
 
     Args:
         library: Compiled kernels.
-        plain: The function, as implemented in PyTorch: gelu, gelu_tanh, squared_relu or swiglu.
+        plain: The function in PyTorch: gelu, gelu_tanh, squared_relu or swiglu.
         x: The input [..., f] (SwiGLU: [..., 2 f]).
         bias: A vector as long as the last dimension of x, or `None`.
         fused_amaxes: Where to store the amaxes of the result and of the gradient of x.
+
+    Returns:
+        The result [..., f].
     """
     columns = x.shape[-1] // (2 if plain is swiglu else 1)
     if not supports(x, bias) or columns * x.element_size() % VECTOR_BYTES:
@@ -294,15 +303,15 @@ def activation_backward(
     kind: int,
     fused_amax: FusedAmax | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of an activation's input and of its bias.
+    """Compute the gradients of the input and the bias of an activation.
 
     Args:
         library: Compiled kernels.
-        grad: Gradient of the result, [..., f].
+        grad: The gradient of the result, [..., f].
         x: The input of `activation_forward`.
         bias: The bias of `activation_forward`, or `None`.
         kind: The formula, as a value of `KINDS`.
-        fused_amax: Where to store the amax of x's gradient.
+        fused_amax: Where to store the amax of the gradient of x.
 
     Returns:
         The gradients of x and of the bias (`None` without a bias).

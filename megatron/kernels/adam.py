@@ -17,7 +17,7 @@ from megatron.kernels.tensor_sums import CHUNK, TensorTable
 
 
 class _AdamUpdate(NamedTuple):
-    """One step for all tensors. Nothing changes if `found_nonfinite` is not 0."""
+    """An Adam step for all tensors, which changes nothing if `found_nonfinite` is not 0."""
 
     tensors: Pointer
     pieces: Pointer  # (tensor, first element), of up to `chunk` elements each
@@ -54,14 +54,15 @@ ADAM_UPDATE = Kernel.of("adam_update", _AdamUpdate)
 
 
 class AdamTensors(NamedTuple):
-    """The tensors that updates read and change. They are contiguous and never move.
+    """The tensors that updates read and change. They must be contiguous and must not move.
 
     Attributes:
         weights: The weights, fp32.
-        copies: The weights in 16 bits, written with each update; `None` for a weight without one.
+        copies: The 16-bit copies of the weights, written with each update; `None` for a weight
+            without a copy.
         gradients: The gradients, fp32 or 16 bits. The PyTorch implementation may change them.
-        exp_avg: The running mean of the gradients, fp32.
-        exp_avg_sq: The running mean of their squares, fp32.
+        exp_avg: The running means of the gradients, fp32.
+        exp_avg_sq: The running means of the squared gradients, fp32.
     """
 
     weights: Sequence[Tensor]
@@ -73,17 +74,17 @@ class AdamTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamNumbers:
-    """The hyperparameters of one update.
+    """The scalars of an update.
 
     Attributes:
-        lr: Learning rate.
-        beta1: Decay of the mean of gradients.
-        beta2: Decay of the mean of their squares.
+        lr: The learning rate.
+        beta1: The decay rate of the running mean of gradients.
+        beta2: The decay rate of the running mean of squared gradients.
         eps: The number added to the root of the mean square.
-        weight_decay: Decoupled weight decay.
-        step: The index of the update, from 1; a scalar fp32 tensor on the device.
-        gradient_scale: The divisor of the gradients; a scalar fp32 tensor on the device.
-        found_nonfinite: If not 0, the update changes nothing; a scalar fp32 tensor on the device.
+        weight_decay: The decoupled weight decay.
+        step: The index of the update, from 1, fp32 [] on the device.
+        gradient_scale: The divisor of the gradients, fp32 [] on the device.
+        found_nonfinite: If not 0, the update changes nothing, fp32 [] on the device.
     """
 
     lr: float
@@ -99,7 +100,12 @@ class AdamNumbers:
 def choose_adam(
     tensors: AdamTensors, library: KernelLibrary | None
 ) -> Callable[[AdamNumbers], None]:
-    """Return a function that updates these tensors with a kernel or, without a library, PyTorch."""
+    """Return a function that updates the tensors.
+
+    Args:
+        tensors: The tensors.
+        library: Compiled kernels; `None` means PyTorch's operations.
+    """
     if library is None or not tensors.weights:
         return partial(adam_reference, tensors)
     by_formats: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor | None, ...]]] = {}
@@ -116,7 +122,7 @@ def choose_adam(
 
 
 def adam_reference(tensors: AdamTensors, numbers: AdamNumbers) -> None:
-    """Update the weights with PyTorch's fused kernel, then their copies.
+    """Update the weights with PyTorch's fused kernel, and then their copies.
 
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  with bias-corrected m', v':
     w = w - lr (m' / (sqrt(v') + eps) + weight_decay w).

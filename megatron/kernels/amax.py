@@ -1,21 +1,20 @@
 """Fused amaxes: the largest magnitude of a tensor, passed from the kernel that wrote it to a cast.
 
-A cast to fp8 needs the amax of its tensor first. Measuring it takes another pass over memory,
-unless the kernel that writes the tensor measures it on the way. A linear layer therefore owns two
-objects (`FusedAmaxes`): one for the amax of its input, which its forward pass reads, and one for
-the amax of its output's gradient, which its backward pass reads. The kernel that writes such a
-tensor receives the object and stores the amax there:
+A cast to fp8 first needs the amax of its tensor. Computing the amax takes another pass over memory,
+unless the kernel that writes the tensor computes it in the same pass. A linear layer therefore owns
+two objects (`FusedAmaxes`): one for the amax of its input, which its forward pass reads, and one
+for the amax of its output's gradient, which its backward pass reads. The kernel that writes such a
+tensor receives the object and stores the amax in it:
 
     normalization       forward: for the layer after it; backward: for the layer before it
     activation          forward: for the second matrix of the MLP; backward: for the first matrix
     split and rotate    backward: for the projection to queries, keys and values
 
-A `FusedAmax` holds one amax at a time. The layer reads it in the same pass in which the kernel
-stored it, before another micro-batch or a recomputation stores the next one. If an operation
-between the two changes the tensor's values (dropout, for example), the kernel must not receive the
-object.
-If parts are gathered over ranks in between, the number of elements changes. `pop` then returns
-`None`, and the cast measures its tensor itself.
+A `FusedAmax` stores one amax at a time. The layer reads the amax in the same pass in which the
+kernel stores it, before another micro-batch or a recomputation stores the next one. If an operation
+between the kernel and the layer changes the tensor's values (dropout, for example), the kernel must
+not receive the object. If shards of the tensor are gathered over ranks in between, the number of
+elements changes. `pop` then returns `None`, and the cast computes the amax itself.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from torch import Tensor
 
 from megatron.kernels.library import is_traced
 
-POOL = 512  # scalars that are zeroed together
-VECTORS = 2**20  # elements of vectors that are zeroed together
+POOL = 512  # the number of scalars that are zeroed together
+VECTORS = 2**20  # the number of elements of vectors that are zeroed together
 
 
 class Zeros:
-    """A supply of zeros in which kernels store the largest magnitudes that they find."""
+    """A supply of zeroed memory in which kernels store amaxes."""
 
     _zeros: Iterator[Tensor]
     _vectors: Tensor
@@ -43,17 +42,17 @@ class Zeros:
         self.forget()
 
     def new(self, device: torch.device) -> Tensor:
-        """Return a zeroed scalar, fp32 [], in which a kernel will store the largest magnitude."""
+        """Return a zeroed scalar, fp32 [], in which a kernel will store an amax."""
         zero = next(self._zeros, None)
         if zero is None or zero.device != device:
-            # A single fill creates many zeros. No zero is reused, and their memory is freed with
-            # the last of them.
+            # A single fill creates many zeros. No zero is reused, and the memory is freed with the
+            # last of them.
             self._zeros = iter(torch.zeros(POOL, device=device).unbind())
             zero = next(self._zeros)
         return zero
 
     def new_vector(self, size: int, device: torch.device) -> Tensor:
-        """Return a zeroed vector, fp32 [size], in which a kernel will store the amaxes."""
+        """Return a zeroed vector, fp32 [size], in which a kernel will store amaxes."""
         if self._vectors.numel() < size or self._vectors.device != device:
             self._vectors = torch.zeros(max(size, VECTORS), device=device)
         zeros, self._vectors = self._vectors[:size], self._vectors[size:]
@@ -63,17 +62,17 @@ class Zeros:
         """Discard the remaining zeros, so that later ones come from newly zeroed memory.
 
         Call this when a device starts or stops recording, because a recording must itself zero the
-        memory in which its kernels collect maxima.
+        memory in which its kernels store amaxes.
         """
         self._zeros = iter(())
         self._vectors = torch.empty(0)
 
 
 class FusedAmax:
-    """The memory through which a kernel passes the amax of a tensor to the layer that casts it.
+    """An amax that the kernel that writes a tensor passes to the layer that casts the tensor.
 
     Args:
-        zeros: The supply of zeros for the kernel.
+        zeros: The supply of zeroed memory for the kernel.
     """
 
     _stored: tuple[Tensor, int] | None  # the amax and its tensor's number of elements
@@ -84,13 +83,13 @@ class FusedAmax:
         self.forget()
 
     def allocate(self, x: Tensor) -> Tensor:
-        """Return a zeroed scalar, fp32 [], in which the kernel that writes x stores x's amax."""
+        """Return a zeroed scalar, fp32 [], in which the kernel that writes `x` stores its amax."""
         amax = self._zeros.new(x.device)
         self._stored = amax, x.numel()
         return amax
 
     def pop(self, x: Tensor) -> Tensor | None:
-        """Return the amax of x, fp32 [], or `None` if no kernel has stored it."""
+        """Return and discard the amax of `x`, fp32 [], or `None` if no kernel has stored it."""
         if is_traced(x):
             return None  # traced kernels store nothing
         stored = self._stored
@@ -103,12 +102,12 @@ class FusedAmax:
 
 
 class FusedAmaxes(NamedTuple):
-    """The amaxes of a layer, or of a kernel between two layers.
+    """The amaxes that a layer reads, or that a kernel between two layers stores.
 
     Attributes:
-        forward: The amax of the layer's input or the kernel's result, if any.
-        backward: The amax of the gradient of the layer's output or of the kernel's argument, if
-            any.
+        forward: The amax of the layer's input or the kernel's result; `None` for none.
+        backward: The amax of the gradient of the layer's output or of the kernel's argument; `None`
+            for none.
     """
 
     forward: FusedAmax | None = None
@@ -119,5 +118,5 @@ NO_FUSED_AMAXES = FusedAmaxes()
 
 
 def zero_for(x: Tensor, fused_amax: FusedAmax | None) -> Tensor | None:
-    """Return a zero in which the kernel writing x stores x's amax; `None` if none is read."""
+    """Return the zeroed scalar in which the kernel that writes `x` stores its amax, if any."""
     return None if fused_amax is None else fused_amax.allocate(x)

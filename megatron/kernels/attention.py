@@ -1,18 +1,18 @@
 """The attention core, softmax(Q K^T / sqrt(d)) V, in plain PyTorch or in fused kernels.
 
-Queries are [s, b, n, d]; keys and values [s, b, g, d], where each of the g groups serves n / g
-consecutive query heads. There may be fewer or more keys than queries.
+Queries are [s, b, n, d], and keys and values are [s, b, g, d], where each of the g key-value heads
+serves n / g consecutive query heads. The number of keys may differ from the number of queries.
 
 A mask is boolean, True where a query may attend, or contains values that are added to the scores (a
-learned bias, such as T5's relative positions). Either replaces `causal`. A padding mask has one row
-for all queries of a sample, and PyTorch's fused kernels accept it in this form. `Segments` describe
-a mask by the ends of documents, so that the flash kernel needs no mask.
+learned bias, such as T5's relative positions). Both kinds replace `causal`. A padding mask has one
+row for all queries of a sample, which PyTorch's fused kernels accept. `Segments` describe a mask by
+the ends of documents, so the flash kernel needs no mask tensor.
 
 FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only
 with --use-flash-attn. Its kernels, for Hopper and later GPUs, are compiled at the first use, which
 takes 15 s including the package's start-up. They are faster than cuDNN's on contiguous tensors
-[b, s, n, d] (docs/benchmarks/kernels.md). Our tensors are transposed from [s, b, n, d], and on
-these they are far slower, except when b is 1, where the two layouts are the same.
+[b, s, n, d] (docs/benchmarks/kernels.md). Our tensors are transposed from [s, b, n, d], on which
+the kernels are far slower, unless b is 1 and the two layouts are the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.device import Device
 
 MASKED = -10000.0  # score of a masked pair, as in Megatron
-# The fastest backends come first. The last one keeps all scores in memory. cuDNN is not used in
+# The backends, fastest first. The last one keeps all scores in memory. cuDNN is not used in
 # deterministic mode.
 _GPU_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -45,12 +45,13 @@ _GPU_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# The backends among these that compute the gradient of a bias added to the scores.
+# The backends that compute the gradient of a bias added to the scores.
 _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _FLASH_DISTRIBUTION = "flash-attn-4"
-_LARGEST_FLASH_HEAD = 128  # supported by the package on all of its GPUs
-_WITHOUT_DETERMINISM = (12, 0)  # GPUs for which the package has no deterministic backward pass
+_LARGEST_FLASH_HEAD = 128  # the largest head size that the package supports on all of its GPUs
+# The compute capability from which on the package has no deterministic backward pass.
+_WITHOUT_DETERMINISM = (12, 0)
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -61,16 +62,16 @@ class Segments:
     """A batch of b samples of s tokens, divided into k segments within which tokens attend.
 
     Attributes:
-        ends: int32 [k + 1]: 0, then the end of each segment, counted over all tokens, sample by
-            sample. A segment begins where the previous one ends, belongs to a single sample, and
+        ends: 0, and then the end of each segment among the tokens of all samples in order, int32
+            [k + 1]. A segment begins where the previous one ends, belongs to a single sample, and
             may be empty.
         shape: The sizes b and s.
         causal: Whether a token attends only to itself and to earlier tokens.
         longest: An upper bound on the length of segments; `None` means s. For every segment, the
             flash kernel starts as many thread blocks as a segment of this length needs.
-        positions: The positions by which a batch with a single row rotates queries and keys, int64
-            [s]. `None` means positions in the row, which gives the same attention except for the
-            last bits.
+        positions: The positions by which queries and keys are rotated in a batch of one sample,
+            int64 [s]. `None` means the positions in the sample, which give the same attention
+            except for the last bits.
     """
 
     ends: Tensor
@@ -84,7 +85,13 @@ class Segments:
 
     @classmethod
     def of(cls, ends: Tensor, tokens: Tensor, longest: int | None = None) -> Segments:
-        """Return the segments of tokens [b, s], from ends of any integer type."""
+        """Return the segments of a batch of tokens.
+
+        Args:
+            ends: As in the attributes, of any integer dtype.
+            tokens: The tokens [b, s]. Only the shape is used.
+            longest: As in the attributes.
+        """
         samples, length = tokens.shape
         return cls(ends.int(), (samples, length), longest=longest)
 
@@ -93,8 +100,8 @@ class Segments:
         """Return the segments of padded samples [b, s], concatenated into one sample [1, b s].
 
         Args:
-            padding: True for tokens, which come first in each sample. The tokens and the padding
-                after them are separate segments with bidirectional attention.
+            padding: True for tokens and False for the padding after them, bool [b, s]. The tokens
+                and the padding of a sample are separate segments with bidirectional attention.
         """
         samples, length = padding.shape
         starts = torch.arange(samples, device=padding.device) * length
@@ -103,7 +110,7 @@ class Segments:
         return cls(ends, (1, samples * length), causal=False, longest=length)
 
     def in_one_row(self) -> Segments:
-        """Return the same segments in a single sample [1, b s] that keeps the tokens' positions."""
+        """Return the same segments in a single sample [1, b s], with the same token positions."""
         samples, length = self.shape
         if samples == 1:
             return self
@@ -113,9 +120,11 @@ class Segments:
         )
 
     def shared(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Return a value that is computed by `make` at the first call with this key.
+        """Return a cached value that is derived from these segments, which all layers share.
 
-        All layers use the same segments, so values derived from them are computed once.
+        Args:
+            key: The key of the value.
+            make: The function that computes the value at the first call with this key.
         """
         if key not in self._shared:
             self._shared[key] = make()
@@ -123,7 +132,7 @@ class Segments:
         return result
 
     def within(self, chunk: int) -> Segments:
-        """Return these segments, cut into chunks of this many tokens from the start of each."""
+        """Return these segments, each divided from its start into chunks of `chunk` tokens."""
         if (self.longest or self.shape[1]) <= chunk:
             return self
         return self.shared(
@@ -131,7 +140,10 @@ class Segments:
         )
 
     def _chunk_ends(self, chunk: int) -> Tensor:
-        """Return the ends of all chunks. Their number is an upper bound; unused ones are empty."""
+        """Return the ends of all chunks, int32.
+
+        The number of chunks is known only on the device, so empty chunks pad it to an upper bound.
+        """
         starts, stops = self.ends[:-1], self.ends[1:]
         counts = (stops - starts + chunk - 1) // chunk
         total = counts.cumsum(0, dtype=torch.int32)
@@ -160,8 +172,7 @@ def number_segments(ends: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return the index of each token's segment, int64 [b, s].
 
     Args:
-        ends: int32 [k + 1]: 0, then the end of each segment, counted over all tokens, sample by
-            sample.
+        ends: The ends of the segments, int32 [k + 1], as in `Segments`.
         shape: The sizes b and s.
     """
     tokens = torch.arange(shape[0] * shape[1], device=ends.device, dtype=torch.int32)
@@ -177,21 +188,21 @@ class AttentionOptions(NamedTuple):
     Attributes:
         mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or values
             [b or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
-            queries. With `None`, `causal` decides.
-        causal: Without a mask, whether a query attends only to its own token and earlier ones.
+            queries. `None` leaves the mask to `causal`.
+        causal: Whether, without a mask, a query attends only to its own and earlier tokens.
         dropout: The probability of dropping an attention weight.
         layer_number: The index of the layer, from 1, for query-key layer scaling.
         scale: The factor applied to the scores; `None` means 1 / sqrt(d).
-        window: The largest number of earlier tokens that a query attends to; `None` for all. It
-            applies in addition to `mask` and `causal`.
+        window: The maximum number of earlier tokens to which a query attends, in addition to
+            `mask` and `causal`; `None` for no limit.
         softcap: The bound c of the scores, which become c tanh(score / c) before masking; `None`
             for no bound.
-        sinks: One logit for each query head, [n]. It enters the softmax of every query like the
-            score of an additional key with the value zero. `None` for no sinks.
-        slopes: One slope for each query head, [n]. The slope times the distance between query and
-            key, in tokens, is subtracted from a score (ALiBi). `None` for no such biases.
-        chunk: The number of tokens in a chunk of a sequence in the cache: a query attends only to
-            keys of its own chunk. `None` for no chunks. It has no effect without a cache, where
+        sinks: A logit for each query head, [n], which enters the softmax of every query like the
+            score of an additional key whose value is zero; `None` for no sinks.
+        slopes: The ALiBi slope of each query head, [n]. The slope times the distance between query
+            and key, in tokens, is subtracted from a score. `None` for no ALiBi biases.
+        chunk: The number of tokens in a chunk of a cached sequence: a query attends only to keys of
+            its own chunk. `None` for no chunks. Without a cache this has no effect, because
             `Segments` define the chunks.
     """
 
@@ -213,7 +224,7 @@ class AttentionOptions(NamedTuple):
     def visible_keys(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Return which keys each query sees under `causal` and the window, bool [queries, keys].
 
-        The queries are those of the last tokens.
+        The queries belong to the last tokens.
         """
         visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
         if self.causal:
@@ -221,12 +232,12 @@ class AttentionOptions(NamedTuple):
         return visible if self.window is None else visible.triu(keys - queries - self.window)
 
     def mask_of(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return the mask as a tensor that includes the window and the biases of `slopes`.
+        """Return the mask as a tensor that includes the window and the ALiBi biases.
 
-        If the result is `None`, `causal` decides.
+        If the result is `None`, `causal` applies.
 
         Args:
-            query: The queries [s, b, n, d]. The biases get their data type.
+            query: The queries [s, b, n, d], whose dtype the biases have.
             key: The keys [keys, b, g, d].
         """
         queries, keys, device = len(query), len(key), query.device
@@ -241,7 +252,7 @@ class AttentionOptions(NamedTuple):
         )
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Return the mask as a tensor that includes the window. If `None`, `causal` decides."""
+        """Return the mask as a tensor that includes the window; if `None`, `causal` applies."""
         mask = self.mask.mask if isinstance(self.mask, Segments) else self.mask
         if not self.is_limited(keys):
             return mask
@@ -252,29 +263,38 @@ class AttentionOptions(NamedTuple):
 
 
 def add_slopes(mask: Tensor, slopes: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ALiBi's biases (Press et al., 2021), and the lowest value where a mask is False.
+    """Return a mask with ALiBi biases (Press et al., 2021), to be added to the scores.
 
     Args:
-        mask: bool [b or 1, 1, q or 1, k], True where a query may attend.
+        mask: A mask, bool [b or 1, 1, q or 1, k], True where a query may attend.
         slopes: The slope of each head, [n].
-        distances: Position of the key minus position of the query, [..., q, k].
-        dtype: The type of the result.
+        distances: The position of the key minus the position of the query, [..., q, k].
+        dtype: The dtype of the result.
 
     Returns:
-        The biases [b or 1, n, q, k].
+        The biases [b or 1, n, q, k], with the lowest finite value where the mask is False.
     """
     biases = (slopes[:, None, None] * distances.unsqueeze(-3)).to(dtype)
     return biases.masked_fill(~mask, torch.finfo(dtype).min)
 
 
-# An implementation of the attention core. It takes queries [s, b, n, d], keys and values
-# [s, b, g, d], and the options, and returns the result [s, b, n * d].
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+"""An implementation of the attention core.
+
+It takes queries [s, b, n, d], keys and values [s, b, g, d], and the options, and returns the result
+[s, b, n * d].
+"""
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The chosen implementation of the attention core, and the reason for the choice."""
+    """The chosen implementation of the attention core.
+
+    Attributes:
+        name: The name of the implementation.
+        reason: Why it was chosen, for the start-up panel.
+        function: The implementation.
+    """
 
     name: str
     reason: str
@@ -284,7 +304,13 @@ class AttentionChoice:
 def choose_attention(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the implementation of the attention core. Call this once, when a model is built."""
+    """Choose the implementation of the attention core. Call this once, when a model is built.
+
+    Args:
+        model: The resolved network flags.
+        precision: The number formats.
+        device: The device on which the model runs.
+    """
     if not model.masked_softmax_fusion and not model.use_flash_attn:
         by_layer = precision.apply_query_key_layer_scaling
         function = partial(
@@ -317,7 +343,7 @@ def choose_attention(
 
 
 def _needs_scores(model: ModelConfig, precision: PrecisionConfig, device: torch.device) -> str:
-    """Return why no fused kernel can compute what the flags request, or "" if one can."""
+    """Return why no fused kernel supports the flags, or "" if one does."""
     if model.attn_logit_softcapping is not None:
         return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}: no kernel supports it"
     if model.softmax_type == "vanilla":
@@ -337,10 +363,19 @@ def attention_reference(
     scale_by_layer: bool = False,
     softmax_in_fp32: bool = True,
 ) -> Tensor:
-    """Compute attention directly from its formula, with every score in memory.
+    """Compute attention directly from its formula, with all scores in memory.
 
-    With `scale_by_layer`, scores are divided by the layer number before they are rounded to 16
-    bits, and multiplied back in fp32.
+    Args:
+        query: The queries [s, b, n, d].
+        key: The keys [keys, b, g, d].
+        value: The values [keys, b, g, d].
+        options: The attention options.
+        scale_by_layer: Whether to divide scores by the layer number before they are rounded to 16
+            bits, and multiply them by it in fp32.
+        softmax_in_fp32: Whether to compute the softmax in fp32 instead of the dtype of the scores.
+
+    Returns:
+        The result [s, b, n * d].
     """
     causal, dropout, scale = options.causal, options.dropout, options.scale
     mask = options.mask_of(query, key)
@@ -348,8 +383,8 @@ def attention_reference(
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n or g, s, d]
     key, value = _expand_groups(query, key, value)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    # The factor is applied before the scores are rounded to the inputs' type. Because beta is 0,
-    # the first argument is ignored.
+    # The factor is applied before the scores are rounded to the dtype of the inputs. Because beta
+    # is 0, the first argument is ignored.
     scores = torch.baddbmm(
         query.new_zeros(1),
         query.flatten(0, 1),
@@ -379,20 +414,21 @@ def masked_softmax(
     dtype: torch.dtype,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(factor * scores) over keys, computed in the type of the scores.
+    """Return softmax(factor * scores) over keys, computed in the dtype of the scores.
 
     Args:
         scores: The scores [b, n, s, keys].
-        mask: bool [b or 1, 1, s or 1, keys], True where a query may attend; replaces `causal`.
-        causal: Without a mask, query i sees keys up to i + keys - s.
+        mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend, which replaces
+            `causal`; `None` for none.
+        causal: Whether, without a mask, query i sees only keys up to i + keys - s.
         factor: The factor applied to the scores.
-        dtype: Type of the result.
-        sinks: A logit for each head, [n], that enters the sum but has no weight in the result
-            (`AttentionOptions`).
+        dtype: The dtype of the result.
+        sinks: A logit for each head, [n], that is included in the softmax but not in the result
+            (`AttentionOptions`); `None` for none.
 
     Returns:
-        Weights [b, n, s, keys]. If a query may attend to nothing, all its weights are equal without
-        sinks and zero with sinks.
+        The weights [b, n, s, keys]. The weights of a query that sees no key are all equal without
+        sinks, and zero with sinks.
     """
     scores = scores * factor
     if mask is None and causal:
@@ -408,9 +444,10 @@ def masked_softmax(
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Run PyTorch's fused attention. Its scores are fp32, so scaling by layer is not needed.
+    """Compute attention as an `AttentionFunction` with PyTorch's fused attention.
 
-    It supports neither sinks nor a bound on the scores; with these, the reference runs.
+    Its scores are fp32, so scaling by layer is not needed. It supports neither sinks nor `softcap`;
+    with these, the reference runs.
     """
     if options.softcap is not None or options.sinks is not None:
         return attention_reference(query, key, value, options)
@@ -442,15 +479,18 @@ def gpu_attention(
     holds_scores: bool = True,
     package: FlashPackage | None = None,
 ) -> Tensor:
-    """Run the fastest fused attention that supports the arguments, on a GPU.
+    """Compute attention on a GPU with the fastest fused kernel that supports the arguments.
 
     Args:
         query: The queries [s, b, n, d].
-        key: The keys [s, b, g, d].
-        value: The values [s, b, g, d].
-        options: Mask, dropout and scale.
+        key: The keys [keys, b, g, d].
+        value: The values [keys, b, g, d].
+        options: The attention options.
         holds_scores: Whether an implementation that keeps all scores in memory may run.
-        package: The flash-attn-4 package, which runs if it supports the arguments.
+        package: The flash-attn-4 package, which runs if it supports the arguments; `None` for none.
+
+    Returns:
+        The result [s, b, n * d].
     """
     mask = options.mask
     if package is not None and package.supports(query, options):
@@ -480,17 +520,17 @@ def flash_problem(head_size: int, dtype: torch.dtype, device: torch.device) -> s
 
 
 class _FlashCall(NamedTuple):
-    """The arguments of a call of PyTorch's flash kernel, except for its tensors.
+    """The arguments of a call of PyTorch's flash kernel, except queries, keys and values.
 
     PyTorch's public interfaces to this kernel lack windows (`scaled_dot_product_attention`) or
     dropout (`torch.nn.attention.varlen`), and have no gradient for sinks.
 
     Attributes:
         segments: The ends of the query and key segments, both `None` for whole samples, and the
-            lengths of the longest query and key segments.
+            maximum lengths of the query and key segments.
         dropout: The probability of dropping an attention weight.
-        causal: Whether a query attends only to its own token and earlier ones.
-        options: The scale, and the window if there is one, keyed by the kernel's argument names.
+        causal: Whether a query attends only to its own and earlier tokens.
+        options: The scale and the window, if any, by the kernel's argument names.
     """
 
     segments: tuple[Tensor | None, Tensor | None, int, int]
@@ -511,7 +551,7 @@ class _FlashCall(NamedTuple):
 
         Args:
             grad: The gradient of the result.
-            saved: Query, key, value and what `forward` returned.
+            saved: Query, key and value, and the results of `forward`.
         """
         *tensors, seed, offset = saved
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -522,7 +562,7 @@ class _FlashCall(NamedTuple):
 
 
 class _FlashWithSinks(torch.autograd.Function):
-    """The flash kernel, with its result scaled by the share of the weights that the keys keep.
+    """Attention with sinks, computed by scaling the result of the flash kernel.
 
     The kernel's backward pass recomputes the weights from the log-sum-exp. Given a log-sum-exp that
     includes the sinks, and the scaled result, it returns the gradients of attention with sinks.
@@ -550,28 +590,28 @@ class _FlashWithSinks(torch.autograd.Function):
 
 
 def leave_to_sinks(logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the share of each query's weights that its keys keep when sinks are added.
+    """Return the factor by which sinks reduce each query's result.
 
     Args:
         logsumexp: The log-sum-exp of each query's scores, [..., n, s].
         sinks: The logit of each head, [n].
 
     Returns:
-        The factor for each query's result, and the log-sum-exp including the sink.
+        The factor, and the log-sum-exp including the sink, both [..., n, s].
     """
     logits = sinks.to(logsumexp.dtype).unsqueeze(-1)
     return (logsumexp - logits).sigmoid(), logsumexp.logaddexp(logits)
 
 
 def sink_gradient(rows: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks [n].
+    """Return the gradient of the sinks' logits, [n].
 
-    A sink's value is zero, so its logit's gradient is -weight x sum(grad * out).
+    The value of a sink is zero, so the gradient of its logit is -weight * sum(grad * out).
 
     Args:
         rows: The sum of grad * out over the channels of each query, [..., n, s].
-        logsumexp: The log-sum-exp of each query including the sink, in the shape of rows.
-        sinks: The logit of each head.
+        logsumexp: The log-sum-exp of each query, including the sink, [..., n, s].
+        sinks: The logit of each head, [n].
     """
     weights = (sinks.to(logsumexp.dtype).unsqueeze(-1) - logsumexp).exp()
     gradient = -(weights * rows).sum(-1)
@@ -584,7 +624,7 @@ def _by_token(rows: Tensor) -> Tensor:
 
 
 def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend with the flash kernel, which skips keys in other documents or before the window."""
+    """Compute attention with the flash kernel, skipping keys in other documents or windows."""
     (length, samples), segments = query.shape[:2], options.mask
     heads = [x.transpose(0, 1) for x in (query, key, value)]  # [b, s, n or g, d]
     kernel_options: dict[str, Any] = {"scale": options.scale}
@@ -607,7 +647,7 @@ def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, options: AttentionO
 
 
 def _expand_groups(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat each key-value head [b, g, s, d] for the query heads that share it."""
+    """Repeat key and value heads [b, g, s, d] for the query heads that share them: [b, n, s, d]."""
     repeats = query.shape[1] // key.shape[1]
     if repeats == 1:
         return key, value
@@ -626,7 +666,10 @@ class FlashPackage(NamedTuple):
     release: str
 
     def supports(self, query: Tensor, options: AttentionOptions) -> bool:
-        """Return whether the package is fast here: 16 bits, one sample, no option but a window."""
+        """Return whether the package supports the arguments and is fast for them.
+
+        It requires 16 bits, a single sample and no options except scale, `causal` and window.
+        """
         return (
             query.dtype in (torch.float16, torch.bfloat16)
             and not flash_head_problem(query.shape[-1], largest=_LARGEST_FLASH_HEAD)
@@ -641,7 +684,7 @@ class FlashPackage(NamedTuple):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Compute attention, with the shapes and options of `AttentionFunction`."""
+        """Compute attention as an `AttentionFunction`."""
         result = self.function(
             *(x.transpose(0, 1) for x in (query, key, value)),  # [b, s, n or g, d]
             causal=options.causal,
@@ -657,7 +700,7 @@ class FlashPackage(NamedTuple):
 def find_flash_package(device: torch.device) -> FlashPackage | None:
     """Return the package, or `None` if it is not installed or has no kernels for the device.
 
-    With --deterministic-mode, its kernels must also be deterministic.
+    With --deterministic-mode, the kernels must also be deterministic.
     """
     capability = Device(device).capability
     if capability < (9, 0):

@@ -1,15 +1,15 @@
 """Batch-invariant products and attention for fp32 on CPUs: a token gets the same bits in any batch.
 
 A library adds the terms of a sum in an order that depends on the sizes of the matrices. Training
-processes all tokens of a text together, and generation one token at a time, so the two differ in
-their last bits. Measured with MKL (torch 2.11 and 2.13; tests/kernels/test_batch_invariant.py
-repeats it):
+processes all tokens of a text together, and generation one token at a time, so their results differ
+in the last bits. Measurements with MKL (torch 2.11 and 2.13; repeated by
+tests/kernels/test_batch_invariant.py) show:
 
-- A row of a product has the same bits in any matrix of at least 16 rows. 4 rows suffice on AMD's
-  processors with AVX2 and AVX-512, but Intel's with AMX need 5 for sums of 96 terms, 11 for 256,
-  and 16 for 512 to 4096.
+- A row of a product has the same bits in any matrix of at least 16 rows. 4 rows suffice on AMD
+  processors with AVX2 and AVX-512, but Intel processors with AMX need 5 rows for sums of 96 terms,
+  11 for 256 terms, and 16 for 512 to 4096 terms.
 - A sum over keys has the same bits if it consists of products of 64 keys, added one after another.
-  Keys that a query does not see only add zeros.
+  Masked keys only add zeros.
 
 Products are therefore padded to at least 16 rows, and attention pads the keys of each sequence to a
 multiple of 64.
@@ -31,7 +31,7 @@ _KEYS = 64
 
 
 def batch_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [m, k] by the transpose of weight [n, k], and add the bias [n]."""
+    """Return x W^T + bias for x [m, k], weight [n, k] and bias [n]."""
     rows = len(x)
     if rows >= _ROWS:
         return F.linear(x, weight, bias)
@@ -45,15 +45,17 @@ def attend(
     visible: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attend within b sequences, with all scores in memory. Autograd computes the backward pass.
+    """Compute attention within b sequences, with all scores in memory.
+
+    Autograd computes the backward pass.
 
     Args:
         query: The queries [b, n, q, d].
         key: The keys [b, g, keys, d], starting with the first token of each sequence.
         value: The values [b, g, keys, d].
-        visible: bool, broadcast to [b, 1, q, keys]: True where a query may attend. With slopes, the
-            last of these keys must be the query's own.
-        options: The options for turning scores into weights. Mask, `causal` and window are ignored.
+        visible: Whether a query may attend to a key, bool, broadcast to [b, 1, q, keys]. With
+            slopes, the last visible key of a query must be its own.
+        options: The attention options. Mask, `causal` and window are ignored.
 
     Returns:
         The result [b, n, q, d].
@@ -83,7 +85,7 @@ def attend(
         scores = scores + biases
     if options.sinks is None:
         weights = scores.softmax(dim=-1)
-    else:  # as a separate block of keys before the others, so that sums keep their order
+    else:  # sinks form a separate block before the keys, so that sums keep their order
         sink_block = scores.new_full((*scores.shape[:-1], _KEYS), torch.finfo(scores.dtype).min)
         sink_block[..., 0] = options.sinks.unsqueeze(-1)
         weights = torch.cat((sink_block, scores), dim=-1).softmax(dim=-1)[..., _KEYS:]
@@ -98,7 +100,17 @@ def attend(
 def batch_invariant_attention(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attend like any `AttentionFunction`, each segment separately. A bias is not supported."""
+    """Compute attention as an `AttentionFunction`, one segment at a time. Biases are unsupported.
+
+    Args:
+        query: The queries [s, b, n, d].
+        key: The keys [s, b, g, d].
+        value: The values [s, b, g, d].
+        options: The attention options.
+
+    Returns:
+        The result [s, b, n * d].
+    """
     mask = options.mask
     if isinstance(mask, Segments):
         tokens = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]  # [b s, n or g, d]

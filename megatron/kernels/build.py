@@ -1,9 +1,8 @@
 """Compilation of the CUDA sources next to this file into a cached library of kernels.
 
 Compilation needs NVRTC, which comes with PyTorch, but no GPU, CUDA toolkit or C++ compiler. This
-module does not import torch, so that `pip install` can use it. A library is for one GPU
-architecture. Its file name identifies its sources and its content, so a stale or damaged library is
-never used:
+module does not import torch, so `pip install` can use it. A library is for one GPU architecture.
+Its file name identifies its sources and its content, so a stale or damaged library is never used:
 
     kernels-<architecture>-<digest of sources and flags>-cuda<NVRTC version>-<digest of file>.bin
 
@@ -34,8 +33,9 @@ from megatron.kernels import sources
 from megatron.kernels.nvrtc import FLAGS, find_libraries
 
 PREBUILT = sources.HERE / "built"  # filled by `pip install`
-# Time limit in seconds for the whole compilation, which usually takes 5 s, or 40 s on one core. It
-# is well below --distributed-timeout-minutes, because processes on other machines may be waiting.
+# The time limit in seconds for the whole compilation, which usually takes 5 s, or 40 s on one core.
+# It is well below --distributed-timeout-minutes, because processes on other machines may be
+# waiting.
 BUILD_LIMIT = 240
 PROGRESS = 30  # seconds between progress lines
 LOCK_LIMIT = 300  # seconds to wait for another process that is building
@@ -52,17 +52,26 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """An installed NVRTC."""
+    """An installed NVRTC.
+
+    Attributes:
+        path: The path of the library.
+        version: The version, such as "13.0".
+        architectures: The GPU architectures for which it can compile: 80, 90, ...
+    """
 
     path: Path
-    version: str  # "13.0"
-    architectures: frozenset[int]  # for which it can compile: 80, 90, ...
+    version: str
+    architectures: frozenset[int]
 
     def target(self, architecture: str) -> str:
-        """Return the target to compile for a GPU architecture such as "sm_90a".
+        """Return the compilation target for a GPU architecture such as "sm_90a".
 
         If this NVRTC is too old for the GPU, the target is PTX for the newest architecture that it
-        knows, which the driver then compiles.
+        supports, which the driver then compiles.
+
+        Raises:
+            BuildError: This NVRTC supports only newer architectures.
         """
         major, minor = _capability(architecture)
         number = 10 * major + minor
@@ -75,7 +84,7 @@ class Compiler:
 
 
 def find_compiler(release: str = "") -> Compiler:
-    """Return the NVRTC library from CUDA_HOME, PyTorch's packages or /usr/local/cuda.
+    """Return the NVRTC of CUDA_HOME, PyTorch's packages or /usr/local/cuda, in this order.
 
     Args:
         release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
@@ -123,7 +132,11 @@ def _capability(architecture: str) -> tuple[int, int]:
 
 
 def canonical_architecture(architecture: str) -> str:
-    """Return the name that libraries use for "sm_90", "90" or "9.0", which is "sm_90a"."""
+    """Return the architecture's name in file names: "sm_90a" for "sm_90", "90" or "9.0".
+
+    Raises:
+        BuildError: The architecture is not of this form.
+    """
     return name_of(*_capability(architecture))
 
 
@@ -135,12 +148,12 @@ def digest() -> str:
 def find_built(
     architecture: str, folder: Path, report: LineWriter, version: str = "*"
 ) -> Path | None:
-    """Return an intact library in `folder` that was built from these sources, or `None`.
+    """Return an undamaged library in `folder` that was built from these sources, or `None`.
 
     Args:
         architecture: The GPU architecture, such as "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
-        report: A function that prints one line about each library that is not used.
+        report: A function that prints a line about each library that cannot be used.
         version: The version of NVRTC that built the library; "*" accepts any.
     """
     reasons = []
@@ -157,10 +170,10 @@ def find_built(
 
 
 def read_built(path: Path) -> bytes:
-    """Return the content of a library that is safe to load.
+    """Return the content of a library, after checking that it is safe to load.
 
-    Only this user, root or the owner of this package, all of whom may run code here anyway, can
-    have written the file, and its bytes match the digest in its name.
+    Only this user, root or the owner of this package, all of whom can run code in this process
+    anyway, can have written the file, and its bytes match the digest in its name.
 
     Raises:
         OSError: The file is missing or damaged, or another user may have written it.
@@ -183,18 +196,20 @@ def build(
     report_waiting: LineWriter,
     release: str = "",
 ) -> Path:
-    """Find or build the library in `folder`. One process builds it while the others wait.
+    """Find or build the library in `folder`. A single process builds it while others wait.
 
     Args:
         architecture: The name of the GPU architecture, such as "sm_90a".
         folder: The folder in which libraries are cached.
-        report: A function that prints one line.
-        report_waiting: A function that prints one line if another process takes a long time to
-            build.
+        report: A function that prints a line.
+        report_waiting: A function that prints a line if another process takes a long time to build.
         release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
 
+    Returns:
+        The path of the library.
+
     Raises:
-        BuildError: There is no compiler, the folder cannot be written to, or the compiler fails.
+        BuildError: There is no compiler, the folder is not writable, or the compiler fails.
     """
     compiler = find_compiler(release)
     stem = f"kernels-{architecture}-{digest()}-cuda{compiler.version}"
@@ -222,7 +237,7 @@ def build(
 
 
 def _make(compiler: Compiler, architecture: str, stem: Path, report: LineWriter) -> Path:
-    """Compile a library and store it as `stem` with its digest appended."""
+    """Compile a library, store it under `stem` with its digest appended, and return its path."""
     count = len(sources.source_files())
     report(
         f"fused kernels: compiling {count} CUDA files for {architecture} with NVRTC "
@@ -241,9 +256,9 @@ def _make(compiler: Compiler, architecture: str, stem: Path, report: LineWriter)
 
 
 def keep(path: Path, stem: Path) -> Path:
-    """Rename a library to `stem` with its digest appended, and return its path.
+    """Rename a library to `stem` with its digest appended, and return its new path.
 
-    No process ever sees a partial library, even if the machine crashes.
+    No process ever sees a partially written library, even if the machine crashes.
     """
     with path.open("rb") as file:
         stored = stem.with_name(f"{stem.name}-{_digest_of(file.read())}.bin")
@@ -262,7 +277,7 @@ def compile_sources(
     """Compile all sources in parallel and join them.
 
     Args:
-        compiler: The NVRTC.
+        compiler: The installed NVRTC.
         architecture: The name of the GPU architecture, such as "sm_90a".
         scratch: The folder for compiled sources and the library.
         extra_flags: Additional flags for NVRTC.
@@ -290,7 +305,7 @@ def compile_sources(
 
 
 def join(compiled: Sequence[bytes]) -> bytes:
-    """Return the content of a library, made from the output of `nvrtc.main` for each source."""
+    """Return the content of a library, given the output of `nvrtc.main` for each source."""
     kernels, codes = {}, []
     for index, content in enumerate(compiled):
         names, _, code = content.partition(b"\n")
@@ -301,7 +316,11 @@ def join(compiled: Sequence[bytes]) -> bytes:
 
 
 def split(content: bytes) -> tuple[list[bytes], Mapping[str, tuple[int, str]]]:
-    """Return the binaries in a library, and each kernel's binary (by index) and compiled name."""
+    """Split the content of a library.
+
+    Returns:
+        The binaries, and the index of the binary and the compiled name of each kernel, by name.
+    """
     header, _, binaries = content.partition(b"\n")
     index = json.loads(header)
     codes, start = [], 0
@@ -320,7 +339,7 @@ class _Clock:
         self._next_line = self._started + PROGRESS
 
     def check(self, unfinished: Sequence[str]) -> None:
-        """Raise `BuildError` if files are unfinished after the time limit."""
+        """Print progress if it is due, and raise `BuildError` if the time limit is exceeded."""
         if not unfinished:
             return
         now = time.monotonic()
@@ -345,7 +364,10 @@ def _run(commands: Sequence[list[str]], outputs_of: Sequence[str], clock: _Clock
     Args:
         commands: The commands.
         outputs_of: The name of the file that each command creates, for messages.
-        clock: The clock that stops them if they take too long.
+        clock: The clock that stops the commands if they take too long.
+
+    Raises:
+        BuildError: A command fails, does not run, or takes too long.
     """
     waiting, running = list(range(len(commands))), dict[int, subprocess.Popen[str]]()
     logs = [""] * len(commands)
@@ -389,10 +411,10 @@ def _run(commands: Sequence[list[str]], outputs_of: Sequence[str], clock: _Clock
 
 @contextmanager
 def _alone(path: Path, report_waiting: LineWriter) -> Iterator[None]:
-    """Hold the lock file inside the block.
+    """Hold a lock file inside the context.
 
-    On a file system without locks, continue without the lock. Files are renamed into place, so
-    building twice only wastes time.
+    If the file system has no locks, or another process holds the lock for too long, continue
+    without it. Files are renamed into place, so building twice only wastes time.
     """
     import fcntl
 
@@ -420,11 +442,11 @@ def _alone(path: Path, report_waiting: LineWriter) -> Iterator[None]:
 
 
 def discard_line(line: str) -> None:
-    """Print nothing. Used instead of `errors.print_to_stderr` when another process prints."""
+    """Do nothing. Pass this as a `LineWriter` to discard lines."""
 
 
 def detect_architectures() -> list[str]:
-    """Return the architectures of this machine's GPUs, or an empty list without a driver."""
+    """Return the architectures of this machine's GPUs; an empty list if there is no driver."""
     try:
         output = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     except (OSError, subprocess.SubprocessError):
@@ -436,5 +458,8 @@ def detect_architectures() -> list[str]:
 
 
 def name_of(major: int, minor: int) -> str:
-    """Return "sm_90a" for (9, 0). The letter enables features specific to this architecture."""
+    """Return the name of an architecture: "sm_90a" for compute capability (9, 0).
+
+    The letter enables features that are specific to this architecture.
+    """
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

@@ -14,11 +14,11 @@ class Singles:
     """The u sequences that add one token each. Sequences without tokens pad the batch.
 
     Attributes:
-        tables: The blocks of each sequence, int32 [u, m]. Entries after a sequence's last block are
-            arbitrary.
-        lengths: The number of tokens of each sequence, including the new one, int32 [u].
+        tables: The cache blocks of each sequence, int32 [u, m]. Entries after a sequence's last
+            block are arbitrary.
+        lengths: The number of tokens of each sequence, including the new token, int32 [u].
         longest: An upper bound on the lengths.
-        block_size: The number of tokens in a block.
+        block_size: The number of tokens in a cache block.
     """
 
     tables: Tensor
@@ -27,7 +27,7 @@ class Singles:
     block_size: int
 
     def within(self, chunk: int) -> Singles:
-        """Return the sequences, each reduced to its last chunk.
+        """Return the sequences, each reduced to the tokens of its last chunk.
 
         Args:
             chunk: The number of tokens in a chunk, a multiple of `block_size`.
@@ -43,7 +43,12 @@ class Singles:
 
 
 def chunk_starts(lengths: Tensor, chunk: int) -> Tensor:
-    """Return the position at which the last token's chunk begins, in the shape of the lengths."""
+    """Return the position at which the last chunk of each sequence begins.
+
+    Args:
+        lengths: The number of tokens of each sequence, of any shape, which the result shares.
+        chunk: The number of tokens in a chunk.
+    """
     return (lengths - 1).clamp(min=0) // chunk * chunk
 
 
@@ -52,12 +57,12 @@ class Chunks:
     """The c sequences that add consecutive tokens of their prompts.
 
     Attributes:
-        starts: The number of each sequence's tokens that are already in the cache.
+        starts: The number of tokens of each sequence that are already in the cache.
         sizes: The number of new tokens of each sequence.
-        ends: Cumulative counts of new tokens and of all tokens over the sequences, int32
+        ends: The cumulative counts over the sequences of new tokens and of all tokens, int32
             [2, c + 1]. Each row begins with 0.
-        slots: The slots of all tokens, sequence by sequence, int64 [l]; `None` if all tokens are
-            new.
+        slots: The cache slots of all l tokens, sequence by sequence, int64 [l]; `None` if all
+            tokens are new.
     """
 
     starts: tuple[int, ...]
@@ -69,19 +74,25 @@ class Chunks:
     )
 
     def within(self, chunk: int) -> Chunks:
-        """Return the chunks of this many tokens that have new tokens, each as a separate sequence.
+        """Return the chunks that contain new tokens, each as a separate sequence.
 
-        All layers use the same chunks, which are therefore computed once.
+        The result is cached, because all layers use the same chunks.
+
+        Args:
+            chunk: The number of tokens in a chunk.
         """
         if chunk not in self._by_chunk_size:
             self._by_chunk_size[chunk] = self._divide(chunk)
         return self._by_chunk_size[chunk]
 
     def first_tokens(self, before: int) -> Tensor:
-        """Return, for every token, the index of its sequence's first new token, int64 [l].
+        """Return, for every token, the index in the step of its sequence's first new token.
 
         Args:
-            before: The number of tokens that precede those of these sequences in the step.
+            before: The number of tokens in the step that precede those of these sequences.
+
+        Returns:
+            The indices, int64 [l].
         """
         new_ends, total_ends = self.ends.long()
         total = sum(self.starts) + sum(self.sizes)

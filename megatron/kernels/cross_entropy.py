@@ -1,6 +1,6 @@
-"""Cross entropy over part of a vocabulary: statistics of each row of logits, and the gradient.
+"""Cross entropy over a shard of a vocabulary: statistics of each row of logits, and the gradient.
 
-Logits keep their format. fp32 values exist only for a few rows at a time (plain PyTorch) or in
+Logits keep their dtype. fp32 values exist only for a few rows at a time (plain PyTorch) or in
 registers (kernel). Over the whole vocabulary, loss = log(sum) + maximum - target.
 """
 
@@ -18,7 +18,7 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, operato
 from megatron.kernels.plans import KernelLaunch, Pointer
 from megatron.kernels.sources import FLOATS, constant, instance
 
-CHUNK = 2**24  # logits that plain PyTorch holds in fp32 at a time: 64 MiB
+CHUNK = 2**24  # the number of logits that plain PyTorch converts to fp32 at a time: 64 MiB
 
 
 class _Statistics(NamedTuple):
@@ -82,7 +82,7 @@ class Statistics(NamedTuple):
     Attributes:
         maxima: The largest logit.
         sums: The sum of exp(logit - maximum).
-        targets: The logit of the label, or 0 if the label is outside this part.
+        targets: The logit of the label, or 0 if the label is outside this shard.
     """
 
     maxima: Tensor
@@ -92,12 +92,14 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """One implementation of the two functions of cross entropy.
+    """An implementation of cross entropy.
 
     Attributes:
-        statistics: (logits [n, v], labels [n] counted from this part's first entry) -> Statistics.
-        gradient: (logits, labels, maxima, sums, upstream, out) -> None: sets out [n, v], which may
-            be the logits' own memory, to upstream * (exp(logit - maximum) / sum - [is the label]).
+        statistics: A function of logits [n, v] and labels [n], relative to this shard's first
+            entry, that returns `Statistics`.
+        gradient: A function of logits, labels, maxima, sums, upstream [n] and out [n, v]. It sets
+            out, which may share the memory of logits, to
+            upstream * (exp(logit - maximum) / sum - [is the label]).
         name: The name for the start-up panel.
     """
 
@@ -115,8 +117,8 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
 
     Args:
         library: Compiled kernels.
-        in_16_bits: Whether to compute exponentials in the logits' own format. If so, plain PyTorch
-            is chosen.
+        in_16_bits: Whether to compute exponentials in the logits' own dtype, which only plain
+            PyTorch supports.
     """
     if in_16_bits:
         return CrossEntropy(
@@ -136,7 +138,7 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
 def statistics_reference(logits: Tensor, labels: Tensor, *, in_16_bits: bool = False) -> Statistics:
     """Compute `CrossEntropy.statistics` in PyTorch, a few rows at a time."""
     maxima = logits.amax(dim=-1)
-    shift = maxima if in_16_bits else maxima.float()  # determines the type of the differences
+    shift = maxima if in_16_bits else maxima.float()  # determines the dtype of the differences
     sums = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     for part in _row_chunks(logits):
         differences = logits[part] - shift[part, None]
@@ -171,7 +173,7 @@ REFERENCE = CrossEntropy(statistics_reference, gradient_reference, "plain PyTorc
 
 
 def _row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Return slices of at most CHUNK elements each, with at least one row."""
+    """Return slices of rows with at most CHUNK elements each, but at least one row."""
     height = max(1, CHUNK // rows.shape[1])
     return (slice(i, i + height) for i in range(0, rows.shape[0], height))
 

@@ -1,8 +1,8 @@
 """NVIDIA's cuBLASLt, for products that PyTorch does not offer.
 
-These are FP8 products that are added to their output (`fp8_product.py`), and products whose rows do
-not depend on the number of rows (`row_product.py`). The library is the one that PyTorch has loaded.
-The constants below come from its public header, cublasLt.h.
+These are FP8 products that accumulate into their output (`fp8_product.py`), and products in which
+the bits of a row do not depend on the number of rows (`row_product.py`). The library is the one
+that PyTorch has loaded. The constants below come from its public header, cublasLt.h.
 
 A product is out [m, n] = left [m, k] right^T with right [n, k], all row-major. The library's
 matrices are column-major, so right is its A, transposed, and left is its B.
@@ -33,16 +33,16 @@ _WITH_BIAS = 4
 _PREFERRED_WORKSPACE, _PREFERRED_REDUCTION, _PREFERRED_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _KIND, _SPLIT_K, _REDUCTION = 0, 2, 3  # attributes of an algorithm
 _NO_REDUCTION, _REDUCTION_IN_FP32 = 0, 2
-ALIGNMENT = 16  # alignment of addresses in bytes
+ALIGNMENT = 16  # the alignment of addresses, in bytes
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 class CublasLtError(RuntimeError):
-    """A call that cuBLASLt rejected, which is a bug in our code and not a user's mistake."""
+    """A call that cuBLASLt rejected, which is a bug in this package."""
 
 
 class Algorithm(ctypes.Structure):
-    """The struct cublasLtMatmulHeuristicResult_t, which starts with the algorithm itself."""
+    """The struct cublasLtMatmulHeuristicResult_t, which begins with the algorithm itself."""
 
     _fields_ = [
         ("algorithm", ctypes.c_uint64 * 8),
@@ -54,13 +54,13 @@ class Algorithm(ctypes.Structure):
 
 
 class Problem(NamedTuple):
-    """A matrix product of given shapes and formats. It lives until the process ends.
+    """A matrix product of given shapes and formats. Its handles are never destroyed.
 
     Attributes:
-        operation: The description of the operation.
-        right: The layout of the right matrix.
-        left: The layout of the left matrix.
-        out: The layout of the result.
+        operation: The handle of the operation's description.
+        right: The handle of the layout of the right matrix.
+        left: The handle of the layout of the left matrix.
+        out: The handle of the layout of the result.
     """
 
     operation: ctypes.c_void_p
@@ -76,7 +76,7 @@ class CublasLt:
         """Load the library.
 
         Raises:
-            OSError: There is no such library.
+            OSError: The library is not installed.
         """
         self._library = system_library(f"libcublasLt.so.{cuda_release()}")
         self._library.cublasLtMatmul.argtypes = [_POINTER] * 14 + [_SIZE, _POINTER]
@@ -105,9 +105,9 @@ class CublasLt:
         Args:
             problem: The product.
             gpu: The index of the GPU.
-            count: The largest number of algorithms to return.
-            workspace: The number of bytes of memory that each algorithm may use.
-            whole: Whether to return only algorithms that do not split k into parts.
+            count: The maximum number of algorithms to return.
+            workspace: The maximum workspace of an algorithm, in bytes.
+            whole: Whether to return only algorithms that do not split k.
         """
         preference = self._create("cublasLtMatmulPreferenceCreate")
         preferences: list[tuple[int, Any]] = [(_PREFERRED_WORKSPACE, ctypes.c_uint64(workspace))]
@@ -138,7 +138,15 @@ class CublasLt:
     ) -> Algorithm | None:
         """Return a variant of an algorithm that splits k into a different number of parts.
 
-        The result is `None` if the algorithm cannot do this, or needs more workspace.
+        Args:
+            problem: The product.
+            gpu: The index of the GPU.
+            algorithm: The algorithm.
+            split_k: The number of parts.
+            workspace: The maximum workspace, in bytes.
+
+        Returns:
+            The variant, or `None` if the algorithm does not support it or needs more workspace.
         """
         variant, checked = Algorithm.from_buffer_copy(algorithm), Algorithm()
         reduction = _NO_REDUCTION if split_k == 1 else _REDUCTION_IN_FP32
@@ -154,7 +162,7 @@ class CublasLt:
         return variant
 
     def set_pointer(self, problem: Problem, attribute: int, tensor: Tensor) -> None:
-        """Set an attribute of the operation to the address of a tensor, such as a scale."""
+        """Set an attribute of a product's operation to the address of a tensor, such as a scale."""
         pointer = ctypes.c_void_p(tensor.data_ptr())
         self._set("cublasLtMatmulDesc", problem.operation, attribute, pointer)
 
@@ -169,7 +177,17 @@ class CublasLt:
         bias: Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        """Write the product to `out`, or add it to `out`, on the current GPU."""
+        """Write the product to `out`, or add it to `out`, on the current GPU.
+
+        Args:
+            problem: The product.
+            algorithm: The algorithm.
+            left: The left matrix [m, k].
+            right: The right matrix [n, k].
+            out: The result [m, n].
+            bias: The bias [n], if the problem has one.
+            accumulate: Whether to add the product to `out` instead of overwriting `out`.
+        """
         gpu = out.get_device()
         if bias is not None:
             self.set_pointer(problem, _BIAS, bias)

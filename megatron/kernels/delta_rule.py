@@ -1,16 +1,17 @@
 """The gated delta rule (Yang et al., 2024, arXiv:2412.06464), in chunks and token by token.
 
 Each value head has a state S [e, d] of the sequence so far, with e key channels and d value
-channels. A token with key k, value v, decay g <= 0 and rate b updates it and reads it:
+channels. A token with query q, key k, value v, decay g <= 0 and rate b updates the state and reads
+its output o:
 
     S' = exp(g) S
     S  = S' + k b (v - k S')
     o  = q S
 
-The rule thus moves the value that the state returns for k toward v, by the fraction b.
+The value that the state returns for k thus moves toward v by the fraction b.
 
 Shapes: s sequence, b samples, m key heads, n value heads, e key channels, d value channels. Each
-query and key serves n / m consecutive value heads.
+query and key head serves n / m consecutive value heads.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ def chunked_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule to whole sequences, chunk by chunk.
 
-    Within a chunk, each token's update to the state depends linearly on those of earlier tokens.
-    One triangular system determines all of these updates. It is solved for all chunks in parallel,
-    and only the states pass from chunk to chunk. Everything is computed in fp32 (fp64 for fp64
-    values).
+    Within a chunk, each token's update of the state depends linearly on the updates of earlier
+    tokens. A triangular system determines all updates of a chunk. The systems of all chunks are
+    solved in parallel, and only the states pass from chunk to chunk. All computations are in fp32,
+    or fp64 for fp64 values.
 
     Args:
         query: The queries [s, b, m, e], before normalization.
         key: The keys [s, b, m, e], before normalization.
         value: The values [s, b, n, d].
-        decay: Logarithm of each token's decay, at most 0, fp32 [s, b, n].
+        decay: The logarithm of each token's decay, at most 0, fp32 [s, b, n].
         rate: The rate of each token, 0 to 1, [s, b, n].
-        chunk: Number of tokens in a chunk.
-        documents: The index of each token's document, int64 [s, b]. Every document begins with an
-            empty state. `None` means that each sample is a single document.
-        state: The states before the first token, fp32 [b, n, e, d]; `None` for empty ones. Tokens
-            of the first document continue them.
+        chunk: The number of tokens in a chunk.
+        documents: The index of each token's document, int64 [s, b]. Every document except the first
+            of a sample begins with a zero state. `None` means that each sample is a single
+            document.
+        state: The states before the first token, fp32 [b, n, e, d]; `None` means zeros.
 
     Returns:
-        The outputs [s, b, n, d] in the type of the values, and the states after the last token,
+        The outputs [s, b, n, d] in the dtype of the values, and the states after the last token,
         fp32 [b, n, e, d].
     """
     length, heads = len(value), value.shape[2]
@@ -64,7 +65,7 @@ def chunked_delta_rule(
         _in_chunks(part.to(wide), size).unflatten(1, (key.shape[1], -1))
         for part in (value, decay, rate)
     )
-    decayed = decay.cumsum(-1)  # log decay since the chunk began, the token's own included
+    decayed = decay.cumsum(-1)  # log decay since the chunk began, including the token's own
     between = decayed.unsqueeze(-1) - decayed.unsqueeze(-2)  # from a token [j] to a later one [i]
     visible = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
     from_start, to_end = decayed.exp(), (decayed[..., -1:] - decayed).exp()
@@ -104,12 +105,12 @@ def delta_rule_step(
         query: The queries [1, b, m, e], before normalization.
         key: The keys [1, b, m, e], before normalization.
         value: The values [1, b, n, d].
-        decay: Logarithm of the decay, at most 0, fp32 [1, b, n].
+        decay: The logarithm of the decay, at most 0, fp32 [1, b, n].
         rate: The rate, 0 to 1, [1, b, n].
         state: The states before the token, fp32 [b, n, e, d].
 
     Returns:
-        The outputs [1, b, n, d] in the type of the values, and the states after the token, fp32
+        The outputs [1, b, n, d] in the dtype of the values, and the states after the token, fp32
         [b, n, e, d].
     """
     serves = value.shape[2] // key.shape[2]
@@ -124,7 +125,7 @@ def delta_rule_step(
 
 
 def _normalized(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys normalized to length 1 in fp32, with queries divided by sqrt(e)."""
+    """Normalize queries and keys to length 1 in fp32, and divide the queries by sqrt(e)."""
     wide = torch.promote_types(key.dtype, torch.float32)
     query, key = (
         part * (part.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
@@ -134,10 +135,11 @@ def _normalized(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """Return [s, b, ...] as [b, ..., chunks, size] or, with channels, [b, n, chunks, size, d].
+    """Divide sequences into chunks of `size` tokens.
 
-    The last chunk is padded with tokens that are zeros, which leave the state as it is, or that
-    belong to the last document.
+    [s, b] becomes [b, chunks, size], [s, b, n] becomes [b, n, chunks, size], and [s, b, n, d]
+    becomes [b, n, chunks, size, d]. The last chunk is padded with zeros, which leave the state
+    unchanged, or with the index of the last document.
     """
     missing = -len(x) % size
     if missing:

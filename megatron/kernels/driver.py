@@ -1,8 +1,8 @@
 """Launches of compiled kernels through the CUDA driver.
 
-The result of a `Plan` is prepared once, as driver structures with all constant values filled in. A
-call then only writes the tensors' addresses into them and calls the driver. This takes less time
-than converting the arguments of a C function.
+The launches of a `Plan` are prepared once, as driver structures with all constant values filled in.
+A call then only writes the tensors' addresses into these structures and calls the driver. This
+takes less time than converting the arguments of a C function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.kernels.plans import KernelLaunch, Number, PlanError, Pointer
 
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-# By default, a block gets 48 KiB, including its static part (at most 16 KiB here).
+# By default, a block gets 48 KiB of shared memory, including static memory (at most 16 KiB here).
 _DEFAULT_SHARED = 32 * 1024
 
 
@@ -60,7 +60,7 @@ class Driver:
         """Look up the functions, and initialize the driver.
 
         Args:
-            loaded: libcuda, or the tests' emulator, which has the same functions.
+            loaded: libcuda, or an emulator with the same functions.
 
         Raises:
             AttributeError: The driver is older than CUDA 12.
@@ -71,14 +71,14 @@ class Driver:
         self.launch.restype = ctypes.c_int
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[tuple[int, int], int] = {}
-        # Without this lock, the smaller of two threads' sizes could win.
+        # Without this lock, the smaller of two threads' requests could come last.
         self._lock = threading.Lock()
         for name in ("cuLibraryLoadData", "cuLibraryGetKernel"):
             getattr(loaded, name).restype = ctypes.c_int
         self.call("cuInit", 0)
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Call a function.
+        """Call a function of the driver.
 
         Raises:
             DriverError: The function reports an error.
@@ -87,7 +87,7 @@ class Driver:
             raise DriverError(f"{function}: {self.error(error)}")
 
     def error(self, code: int) -> str:
-        """Return the name and the description of an error."""
+        """Return the name and the description of an error code."""
         texts = []
         for function in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()
@@ -96,11 +96,11 @@ class Driver:
         return f"{texts[0]} ({texts[1]})"
 
     def load(self, code: bytes) -> ctypes.c_void_p:
-        """Return the handle of compiled code.
+        """Load compiled code, and return its handle.
 
         Raises:
             DriverError: The driver rejects the code, for example because the driver is for an older
-                CUDA.
+                CUDA version.
         """
         library = ctypes.c_void_p()
         no_options = (None, None, 0) * 2
@@ -131,10 +131,15 @@ class Driver:
         self.call("cuCtxSetCurrent", context)
 
     def allow_shared_memory(self, kernel: int, gpu: int, count: int) -> None:
-        """Allow a kernel's blocks to use this many bytes of dynamic shared memory.
+        """Allow the blocks of a kernel to use dynamic shared memory.
+
+        Args:
+            kernel: The handle of the kernel.
+            gpu: The index of the GPU.
+            count: The number of bytes per block.
 
         Raises:
-            DriverError: The GPU has less.
+            DriverError: The GPU has less shared memory.
         """
         if count <= _DEFAULT_SHARED:
             return
@@ -147,13 +152,13 @@ class Driver:
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """A plan's launches as driver structures, for one thread only, because calls write to them.
+    """A plan's launches as driver structures, for one thread only, because calls change them.
 
     Attributes:
-        packer: The packer that writes a call's values into `values`.
-        values: The memory of the values that differ between calls, and of constants.
-        picks: For each packed value, its index among the call's values and an offset; `None` if the
-            values are packed unchanged.
+        packer: The packer that writes the values of a call into `values`.
+        values: The memory of the values that differ between calls, followed by constants.
+        picks: For each packed value, its index among the values of the call, and an offset to add;
+            `None` if the values are packed unchanged.
         calls: The arguments of the driver's launch function, for each launch.
         keep_alive: The objects to which these arguments point.
     """
@@ -165,7 +170,7 @@ class PreparedLaunches:
     keep_alive: Sequence[Any]
 
     def write(self, values: Sequence[Any]) -> None:
-        """Write a call's tensors and numbers into the memory that the launches read."""
+        """Write the tensors' addresses and the numbers of a call into `values`."""
         if self.picks is not None:
             values = [values[i] + offset if offset else values[i] for i, offset in self.picks]
         self.packer.pack_into(self.values, 0, *values)
@@ -178,7 +183,7 @@ class LaunchTarget:
     Attributes:
         gpu: The index of the GPU, or -1 for the emulator.
         stream: The stream's handle.
-        overlaps: Whether a kernel may start while the previous one is ending.
+        overlaps: Whether a kernel may start before the previous kernel has ended.
     """
 
     gpu: int
@@ -199,11 +204,12 @@ def prepare(
         launches: The launches that a plan has returned.
         handles: The handle of each launch's kernel.
         letters: The letters of each kernel's parameters (`sources.parameters`).
-        indices: The indices, among an operation's arguments, of the values that calls will provide.
+        indices: The indices, among the arguments of the operation, of the values that calls will
+            provide.
         target: The GPU and stream on which the plan will run.
 
     Raises:
-        PlanError: A plan's parameters do not match its kernel's.
+        PlanError: The parameters of a launch do not match those of its kernel.
     """
     slots: dict[tuple[int, int, str], int] = {}
     constants: list[bytes] = []
@@ -224,7 +230,7 @@ def prepare(
                 row.append(-len(constants))
         parameter_slots.append(row)
     packer = struct.Struct("=" + "".join({"P": "Q", "f": "f4x"}.get(s[2], s[2]) for s in slots))
-    # The values and then the constants, in one allocation. With expert parallelism the number of
+    # One allocation for the values and then the constants. With expert parallelism the number of
     # rows changes in every pass, and with an allocation for each constant, preparing took twice as
     # long.
     values = ctypes.create_string_buffer(bytes(packer.size) + b"".join(constants))

@@ -1,4 +1,4 @@
-"""Dropout of a layer's output, after its bias is added and before the residual stream is added."""
+"""Bias, dropout and residual addition in one operation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.kernels.plans import (
 )
 from megatron.kernels.sources import constant, instance
 
-GROUP = 8  # elements that share a block of random words, as in dropout.cu
+GROUP = 8  # the number of elements that share a block of random words, as in dropout.cu
 
 
 class _BiasDropoutAddForward(NamedTuple):
@@ -36,7 +36,7 @@ class _BiasDropoutAddForward(NamedTuple):
     out: Pointer
     rows: int
     columns: int
-    drop: int  # how many of the 65536 random values drop an element
+    drop: int  # the number of the 65536 random values that drop an element
     x_dtype: int
     w_dtype: int
 
@@ -52,7 +52,7 @@ class _BiasDropoutAddForward(NamedTuple):
 
 
 class _BiasDropoutAddBackward(NamedTuple):
-    """The gradients of x and its bias. With a bias, each multiprocessor runs one block."""
+    """The gradients of x and the bias. With a bias, each multiprocessor runs one block."""
 
     grad: Pointer
     seed: Pointer
@@ -95,8 +95,8 @@ FORWARD = Kernel.of("bias_dropout_add_forward", _BiasDropoutAddForward)
 BACKWARD = Kernel.of("bias_dropout_add_backward", _BiasDropoutAddBackward)
 
 
-# (x, bias, residual, probability) as in `bias_dropout_add`
 BiasDropoutAdd = Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
+"""An implementation of `bias_dropout_add`, with the same arguments."""
 
 
 def choose_bias_dropout_add(model: ModelConfig, library: KernelLibrary | None) -> BiasDropoutAdd:
@@ -114,11 +114,11 @@ def bias_dropout_add(
     Args:
         x: The layer's output [..., h].
         bias: The layer's bias [h], or `None`.
-        residual: The residual stream [..., h], of the type of x or fp32.
+        residual: The residual stream [..., h], in the dtype of x or fp32.
         probability: The probability of dropping an element; 0 outside training.
 
     Returns:
-        The sum [..., h] in the residual's type.
+        The sum [..., h] in the dtype of the residual.
     """
     return residual + F.dropout(x if bias is None else x + bias, probability)
 
@@ -126,11 +126,21 @@ def bias_dropout_add(
 def fused_bias_dropout_add(
     library: KernelLibrary, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias), computed with one kernel. Backward redraws the mask.
+    """Return residual + dropout(x + bias), computed by one kernel.
 
-    The seed comes from the device's default generator and stays on the device, so that the host
-    never waits. The probability is rounded to 1/65536. PyTorch's operations handle sizes that the
-    kernel does not support.
+    The backward pass redraws the mask. The seed comes from the device's default generator and stays
+    on the device, so the host never waits. The probability is rounded to a multiple of 1/65536.
+    PyTorch's operations handle arguments that the kernel does not support.
+
+    Args:
+        library: Compiled kernels.
+        x: The layer's output [..., h].
+        bias: The layer's bias [h], or `None`.
+        residual: The residual stream [..., h], in the dtype of x or fp32.
+        probability: The probability of dropping an element; 0 outside training.
+
+    Returns:
+        The sum [..., h] in the dtype of the residual.
     """
     drop = round(probability * 65536)
     fits = (
@@ -163,9 +173,12 @@ def bias_dropout_add_forward(
         library: Compiled kernels.
         x: The layer's output [..., h].
         bias: The layer's bias [h], or `None`.
-        residual: The residual stream [..., h], of the type of x or fp32.
+        residual: The residual stream [..., h], in the dtype of x or fp32.
         seed: The seed that determines the mask, int64 [1].
         drop: The probability of dropping an element, times 65536.
+
+    Returns:
+        The sum [..., h] in the dtype of the residual.
     """
     x, residual = x.contiguous(), residual.contiguous()
     out = torch.empty_like(residual)
@@ -186,14 +199,14 @@ def bias_dropout_add_backward(
     dtype: torch.dtype,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of x and of its bias, redrawing the same mask.
+    """Compute the gradients of x and the bias, redrawing the same mask.
 
     Args:
         library: Compiled kernels.
         grad: The gradient of the result, [..., h].
         seed: The seed that was passed to `bias_dropout_add_forward`.
         drop: The probability of dropping an element, times 65536.
-        dtype: The type of x.
+        dtype: The dtype of x.
         has_bias: Whether there was a bias.
 
     Returns:

@@ -1,10 +1,10 @@
 """Casts to fp8, with scales that never leave the device and with transposed copies.
 
 The two products in the backward pass of a linear layer need the transposed copies. A cast computes
-values x * (largest fp8 value / amax), which saturate, and the inverse scale that restores x, in the
-form that `torch._scaled_mm` takes. The amax is the largest magnitude of the tensor itself (current
-scaling) or of earlier tensors (delayed scaling). With delayed scaling, the cast also measures the
-tensor while reading it. Sizes are multiples of 16, as fp8 products require.
+the values x * (largest fp8 value / amax), which saturate, and the inverse scale that restores x, as
+`torch._scaled_mm` expects them. The amax is the largest magnitude of the tensor itself (current
+scaling) or of earlier tensors (delayed scaling). With delayed scaling, the cast also computes the
+tensor's own amax while reading it. Sizes are multiples of 16, as fp8 products require.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary, is_trac
 from megatron.kernels.plans import SIZES, WARP, KernelLaunch, Pointer, divide_up, vector_size
 from megatron.kernels.sources import FLOATS, constant, instance
 
-_THREADS = 256  # per block, mostly; as in fp8.cuh
-_ROWS_OF_WARPS = 4  # rows per block if one warp handles a row
+_THREADS = 256  # the number of threads of most blocks, as in fp8.cuh
+_ROWS_OF_WARPS = 4  # the number of rows per block if a single warp handles a row
 
 
 class _Amax(NamedTuple):
@@ -47,7 +47,7 @@ class _Amax(NamedTuple):
 
 
 class _AmaxBoth(NamedTuple):
-    """The largest magnitudes of each matrix by row and by column."""
+    """The largest magnitude in each row and in each column of matrices."""
 
     x: Pointer  # [matrices, rows, columns]
     of_rows: Pointer  # [matrices, rows], initially zero
@@ -130,7 +130,7 @@ class _CastRows(NamedTuple):
         vectors_per_thread = 8 if SIZES[name] == 2 else 3  # kRowVectors in fp8.cu
         max_warps = constant("fp8.cu", "kMostRowThreads") // WARP
         warps = min(divide_up(vectors, WARP * vectors_per_thread), max_warps)
-        turns = divide_up(vectors, warps * WARP)  # then use as few warps as possible
+        turns = divide_up(vectors, warps * WARP)  # as few warps as possible for these turns
         block = (divide_up(vectors, turns * WARP) * WARP, _ROWS_OF_WARPS if warps == 1 else 1)
         kernel = instance("cast_rows_kernel", name, self.fp8)
         return [
@@ -149,10 +149,10 @@ def _tiles(rows: int, columns: int) -> tuple[int, int]:
 
 
 class _CastTranspose(NamedTuple):
-    """A cast of matrices to fp8, and of their transposes.
+    """A cast of matrices and their transposes to fp8.
 
-    Without `amax_columns` there is a single matrix, and one scale serves both results. Otherwise y
-    has a scale for each row, and `transposed` a scale for each column of x.
+    Without `amax_columns` there is a single matrix, and both results have the same scale. Otherwise
+    y has a scale for each row, and `transposed` has a scale for each column of x.
     """
 
     x: Pointer  # [matrices, rows, columns], like y
@@ -218,7 +218,7 @@ TRANSPOSE = Kernel.of("fp8_transpose", _Transpose)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_CODES = {E4M3: 0, E5M2: 1}  # as in fp8.cu
-SMALLEST = 1e-12  # amax of a tensor of zeros
+SMALLEST = 1e-12  # the smallest amax, used for a tensor of zeros
 
 
 class Fp8(NamedTuple):
@@ -226,8 +226,8 @@ class Fp8(NamedTuple):
 
     Attributes:
         values: The 8-bit values, row-major: [m, k], or [n, m, k] for a stack.
-        inverse: The fp32 factor that restores the matrix: [], or [m, 1] with a factor for each row,
-            or [n, m, 1] for a stack.
+        inverse: The factor that restores the matrix, fp32: [], or [m, 1] with a factor for each
+            row, or [n, m, 1] for a stack.
     """
 
     values: Tensor
@@ -239,7 +239,7 @@ class Fp8(NamedTuple):
 
 
 def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
-    """Return the `Fp8.inverse` of casts with one scale, for each of `amaxes`: fp32 [n]."""
+    """Return `Fp8.inverse` for casts with one scale, given the amaxes [n]: fp32 [n]."""
     clamped = amaxes.clamp(min=SMALLEST)
     # A GPU divides by a Python number by multiplying with its inverse, which would round twice.
     return clamped / torch.full_like(clamped, torch.finfo(fp8).max)
@@ -250,7 +250,7 @@ def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) 
 
     Args:
         library: Compiled kernels.
-        zeros: The supply of zeros in which kernels store amaxes; `None` creates a new supply.
+        zeros: The zeroed memory in which kernels store amaxes; `None` creates a new supply.
     """
     return Fp8Casts() if library is None else KernelCasts(library, zeros or Zeros())
 
@@ -260,9 +260,9 @@ class Fp8Casts:
 
     Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2.
 
-    If the scale comes from a different tensor, callers pass `running_amax`, fp32 []. It becomes the
-    maximum of its old value and the largest magnitude of x, where nan counts as the largest. Values
-    of x that are not finite then become nan, because clamping would turn inf into a finite number.
+    If the scale comes from earlier tensors, callers pass `running_amax`, fp32 [], which is raised
+    to the largest magnitude of x; nan counts as the largest. Values of x that are not finite then
+    become nan, because clamping would turn inf into a finite number.
     """
 
     def amax(self, x: Tensor) -> Tensor:
@@ -278,7 +278,15 @@ class Fp8Casts:
         running_amax: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Fp8:
-        """Cast x with one scale, for any m. The values are written to `into` [m, k] if given."""
+        """Cast a matrix with one scale.
+
+        Args:
+            x: The matrix [m, k]; any m is allowed.
+            amax: The amax that determines the scale, fp32 [].
+            fp8: The format of the values.
+            running_amax: As described in `Fp8Casts`.
+            into: The memory for the values, [m, k]; `None` allocates it.
+        """
         values = torch.empty_like(x, dtype=fp8) if into is None else into
         return Fp8(values, self._cast(x, amax, values, running_amax))
 
@@ -298,7 +306,7 @@ class Fp8Casts:
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, running_amax: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
-        """Cast x and its transpose [k, m] with the same scale."""
+        """Cast a matrix [m, k] and its transpose [k, m] with the same scale (see `cast`)."""
         whole = self.cast(x, amax, fp8, running_amax=running_amax)
         return whole, self.transpose(whole)
 
@@ -310,13 +318,13 @@ class Fp8Casts:
         return Fp8(matrix.values.t().contiguous(), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        """Cast x with a scale for each row, for any m. A stack [n, m, k] counts as one matrix."""
+        """Cast a matrix [m, k] with any m, or a stack [n, m, k], with a scale for each row."""
         return self.cast(x, x.abs().amax(dim=-1, keepdim=True), fp8)
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
-        """Cast x with a scale for each row, and x^T with a scale for each of its rows.
+        """Cast a matrix and its transpose, each with a scale for each of its own rows.
 
-        In a stack [n, m, k], each matrix is transposed: [n, k, m].
+        Each matrix of a stack [n, m, k] is transposed: [n, k, m].
         """
         return self.cast_rows(x, fp8), self.cast_rows(x.mT.contiguous(), fp8)
 
@@ -325,7 +333,7 @@ class KernelCasts(Fp8Casts):
     """Casts with compiled kernels, which read x once and write each result once."""
 
     def __init__(self, library: KernelLibrary, zeros: Zeros) -> None:
-        """Store the kernels and the supply of zeros for amaxes."""
+        """Store the kernels and the zeroed memory for amaxes."""
         self.library, self.zeros = library, zeros
 
     def forget(self) -> None:
@@ -333,7 +341,7 @@ class KernelCasts(Fp8Casts):
         self.zeros.forget()
 
     def amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude, measured by a kernel."""
+        """Return the largest magnitude, computed by a kernel."""
         result = self._zeros(x)
         fp8_amax(self.library, x, result)
         return result
@@ -346,7 +354,7 @@ class KernelCasts(Fp8Casts):
     def cast_transpose(
         self, x: Tensor, amax: Tensor, fp8: torch.dtype, *, running_amax: Tensor | None = None
     ) -> tuple[Fp8, Fp8]:
-        """Cast x and its transpose with one scale."""
+        """Cast a matrix and its transpose with the same scale."""
         _check(x, rows=True)
         values, transposed, inverse, _ = fp8_cast_transpose(
             self.library, x, amax, None, fp8, running_amax
@@ -359,12 +367,12 @@ class KernelCasts(Fp8Casts):
         return Fp8(fp8_transpose(self.library, matrix.values), matrix.inverse)
 
     def cast_rows(self, x: Tensor, fp8: torch.dtype) -> Fp8:
-        """Cast x with a scale for each row."""
+        """Cast a matrix or a stack with a scale for each row."""
         _check(x)
         return Fp8(*fp8_cast_rows(self.library, x, fp8))
 
     def cast_transpose_rows(self, x: Tensor, fp8: torch.dtype) -> tuple[Fp8, Fp8]:
-        """Cast x and its transpose, each with a scale for each of its rows."""
+        """Cast a matrix and its transpose, each with a scale for each of its own rows."""
         _check(x, rows=True)
         shapes = (*x.shape[:-1], 1), (*x.shape[:-2], x.shape[-1], 1)
         of_rows, of_columns = (self._zeros(x, math.prod(shape)).view(shape) for shape in shapes)
@@ -375,7 +383,7 @@ class KernelCasts(Fp8Casts):
         return Fp8(values, inverse), Fp8(transposed, inverse_transposed)
 
     def _zeros(self, x: Tensor, size: int | None = None) -> Tensor:
-        """Return fp32 zeros, [] or [size], in which a kernel will store the largest magnitudes."""
+        """Return fp32 zeros, [] or [size], in which a kernel will store amaxes."""
         if is_traced(x):
             return x.new_zeros(() if size is None else (size,), dtype=torch.float32)
         if size is None:
@@ -384,7 +392,7 @@ class KernelCasts(Fp8Casts):
 
 
 def _check(x: Tensor, *, rows: bool = False) -> None:
-    """Check that the width (with `rows` also the height) of the matrices is a multiple of 16."""
+    """Assert that the width (with `rows` also the height) of the matrices is a multiple of 16."""
     sizes = x.shape[-2:] if rows else x.shape[-1:]
     assert x.dim() in (2, 3) and not any(size % 16 for size in sizes), (
         f"fp8 products need matrices whose sizes are multiples of 16, not {list(x.shape)}"
@@ -398,13 +406,20 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
 
 @operator("result")
 def fp8_amax(library: KernelLibrary, x: Tensor, result: Tensor) -> None:
-    """Raise `result` to the largest magnitude of x, if that is larger."""
+    """Raise `result`, fp32 [], to the largest magnitude of x if it is smaller."""
     library.launch(AMAX, x, result, x.numel(), DTYPE_CODES[x.dtype])
 
 
 @operator("of_rows", "of_columns")
 def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
-    """Raise `of_rows` [.., m, 1] and `of_columns` [.., k, 1] to the largest magnitudes in x."""
+    """Raise amaxes to the largest magnitudes in x, by row and by column.
+
+    Args:
+        library: Compiled kernels.
+        x: The matrix [m, k] or stack [n, m, k].
+        of_rows: The amaxes of rows, fp32 [m, 1] or [n, m, 1].
+        of_columns: The amaxes of columns, fp32 [k, 1] or [n, k, 1].
+    """
     library.launch(AMAX_BOTH, x, of_rows, of_columns, *_sizes(x), DTYPE_CODES[x.dtype])
 
 
@@ -412,7 +427,7 @@ def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns
 def fp8_cast(
     library: KernelLibrary, x: Tensor, amax: Tensor, values: Tensor, running_amax: Tensor | None
 ) -> Tensor:
-    """Write x to `values` in 8 bits and return the inverse scale."""
+    """Write x to `values` in 8 bits and return the inverse scale, fp32 []."""
     inverse = torch.empty_like(amax)
     codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[values.dtype])
     library.launch(CAST, x, values, amax, inverse, running_amax, *codes)
@@ -421,7 +436,7 @@ def fp8_cast(
 
 @operator()
 def fp8_cast_rows(library: KernelLibrary, x: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x in 8 bits, and the inverse scale of each row."""
+    """Return x [..., m, k] in 8 bits, and the inverse scale of each row, fp32 [..., m, 1]."""
     values = torch.empty_like(x, dtype=fp8)
     inverse = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     codes = (inverse.numel(), x.shape[-1], DTYPE_CODES[x.dtype], FP8_CODES[fp8])
@@ -440,7 +455,7 @@ def fp8_cast_transpose(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return x and its transpose in 8 bits, and their inverse scales.
 
-    Without `amax_columns`, the first scale applies to both, and the second is `None`.
+    Without `amax_columns`, the first scale applies to both results, and the second scale is `None`.
     """
     values, transposed = torch.empty_like(x, dtype=fp8), x.new_empty(x.mT.shape, dtype=fp8)
     inverse = torch.empty_like(amax)

@@ -15,7 +15,10 @@ _WORKSPACE_BYTES = 32 * 1024 * 1024  # NVIDIA's recommendation for Hopper
 
 
 class Fp8Product:
-    """Products in plain PyTorch, computed in fp32 because CPUs do not support row scales."""
+    """The product of 8-bit matrices in plain PyTorch.
+
+    It is computed in fp32, because PyTorch does not support scales of rows on CPUs.
+    """
 
     def __call__(
         self,
@@ -28,16 +31,16 @@ class Fp8Product:
         into: Tensor | None = None,
         accumulate: bool = False,
     ) -> Tensor:
-        """Multiply left by the transpose of right, and add the bias.
+        """Multiply `left` by the transpose of `right`, and add the bias.
 
         Args:
             left: The left matrix [m, k].
             right: The right matrix [n, k].
-            dtype: The type of the result.
-            bias: The bias [n].
+            dtype: The dtype of the result.
+            bias: The bias [n]; `None` for none.
             fast: Whether the hardware may accumulate with fewer bits.
-            into: The tensor [m, n] for the result; `None` creates a new one.
-            accumulate: Whether to add the result to `into`.
+            into: The memory for the result, [m, n]; `None` allocates it.
+            accumulate: Whether to add the result to `into` instead of overwriting it.
 
         Returns:
             The result [m, n], which is `into` if given.
@@ -64,7 +67,7 @@ class Fp8Product:
         return out if into is None else into.copy_(out)
 
     def _add(self, left: Fp8, right: Fp8, into: Tensor) -> bool:
-        """Add the product to `into` while computing it. Return False if that is not possible."""
+        """Add the product to `into` in the same pass, and return whether this is supported."""
         return False
 
 
@@ -72,16 +75,17 @@ reference_product = Fp8Product()
 
 
 def choose_fp8_product(device: torch.device) -> Fp8Product:
-    """Choose the library on a GPU, or plain PyTorch elsewhere."""
+    """Choose the libraries' products on a GPU, and plain PyTorch on other devices."""
     return LibraryProduct() if Device(device).is_gpu else reference_product
 
 
 class LibraryProduct(Fp8Product):
-    """Products by `torch._scaled_mm`, or by cuBLASLt itself when they are added to fp32 sums.
+    """Products by `torch._scaled_mm`, or directly by cuBLASLt if they accumulate into fp32.
 
-    Adding within the product saves a pass over memory that would take 58 ms of a 2131 ms step of
-    Llama 3 8B (docs/benchmarks.md). The addition is a separate pass if rows have their own scales,
-    which cuBLASLt does not support here, or without cuBLASLt (another vendor's GPU).
+    Accumulating within the product saves a pass over memory that would take 58 ms of a 2131 ms step
+    of Llama 3 8B (docs/benchmarks.md). The addition is a separate pass if rows have their own
+    scales, which cuBLASLt does not support in this case, or if there is no cuBLASLt (on other
+    vendors' GPUs).
     """
 
     def __init__(self) -> None:
@@ -135,5 +139,5 @@ class LibraryProduct(Fp8Product):
 
 
 def _along_columns(inverse: Tensor) -> Tensor:
-    """Return the scales of the right matrix's rows, broadcast along the product's columns."""
+    """Return the inverse scale of the right matrix for broadcasting over the product's rows."""
     return inverse.t() if inverse.dim() == 2 else inverse

@@ -1,7 +1,7 @@
-"""Rows grouped by expert: their order, each group's products, and the sums for each token.
+"""Rows grouped by expert: their order, the products of each group, and the sums for each token.
 
 A router chooses k experts for each of T tokens. Each choice becomes a row, and rows are sorted by
-expert, so that an expert multiplies neighboring rows. The number of each expert's rows stays on the
+expert, so that the rows of an expert are adjacent. The number of rows per expert stays on the
 device, and functions do not wait for the device unless their docstring says so. Rows that are sent
 to other processes are grouped by process in the same way.
 """
@@ -36,7 +36,7 @@ def _threads_of(columns: int, name: str) -> int:
 
 
 class _CombineRows(NamedTuple):
-    """The sum of each token's rows, multiplied by weights."""
+    """The weighted sum of each token's rows."""
 
     rows: Pointer  # [n, columns]
     row_of_choice: Pointer  # int64 [tokens, chosen]
@@ -109,11 +109,11 @@ TAKE_GRADIENT = Kernel.of("take_gradient", _TakeGradient)
 
 
 class Grouping(NamedTuple):
-    """The rows of all experts; n is the number of rows.
+    """The order of n rows that are grouped by expert.
 
     Attributes:
-        order: The choice that belongs to each row, int64 [n]. Choice c belongs to token c // k.
-            Choices without an expert come last, if they have rows.
+        order: The choice of each row, int64 [n]. Choice c belongs to token c // k. Choices without
+            an expert come last, if they have rows.
         row_of_choice: The row of each choice, int64 [T, k]; -1 for a choice without an expert.
         ends: The end of each expert's rows, int32 [experts].
     """
@@ -127,8 +127,8 @@ class Grouping(NamedTuple):
         """Group the choices of tokens. Every choice has a row.
 
         Args:
-            choices: Experts, int64 [T, k]; negative for no expert.
-            experts: Number of experts.
+            choices: The experts of each token, int64 [T, k]; negative for no expert.
+            experts: The number of experts.
         """
         # The sorting time is proportional to the number of bytes in a key.
         dtype = torch.int16 if experts < 2**15 else torch.int64
@@ -145,7 +145,7 @@ class Grouping(NamedTuple):
         """Return this grouping without the rows of choices that have no expert.
 
         Args:
-            rows: Number of choices that have an expert.
+            rows: The number of choices that have an expert.
         """
         return self._replace(order=self.order[:rows])
 
@@ -155,12 +155,12 @@ class Grouping(NamedTuple):
         return self.order // self.row_of_choice.shape[1]
 
     def expert_of_row(self) -> Tensor:
-        """Return each row's expert, int64 [n]. For rows without one it is the number of experts."""
+        """Return the expert of each row, int64 [n]; the number of experts for a row without one."""
         rows = torch.arange(len(self.order), device=self.order.device)
         return torch.searchsorted(self.ends, rows, right=True)
 
     def per_choice(self, rows: Tensor) -> Tensor:
-        """Return the row of each choice, [n, h] -> [T, k, h]; 0 for choices without an expert."""
+        """Return the row of each choice, zeros for none: [n, h] -> [T, k, h]."""
         if not len(rows):
             return rows.new_zeros(*self.row_of_choice.shape, rows.shape[1])
         absent = (self.row_of_choice < 0).unsqueeze(-1)
@@ -172,8 +172,8 @@ def permute(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None)
 
     Args:
         x: The tokens.
-        grouping: The rows of the tokens.
-        library: Compiled kernels, for the sum in the backward pass; `None` means PyTorch's
+        grouping: The grouping of the rows.
+        library: Compiled kernels, for the sums in the backward pass; `None` means PyTorch's
             operations.
     """
     rows: Tensor = _Permute.apply(x, Permutation(grouping, library))
@@ -181,10 +181,10 @@ def permute(x: Tensor, grouping: Grouping, library: KernelLibrary | None = None)
 
 
 class Permutation(NamedTuple):
-    """The map of `permute`, and its gradient, for callers with their own backward pass.
+    """The map of `permute` and its backward pass, for callers with their own autograd function.
 
     Attributes:
-        grouping: The rows of the tokens.
+        grouping: The grouping of the rows.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
 
@@ -192,20 +192,20 @@ class Permutation(NamedTuple):
     library: KernelLibrary | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Copy tokens to rows, [T, h] -> [n, h]."""
+        """Copy tokens to rows: [T, h] -> [n, h]."""
         return x.index_select(0, self.grouping.tokens)
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Add up the gradients of each token's rows, [n, h] -> [T, h]."""
+        """Sum the gradients of each token's rows: [n, h] -> [T, h]."""
         return _sums(grad, self.grouping, self.library)
 
 
 def unpermute(rows: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
-    """Add up each token's rows, [n, h] -> [T, h], as the counterpart of `permute`.
+    """Sum each token's rows: [n, h] -> [T, h].
 
     Args:
         rows: The rows, in the order of the grouping.
-        grouping: The rows of the tokens.
+        grouping: The grouping of the rows.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
     result: Tensor = _Unpermute.apply(rows, grouping, library)
@@ -245,12 +245,12 @@ class _Permute(torch.autograd.Function):
 def combine(
     rows: Tensor, weights: Tensor, grouping: Grouping, library: KernelLibrary | None = None
 ) -> Tensor:
-    """Return the weighted sum of each token's rows: [n, h] -> [T, h] in the rows' type.
+    """Return the weighted sum of each token's rows: [n, h] -> [T, h], in the dtype of the rows.
 
     Args:
         rows: The outputs of the experts.
         weights: The weight of each choice, fp32 [T, k].
-        grouping: The rows of the tokens.
+        grouping: The grouping of the rows.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
     result: Tensor = _Combine.apply(rows, weights, grouping, library)
@@ -292,7 +292,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _fits(rows: Tensor) -> bool:
-    """Return whether kernels support these rows."""
+    """Return whether the kernels support these rows."""
     return supports(rows) and rows.shape[1] * rows.element_size() % VECTOR_BYTES == 0
 
 
@@ -300,7 +300,7 @@ def _fits(rows: Tensor) -> bool:
 def combine_rows(
     library: KernelLibrary, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None
 ) -> Tensor:
-    """Add up each token's rows with one kernel, in fp32 and in the order of the choices.
+    """Sum each token's rows with one kernel, in fp32 and in the order of the choices.
 
     Args:
         library: Compiled kernels.
@@ -309,7 +309,7 @@ def combine_rows(
         weights: The weight of each choice, fp32 [T, k]; `None` means 1.
 
     Returns:
-        The sums [T, h] in the rows' type.
+        The sums [T, h] in the dtype of the rows.
     """
     tokens, chosen = row_of_choice.shape
     out = rows.new_empty(tokens, rows.shape[1])
@@ -327,15 +327,15 @@ def combine_rows_backward(
     row_of_choice: Tensor,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `combine_rows`' rows and weights.
+    """Compute the gradients of the rows and weights of `combine_rows`.
 
     Args:
         library: Compiled kernels.
-        grad: Gradient of the sums, [T, h], contiguous.
-        rows: The rows [n, h] of `combine_rows`.
+        grad: The gradient of the sums, [T, h], contiguous.
+        rows: The rows [n, h].
         order: The choice of each row, int64 [n].
         row_of_choice: The row of each choice, int64 [T, k]; -1 for none.
-        weights: The weights of `combine_rows`.
+        weights: The weights, fp32 [T, k].
 
     Returns:
         The gradients of the rows [n, h] and of the weights, fp32 [T, k].
@@ -358,29 +358,40 @@ def combine_rows_backward(
 
 
 class GroupedProduct:
-    """The products of experts' weights and rows. This class computes one expert after another.
+    """The products of experts' rows and weights; in this class, one expert after another.
 
-    Rows are [n, in], weights [experts, out, in]; `ends` is `Grouping.ends`. Results for rows
-    without an expert are arbitrary.
+    Rows are [n, in], and weights are [experts, out, in]; `ends` is `Grouping.ends`. Results for
+    rows without an expert are arbitrary.
     """
 
     def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, WeightOperand]:
-        """Return the outputs [n, out] and the weights in the form that the backward pass uses.
+        """Return the outputs [n, out] and the weights as an operand for the backward pass.
 
         This waits for the device.
         """
         return _product_per_expert(rows, weight.mT, ends), (weight,)
 
     def input_gradient(self, grad: Tensor, weight: WeightOperand, ends: Tensor) -> Tensor:
-        """Return the rows' gradient from the outputs' gradient. This waits for the device."""
+        """Return the gradient of the rows, [n, in]. This waits for the device.
+
+        Args:
+            grad: The gradient of the outputs, [n, out].
+            weight: The operand that `forward` returned.
+            ends: The end of each expert's rows.
+        """
         return _product_per_expert(grad, weight[0], ends)
 
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the weights' gradient to `into` [experts, out, in], or add it there.
+        """Write the gradient of the weights to `into`, or add it. This waits for the device.
 
-        This waits for the device.
+        Args:
+            grad: The gradient of the outputs, [n, out].
+            rows: The rows, [n, in].
+            ends: The end of each expert's rows.
+            into: The memory for the gradient, [experts, out, in].
+            accumulate: Whether to add to `into` instead of overwriting it.
         """
         if not accumulate:
             into.zero_()
@@ -388,7 +399,7 @@ class GroupedProduct:
             into[expert].add_(grad[span].t() @ rows[span])
 
     def forget(self) -> None:
-        """Discard copies of the weights, because the weights have changed."""
+        """Discard cached copies of the weights, because the weights have changed."""
 
 
 class LibraryGroupedProduct(GroupedProduct):
@@ -403,17 +414,17 @@ class LibraryGroupedProduct(GroupedProduct):
         self._library = library
 
     def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, WeightOperand]:
-        """Return the outputs and the weights."""
+        """Return the outputs [n, out] and the weights."""
         return torch._grouped_mm(rows, weight.mT, offs=ends), (weight,)
 
     def input_gradient(self, grad: Tensor, weight: WeightOperand, ends: Tensor) -> Tensor:
-        """Return the rows' gradient, given the outputs' gradient."""
+        """Return the gradient of the rows, [n, in], given that of the outputs, [n, out]."""
         return torch._grouped_mm(grad, weight[0], offs=ends)
 
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the weights' gradient to `into`, or add it there."""
+        """Write the gradient of the weights to `into` [experts, out, in], or add it."""
         value = torch._grouped_mm(grad.t(), rows, offs=ends)
         if self._library is not None and into.dtype == torch.float32 and into.is_contiguous():
             take_gradient(self._library, value, into, accumulate)
@@ -426,15 +437,15 @@ class LibraryGroupedProduct(GroupedProduct):
 class Fp8GroupedProduct(GroupedProduct):
     """FP8 products, except for weight gradients.
 
-    Each row of an operand has its own scale, so a token's results do not depend on the rest of the
-    batch or on the location of its experts. Gradients are also e4m3: grouped products do not
+    Each row of an operand has its own scale, so a token's results do not depend on the other tokens
+    of the batch or on the location of its experts. Gradients are also e4m3: grouped products do not
     support e5m2, and less range is needed when each row has its own scale. The hardware may
     accumulate with fewer bits in both passes, because otherwise grouped products take 2.5 times as
     long.
 
     Args:
-        casts: The casts, in kernels or in plain PyTorch.
-        in_16_bits: The products of weight gradients.
+        casts: The implementation of the casts.
+        in_16_bits: The products for weight gradients.
     """
 
     def __init__(self, casts: Fp8Casts, in_16_bits: GroupedProduct) -> None:
@@ -444,30 +455,33 @@ class Fp8GroupedProduct(GroupedProduct):
         self._weight: tuple[Fp8, Fp8] | None = None
 
     def forward(self, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, WeightOperand]:
-        """Return the outputs and the transposed weights in 8 bits."""
+        """Return the outputs [n, out] and the transposed weights in 8 bits."""
         if self._weight is None:
             self._weight = self._casts.cast_transpose_rows(weight, E4M3)
         by_out, by_in = self._weight
         return self._multiply(rows, by_out, ends), by_in
 
     def input_gradient(self, grad: Tensor, weight: WeightOperand, ends: Tensor) -> Tensor:
-        """Return the rows' gradient, given the outputs' gradient."""
+        """Return the gradient of the rows, [n, in], given that of the outputs, [n, out]."""
         return self._multiply(grad, Fp8(*weight), ends)
 
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the weights' gradient to `into`, or add it there, computed in 16 bits."""
+        """Write the gradient of the weights, computed in 16 bits, to `into`, or add it."""
         self._in_16_bits.weight_gradient(grad, rows, ends, into, accumulate=accumulate)
 
     def forget(self) -> None:
-        """Discard the weights in 8 bits."""
+        """Discard the cached 8-bit weights, because the weights have changed."""
         self._weight = None
 
     def _multiply(self, rows: Tensor, weights: Fp8, ends: Tensor) -> Tensor:
         """Multiply each expert's rows by the transpose of its matrix: [n, a] -> [n, b].
 
-        `weights` holds the matrices, [experts, b, a].
+        Args:
+            rows: The rows of all experts.
+            weights: The matrices, [experts, b, a].
+            ends: The end of each expert's rows.
         """
         left = self._casts.cast_rows(rows, E4M3)
         if not Device(rows.device).is_gpu:
@@ -496,9 +510,9 @@ def choose_grouped_product(
 
     Args:
         device: The device of the weights.
-        dtype: The type of the weights.
+        dtype: The dtype of the weights.
         library: Compiled kernels; `None` means PyTorch's operations.
-        casts: The casts with which to multiply in 8 bits; `None` multiplies in `dtype`.
+        casts: The casts for products in 8 bits; `None` multiplies in `dtype`.
     """
     in_dtype = GroupedProduct()
     if Device(device).is_gpu and dtype == torch.bfloat16:
@@ -508,13 +522,13 @@ def choose_grouped_product(
 
 @operator("into")
 def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulate: bool) -> None:
-    """Write a gradient to fp32 memory, or add it there, twice as fast as PyTorch's copy.
+    """Write a gradient to fp32 memory, or add it, twice as fast as PyTorch's copy.
 
     Args:
         library: Compiled kernels.
         value: The gradient, contiguous.
         into: The memory, fp32 in the shape of `value`, contiguous.
-        accumulate: Whether to add the gradient instead of overwriting the memory.
+        accumulate: Whether to add to `into` instead of overwriting it.
     """
     sizes = (value.numel(), int(accumulate), DTYPE_CODES[value.dtype])
     library.launch(TAKE_GRADIENT, value, into, *sizes)
@@ -523,8 +537,8 @@ def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulat
 def _non_empty(ends: Tensor) -> list[tuple[int, slice]]:
     """Return each expert that has rows, with the slice of its rows. This waits for the device.
 
-    When text is generated for one request, a token uses only a few experts, such as 8 of 128, and
-    looping over the others would take three times as long as the products.
+    When text is generated for a single request, a token uses only a few experts, such as 8 of 128,
+    and a loop over all experts would take three times as long as the products.
     """
     stops = ends.tolist()
     spans = enumerate(zip([0, *stops], stops, strict=False))
@@ -532,7 +546,7 @@ def _non_empty(ends: Tensor) -> list[tuple[int, slice]]:
 
 
 def _product_per_expert(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply expert rows [n, a] by their matrices [experts, a, b]. This waits for the device."""
+    """Multiply each expert's rows [n, a] by its matrix of [experts, a, b]; waits for the device."""
     out = x.new_zeros(len(x), matrices.shape[2])
     for expert, rows in _non_empty(ends):
         torch.mm(x[rows], matrices[expert], out=out[rows])

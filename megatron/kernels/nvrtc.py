@@ -1,6 +1,6 @@
-"""NVRTC, the compiler of device code that comes with every PyTorch for CUDA.
+"""NVRTC, the compiler for device code that comes with every PyTorch for CUDA.
 
-`build.py` runs this module in separate processes, which can be stopped and run in parallel:
+`build.py` runs this module in separate processes, which can run in parallel and be killed:
 
     describe LIBRARY
     compile LIBRARY SOURCE ARCHITECTURE OUTPUT [FLAG...]
@@ -31,11 +31,11 @@ class CompileError(Exception):
 
 
 def find_libraries(release: str = "") -> list[Path]:
-    """Return the NVRTC libraries of this machine in order of preference.
+    """Return the paths of this machine's NVRTC libraries in order of preference.
 
     Args:
-        release: The major version of PyTorch's CUDA, such as "13". Packages of several versions may
-            be installed next to PyTorch.
+        release: The major version of PyTorch's CUDA, such as "13", whose packages come before those
+            of other versions; "" if it is unknown.
     """
     folders = dict.fromkeys((*sys.path, *(sysconfig.get_path(k) for k in ("purelib", "platlib"))))
     packages = [
@@ -63,14 +63,17 @@ def _in_toolkit(home: Path) -> list[Path]:
 
 
 class Nvrtc:
-    """A loaded NVRTC library."""
+    """A loaded NVRTC library.
+
+    Args:
+        path: The path of the library.
+
+    Raises:
+        OSError: The library cannot be loaded.
+    """
 
     def __init__(self, path: str) -> None:
-        """Load the library.
-
-        Raises:
-            OSError: The library cannot be loaded.
-        """
+        """Load the library."""
         for part in Path(path).parent.glob("libnvrtc-builtins.so*"):  # looked up by name
             ctypes.CDLL(str(part))
         self._loaded = ctypes.CDLL(path)
@@ -83,7 +86,7 @@ class Nvrtc:
         return f"{major.value}.{minor.value}"
 
     def architectures(self) -> list[int]:
-        """Return the architectures for which it can compile: 80, 90, ..."""
+        """Return the GPU architectures for which NVRTC can compile: 80, 90, ..."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         architectures = (ctypes.c_int * count.value)()
@@ -93,15 +96,15 @@ class Nvrtc:
     def compile(
         self, source: Path, architecture: str, flags: Sequence[str]
     ) -> tuple[dict[str, str], bytes, str]:
-        """Compile the kernels of a source (`sources.instances`).
+        """Compile the kernels of a source file (`sources.instances`).
 
         Args:
             source: The .cu file.
-            architecture: "sm_90a" for machine code, or "compute_90" for PTX.
-            flags: Further flags.
+            architecture: The target, such as "sm_90a" for machine code or "compute_90" for PTX.
+            flags: Additional flags.
 
         Returns:
-            The name of each kernel in the compiled code, the code, and the compiler's output.
+            The compiled name of each kernel, the compiled code, and the compiler's log.
 
         Raises:
             CompileError: The source has an error.
@@ -147,7 +150,7 @@ class Nvrtc:
 def main() -> int:
     """Run the command and return the exit code.
 
-    `compile` writes a line of JSON with the kernels' names in the compiled code, and then the code.
+    `compile` writes a line of JSON with the compiled name of each kernel, and then the code.
     """
     command, library, *arguments = sys.argv[1:]
     try:

@@ -1,6 +1,6 @@
-"""The CUDA sources next to this file: their kernels, and constants that are read from them.
+"""The CUDA sources in the folder `cuda`: their kernels, parameters and constants.
 
-This module does not import torch, so that `pip install` can compile the sources.
+This module does not import torch, so `pip install` can compile the sources.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FLOATS = ("float", "Half", "BFloat16")  # element types of common.cuh, ordered by code
+FLOATS = ("float", "Half", "BFloat16")  # the element types of common.cuh, ordered by code
 IN_16_BITS = FLOATS[1:]
 _FLAGS = (False, True)
-# Types of a residual stream and of a layer's weights: the same type, or a stream in fp32.
+# The types of the residual stream and of a layer's weights: the same type, or a stream in fp32.
 _STREAMS = (*((x, x) for x in FLOATS), *(("float", x) for x in IN_16_BITS))
 _FP8 = (0, 1)  # e4m3, e5m2
 _KINDS = range(4)  # kinds of activations
@@ -23,7 +23,7 @@ _TYPES = {"int64_t": "q", "int": "i", "unsigned": "I", "float": "f", "double": "
 
 
 def instance(kernel: str, *arguments: str | int) -> str:
-    """Return the C++ name of a kernel with these template arguments."""
+    """Return the C++ name of a kernel with template arguments, such as "kernel<float, true>"."""
     values = (str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
     return f"{kernel}<{', '.join(values)}>" if arguments else kernel
 
@@ -34,7 +34,7 @@ def _elements(weights: str, fewest: int) -> list[int]:
 
 
 def instances() -> Mapping[str, Sequence[str]]:
-    """Return the kernels to compile in each source, keyed by its file name without suffix."""
+    """Return the kernels to compile in each source, by its file name without suffix."""
     name = instance
     return {
         "activation": [
@@ -127,7 +127,11 @@ def digest(flags: Sequence[str]) -> str:
 
 @cache
 def constant(source: str, name: str) -> int:
-    """Return the integer value of a constant in a source such as "adam.cu".
+    """Return the value of an integer constant in a source.
+
+    Args:
+        source: The file name of the source, such as "adam.cu".
+        name: The name of the constant.
 
     Raises:
         ValueError: The source has no such constant.
@@ -140,7 +144,7 @@ def constant(source: str, name: str) -> int:
 
 @cache
 def parameters() -> Mapping[str, str]:
-    """Return the letters of each kernel's parameters, as in the module `struct` (P is a pointer).
+    """Return the types of each kernel's parameters, as format characters of `struct` (P: pointer).
 
     Raises:
         ValueError: A parameter has an unknown type.

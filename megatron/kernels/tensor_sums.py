@@ -1,7 +1,7 @@
 """Kernels over many tensors in one launch: the table of addresses, and sums over the tensors.
 
-The kernels here and in `adam` are not registered as PyTorch operators. They find their tensors by
-address, so a compiler could not see what they read and write. They are not part of any model.
+The kernels here and in `adam` are not registered as PyTorch operators. They access tensors by
+address, so a compiler could not see what they read and write. No model uses them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.kernels.library import DTYPE_CODES, Kernel, KernelLibrary
 from megatron.kernels.plans import KernelLaunch, Pointer
 from megatron.kernels.sources import FLOATS, constant, instance
 
-CHUNK = 2**16  # elements per block; a multiple of every access size
+CHUNK = 2**16  # the number of elements per block, a multiple of every access size
 
 
 class _TensorSums(NamedTuple):
@@ -52,9 +52,9 @@ class _TensorSums(NamedTuple):
 
 TENSOR_SUMS = Kernel.of("tensor_sums", _TensorSums)
 
-# Number of elements whose squares are added in fp32. A CPU adds them almost one after another, so
-# short rows keep the relative error below 1e-5, while with long rows it reaches 1e-2. Rows are
-# added in fp64.
+# The number of elements whose squares are added in fp32. A CPU adds them almost one after another,
+# so short rows keep the relative error below 1e-5, while long rows let it reach 1e-2. The sums of
+# rows are added in fp64.
 ROW = 2**12
 
 Sums = Callable[[], Tensor]
@@ -62,11 +62,13 @@ Sums = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class TensorTable:
-    """The table in which a kernel finds its tensors. The tensors must not move.
+    """A table of tensor addresses for a kernel. The tensors must not move.
 
     Attributes:
-        tensors: int64 [tensors, fields + 1]: addresses (0 for `None`), then the size in elements.
-        pieces: int64 [pieces, 2]: the tensor and the first element of each block's part.
+        tensors: For each row of tensors, their addresses (0 for `None`) and their size in elements,
+            int64 [rows, fields + 1].
+        pieces: For each block, the index of a row and of the first element to process, int64
+            [pieces, 2].
         referenced: The tensors, to keep them alive.
     """
 
@@ -79,7 +81,7 @@ class TensorTable:
         """Create a table from rows of contiguous tensors.
 
         Args:
-            rows: The rows. A row's tensors have the same size, and its first is not `None`.
+            rows: The rows. All tensors of a row have the same size, and the first is not `None`.
             device: The device on which the kernel runs.
         """
         table, pieces = [], []
@@ -109,9 +111,9 @@ def choose_tensor_sums(
     Args:
         tensors: Contiguous tensors that do not move in memory.
         device: The device of the tensors and of the result.
-        library: The compiled kernels; `None` means plain PyTorch.
-        counts: Whether the second number is needed. If not, it may be 0, because plain PyTorch
-            would have to read everything again to count.
+        library: Compiled kernels; `None` means PyTorch's operations.
+        counts: Whether the number of nonzeros is needed. Otherwise it may be 0, because PyTorch
+            would have to read all tensors again to count them.
     """
     if library is None:
         return partial(tensor_sums_reference, tensors, device, counts=counts)
@@ -135,7 +137,7 @@ def tensor_sums_reference(
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of all squares, a scalar in fp64. 16-bit tensors are squared in fp32."""
+    """Return the sum of the squares of all elements, fp64 []. 16-bit values are squared in fp32."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -150,7 +152,7 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _tensor_sums(
     tables: Sequence[tuple[TensorTable, int]], device: torch.device, library: KernelLibrary
 ) -> Tensor:
-    """Launch two kernels for each dtype. Usually there is only one dtype."""
+    """Sum over all tensors with two kernels per dtype. Usually there is only one dtype."""
     totals = torch.zeros(len(tables), 2, dtype=torch.float64, device=device)
     for total, (table, dtype) in zip(totals, tables, strict=True):
         count = len(table.pieces)

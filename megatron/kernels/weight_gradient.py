@@ -1,7 +1,7 @@
-"""Weight gradients, added directly to a gradient buffer.
+"""Products for weight gradients that accumulate directly into a gradient buffer.
 
-Without this, a linear layer or an embedding would write a 16-bit gradient as large as its weight,
-and another pass over memory would add it to the buffer.
+Otherwise a linear layer or an embedding would write a 16-bit gradient as large as its weight, and
+another pass over memory would add this gradient to the buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.kernels.sources import FLOATS, constant, instance
 
 
 class _EmbeddingGradient(NamedTuple):
-    """The addition of a gradient's rows, radix-sorted by entry, to a table's rows."""
+    """The addition of gradient rows, radix-sorted by entry, to the rows of a table."""
 
     entries: Pointer  # [row_count]
     gradient: Pointer  # [row_count, hidden]
@@ -79,23 +79,26 @@ class _EmbeddingGradient(NamedTuple):
 
 
 EMBEDDING_GRADIENT = Kernel.of("embedding_gradient", _EmbeddingGradient)
-WIDTH = 8  # the hidden size must be a multiple of this for the kernel
-CHUNK = 32  # sorted rows that are summed together, as in embedding_gradient.cu
+WIDTH = 8  # the kernel requires a hidden size that is a multiple of this
+CHUNK = 32  # the number of sorted rows that are summed together, as in embedding_gradient.cu
 
-# (entries [n], ignoring those outside the table; grad [n, h]; into [rows, h])
 EmbeddingGradient = Callable[[Tensor, Tensor, Tensor], None]
+"""A function that adds grad[i] to into[entries[i]].
+
+It takes entries [n], of which those outside the table are ignored, grad [n, h] and into [rows, h].
+"""
 
 
 def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) -> None:
     """Compute into = grad^T x, or into += grad^T x, summed in fp32.
 
-    On a GPU this is one cuBLAS product with 16-bit inputs and fp32 output, which runs at full
-    speed. Elsewhere the inputs are converted.
+    On a GPU this is a single cuBLAS product with 16-bit inputs and fp32 output, which runs at full
+    speed. On other devices the inputs are converted first.
 
     Args:
         grad: The gradient of the layer's output, [..., out].
-        x: The input of the layer, [..., in], in the same format.
-        into: The result [out, in], in fp32 or the inputs' format.
+        x: The input of the layer, [..., in], in the dtype of `grad`.
+        into: The result [out, in], in fp32 or the dtype of the inputs.
         accumulate: Whether to add to `into` instead of overwriting it.
     """
     left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
@@ -109,14 +112,21 @@ def weight_gradient(grad: Tensor, x: Tensor, into: Tensor, *, accumulate: bool) 
 
 
 def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> EmbeddingGradient:
-    """Return a function that adds grad[i] to into[entries[i]] in fp32, bitwise reproducibly."""
+    """Choose the kernel if there is a library and it supports the hidden size, otherwise PyTorch.
+
+    Both implementations are deterministic and sum in fp32 if the table is in fp32.
+
+    Args:
+        library: Compiled kernels; `None` means PyTorch's operations.
+        hidden: The hidden size.
+    """
     if library is None or hidden % WIDTH:
         return embedding_gradient_reference
     return partial(embedding_gradient, library)
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add rows with PyTorch. Even on a GPU this is deterministic: entries are added in order."""
+    """Add rows in PyTorch. This is deterministic even on a GPU, where rows are added in order."""
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)
@@ -125,7 +135,7 @@ def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) ->
 
 @operator("into")
 def embedding_gradient(library: KernelLibrary, entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add grad[i] to into[entries[i]] with a kernel, or in PyTorch if `into` has 16 bits."""
+    """Add grad[i] to into[entries[i]] with a kernel, or in PyTorch if `into` is not fp32."""
     if into.dtype != torch.float32:
         embedding_gradient_reference(entries, grad, into)
         return
