@@ -241,3 +241,18 @@ def test_results_are_kept_and_not_computed_again(
     assert len(out.read_text().splitlines()) == 2
     assert len(Path(f"{out}.tests").read_text().splitlines()) == 1
     assert list(read_results(out)) == [one]
+
+
+def test_what_fails_without_a_mutation_kills_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = _repository(tmp_path / "0" / "alone" / "repository")
+    monkeypatch.setattr(trials, "copied", lambda _: tree)
+    one = next(one for one in mutations_of("megatron/toys/sums.py", _SUMS) if one.before == "a + b")
+    out = tmp_path / "out.jsonl"
+    until = time.monotonic() + 100.0
+    try_all([one], out, jobs=1, limit=60.0, until=until)
+    (tree.root / "tests/toys/conftest.py").write_text("import a_package_that_is_damaged")
+    with pytest.raises(RuntimeError, match="fail without a mutation: .*a_package_that_is_damaged"):
+        try_all([one], out, jobs=1, limit=60.0, until=until, again={"killed"})
+    assert len(out.read_text().splitlines()) == 1

@@ -165,6 +165,8 @@ class Tree:
         environment = os.environ | variables
         environment |= {_RUN: str(self._temporary), "TMPDIR": str(self._temporary)}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # A process with a limit on file sizes would leave truncated modules to all later ones.
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         with (self._temporary / "output").open("w+b") as output:  # tests may leave writers behind
             process = subprocess.Popen(
@@ -311,6 +313,9 @@ def try_mutation(
 
     Returns:
         The mutation, the outcome, the test that killed it, the number of tests and the seconds.
+
+    Raises:
+        RuntimeError: No test can be run, even without the mutation.
     """
     file, began = tree.root / mutation.file, time.monotonic()
     before = file.read_bytes()
@@ -323,7 +328,7 @@ def try_mutation(
             outcome, said = _run_chosen(tree, rest[:count], left)
             if outcome == KILLED:  # retried, because some tests fail occasionally
                 culprits = _named(rest[:count], said)
-                said = culprits[0].name if len(culprits) == 1 else said
+                said = culprits[0].name if said.startswith(culprits[0].name) else said
                 left = limit - (time.monotonic() - began)
                 outcome, _ = _run_chosen(tree, culprits, left)
                 if outcome == SURVIVED:
@@ -332,6 +337,10 @@ def try_mutation(
                 rest = rest[count:]
     finally:
         _write(file, before)
+    # Without a failed test, pytest has failed to import something. Is the mutation the reason?
+    is_unnamed = outcome == KILLED and "::" not in said
+    if is_unnamed and _run_chosen(tree, tests[:1], limit)[0] == KILLED:
+        raise RuntimeError(f"the tests fail without a mutation: {said}")
     seconds = round(time.monotonic() - began, 1)
     by = said if outcome == KILLED else ""
     return {**asdict(mutation), "outcome": outcome, "by": by, "tests": len(tests), "s": seconds}
@@ -408,22 +417,25 @@ def try_all(
 
         def record(file: str) -> None:
             tree = trees.get()
-            if (left := until - time.monotonic()) > 0:
-                line = baseline.record(file, tree, min(limit, left))
-                passed = sum(test[1] == PASSED for test in line["tests"])
-                about = f"{passed} of {len(line['tests'])} pass, {line['seconds']:.0f} s"
-                if line["code"] is not None or left > limit:
-                    append(recorded, line, f"{file}: {about}")
-            trees.put(tree)
+            try:
+                if (left := until - time.monotonic()) > 0:
+                    line = baseline.record(file, tree, min(limit, left))
+                    passed = sum(test[1] == PASSED for test in line["tests"])
+                    about = f"{passed} of {len(line['tests'])} pass, {line['seconds']:.0f} s"
+                    if line["code"] is not None or left > limit:
+                        append(recorded, line, f"{file}: {about}")
+            finally:
+                trees.put(tree)
 
         def attempt(one: Mutation) -> None:
             tree = trees.get()
-            left = until - time.monotonic()
-            if left > 0:
-                result = try_mutation(one, baseline.chosen(one), tree, min(limit, left))
-                if result["outcome"] != SLOW or left > limit:
-                    append(out, result, f"{result['outcome']}: {one}  {result['by']}")
-            trees.put(tree)
+            try:
+                if (left := until - time.monotonic()) > 0:
+                    result = try_mutation(one, baseline.chosen(one), tree, min(limit, left))
+                    if result["outcome"] != SLOW or left > limit:
+                        append(out, result, f"{result['outcome']}: {one}  {result['by']}")
+            finally:
+                trees.put(tree)
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(record, baseline.missing()))
