@@ -247,11 +247,13 @@ class CopyStream:
 
     Args:
         device: The device.
+        is_timed: Whether to measure how long the device waits for copies (`QueuedCopy.delay`).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_timed: bool = False) -> None:
         """Create the queue."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._is_timed = is_timed
 
     def wait_for_device(self) -> None:
         """Make later copies wait for the work queued on the device so far."""
@@ -265,7 +267,8 @@ class CopyStream:
             return QueuedCopy(None)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return QueuedCopy(self._stream.record_event())
+            event = torch.cuda.Event(enable_timing=self._is_timed)
+            return QueuedCopy(self._stream.record_event(event), is_timed=self._is_timed)
 
 
 class QueuedCopy:
@@ -273,11 +276,13 @@ class QueuedCopy:
 
     Args:
         event: The event that the queue has recorded; `None` if the copy is done.
+        is_timed: Whether the event was recorded with its time.
     """
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
+    def __init__(self, event: torch.cuda.Event | None, *, is_timed: bool = False) -> None:
         """Store the event."""
-        self._event = event
+        self._event, self._is_timed = event, is_timed
+        self._delayed: torch.cuda.Event | None = None
 
     def wait(self) -> None:
         """Make the host wait for the copy."""
@@ -287,7 +292,20 @@ class QueuedCopy:
     def delay_device(self) -> None:
         """Make work that is queued on the device from now on wait for the copy."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            stream = torch.cuda.current_stream()
+            if self._is_timed:
+                self._delayed = stream.record_event(torch.cuda.Event(enable_timing=True))
+            stream.wait_event(self._event)
+
+    @property
+    def delay(self) -> float:
+        """Seconds for which the device has waited because of `delay_device`, if that is timed.
+
+        Call this when the copy is done. The value is 0 if the device has not come to wait by then.
+        """
+        if self._event is None or self._delayed is None or not self._delayed.query():
+            return 0.0
+        return max(0.0, self._delayed.elapsed_time(self._event) / 1000)
 
 
 class StagingBuffer:

@@ -1,9 +1,10 @@
-"""Save while training continues: training waits only until its tensors are copied to host memory.
+"""Save while training continues, from a copy in host memory.
 
-A thread then writes, hashes, flushes and publishes the copy following the protocol of `store`, and
-communicates with the other processes' threads over a separate process group. File operations and
-digests release the interpreter lock. If the process is killed, the thread ends too, and leaves the
-same files behind as any killed save.
+Training waits until those tensors are copied that its next passes may change. The others are copied
+during the passes, and the next update waits for them. A thread writes, hashes, flushes and
+publishes the copy following the protocol of `store`, and communicates with the other processes'
+threads over a separate process group. File operations and digests release the interpreter lock. If
+the process is killed, the thread ends too, and leaves the same files behind as any killed save.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from megatron.checkpoint.plan import describe, share_of
 from megatron.checkpoint.retention import RetentionPolicy
 from megatron.checkpoint.shard import plan_shard
 from megatron.checkpoint.store import Snapshot, plan_save, write_checkpoint
-from megatron.device import Device
+from megatron.device import CopyStream, Device, QueuedCopy
 from megatron.errors import CheckpointError, UserError
 from megatron.parallel.layout import Layout
 
@@ -40,7 +41,7 @@ class SavedCheckpoint:
         iteration: Training steps taken.
         path: The checkpoint's folder.
         size: Bytes of all tensors.
-        seconds: Seconds from the end of the copy until the checkpoint was published.
+        seconds: Seconds from when training continued until the checkpoint was published.
         pause: Seconds for which training was paused, on the rank that waited longest.
     """
 
@@ -68,27 +69,41 @@ class HostBuffer:
         ends = (placement.start + placement.size for placement in self._placements.values())
         self._buffer = device.host_buffer(max(ends, default=0))
         self.size = self._buffer.numel()
-        self._device = device
+        self._device, self._stream = device, CopyStream(device.torch_device, is_timed=True)
 
-    def copy_from(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors, which are valid until the next call."""
+    def copy_from(
+        self, tensors: Mapping[str, Tensor], *, stable: Collection[str]
+    ) -> tuple[dict[str, Tensor], QueuedCopy]:
+        """Copy the tensors.
+
+        Args:
+            tensors: The tensors by name.
+            stable: Names of tensors that are only queued to be copied. The caller must neither
+                free nor change them until the returned copy is done.
+
+        Returns:
+            The copies, which are valid until the next call; and the last queued copy, after which
+            all of them are complete.
+        """
         assert tensors.keys() == self._placements.keys()
         copies = {}
         for name, placement in self._placements.items():
             slot = self._buffer[placement.start : placement.start + placement.size]
             copies[name] = slot.view(DTYPES[placement.dtype]).view(placement.shape)
-            copies[name].copy_(tensors[name].detach(), non_blocking=True)
+            if name not in stable:
+                copies[name].copy_(tensors[name].detach(), non_blocking=True)
         self._device.synchronize()
-        return copies
+        queued = QueuedCopy(None)
+        for name in self._placements:
+            if name in stable:
+                queued = self._stream.copy(copies[name], tensors[name].detach())
+        return copies, queued
 
 
 class BackgroundSaver:
     """The background saves of a run, one at a time.
 
     All ranks construct it and call `start` together.
-
-    Attributes:
-        host_bytes: Bytes of host memory that this process reserves for copies.
     """
 
     def __init__(
@@ -107,7 +122,7 @@ class BackgroundSaver:
 
         Args:
             root: Folder of checkpoints.
-            entries: This rank's tensors. Every save has the same names, types and boxes.
+            entries: This rank's tensors. A save with other names, types or boxes is planned again.
             layout: The ranks that take part.
             thread_layout: The same ranks with process groups for the thread (`Layout.for_thread`).
             device: Device of the tensors.
@@ -117,20 +132,44 @@ class BackgroundSaver:
             report: Function that rank 0's thread calls with the published checkpoint or the error.
 
         Raises:
-            MemoryError: There is not enough host memory for a copy of this rank's share.
+            MemoryError: A rank has not enough host memory for a copy of its share.
         """
         self._root = Path(root).absolute()  # before the process changes its working folder
-        self._description = describe(entries)
-        self._plan = plan_save(entries, layout)
-        self._copy = HostBuffer(share_of(self._plan, entries, layout.world.rank), device)
-        self.host_bytes = self._copy.size
-        self._layout = thread_layout
+        self._planning_layout, self._layout, self._device = layout, thread_layout, device
+        self._plan_for(entries)
         self._write = partial(write, keep=keep)
         self._report = report
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def start(self, iteration: int, entries: State, meta: Json, *, since: float) -> float:
+    def _plan_for(self, entries: State) -> None:
+        """Plan saves of these tensors, and allocate memory for the copies. Collective."""
+        layout, error = self._planning_layout, None
+        self._description = describe(entries)
+        self._plan = plan_save(entries, layout)
+        self._copy: HostBuffer | None = None  # frees the memory of earlier copies first
+        try:
+            self._copy = HostBuffer(share_of(self._plan, entries, layout.world.rank), self._device)
+        except MemoryError as shortage:
+            error = str(shortage)
+        errors = [text for text in JsonExchange(layout.world).gather(error) if text is not None]
+        if errors:
+            raise MemoryError(errors[0])
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that this process reserves for copies."""
+        return 0 if self._copy is None else self._copy.size
+
+    def start(
+        self,
+        iteration: int,
+        entries: State,
+        meta: Json,
+        *,
+        since: float,
+        stable: Collection[str] = (),
+    ) -> QueuedCopy:
         """Copy the tensors and return; the rest happens in the background.
 
         Args:
@@ -138,23 +177,35 @@ class BackgroundSaver:
             entries: This rank's tensors.
             meta: A JSON value; rank 0's is saved.
             since: The `time.perf_counter` time at which training stopped for this save.
+            stable: Names of entries that the caller neither frees nor changes until the returned
+                copy is done.
 
         Returns:
-            Seconds for which training has waited on this rank.
+            The copy of the stable entries. All others are copied when this returns.
+
+        Raises:
+            MemoryError: The entries are larger than before, and a rank has not enough host memory.
         """
         assert self._thread is None, "one save at a time"
-        assert describe(entries) == self._description, "the state differs from the planned one"
-        tensors = self._copy.copy_from(share_of(self._plan, entries, self._layout.world.rank))
+        has_changed = describe(entries) != self._description  # averages begin during the run
+        if any(JsonExchange(self._planning_layout.world).gather(has_changed)):
+            self._plan_for(entries)
+        assert self._copy is not None
+        rank = self._layout.world.rank
+        tensors, queued = self._copy.copy_from(
+            share_of(self._plan, entries, rank),
+            stable={key for name, key, _ in self._plan.written_by(rank) if name in stable},
+        )
         waited = time.perf_counter() - since
         snapshot = Snapshot(iteration, self._plan, tensors, meta, self._layout)
         self._thread = threading.Thread(
             target=self._work,
-            args=(snapshot, waited),
+            args=(snapshot, queued, waited),
             name="background save",
             daemon=True,  # a failing process does not wait for the thread to finish
         )
         self._thread.start()
-        return waited
+        return queued
 
     @property
     def is_busy(self) -> bool:
@@ -175,16 +226,18 @@ class BackgroundSaver:
         if failure is not None:
             raise failure
 
-    def _work(self, snapshot: Snapshot, waited: float) -> None:
+    def _work(self, snapshot: Snapshot, queued: QueuedCopy, waited: float) -> None:
         with suppress(OSError):  # affects only this thread and those that it starts
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._device.activate()  # otherwise, this thread would open a context on the first GPU
         exchange, started = JsonExchange(snapshot.layout.world), time.perf_counter()
         iteration = snapshot.iteration
         outcome: SavedCheckpoint | Exception
         try:
-            pause = max(exchange.gather(waited))
+            queued.wait()
             path = self._write(self._root, snapshot)
             seconds = time.perf_counter() - started
+            pause = max(exchange.gather(waited + queued.delay))
             outcome = SavedCheckpoint(iteration, path, snapshot.plan.total_bytes, seconds, pause)
         except UserError as error:
             outcome = self._failure = error

@@ -73,8 +73,8 @@ class CheckpointConfig:
             package are always the same.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
-        async_save: Write checkpoints in the background. Training waits only while its state is
-            copied to host memory.
+        async_save: Write checkpoints in the background. The next update waits only until its
+            process's state is copied to host memory.
         keep_latest: Keep only this many of the newest checkpoints in --save.
         save_retain_interval: Keep checkpoints at multiples of this number, which must be a multiple
             of --save-interval. Others are deleted once the next checkpoint is written, or according

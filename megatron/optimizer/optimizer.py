@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.device import CopyStream
+from megatron.device import CopyStream, QueuedCopy
 from megatron.kernels.library import KernelLibrary, find_library
 from megatron.kernels.tensor_sums import choose_tensor_sums
 from megatron.optimizer.averages import new_average
@@ -374,6 +374,7 @@ class Optimizer:
         ]
         self.average = new_average(config, [owned.weight for owned in self._owned_weights])
         self.steps = 0
+        self._reader: QueuedCopy | None = None  # a copy of weights and states that is not done
         self.reload_masters()
 
     @property
@@ -452,6 +453,7 @@ class Optimizer:
         if self._clip > 0:
             excess = ((norm + CLIP_EPS) / self._clip).clamp(min=1.0)
         device = torch.device("cpu") if self._offload else self._device
+        self._wait_for_reader()
         step = Step(
             lr=lr,
             count=torch.full((), self.steps + 1, dtype=torch.float32, device=device),
@@ -507,6 +509,17 @@ class Optimizer:
             zeros=int(zeros) if self._count_zeros else None,
         )
 
+    def delay_changes(self, reader: QueuedCopy) -> None:
+        """Make the next change of weights and states wait for a copy that reads them."""
+        self._reader = reader
+
+    def _wait_for_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.delay_device()
+            if self._offload:  # the host writes to them
+                self._reader.wait()
+        self._reader = None
+
     def wait_for_weights(self) -> None:
         """Wait until parameters may be read outside their model's forward pass. Collective."""
         if self._shared_weights is not None:
@@ -521,6 +534,7 @@ class Optimizer:
         """
         if self._shared_weights is not None:
             self._shared_weights.forget()
+        self._wait_for_reader()
         with torch.no_grad():
             for own in self._groups:
                 for part, weight, dtype in zip(own.parts, own.weights, own.formats, strict=True):
@@ -535,6 +549,7 @@ class Optimizer:
         """Replace the weights with their average inside the context. Collective."""
         assert self.average is not None and self.average.count, "there is no average yet"
         self.wait_for_weights()
+        self._wait_for_reader()
         with torch.no_grad():
             saved = [owned.part.clone() for owned in self._owned_weights]
             for index, owned in enumerate(self._owned_weights):
@@ -580,6 +595,11 @@ class Optimizer:
             name: (state.saved() if isinstance(state, PackedTensor) else state, parameter)
             for name, (state, parameter) in self._named_states().items()
         }
+
+    def stored_names(self) -> set[str]:
+        """Return the names in `named_tensors` whose tensors are the states, not decoded copies."""
+        states = self._named_states().items()
+        return {name for name, (state, _) in states if not isinstance(state, PackedTensor)}
 
     def encode_loaded(self, tensors: Mapping[str, Tensor]) -> None:
         """Encode the packed states after a checkpoint has been loaded.

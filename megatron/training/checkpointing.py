@@ -153,6 +153,18 @@ def state_of(run: Run) -> State:
     return state
 
 
+def stable_names(run: Run) -> set[str]:
+    """Return which entries of `state_of` stay as they are until the optimizer changes them.
+
+    The others are or may be copies, whose memory the next passes need, or they change during those
+    passes, such as the biases of routers and the history of fp8 scaling.
+    """
+    names = {f"{STATES}{name}" for name in run.optimizer.stored_names()}
+    if not run.gradients.shares_weights:
+        names |= {f"model.{name}" for name, _ in run.named_parameters()}
+    return names
+
+
 def shard_state(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     gradients: Gradients,

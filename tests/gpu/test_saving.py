@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint import shard
 from megatron.checkpoint.background import BackgroundSaver
 from megatron.checkpoint.entries import Entry
-from megatron.device import Device, StagingBuffer, gpu_count
+from megatron.device import CopyStream, Device, StagingBuffer, gpu_count
 from megatron.parallel.layout import Layout
 from tests.checkpoint.states import save
 
@@ -34,7 +34,8 @@ def test_host_memory_is_pinned_and_given_back():
     assert int(buffer.sum()) == 1 << 28
 
 
-def test_copies_leave_the_device_fast_and_are_those_of_the_call(tmp_path):
+@pytest.mark.parametrize("stable", [(), ("a", "b", "e")])
+def test_copies_leave_the_device_fast_and_are_those_of_the_call(tmp_path, stable):
     shapes = {"a": (1 << 28,), "b": (1 << 14, 1 << 13), "c": ()}  # 1.6 GB
     tensors = {name: torch.randn(s, device=DEVICE.torch_device) for name, s in shapes.items()}
     tensors["d"] = tensors["b"].t()  # not contiguous
@@ -46,18 +47,41 @@ def test_copies_leave_the_device_fast_and_are_those_of_the_call(tmp_path):
         tmp_path / "later", state, layout, layout, DEVICE, keep=None, report=lambda *_: None
     )
     DEVICE.synchronize()
-    waited = saver.start(1, state, {}, since=time.perf_counter())
-    for tensor in tensors.values():
-        tensor.zero_()  # training continues
+    start_time = time.perf_counter()
+    queued = saver.start(1, state, {}, since=start_time)
+    waited = time.perf_counter() - start_time
+    for name in tensors.keys() - set(stable):
+        tensors[name].zero_()  # training continues
+    queued.delay_device()
+    for name in stable:
+        tensors[name].zero_()
     saver.wait()
     size = sum(tensor.nbytes for tensor in tensors.values())
-    assert waited < size / 10e9 + 0.1  # a slow link has 25 GB/s, pageable memory 3
+    if stable:
+        assert waited < 0.1 * queued.delay  # all the more time is left for the next passes
+    else:
+        assert queued.delay == 0.0
+    assert waited + queued.delay < size / 10e9 + 0.1  # a slow link has 25 GB/s, pageable memory 3
     now, later = (
         {path.name: path.read_bytes() for path in (tmp_path / way).glob("iter_*/rank_*")}
         for way in ("now", "later")
     )
     assert set(now) == {"rank_00000.safetensors", "rank_00000_1.safetensors"}
     assert now == later
+
+
+def test_a_copy_that_is_done_delays_nothing():
+    source = torch.ones(1 << 24, device=DEVICE.torch_device)
+    target = DEVICE.host_buffer(source.nbytes).view(torch.float32)
+    stream = CopyStream(DEVICE.torch_device, is_timed=True)
+    stream.wait_for_device()
+    queued = stream.copy(target, source)
+    queued.wait()
+    assert queued.delay == 0.0
+    queued.delay_device()
+    DEVICE.synchronize()
+    assert queued.delay == 0.0
+    assert torch.equal(target, source.cpu())
 
 
 def test_pieces_are_the_tensors_bytes_and_a_writer_may_leave_early():

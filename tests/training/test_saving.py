@@ -2,11 +2,13 @@
 
 import errno
 import os
+import threading
 
 import pytest
 
-from megatron.checkpoint import store
+from megatron.checkpoint import background, store
 from megatron.checkpoint.find import TRACKER
+from megatron.device import CopyStream, Device, QueuedCopy
 from megatron.errors import StorageError
 from megatron.parallel.layout import Layout
 from megatron.training import timers
@@ -40,6 +42,86 @@ def test_saving_in_the_background_changes_no_bit(tmp_path, flags):
         now, later = (_digests(tmp_path / n / f"iter_{iteration:07d}") for n in ("now", "later"))
         assert now == later
         assert len(now) == 2
+
+
+class _LateCopy(QueuedCopy):
+    """Copies that are made when the weights are about to change, as late as they can be."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.pairs, self.done = [], threading.Event()
+
+    def delay_device(self):
+        for target, source in self.pairs:
+            target.copy_(source)
+        self.done.set()
+
+    def wait(self):
+        assert self.done.wait(20), "the weights have changed and nobody waited for their copy"
+
+
+class _LateStream(CopyStream):
+    def __init__(self, device, **_):
+        super().__init__(device)
+        self.latest = _LateCopy()
+
+    def copy(self, target, source):
+        if self.latest.done.is_set():
+            self.latest = _LateCopy()
+        self.latest.pairs.append((target, source))
+        return self.latest
+
+
+_BIASED_EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"""
+_PACKED_STATES = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
+_EVALUATES_THE_AVERAGE = "--ema-decay 0.5 --eval-interval 1 --eval-iters 1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16",
+        "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather --bf16",
+        "--zero-stage 3 --bf16",
+        _BIASED_EXPERTS,
+        _EVALUATES_THE_AVERAGE,
+        "--lawa-interval 1 --lawa-window 3",
+        _PACKED_STATES,
+        "--ckpt-format torch_dist --bf16",
+        f"{_PACKED_STATES} --zero-stage 3 --bf16",
+    ],
+)
+def test_the_next_passes_run_while_weights_are_copied(tmp_path, monkeypatch, flags):
+    run_distributed(2, _train, [*EVERY_TWO, "--save", str(tmp_path / "now"), *flags.split()])
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "CopyStream", _LateStream)
+        words = [*EVERY_TWO, "--save", str(tmp_path / "later"), "--async-save", *flags.split()]
+        copied = run_distributed(2, _count_late_copies, words)
+    assert min(copied) > 0
+    for iteration in (2, 4):
+        now, later = (
+            {
+                path.name: path.read_bytes()
+                for path in (tmp_path / name / f"iter_{iteration:07d}").iterdir()
+                if path.suffix in (".safetensors", ".distcp")
+            }
+            for name in ("now", "later")
+        )
+        assert now == later
+        assert len(now) >= 2
+
+
+def _count_late_copies(layout, flags):
+    copies = []
+    copy = _LateStream.copy
+    _LateStream.copy = lambda stream, *pair: copies.append(pair) or copy(stream, *pair)
+    try:
+        _train(layout, flags)
+    finally:
+        _LateStream.copy = copy
+    return len(copies)
 
 
 def test_a_run_goes_on_from_a_save_in_the_background(tmp_path):
@@ -185,3 +267,30 @@ def test_a_checkpoint_names_the_run_that_saved_it(tmp_path):
     assert run.record.run
     assert meta_of(run)["run"] == run.record.run
     assert meta_of(build_toy(Layout.single()))["run"] is None
+
+
+def _short_of_memory(layout, flags):
+    """Train while only the first copy of the state finds host memory on rank 1."""
+    allocate, count = Device.host_buffer, 0
+
+    def short(device, size):
+        nonlocal count
+        count += 1
+        if count > 1 and layout.world.rank == 1:
+            raise MemoryError("no memory")
+        return allocate(device, size)
+
+    Device.host_buffer = short
+    try:
+        return _train(layout, flags)
+    finally:
+        Device.host_buffer = allocate
+
+
+def test_an_average_for_whose_copy_memory_is_short_is_saved_while_training_waits(tmp_path, capfd):
+    words = ["--save", str(tmp_path), *EVERY_TWO, "--async-save", "--ema-decay", "0.5"]
+    run_distributed(2, _short_of_memory, words)
+    said = capfd.readouterr().out
+    assert "more host memory for --async-save than there is: no memory. From now on" in said
+    assert said.count("successfully saved checkpoint") == 3
+    assert (tmp_path / TRACKER).read_text() == "6"

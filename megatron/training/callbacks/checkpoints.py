@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.background import BackgroundSaver, SavedCheckpoint
@@ -44,14 +46,14 @@ class Checkpoints(Callback):
         self._saving: int | None = (
             None  # the iteration of the background save, until it is waited for
         )
-        self._step_start = 0.0
+        self._step_start, self._step_seconds = 0.0, 0.0
         self._is_advised = False
 
     def on_start(self, run: Run) -> None:
         """Prepare to save in the background, and start the clock. Collective."""
         self._newest = _continued(run)
         if run.config.checkpoint.async_save:
-            self._background = _background_saver(run)
+            self._background = _background_saver(run, partial(self._report, run))
         run.save_clock.restart()
 
     def interrupts(self, run: Run) -> bool:
@@ -74,34 +76,68 @@ class Checkpoints(Callback):
 
     def _save(self, run: Run, *, is_last: bool) -> None:
         start_time = time.perf_counter()
+        self._step_seconds = start_time - self._step_start
         run.save_clock.restart()
         run.layout.journal.enter("saving a checkpoint")
         with run.timers.measure("save-checkpoint"):
-            if not self._settle(run) or is_last or self._background is None:
+            if self._settle(run) and not is_last and self._start_in_background(run, start_time):
+                self._saving = run.progress.iteration
+                status = "saving in the background"
+            else:
                 checkpointing.save_run(run)
                 self._newest = Path(str(run.config.checkpoint.save)), run.progress.iteration
                 status = f"saved in {time.perf_counter() - start_time:.2f} s"
-            else:
-                self._background.start(
-                    run.progress.iteration,
-                    checkpointing.state_of(run),
-                    checkpointing.meta_of(run),
-                    since=start_time,
-                )
-                self._saving = run.progress.iteration
-                status = "saving in the background"
         self._scalars.event(run, "checkpoint", status)
-        if not self._is_advised and not is_last and run.layout.world.rank == 0:
-            self._is_advised = True
-            line = advice(
-                cost=time.perf_counter() - start_time,
-                step=start_time - self._step_start,
-                processes=run.layout.world.size,
-                hours=run.config.checkpoint.mean_hours_between_failures,
-                remaining=run.train_iterations - run.progress.iteration,
+        if self._saving is None and not is_last and run.layout.world.rank == 0:
+            self._advise(run, time.perf_counter() - start_time)
+
+    def _start_in_background(self, run: Run, start_time: float) -> bool:
+        """Start a background save if the run uses them, and return whether it has started."""
+        if self._background is None:
+            return False
+        state, meta = checkpointing.state_of(run), checkpointing.meta_of(run)
+        stable = checkpointing.stable_names(run)
+        try:
+            queued = self._background.start(
+                run.progress.iteration, state, meta, since=start_time, stable=stable
             )
-            if line is not None:
-                print_line(line)
+        except MemoryError as error:  # on all ranks
+            if run.layout.world.rank == 0:
+                print_line(
+                    "WARNING: the average of the weights needs more host memory for --async-save "
+                    f"than there is: {error}. From now on training waits for saves"
+                )
+            self._background = None
+            return False
+        run.optimizer.delay_changes(queued)
+        return True
+
+    def _advise(self, run: Run, cost: float) -> None:
+        """Recommend how often to save, after the first save, which cost so many seconds."""
+        if self._is_advised:
+            return
+        self._is_advised = True
+        line = advice(
+            cost=cost,
+            step=self._step_seconds,
+            processes=run.layout.world.size,
+            hours=run.config.checkpoint.mean_hours_between_failures,
+            remaining=run.train_iterations - run.progress.iteration,
+        )
+        if line is not None:
+            print_line(line)
+
+    def _report(self, run: Run, iteration: int, outcome: SavedCheckpoint | Exception) -> None:
+        """Report the result of a background save. Called by the saving thread, on rank 0."""
+        if isinstance(outcome, SavedCheckpoint):
+            checkpointing.report_saved(outcome)
+            self._advise(run, outcome.pause)
+        else:
+            print_line(
+                f"WARNING: the checkpoint of iteration {iteration} could not be written: {outcome}."
+                " Nothing was published; the previous checkpoint remains the newest. The next save "
+                "is not made in the background and ends the run if it fails too"
+            )
 
     def _settle(self, run: Run) -> bool:
         """Wait for any background save. Return False if it has failed."""
@@ -167,7 +203,9 @@ def _is_due(run: Run, iteration: int) -> bool:
     return iteration in run.save_at or (interval is not None and iteration % interval == 0)
 
 
-def _background_saver(run: Run) -> BackgroundSaver:
+def _background_saver(
+    run: Run, report: Callable[[int, SavedCheckpoint | Exception], None]
+) -> BackgroundSaver:
     """Return a background saver with its host memory allocated. Collective."""
     options, start_time = run.config.checkpoint, time.perf_counter()
     assert options.save
@@ -181,7 +219,7 @@ def _background_saver(run: Run) -> BackgroundSaver:
             run.device,
             keep=checkpointing.keep_of(options),
             write=checkpointing.writer_of(run),
-            report=_report,
+            report=report,
         )
     except MemoryError as error:
         raise ConfigError(
@@ -194,18 +232,6 @@ def _background_saver(run: Run) -> BackgroundSaver:
             f"  --async-save: {size:.3g} GB of host memory per process, ready in {seconds:.2f} s"
         )
     return saver
-
-
-def _report(iteration: int, outcome: SavedCheckpoint | Exception) -> None:
-    """Report the result of a background save. Called by the saving thread, on rank 0."""
-    if isinstance(outcome, SavedCheckpoint):
-        checkpointing.report_saved(outcome)
-    else:
-        print_line(
-            f"WARNING: the checkpoint of iteration {iteration} could not be written: {outcome}. "
-            "Nothing was published; the previous checkpoint remains the newest. The next save is "
-            "not made in the background and ends the run if it fails too"
-        )
 
 
 def best_interval(cost: float, between_failures: float) -> float:
