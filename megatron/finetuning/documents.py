@@ -78,7 +78,7 @@ def document_sums(losses: Tensor, trained: Tensor, ends: Tensor, axis: Axis) -> 
     bounds = torch.searchsorted(token_indices, ends)
     is_counted = trained.double()
     local = _sums(-losses.double() * is_counted[:, positions], bounds)
-    # Each rank's gradient goes to all ranks, because its loss depends on tokens of all of them.
+    # Each rank's gradient goes to all ranks, because its loss depends on the tokens of all ranks.
     return DocumentSums(reduce_from(copy_to(local, axis), axis), _sums(is_counted, ends))
 
 

@@ -101,7 +101,7 @@ def pair_losses(
         case "dpo":
             losses = dpo_loss(beta * scores.difference, smoothing)
         case "ipo":
-            # Azar et al., 2023, arXiv:2310.12036, with mean log-probabilities, as its authors do.
+            # Azar et al., 2023, arXiv:2310.12036, with mean log-probabilities, like the authors.
             losses = (scores.divided_by(tokens).difference - 1 / (2 * beta)) ** 2
         case "hinge":  # SLiC-HF (Zhao et al., 2023, arXiv:2305.10425)
             losses = torch.relu(1 - beta * scores.difference)

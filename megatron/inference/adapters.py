@@ -204,7 +204,8 @@ def _open_folder(
     if reader.meta["config"].get("model", {}).get("lora_rank") is None:
         raise CheckpointError("the folder has a whole model without adapters: serve it with --load")
     if isinstance(reader, NativeReader):
-        reader.verify(only=is_adapter_parameter)  # the rest is as large as the base model
+        # The other tensors are as large as the base model.
+        reader.verify(only=is_adapter_parameter)
     sizes = network_in(reader)
     model = replace(config.model, **{name: getattr(sizes, name) for name in ADAPTER_FIELDS})
     differing = network_differences(model, reader)

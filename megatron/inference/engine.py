@@ -82,7 +82,7 @@ class BatchEngine:
         self._flight: _StepInFlight | None = None
         self._scheduler = Scheduler(self.settings)
         self._answers: dict[str, Answer] = {}
-        # Beam searches run one at a time: the beams of two could wait for each other's blocks.
+        # Beam searches run one at a time, because two could wait for each other's blocks.
         self._searches: deque[Answer] = deque()
         self._totals = dict.fromkeys(_TOTALS, 0)
 

@@ -114,9 +114,8 @@ class Executor:
         """Set the state before the first step, without chosen tokens."""
         self.states: Tensor | None = None
         self._chosen = torch.zeros(0, dtype=torch.int64)  # the last step's tokens, on the device
-        self._chosen_index: dict[
-            Sequence, int
-        ] = {}  # the index in `_chosen` of a sequence's next token
+        # The index in `_chosen` of a sequence's next token.
+        self._chosen_index: dict[Sequence, int] = {}
 
     @torch.no_grad()
     def begin(self, plan: StepPlan, requests: Many[LogitsRequest]) -> Callable[[], list[Chosen]]:

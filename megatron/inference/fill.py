@@ -27,7 +27,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 MARK = "[MASK]"
 _MAX_SPAN_TOKENS = 20  # maximum number of tokens with which T5 fills one `[MASK]`
-# Hugging Face's T5s were trained with these lengths, although their positions have no limit.
+# Hugging Face's T5 models were trained with these lengths, although their positions have no limit.
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 

@@ -244,8 +244,8 @@ class MultiTokenDrafter:
         first = window.start + depth + 1
         known_drafts = drafts.get(sequence, [])[max(0, first - len(sequence.tokens)) :]
         read = [*sequence.tokens[first : first + size], *known_drafts][:size]
-        # At the end of a chunk, these tokens may not be known yet, one position before the prompt's
-        # end or earlier. Such positions are computed again with the next chunk.
+        # The last positions of a chunk may read tokens after the prompt, which are not known yet.
+        # Such positions are computed again with the next chunk.
         read += [0] * (size - len(read))
         num_drafts = size - 1 if window.row.is_decode else 0  # they attend one by one
         is_last = window.row.is_last

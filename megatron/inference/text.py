@@ -85,7 +85,7 @@ class StopStrings:
         if matches:
             start, stop = min(matches)
             return ReleasedText(self._buffer[:start], stop)
-        # Hold back the longest end of the text that may be the beginning of a stop string.
+        # Hold back the longest suffix of the text that may be the beginning of a stop string.
         sizes = range(max(map(len, self._stops), default=1) - 1, 0, -1)
         ends = (n for n in sizes if any(self._buffer[-n:] == stop[:n] for stop in self._stops))
         released_size = len(self._buffer) - next(ends, 0)

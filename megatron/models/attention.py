@@ -557,6 +557,11 @@ def score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
     """Count the bytes of scores, attention weights and dropout mask if they are kept.
 
     Kernels that add a bias to the scores keep that bias, which all samples share.
+
+    Args:
+        plan: The plan of the attention layer.
+        batch: The micro-batch.
+        keys: Number of keys per sequence.
     """
     if not batch.keeps_scores:
         if plan.alibi is None or "core_attn" in batch.recomputed:

@@ -62,7 +62,7 @@ class BertModel(Network):
         head.norm.weight, .bias       [h]
         output.bias                   [v]
 
-    Heads that the plan lacks are left out.
+    A model without one of these heads does not have its parameters.
 
     Args:
         plan: The whole network.

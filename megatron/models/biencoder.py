@@ -178,5 +178,10 @@ def compare_all(
 
 
 def top_k_accuracy(ranks: Tensor, k: int) -> Tensor:
-    """Return the percentage of queries whose correct context is among the k best."""
+    """Return the percentage of queries whose correct context is among the k best.
+
+    Args:
+        ranks: For each query, the number of contexts that score higher than the correct one, [q].
+        k: The number of contexts to consider.
+    """
     return 100 * (ranks < k).float().mean()

@@ -165,8 +165,8 @@ class Block(nn.Module):
             self.mlp_norm, self.mlp_output_norm = None, None
             if not plan.shares_norm:
                 self.mlp_norm, self.mlp_output_norm = _new_norms(plan, context)
-            # Parts of a recomputed MLP must not recompute on their own: the tensors kept for that
-            # would outlive the MLP's forward pass.
+            # Parts of a recomputed MLP must not be recomputed separately, because the tensors kept
+            # for their recomputation would outlive the MLP's forward pass.
             parts = frozenset() if self.recomputes_mlp else context.recomputed
             self.mlp = MLPS[kind](plan.mlp, replace(context, layer=layer_number, recomputed=parts))
         self.keeps_norms = "layernorm" not in context.recomputed or not _recomputes_norms(plan)

@@ -196,7 +196,7 @@ class TokenScore(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h], or [s/t, b, h] with sequence parallelism, to fp32 [b, s] on every rank."""
         scores = super().forward(x).squeeze(-1).t()
-        # Each rank fills in its own tokens' scores, with zeros elsewhere; the sum has all scores.
+        # Each rank fills in the scores of its own tokens, so the sum over ranks has all scores.
         # Every rank computes the same loss, so each gradient goes to the rank that holds the token.
         offset, part = self.sequence.rank * scores.shape[1], scores.shape[1]
         after = (self.sequence.size - 1) * part - offset

@@ -196,7 +196,7 @@ class LatentAttention(nn.Module):
         return key.squeeze(1), value.squeeze(1)
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Map queries from the space of keys to that of cached vectors, with the same scores.
+        """Map queries so that their products with cached vectors equal their products with keys.
 
         Args:
             query: Queries of the first s tokens of the step, [s, n/t, d].
@@ -313,7 +313,7 @@ def _linear(
     projections: Projections | None = None,
     adapted_as: Projections | None = None,
 ) -> Linear:
-    """Build a projection. It never has a bias."""
+    """Build a projection without a bias."""
     init = plan.init.weight(inputs, outputs)
     return Linear(
         inputs,

@@ -124,6 +124,11 @@ def new_query_norm(plan: NormPlan, size: int, context: BuildContext) -> Norm:
 
     Every rank holds the weights of all heads, even if they differ between heads. There are few
     weights, and ranks that share a key need the same ones.
+
+    Args:
+        plan: The plan of the normalization.
+        size: Number of channels that have weights.
+        context: Layout, device, kernels and number formats.
     """
     return Norm(plan, size, context, partial_gradient=context.layout.tensor.size > 1)
 

@@ -454,7 +454,13 @@ def output_plan(model: ModelConfig, vocabulary: int, *, bias: bool = False) -> O
 
 
 def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of GPT, whose layers may differ in mixer, MLP, window and rotation."""
+    """Return the plan of GPT, whose layers may differ in mixer, MLP, window and rotation.
+
+    Args:
+        model: Resolved network flags.
+        vocabulary: Number of vocabulary entries, padding included.
+        head: Purpose of the model's heads, which must be language modeling.
+    """
     assert head.is_language_model, "only BERT models have task heads"
     output: HeadPlan = output_plan(model, vocabulary, bias=model.lm_head_bias)
     if model.reward_head:
@@ -500,7 +506,13 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of BERT: bidirectional layers, and heads for pretraining or a task."""
+    """Return the plan of BERT: bidirectional layers, and heads for pretraining or a task.
+
+    Args:
+        model: Resolved network flags.
+        vocabulary: Number of vocabulary entries, padding included.
+        head: Purpose of the model's heads.
+    """
     options: dict[str, Any] = {"hidden": model.hidden_size, "init": init_plan(model)}
     heads: list[HeadPlan] = []
     if model.bert_binary_head:
@@ -528,7 +540,13 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
 
 
 def t5_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of T5, with the encoder's layers before the decoder's."""
+    """Return the plan of T5, with the encoder's layers before the decoder's.
+
+    Args:
+        model: Resolved network flags.
+        vocabulary: Number of vocabulary entries, padding included.
+        head: Purpose of the model's heads, which must be language modeling.
+    """
     assert head.is_language_model, "only BERT models have task heads"
     encoder, decoder = model.num_layers, model.decoder_layers
     positions = model.max_position_embeddings
@@ -557,6 +575,11 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
     """Return the plan of Retro: a GPT model, some of whose layers also attend to neighbors.
 
     The first of these layers contains the encoder of the neighbors.
+
+    Args:
+        model: Resolved network flags.
+        vocabulary: Number of vocabulary entries, padding included.
+        head: Purpose of the model's heads, which must be language modeling.
     """
     gpt = gpt_plan(model, vocabulary, head)
     retrieval = RetrievalPlan(
@@ -593,7 +616,13 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
 
 
 def ict_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
-    """Return the plan of a bi-encoder: BERT towers that turn a text into a vector."""
+    """Return the plan of a bi-encoder: BERT towers that turn a text into a vector.
+
+    Args:
+        model: Resolved network flags.
+        vocabulary: Number of vocabulary entries, padding included.
+        head: `RETRIEVAL_HEAD`, or the default `LANGUAGE_MODEL_HEAD`, which it replaces.
+    """
     assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only BERT models have task heads"
     projection = ClassifierPlan(
         kind="projection",

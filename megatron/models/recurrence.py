@@ -171,8 +171,8 @@ class CausalConvolution(nn.Module):
             state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
             part: The slice of this rank's channels that x contains.
-            kernels: The kernels to use if x has no documents and more than one token; `None` for
-                PyTorch's operations.
+            kernels: The kernels to use for a single document of at least k (and 2) tokens; `None`
+                for PyTorch's operations.
 
         Returns:
             Results [s, b, c], and the state after x in the dtype of x. PyTorch's operations return

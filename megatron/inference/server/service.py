@@ -192,7 +192,13 @@ class TokenDecoder:
         self._is_buffering = False
 
     def add(self, token: int, logprob: float | None, top: TopLogprobs) -> tuple[str, DecodedToken]:
-        """Add a token, and return the text that can be shown now and the token with its text."""
+        """Add a token, and return the text that can be shown now and the token with its text.
+
+        Args:
+            token: Id of the token.
+            logprob: Log probability of the token, or `None` if it is not known.
+            top: The most likely tokens at its position, with their log probabilities.
+        """
         offset = self._characters
         text = self._detokenizer.add(token)
         token_text = (

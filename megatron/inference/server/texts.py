@@ -35,7 +35,7 @@ _CHUNK = 1 << 16
 _START_SECONDS = 60.0  # time in which a process must read its tokenizer
 _LONG_TEXT = 4096  # characters
 _MAX_DECODED_BYTES = 1 << 16  # bytes of a single token's text
-_NICENESS = 10  # of the process for long work, which must not slow down short work or the engine
+_NICENESS = 10  # of the process for long texts, which must not slow down short ones or the engine
 
 
 @dataclass(frozen=True)
