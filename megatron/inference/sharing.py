@@ -103,16 +103,14 @@ class SharedPrompts:
 
     def _write_complete(self) -> None:
         assert self._write is not None, "only rank 0 writes"
-        while (text := self._pop_text(self._next)) is not None:
+        while True:
+            text = self._texts.pop(self._next, None)
+            if text is None:
+                key = f"text/{self._next}"
+                if not self._store.check([key]):
+                    return
+                text = GeneratedText(**json.loads(self._store.get(key)))
+                self._store.delete_key(key)
             self.failed += bool(text.error)
             self._write(text)
             self._next += 1
-
-    def _pop_text(self, index: int) -> GeneratedText | None:
-        """Remove and return the text of a prompt, or return `None` if it is not complete."""
-        key = f"text/{index}"
-        if index in self._texts or not self._store.check([key]):
-            return self._texts.pop(index, None)
-        text = GeneratedText(**json.loads(self._store.get(key)))
-        self._store.delete_key(key)
-        return text
