@@ -143,20 +143,20 @@ class GPTRecipe:
             reset_position_ids=config.data.reset_position_ids,
             eod_mask_loss=config.data.eod_mask_loss,
         )
-        mine = context_part(whole, layout.context)
+        local = context_part(whole, layout.context)
         documents = None
         if SEGMENT_ENDS in batch:
             documents = Segments.of(batch[SEGMENT_ENDS], whole.tokens, longest_segment(batch))
         counted = _count(whole)
         depths = config.model.mtp_num_layers
         if not depths:
-            return GPTInputs(mine, documents, counted)
+            return GPTInputs(local, documents, counted)
         # With --sft, the examples' masks decide which labels count.
         eod = None if TRAINED in batch else tokenizer.eod
         numbers = None if documents is None else number_segments(documents.ends, documents.shape)
         ahead = tuple(batches_ahead(whole, depths, numbers, eod=eod))
         return GPTInputs(
-            mine,
+            local,
             documents,
             counted,
             tuple(context_part(one, layout.context) for one in ahead),
@@ -173,38 +173,38 @@ class GPTRecipe:
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model. The last part returns the losses."""
-        mine, documents, counted, *_ = inputs = self.inputs(batch, config, tokenizer, layout)
-        is_taught = config.distillation.is_on and config.distillation.teacher_load is not None
-        assert is_taught == (self.teacher is not None), "Distillation.begin loads the teacher"
-        # The teacher's hidden states or, on the last stage, its logits.
-        theirs: Tensor | None = None
+        local, documents, counted, *_ = inputs = self.inputs(batch, config, tokenizer, layout)
+        has_teacher = config.distillation.is_on and config.distillation.teacher_load is not None
+        assert has_teacher == (self.teacher is not None), "Distillation.begin loads the teacher"
+        # The hidden states of the teacher or, on the last stage, its logits.
+        teacher_output: Tensor | None = None
         if self.teacher is not None:
             if hidden is not None:
-                hidden, theirs = split_message(hidden, self.teacher.hidden)
-            theirs = self.teacher.run_paired(part, inputs, theirs)
-        knowledge: Tensor | TopLogProbs | None = theirs
+                hidden, teacher_output = split_message(hidden, self.teacher.hidden)
+            teacher_output = self.teacher.run_paired(part, inputs, teacher_output)
+        knowledge: Tensor | TopLogProbs | None = teacher_output
         if config.distillation.logits_load_dir is not None and part.part.head:
             knowledge = top_log_probs_of(batch, layout.context)
         result = part(
-            mine.tokens,
-            mine.position_ids,
-            mine.labels if knowledge is None else None,  # without labels, the model returns logits
+            local.tokens,
+            local.position_ids,
+            local.labels if knowledge is None else None,  # without labels, the model returns logits
             documents,
             hidden,
-            loss_mask=mine.loss_mask,
+            loss_mask=local.loss_mask,
             ahead=[
                 DepthInputs(one.tokens, one.position_ids, one.labels, one.loss_mask)
                 for one in inputs.ahead
             ],
         )
         if not part.part.head:
-            return result if theirs is None else torch.cat((result, theirs), -1)
+            return result if teacher_output is None else torch.cat((result, teacher_output), -1)
         if inputs.ahead:
             return losses_ahead(result, inputs, config, layout)
         losses = {"lm loss": result}
         if knowledge is not None:
             vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)
-            losses = student_losses(result, mine, knowledge, vocabulary, config.distillation)
+            losses = student_losses(result, local, knowledge, vocabulary, config.distillation)
         # The factor makes the mean over the context ranks equal to the mean over all tokens.
         return {name: layout.context.size * loss / counted for name, loss in losses.items()}
 

@@ -106,15 +106,15 @@ class RetroRecipe:
             reset_position_ids=config.data.reset_position_ids,
             eod_mask_loss=config.data.eod_mask_loss,
         )
-        mine = context_part(whole, layout.context)
+        local = context_part(whole, layout.context)
         neighbors = split_sequence(batch["neighbors"], layout.context, dim=1)
         result = part(
-            mine.tokens,
+            local.tokens,
             neighbors,
-            mine.position_ids,
-            mine.labels,
+            local.position_ids,
+            local.labels,
             hidden,
-            loss_mask=mine.loss_mask,
+            loss_mask=local.loss_mask,
         )
         if not part.part.head:
             return result

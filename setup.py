@@ -38,15 +38,15 @@ class BuildWithKernels(build_py):
 
         root = HERE if self.editable_mode else Path(self.build_lib)
         folder = root / "megatron" / "kernels" / "built"
-        asked = os.environ.get("MEGATRON_CUDA_ARCHS", "").replace(",", " ").split()
-        for architecture in asked or build.detect_architectures():
+        requested = os.environ.get("MEGATRON_CUDA_ARCHS", "").replace(",", " ").split()
+        for architecture in requested or build.detect_architectures():
             try:
                 name = build.canonical_architecture(architecture)
                 build.build(name, folder, print_to_stderr, print_to_stderr)
             except Exception as error:  # the package works without kernels
                 print_to_stderr(f"fused kernels: not compiled for {architecture}: {error}")
-        for left in (*folder.glob("*.lock"), *folder.glob("*.failed")):
-            left.unlink()  # leftovers of the build are not part of the package
+        for leftover in (*folder.glob("*.lock"), *folder.glob("*.failed")):
+            leftover.unlink()  # not part of the package
 
 
 setup(

@@ -209,7 +209,13 @@ def run_once(plan: Plan, checkout: Checkout, number: int, result: Result, *, pro
         old.unlink()
     last = plan.warmup + plan.iterations
     metrics = folder / "metrics.jsonl"
-    args = [*_length_flags(last, profile, folder), *plan.flags]
+    train_iters, args = last, [*plan.flags, "--log-interval", "1"]
+    if profile:
+        # One iteration separates the timed iterations from the profiled ones.
+        train_iters, start = last + 1 + _PROFILED, last + 2
+        args += ["--profile", "--profile-dir", str(folder), "--profile-step-start", str(start)]
+        args += ["--profile-step-end", str(start + _PROFILED)]
+    args += ["--train-iters", str(train_iters)]
     args += ["--metrics-jsonl", str(metrics), "--log-memory-to-tensorboard"]
     command = entry_command(checkout.root, plan.gpus, args)
     lines = run_process(command, root=checkout.root, log=folder / "log.txt", timeout=plan.timeout)
@@ -224,15 +230,6 @@ def run_once(plan: Plan, checkout: Checkout, number: int, result: Result, *, pro
             result.breakdown = read_breakdown(traces[0])
         except DataError as error:
             result.unavailable = str(error)
-
-
-def _length_flags(last: int, profile: bool, folder: Path) -> list[str]:
-    if not profile:
-        return ["--train-iters", str(last), "--log-interval", "1"]
-    # One iteration separates the timed and the profiled ones.
-    flags = f"--train-iters {last + 1 + _PROFILED} --log-interval 1 --profile"
-    flags += f" --profile-step-start {last + 2} --profile-step-end {last + 2 + _PROFILED}"
-    return [*flags.split(), "--profile-dir", str(folder)]
 
 
 def _with_peak_memory(metrics: Path, measured: RunMeasurements) -> RunMeasurements:

@@ -218,7 +218,7 @@ def run(argv: Sequence[str]) -> None:
     differing += [
         f"{mixture.processes} processes, mixture, {mixture.name}: {dict(largest)}"
         for mixture, largest in mixtures
-        if not all(far <= limits.get(name, LOSS_TOLERANCE) for name, far in largest.items())
+        if not all(value <= limits.get(name, LOSS_TOLERANCE) for name, value in largest.items())
     ]
     if differing:
         raise NumericsError("layouts that differ from one process:\n  " + "\n  ".join(differing))

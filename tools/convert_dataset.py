@@ -134,23 +134,19 @@ def run(options: argparse.Namespace) -> None:
     if not is_split:
         _write(options, options.output_prefix, dtype, data.documents(0, data.num_documents))
         return
-    bounds = _part_bounds(data.num_documents, options)
+    num_documents, size = data.num_documents, options.documents_per_part
+    parts = options.parts or -(-num_documents // size)
+    if not 1 <= parts <= num_documents:
+        raise ConfigError(f"--parts {parts}: the dataset has {num_documents} documents: give fewer")
+    bounds = [num_documents * i // parts for i in range(parts + 1)]
+    if options.parts is None:
+        bounds = [*range(0, num_documents, size), num_documents]
     digits = len(str(len(bounds) - 2))
     prefixes = [f"{options.output_prefix}_{i:0{digits}}" for i in range(len(bounds) - 1)]
     outputs = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
     expect_no_file("--output-prefix", outputs, overwrite=options.overwrite)
     for prefix, (first, end) in zip(prefixes, pairwise(bounds), strict=True):
         _write(options, prefix, dtype, data.documents(first, end))
-
-
-def _part_bounds(documents: int, options: argparse.Namespace) -> list[int]:
-    """Return the first document of each part, and the end of the last."""
-    parts = options.parts or -(-documents // options.documents_per_part)
-    if not 1 <= parts <= documents:
-        raise ConfigError(f"--parts {parts}: the dataset has {documents} documents: give fewer")
-    if options.parts is None:
-        return [*range(0, documents, options.documents_per_part), documents]
-    return [documents * i // parts for i in range(parts + 1)]
 
 
 def _shard_documents(shards: Sequence[Shard], eod: int | None) -> Iterator[DocumentTokens]:

@@ -223,7 +223,7 @@ def main(argv: Sequence[str]) -> None:
     timeline = simulate(schedule, make_times(arguments))
     title = headline(arguments, timeline)
     print(title)
-    print(f"most activations held, by stage: {' '.join(map(str, activations))}")
+    print(f"peak number of activations, by stage: {' '.join(map(str, activations))}")
     if arguments.output is None:
         print(as_text(timeline))
     else:

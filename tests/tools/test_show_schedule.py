@@ -18,7 +18,7 @@ def test_prints_the_timeline(capsys) -> None:
     main(["--stages", "2", "--micro-batches", "2", "--schedule", "zero-bubble"])
     assert capsys.readouterr().out.splitlines() == [
         "zero-bubble: 2 stages, 2 micro-batches; time 7, bubble 14.3%",
-        "most activations held, by stage: 2 2",
+        "peak number of activations, by stage: 2 2",
         "stage  0  F0F1..B0W0B1W1",
         "stage  1  ..F0B0F1B1W0W1",
     ]

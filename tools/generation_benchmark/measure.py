@@ -101,7 +101,7 @@ class EngineBenchmark:
         return Decoding(batch, length, seconds, self._floor(batch, length))
 
     def prefill(self, length: int, tokens: int) -> float:
-        """Return the prefill speed in tokens/s for prompts of `length` tokens, `tokens` in total."""
+        """Return the prefill speed in tokens/s for prompts of `length` tokens, `tokens` overall."""
         engine = self._engine(16, max(tokens, length) + 32 * _BLOCK)
         count = max(1, tokens // length)
         # Prompt 0 is the warm-up. It is not timed again, because it would be read from the cache.

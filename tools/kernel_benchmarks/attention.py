@@ -241,9 +241,8 @@ def _package(device: torch.device) -> FlashPackage | None:
 def _segments(*inputs: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
     """Attend in both directions within each segment, with the flash kernel on contiguous copies."""
     query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in inputs)
-    both_ways, debug = False, False
-    places = (ends, ends, longest, longest)
+    is_causal, return_debug_mask = False, False
     out = torch.ops.aten._flash_attention_forward(
-        query, key, value, *places, dropout, both_ways, debug
+        *(query, key, value, ends, ends, longest, longest, dropout, is_causal, return_debug_mask)
     )[0]
     return out.unflatten(0, (-1, longest)).transpose(0, 1).flatten(2)

@@ -31,7 +31,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
         for rows, columns in ((16384, 2048), (16384, 5632), (8192, 14336))
         for cast in fp8_casts(choose_fp8_casts(library), device, rows, columns)
     ]
-    turning = fp8_transpose(choose_fp8_casts(library), device, 16384, 4096)
+    transpose = fp8_transpose(choose_fp8_casts(library), device, 16384, 4096)
     return [
         cross_entropy(library, device, 16384, 131072),
         cross_entropy(library, device, 8192, 128256),
@@ -43,7 +43,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
         product_into_fp32(device, 16384, 2048, 5632),
         product_into_fp32(device, 16384, 2048, 131072),
         *fp8,
-        turning,
+        transpose,
     ]
 
 

@@ -23,7 +23,7 @@ from tools.layouts.table import Measurement, Row
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GIB = 1024.0**3
-_MIB_A_GIB = 1024.0
+_MIB_PER_GIB = 1024.0
 
 
 class RunFailedError(UserError):
@@ -127,7 +127,7 @@ def read_measurement(
         milliseconds=1000.0 * seconds,
         tokens_per_second=tokens / seconds / processes,
         mfu=slowdown * float(utilization[-1]) if utilization else None,
-        peak_gib=max(memory) / _MIB_A_GIB if memory else None,
+        peak_gib=max(memory) / _MIB_PER_GIB if memory else None,
         predicted_gib=largest.total / _GIB,
         bubble=_mean_of(records, "pipeline-bubble", num_warmup),
         predicted_bubble=_mean_of(records, "pipeline-bubble predicted", num_warmup),

@@ -28,7 +28,7 @@ from megatron.tools.demo import run_step
 from tools.wikipedia import download, extract, merge
 from tools.wikipedia.plain import parser
 
-_MADE_FROM = "dump.txt"  # file that records from which dump the other files were made
+_DUMP_RECORD = "dump.txt"  # file that records from which dump the other files were made
 _OWN_TOKENIZER = Path("tokenizer", "tokenizer.json")
 _FLAGS = "flags.json"  # file with the flags of the first run
 
@@ -117,14 +117,14 @@ def _recorded_dump(out: Path) -> Path | None:
     Continuing with it prevents a newer dump from restarting the work.
     """
     try:
-        dump = Path((out / _MADE_FROM).read_text(encoding="utf-8").strip())
+        dump = Path((out / _DUMP_RECORD).read_text(encoding="utf-8").strip())
     except FileNotFoundError:
         return None
     return dump if dump.is_file() else None
 
 
 def _record_dump(out: Path, dump: Path) -> None:
-    marker = out / _MADE_FROM
+    marker = out / _DUMP_RECORD
     with durable.writing_to("--out", out):
         out.mkdir(parents=True, exist_ok=True)
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != str(dump.absolute()):

@@ -157,13 +157,13 @@ class _Reader:
                 articles = f"{address.scheme}://{address.netloc}{folder}/"
                 self.site = Site(articles, frozenset(self._media))
             case ["mediawiki"], "page":
-                self._add_page(self._page)
-
-    def _add_page(self, page: dict[str, str | None]) -> None:
-        if self.site is None:
-            raise DataError("<siteinfo> is missing before the first page: the dump is incomplete")
-        title, page_id = page.get("title"), page.get("id")
-        if not title or not page_id or "text" not in page:
-            return  # the title or text was deleted
-        if page.get("ns") == "0" and "redirect" not in page:
-            self.pages.append(Page(page_id, title, page["text"]))
+                if self.site is None:
+                    raise DataError(
+                        "<siteinfo> is missing before the first page: the dump is incomplete"
+                    )
+                page = self._page
+                title, page_id = page.get("title"), page.get("id")
+                is_article = page.get("ns") == "0" and "redirect" not in page
+                # A title or text that was deleted is missing.
+                if is_article and title and page_id and "text" in page:
+                    self.pages.append(Page(page_id, title, page["text"]))

@@ -32,7 +32,7 @@ from megatron.errors import ConfigError
 from tools.wikipedia.dump import Page, Site, read_pages
 from tools.wikipedia.plain import parser, plain_text
 
-_FORM = 1  # increase this when the output for the same dump changes
+_FORMAT_VERSION = 1  # increase this when the output for the same dump changes
 _BATCH = 1 << 20  # characters of wikitext that a worker gets at a time
 _BATCHES = 64  # number of batches in each part
 _MANIFEST = "extraction.json"
@@ -152,7 +152,7 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
 
 
 def _identity(dump: Path) -> dict[str, object]:
-    return {"form": _FORM, "dump": dump.name, "bytes": dump.stat().st_size}
+    return {"form": _FORMAT_VERSION, "dump": dump.name, "bytes": dump.stat().st_size}
 
 
 def _open_manifest(folder: Path, dump: Path) -> list[dict[str, int]]:

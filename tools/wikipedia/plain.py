@@ -40,9 +40,10 @@ _LESS = re.compile(r"<(?!/?[a-zA-Z][^<>]*>)")
 _MARK = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|<(/?)([a-zA-Z]\w*)[^<>]*>")
 _ENDS = {"]]": "[[", "}}": "{{", "|}": "{|"}
 _WITHOUT_END = frozenset("br hr wbr img li p dt dd td th tr".split())
-_MOST_UNCLOSED = 100  # limit per page; 4000 times "<ref " would take the parser seven seconds
-_GONE = "\ue000"  # replaces a template, so that ''{{a}}'' does not become four apostrophes in a row
-_DEPTH = 40  # nesting of templates; MediaWiki has the same limit
+_MAX_UNCLOSED = 100  # limit per page; 4000 times "<ref " would take the parser seven seconds
+# Replaces a template, so that ''{{a}}'' does not become four apostrophes in a row.
+_PLACEHOLDER = "\ue000"
+_MAX_DEPTH = 40  # nesting of templates; MediaWiki has the same limit
 
 
 def parser() -> ModuleType:
@@ -74,14 +75,14 @@ def plain_text(wikitext: str, site: Site) -> str:
     try:
         pieces: list[str] = []
         text = _LESS.sub("&lt;", _shortened(wikitext))
-        if _unclosed(text) > _MOST_UNCLOSED:
-            raise ValueError(f"more than {_MOST_UNCLOSED} links, tables or tags are not closed")
+        if _unclosed(text) > _MAX_UNCLOSED:
+            raise ValueError(f"more than {_MAX_UNCLOSED} links, tables or tags are not closed")
         code = library.parse(text, skip_style_tags=True)
         _collect(code, site, pieces, library.nodes)
     except (library.parser.ParserError, RecursionError) as error:
         raise ValueError(str(error)) from error
     text = _STYLE.sub(_apostrophes, _SWITCH.sub("", "".join(pieces)))
-    text = text.replace(_GONE, "")
+    text = text.replace(_PLACEHOLDER, "")
     text = _SPACES.sub(" ", _OPENED.sub("(", _EMPTY.sub("", text)))
     lines = [_SPACED.sub(r"\1", line).strip() for line in text.split("\n")]
     return _LINES.sub("\n\n", "\n".join(lines)).strip()
@@ -95,8 +96,8 @@ def _shortened(wikitext: str) -> str:
     """
     for opening, closing in (_COMMENT, _REFERENCE):
         wikitext = _without(wikitext, opening, closing)
-    for _ in range(_DEPTH):
-        wikitext, count = _TEMPLATE.subn(_GONE, wikitext)
+    for _ in range(_MAX_DEPTH):
+        wikitext, count = _TEMPLATE.subn(_PLACEHOLDER, wikitext)
         if not count:
             break
     return wikitext
