@@ -255,8 +255,8 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
     counted = model.moe_router_group_score_topk
     if (groups is None) != (best is None):
         yield "--moe-router-num-groups and --moe-router-group-topk must be combined: give both"
-    if groups is None or best is None:
-        return
+    if groups is None or best is None or min(groups, best, *model.expert_counts) < 1:
+        return  # `bounds` reports the last case
     for count in model.expert_counts:
         if count % groups:
             yield (

@@ -217,6 +217,8 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     parts = parallel.expert_tensor_parallel_size or tensor
     flag = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     yield from excluded(config, flag, _NOT_WITH_EXPERTS)
+    if min(ranks, parts, tensor, parallel.pipeline_model_parallel_size) < 1:
+        return  # `bounds` reports it
     divides = gcd(*counts)
     if divides % ranks:
         yield (

@@ -76,3 +76,19 @@ def test_the_largest_number_that_each_takes_is_answered_too() -> None:
             config = with_values(parse().config, {f"{name}.{field.name}": value})
             for line in find_problems(resolve(config, 1), 1):
                 assert len(line) < 400
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--moe-router-num-groups 0",
+        "--moe-router-group-topk 0",
+        "--expert-model-parallel-size 0",
+        "--tensor-model-parallel-size 0",
+        "--pipeline-model-parallel-size 0",
+        "--num-experts -1",
+    ],
+)
+def test_rules_of_experts_accept_no_divisor_below_one(flag: str) -> None:
+    base = "--num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 1"
+    assert f"{flag}: must be at least 1" in problems(base, flag)
