@@ -24,7 +24,7 @@ from megatron.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.processes.launch import Launch
 
-_STANDS_OUT = 1  # the exit code if a rank was named
+_STANDS_OUT = 1  # the exit code if a rank stands out
 
 
 def build_parser() -> ToolParser:
@@ -33,7 +33,7 @@ def build_parser() -> ToolParser:
     add = parser.add_argument
     add("--processes", type=int, help="Processes on this machine (default: one for each GPU).")
     add("--save", type=Path, help="A folder whose disk is tested.")
-    text = "Name a rank with less than this share of the others' speed (default: %(default)s)."
+    text = "Report ranks below this fraction of the others' speed (default: %(default)s)."
     add("--factor", type=_share, default=HEALTH_FACTOR, metavar="SHARE", help=text)
     text = "Show the report of a hang that a run wrote to this folder: its --save, or "
     add("--hang", type=Path, metavar="FOLDER", help=f"{text}--flight-recorder-dump-path.")
@@ -49,7 +49,7 @@ def _share(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Test the machines, print the table, and return the exit code: 1 if something stands out."""
+    """Test the machines, print the table, and return the exit code: 1 if a rank stands out."""
     options = build_parser().read(argv)
     if options.hang is not None:
         from megatron.processes.hang_files import hang_view

@@ -85,7 +85,7 @@ def dispatch(program: str, commands: Mapping[str, Command], argv: Sequence[str])
 
     Args:
         program: The part of the command line before `argv`, for messages.
-        commands: The table.
+        commands: The table of commands.
         argv: The name of a command and its arguments.
 
     Returns:

@@ -33,10 +33,10 @@ _HELP = {"-h", "--help", "--help-all"}
 
 
 def pretrain(argv: Sequence[str]) -> int:
-    """Train a recipe. Training replaces this process, so this only returns if it cannot start.
+    """Replace this process with the training of a recipe.
 
     Returns:
-        The exit code.
+        The exit code after --help, --small or a mistake.
     """
     flags = split(argv)
     names = {flag.name for flag in flags}

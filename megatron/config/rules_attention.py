@@ -13,7 +13,7 @@ from megatron.config.run import RunOptions
 _NOT_WITH_LATENT: Exclusions = {
     "model.group_query_attention": ((False,), "every head has its own keys and values"),
     "model.add_qkv_bias": ((False,), "its projections have no biases"),
-    "model.softmax_scale": ((None,), "the size of its heads and YaRN decide"),
+    "model.softmax_scale": ((None,), "the size of its heads and YaRN set the scale"),
     "model.qk_layernorm_scope": (("head",), "a whole latent vector is normalized, for all heads"),
     "model.rotary_percent": ((1.0,), "--qk-pos-emb-head-dim is the number of channels that rotate"),
     "model.attention_chunk_size": ((None,), "it does not support chunks"),
@@ -49,8 +49,7 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
         except ValueError as error:
             if model.num_layers or "layers" not in str(error):
                 yield str(error)
-    if model.rope_type == "yarn":
-        yield from _yarn(model)
+    yield from _rope_type(model)
     for flag, is_on, exclusions in (
         ("--attention-output-gate", model.attention_output_gate, _NOT_WITH_OUTPUT_GATE),
         ("--attention-chunk-size", model.attention_chunk_size is not None, _NOT_WITH_CHUNKS),
@@ -58,15 +57,6 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
     ):
         if is_on:
             yield from excluded(config, flag, exclusions)
-    if model.rope_type == "longrope":
-        yield from _long_rope(model)
-    if model.rope_type == "dynamic":
-        yield from _dynamic(model)
-    if model.rope_type == "proportional" and model.multi_latent_attention:
-        yield (
-            "--rope-type proportional with --multi-latent-attention: --qk-pos-emb-head-dim is the "
-            "number of channels that rotate: drop --rope-type"
-        )
     parallel, bound = config.parallel, model.attn_logit_softcapping
     positions = model.position_embedding_type
     is_ring = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p"
@@ -134,16 +124,39 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
+def _rope_type(model: ModelOptions) -> Iterator[str]:
+    """Yield an error for each mistake in the settings of --rope-type."""
+    kind = model.rope_type
+    if kind in ("longrope", "dynamic") and model.architecture != "gpt":
+        yield (
+            f"--rope-type {kind} is only for GPT, and this model is a "
+            f"{model.architecture.upper()}: drop it"
+        )
+    if kind in ("yarn", "longrope", "dynamic"):
+        yield from _scaled_twice(model)
+    if kind == "yarn":
+        yield from _yarn(model)
+    if kind == "longrope":
+        yield from _long_rope(model)
+    if kind == "dynamic" and _rotary_channels(model) == 2:
+        yield (
+            "--rope-type dynamic: its base is undefined if only 2 channels rotate: rotate more of "
+            "them"
+        )
+    if kind == "proportional" and model.multi_latent_attention:
+        yield (
+            "--rope-type proportional with --multi-latent-attention: --qk-pos-emb-head-dim is the "
+            "number of channels that rotate: drop --rope-type"
+        )
+
+
 def _long_rope(model: ModelOptions) -> Iterator[str]:
     flag = "--rope-type longrope"
-    if model.architecture != "gpt":
-        yield f"{flag} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
     if model.longrope_original_max_position_embeddings is None:
         yield (
             f"{flag} requires --longrope-original-max-position-embeddings: give the context that "
             "the model was trained with"
         )
-    yield from _scaled_twice(model)
     size = _rotary_channels(model)
     for name in ("short", "long"):
         count = len(getattr(model, f"longrope_{name}_factor"))
@@ -154,23 +167,12 @@ def _long_rope(model: ModelOptions) -> Iterator[str]:
             )
 
 
-def _dynamic(model: ModelOptions) -> Iterator[str]:
-    flag = "--rope-type dynamic"
-    if model.architecture != "gpt":
-        yield f"{flag} is only for GPT, and this model is a {model.architecture.upper()}: drop it"
-    yield from _scaled_twice(model)
-    size = _rotary_channels(model)
-    if size == 2:
-        yield f"{flag}: its base is undefined if only 2 channels rotate: rotate more of them"
-
-
 def _yarn(model: ModelOptions) -> Iterator[str]:
     if model.yarn_original_max_position_embeddings is None:
         yield (
             "--rope-type yarn requires --yarn-original-max-position-embeddings: give the context "
             "that the model was trained with"
         )
-    yield from _scaled_twice(model)
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         yield (
             f"--yarn-beta-fast {model.yarn_beta_fast:g} is not above --yarn-beta-slow "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.config.data import (
@@ -18,7 +19,7 @@ from megatron.config.run import RunOptions
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
-    """Return the fields from which a tokenizer of this type is built: files or a size, if any."""
+    """Return the fields that a tokenizer of this type is built from: files or a size, if any."""
     also = ("vocab_size",) if tokenizer_type == "TikTokenizer" else ()
     return (*TOKENIZER_NEEDS.get(tokenizer_type or "", ()), *also)
 
@@ -31,7 +32,7 @@ def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
 
 
 def _flag_source(data: DataOptions, field: str) -> str:
-    """Return the source of the words that name corpora: a flag, or a flag and its file."""
+    """Return what names the corpora of a field, for messages: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
         flag, file = "--per-split-data-args-path", data.per_split_data_args_path
@@ -59,9 +60,9 @@ def sources(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def blends(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for words that are neither a prefix nor pairs of a weight and a prefix.
+    """Yield an error for each blend that is not a prefix or pairs of a positive weight and prefix.
 
-    Weights must be positive.
+    Several prefixes without weights are also accepted.
     """
     data = config.data
     for field, values in _given(data).items():
@@ -79,18 +80,15 @@ def blends(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"{name} has {len(values)} words: give one prefix, or pairs WEIGHT PREFIX "
                 "WEIGHT PREFIX ..."
             )
-        elif invalid := [repr(value) for value in values[::2] if not _is_weight(value)]:
+        elif invalid := [
+            repr(value)
+            for value in values[::2]
+            if not (is_number(value) and 0 < float(value) < math.inf)
+        ]:
             yield (
                 f"{name}: {', '.join(invalid)} must be a weight above 0: give pairs WEIGHT "
                 "PREFIX WEIGHT PREFIX ..."
             )
-
-
-def _is_weight(word: str) -> bool:
-    try:
-        return bool(text_to(float, word) > 0)
-    except ValueError:
-        return False
 
 
 def split(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -109,7 +107,7 @@ def split(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the reasons why no tokenizer can be built."""
+    """Yield an error for each reason why no tokenizer can be built."""
     if config.tokenizer.tokenizer_type is None:
         yield (
             "--tokenizer-type is required: for example HuggingFaceTokenizer with "
@@ -120,7 +118,7 @@ def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer_problems(tokenizer: TokenizerConfig) -> Iterator[str]:
-    """Yield an error for each flag that a known kind of tokenizer lacks or does not support."""
+    """Yield an error for each flag that the type of tokenizer requires or does not support."""
     kind, count = tokenizer.tokenizer_type or "", tokenizer.vocab_extra_ids
     for field in TOKENIZER_NEEDS[kind]:
         if getattr(tokenizer, field) in (None, ""):

@@ -1,4 +1,4 @@
-"""The time of a micro-batch in a layer, of messages and of an update, on a given machine.
+"""The time of a micro-batch in a layer or head, and of messages, on a given machine.
 
 All times are in seconds. They follow from quantities computed from the layer plan: the FLOPs of
 matrix products and attention, and the bytes that other kernels move and that processes exchange.
@@ -150,7 +150,7 @@ class Setting:
         flash: Whether attention may only use the flash kernel, as ring attention must.
         receives: Whether receives from other pipeline stages are pending during passes.
         graphs: Whether passes are recorded, so that the host launches almost nothing.
-        frozen: The format of packed frozen weights (--frozen-weights-dtype).
+        frozen: The format of packed frozen weights (--frozen-weights-dtype), or `None`.
     """
 
     machine: Machine

@@ -12,7 +12,7 @@ from megatron.errors import ConfigError, DataError
 
 _GIB = 1024.0**3
 _CEILINGS = ("attention_forward", "attention_backward", "copy")
-_OF_COPY = 0.87  # the rate of kernels without matrix products, relative to a copy
+_KERNEL_RATE = 0.87  # the rate of kernels without matrix products, relative to a copy
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Machine:
         peak: Dense 16-bit FLOP/s from the datasheet, for MFU.
         products: FLOP/s of large 16-bit matrix products.
         products_fp8: The same in FP8; `None` if the device does not support FP8.
-        experts_in_fp8: Whether it also supports FP8 in the grouped products of experts.
+        experts_in_fp8: Whether the device also supports FP8 in the grouped products of experts.
         grouped: FLOP/s of the grouped products of experts.
         attention: FLOP/s of attention with heads of 128 channels and long sequences, forward and
             backward together, with 3 products of the backward pass counted as 2 (like model FLOPs).
@@ -200,21 +200,21 @@ def read_machine(path: Path, start: Machine) -> Machine:
         raise DataError(
             f"--machine {path}: no rates found: write the file with tools/benchmark.py --ceilings"
         )
-    invalid = [name for name, value in (numbers | measured).items() if not _is_rate(name, value)]
+    invalid = [
+        name
+        for name, value in (numbers | measured).items()
+        if type(value) not in (int, float)
+        or not math.isfinite(value)
+        or value < 0
+        or (value == 0 and not name.endswith(".latency"))
+    ]
     if invalid:
         raise DataError(f"--machine {path}: {', '.join(invalid)}: must be a number above 0")
     if not isinstance(numbers.get("node", 1), int):
         raise DataError(f"--machine {path}: node {numbers['node']}: must be a whole number")
     if is_measured:  # ceilings count 2 products in the forward pass and 5 in the backward pass
         seconds = 2 / measured["attention_forward"] + 5 / measured["attention_backward"]
-        numbers |= {"attention": 6 / seconds, "copy": _OF_COPY * measured["copy"]}
+        numbers |= {"attention": 6 / seconds, "copy": _KERNEL_RATE * measured["copy"]}
     name = str(content.get("device", content.get("name", start.name)))
     changed: dict[str, Any] = numbers | {link_name: Link(**links[link_name]) for link_name in links}
     return replace(start, name=name, **changed)
-
-
-def _is_rate(name: str, value: Any) -> bool:
-    """Return whether a value can be a rate, or the latency of a link, which may be 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        return False
-    return value > 0 or (name.endswith(".latency") and value == 0)

@@ -128,7 +128,7 @@ class Pipeline:
     def time(self, counts: Counts, costs: Costs) -> float:
         """Return the estimated time of an update."""
         if (counts, costs) not in self._times:
-            total = self.course.total(self.times(counts, costs))
+            total = self._schedule.total(self.times(counts, costs))
             remaining = self.micro_batches - self._rounds
             self._times[counts, costs] = total + remaining * self._slowest(counts, costs)
         return self._times[counts, costs]
@@ -148,7 +148,7 @@ class Pipeline:
         return min(self.micro_batches, _ROUNDS * self.stages + self.micro_batches % self.stages)
 
     @cached_property
-    def course(self) -> RunnableSchedule:
+    def _schedule(self) -> RunnableSchedule:
         """The schedule in a runnable order, computed once for all layouts because this is slow."""
         return RunnableSchedule(make_schedule(self.kind, self.stages, self.chunks, self._rounds))
 

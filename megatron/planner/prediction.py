@@ -73,8 +73,11 @@ class Grid:
     def weights(self, config: RunConfig, plan: ModelPlan) -> list[tuple[int, int, int]]:
         """Count the parameters of the largest stage, outside and inside experts.
 
-        Experts are counted separately, because they are replicated over other processes. Each count
-        comes with the number of copies and the stride between the ranks of adjacent copies.
+        Experts are counted separately, because they are replicated over different processes.
+
+        Returns:
+            For parameters outside experts and then for experts: the number on one process, the
+            number of copies, and the stride between the ranks of adjacent copies.
         """
         split = WeightSplit(
             tensor=self.tensor, expert=self.expert, expert_tensor=self.expert_tensor
@@ -219,7 +222,8 @@ def predict(
         plan: The plan of the whole network.
         world_size: The number of processes.
         machine: The machine on which they run.
-        pipelines: A function that returns a pipeline, possibly one that has timed other layouts.
+        pipelines: A function with the arguments of `Pipeline` that returns a pipeline, possibly one
+            with cached times.
 
     Raises:
         ConfigError: The layers do not fit the stages, or the micro-batches do not divide the batch.
@@ -322,7 +326,7 @@ def _update(
     passes: PassTimes,
     micro_batches: int,
 ) -> tuple[float, float, float]:
-    """Return the times of the update after the last micro-batch.
+    """Return the times of an update outside its micro-batches.
 
     The three times are those of exposed data-parallel messages, of the optimizer, and of the host
     launching the messages of buckets.

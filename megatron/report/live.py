@@ -54,20 +54,20 @@ class LiveRuns:
         """Find and read the runs that exist."""
         self._paths, self._sources = paths, open_runs(paths, may_be_empty=True)
         self._lock = asyncio.Lock()
-        self._next_look, self._version, self._data = 0.0, 0, ""
+        self._next_read, self._version, self._data = 0.0, 0, ""
         self._started = time.time_ns()  # distinguishes our versions from an earlier server's
 
     async def current(self) -> tuple[str, str]:
         """Return the page's data as JSON, and a tag that changes with it."""
         async with self._lock:
             started = time.monotonic()
-            if started >= self._next_look:
+            if started >= self._next_read:
                 if await run_in_threadpool(self._read) or not self._data:
                     self._version += 1
                     histories = [source.history for source in self._sources]
                     self._data = await run_in_threadpool(lambda: as_json(page_data(histories)))
                 finished = time.monotonic()
-                self._next_look = finished + max(_PAUSE, _REST * (finished - started))
+                self._next_read = finished + max(_PAUSE, _REST * (finished - started))
         return self._data, f'"{self._started}-{self._version}"'
 
     def _read(self) -> bool:

@@ -1,4 +1,4 @@
-"""The HTML page of a report. It loads nothing from elsewhere and escapes everything it shows."""
+"""The HTML page of a report. It loads nothing from other servers and escapes all text it shows."""
 
 from __future__ import annotations
 

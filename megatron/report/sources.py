@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -190,20 +191,15 @@ def _find_in(folder: Path, name: str, *, events: bool) -> list[RunRecords]:
     """Return the records of the event files (or metrics files) that are directly in a folder."""
     if events:
         return [EventFiles(name, folder)] if any(folder.glob(_EVENT_FILES)) else []
-    sources = [file for file in sorted(folder.glob("*.jsonl")) if _is_metrics(file)]
-    if len(sources) == 1:
-        return [MetricsFile(name, sources[0])]
-    return [MetricsFile(f"{name}/{file.name}", file) for file in sources]
-
-
-def _is_metrics(path: Path) -> bool:
-    """Return whether the first line is a record of `--metrics-jsonl`."""
-    try:
-        with path.open("rb") as file:
-            History("").add(json.loads(file.readline()))
-    except (OSError, *MALFORMED):
-        return False
-    return True
+    paths = []
+    for path in sorted(folder.glob("*.jsonl")):
+        with suppress(OSError, *MALFORMED):  # no metrics: the first line is not such a record
+            with path.open("rb") as file:
+                History("").add(json.loads(file.readline()))
+            paths.append(path)
+    if len(paths) == 1:
+        return [MetricsFile(name, paths[0])]
+    return [MetricsFile(f"{name}/{path.name}", path) for path in paths]
 
 
 def open_runs(
