@@ -1,4 +1,4 @@
-"""The output and exit of commands: log lines, panels, error messages, interrupts, exit codes."""
+"""Command output and exit handling: log lines, panels, errors, interrupts, exit codes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _on_output_closed: list[Callable[[], object]] = []  # the callbacks of `survivin
 def print_line(text: str) -> None:
     """Print a line immediately, above the progress bar if there is one.
 
-    If standard output cannot be written (full disk), the line goes to the error stream. If that
-    also fails, the line is dropped, because a run must not end because of its log.
+    If standard output cannot be written to (for example, the disk is full), the line goes to the
+    error stream. If that also fails, the line is dropped: a run must not end because of its log.
 
     Raises:
-        OutputClosedError: The reader of standard output is gone, outside
-            `surviving_closed_output`.
+        OutputClosedError: The reader of standard output is gone, and no block of
+            `surviving_closed_output` is active.
     """
     try:
         if sys.stderr.isatty():
@@ -69,7 +69,7 @@ def print_line(text: str) -> None:
 
 @contextmanager
 def surviving_closed_output(on_close: Callable[[], object]) -> Iterator[None]:
-    """If stdout's reader goes away inside the block, warn, call `on_close`, and continue.
+    """Warn, call `on_close` and continue if stdout's reader goes away inside the block.
 
     A training run uses this to write a checkpoint before it exits.
     """
@@ -81,7 +81,7 @@ def surviving_closed_output(on_close: Callable[[], object]) -> Iterator[None]:
 
 
 def format_panel(title: str, rows: Sequence[PanelRow]) -> str:
-    """Return aligned `name  value` lines between rules."""
+    """Return a panel as text: the title and aligned `name  value` lines between rules."""
     width = max(len(name) for name, _ in rows)
     body = [f"  {name.ljust(width)}  {value}" for name, value in rows]
     rule = "-" * min(100, max(map(len, [title, *body])))
@@ -98,7 +98,7 @@ def guard_imports() -> None:
     Under `ulimit -v`, the imports are rehearsed first (see `rehearsed`).
     """
     sys.excepthook = _end_without_memory
-    # In other cases SIGINT is ignored, or already has a handler.
+    # Otherwise SIGINT is ignored, or already has a handler.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     _begin_rehearsal()
@@ -119,9 +119,9 @@ def _end_without_memory(
 def rehearsed() -> Iterator[None]:
     """Run the block in a forked process first if `ulimit -v` is set.
 
-    When memory is short, native libraries do not just raise errors. While being loaded, they abort,
-    crash, or exit with 1 or 127, each with its own message, and only another process can observe
-    this. The block must not start threads or write files.
+    When memory is short, native libraries do not always raise an error. While loading, they may
+    abort, crash, or exit with 1 or 127, which only another process can observe. The block must not
+    start threads or write files.
 
     Raises:
         ShortageError: There is too little memory for the block.
@@ -140,7 +140,8 @@ def rehearsed() -> Iterator[None]:
 def _begin_rehearsal() -> None:
     """Fork a process that continues from here without output, and wait until it ends.
 
-    If the forked process ends normally, for example after --help, this process will do the same.
+    If the forked process ends normally, for example after --help, this process continues and does
+    the same.
 
     Raises:
         ShortageError: The forked process failed for lack of memory.
@@ -192,16 +193,16 @@ def _unwind(signum: int, frame: object) -> NoReturn:
 def run_command(work: Callable[[], int | None]) -> int:
     """Run a command and return its exit code.
 
-    SIGTERM unwinds the stack like Ctrl-C, so that temporary files are removed, and exits with 143.
-    Call this from the main thread.
+    SIGTERM unwinds the stack, as Ctrl-C does, so temporary files are removed. The process then
+    exits with 143. Call this from the main thread.
 
     Args:
         work: The command, a function that may return an exit code.
 
     Returns:
-        The code that `work` returns (0 by default); 130 after Ctrl-C; 141 if the reader of stdout
-        is gone; after a UserError or a lack of memory, that error's code, once its message has been
-        printed to stderr.
+        The code that `work` returns (0 by default), 130 after Ctrl-C, or 141 if the reader of
+        stdout is gone. A UserError or a lack of memory is reported on stderr, and its exit code is
+        returned.
     """
     prepare_streams()
     previous = signal.signal(signal.SIGTERM, _unwind)

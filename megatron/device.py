@@ -1,4 +1,4 @@
-"""The only module that depends on the kind of device (GPU or CPU)."""
+"""The device of a process (GPU or CPU): properties, memory, streams, copies and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -122,16 +122,16 @@ class Device:
         return datasheet_flops(self.name)
 
     def as_current(self) -> AbstractContextManager[object]:
-        """Return a context in which this is the process's current device."""
+        """Return a context in which this is the calling thread's current device."""
         return torch.cuda.device(self.torch_device) if self.is_gpu else nullcontext()
 
     def activate(self) -> None:
-        """Make this the process's current device."""
+        """Make this the calling thread's current device."""
         if self.is_gpu:
             torch.cuda.set_device(self.torch_device)
 
     def recorder(self) -> GraphRecorder:
-        """Return a recorder of CUDA graphs, whose recordings share memory."""
+        """Return a recorder of CUDA graphs for this GPU."""
         return GraphRecorder(self.torch_device)
 
     def synchronize(self) -> None:
@@ -140,7 +140,10 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def mark(self) -> Any:
-        """Mark the end of the work queued so far, for `seconds_between`, without waiting."""
+        """Return a mark at the end of the work queued so far, without waiting.
+
+        Pass two marks to `seconds_between` to measure the time between them.
+        """
         if not self.is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -163,7 +166,7 @@ class Device:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def empty_cache(self) -> None:
-        """Return unused GPU memory to the driver."""
+        """Return cached, unused GPU memory to the driver."""
         torch.cuda.empty_cache()
 
     def seed(self, seed: int) -> None:
@@ -196,7 +199,7 @@ class Device:
         runtime, address = torch.cuda.cudart(), buffer.data_ptr()
         if int(runtime.cudaHostRegister(address, buffer.numel(), 0)):
             raise MemoryError(f"the driver cannot pin {size:,} bytes of memory")
-        # The argument of the call keeps the pages alive until they are unpinned.
+        # The finalizer's reference to `memory` keeps the pages mapped until they are unpinned.
         unpin = weakref.finalize(buffer, lambda _: runtime.cudaHostUnregister(address), memory)
         unpin.atexit = False
         return buffer
@@ -211,12 +214,12 @@ class Device:
         return torch.cuda.default_generators[index]
 
     def free_memory(self) -> int:
-        """Return the number of bytes of GPU memory that no process uses."""
+        """Empty PyTorch's cache, and return the number of free bytes of GPU memory."""
         self.empty_cache()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def total_memory(self) -> int | None:
-        """Return the number of bytes of GPU memory; `None` for a CPU."""
+        """Return the size of the GPU's memory in bytes, or `None` for a CPU."""
         return torch.cuda.mem_get_info(self.torch_device)[1] if self.is_gpu else None
 
     def memory(self) -> MemoryStats:
@@ -241,7 +244,7 @@ class Device:
 
 
 class CopyStream:
-    """Copies between a device and pinned host memory that overlap with the device's other work.
+    """A queue of copies between a device and pinned host memory that overlap with other work.
 
     On a CPU, which has no queues, each copy is done immediately.
 
@@ -261,7 +264,7 @@ class CopyStream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, target: Tensor, source: Tensor) -> QueuedCopy:
-        """Queue a copy. Neither tensor may be freed or written to before the copy is done."""
+        """Queue a copy into `target`. Do not free or write to either tensor before it is done."""
         if self._stream is None:
             target.copy_(source)
             return QueuedCopy(None)
@@ -398,6 +401,9 @@ class GraphRecorder:
     A replay reads and writes the same memory each time and returns the same tensors. The recorded
     function must not wait for the device, and only its kernels are repeated. Recordings share
     memory: results that one recording leaves for another must be read before a third one runs.
+
+    Args:
+        device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -414,6 +420,9 @@ class GraphRecorder:
 
         Returns:
             The result of the work, and a function that runs the kernels.
+
+        Raises:
+            RuntimeError: The work cannot be recorded, for example because it waits for the device.
         """
         graph = torch.cuda.CUDAGraph()
         try:
@@ -470,20 +479,24 @@ class AsyncRead:
             self._arrived = torch.cuda.current_stream(values.device).record_event()
 
     def wait(self) -> list[float]:
-        """Wait until the device has computed the values, and return them."""
+        """Wait for the copy, and return the values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy.tolist()
 
 
 class StreamMarks:
-    """A measure of a device's progress: increasing numbers that its queue copies to the host.
+    """A measure of how far a device is behind the host: increasing numbers in its queue.
 
-    Each mark costs a copy of 4 bytes. Reading the latest number makes no driver call, because the
-    driver blocks all threads while one of them waits for space in a full queue.
+    The device copies each number to the host when it reaches it, which costs a copy of 4 bytes.
+    Reading the latest number makes no driver call, because the driver blocks all threads while one
+    of them waits for space in a full queue.
+
+    Args:
+        device: The device.
     """
 
-    _NUMBERS = 2**16  # more than are ever in the queue
+    _NUMBERS = 2**16  # more than the queue ever holds
 
     def __init__(self, device: torch.device) -> None:
         """Create the numbers on the device."""
@@ -511,7 +524,7 @@ def stream_handle(gpu: int) -> int:
 
 
 def cuda_release() -> str:
-    """Return the major version of the CUDA release with which PyTorch was built, or ""."""
+    """Return the major version of the CUDA release that PyTorch was built with, or "" for none."""
     return (torch.version.cuda or "").split(".")[0]
 
 

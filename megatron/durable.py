@@ -177,7 +177,7 @@ def check_unpublished(check: Check, temporary: Path, final: Path) -> None:
     appended, for inspection. No program loads it.
 
     Args:
-        check: The check, or `None` for none.
+        check: The check, or `None` to skip it.
         temporary: The complete folder under its temporary name.
         final: The intended name of the folder.
     """

@@ -1,6 +1,6 @@
-"""Environment variables that we read, the processor cores available to us, and our interpreter.
+"""Environment variables, the processor cores available to this process, and its interpreter.
 
-`processes.launch` reads and sets the variables of launchers and libraries.
+The variables of launchers and libraries are handled in `processes.launch`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def cores_per_process() -> int:
 
 
 def gpus_are_chosen() -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES says which GPUs this process may use."""
+    """Return whether CUDA_VISIBLE_DEVICES selects the GPUs that this process may use."""
     return "CUDA_VISIBLE_DEVICES" in os.environ
 
 
@@ -88,7 +88,7 @@ def private_cache(name: str) -> Path:
     the user ID, so that several users can share MEGATRON_CACHE. Nobody else can access it.
 
     Args:
-        name: The folder's purpose, which begins its name.
+        name: The purpose of the folder, with which its name begins.
 
     Raises:
         OSError: The folder cannot be created, or other users have access to it.
@@ -118,13 +118,13 @@ def name_problem(name: str) -> str | None:
 
 
 def environment_with_interpreter() -> dict[str, str]:
-    """Return the environment variables, with our interpreter's folder first on the PATH."""
+    """Return the environment variables, with this interpreter's folder first on the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "PATH": path}
 
 
 def share_cores(processes: int) -> None:
-    """Divide the cores among the processes to be started, unless OMP_NUM_THREADS is set."""
+    """Set OMP_NUM_THREADS, unless it is set, to each new process's share of the cores."""
     threads = max(1, (os.cpu_count() or 2) // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 

@@ -75,7 +75,7 @@ class DataError(UserError, exit_code=6):
 
 
 class NumericsError(UserError, exit_code=7):
-    """The loss or the gradients are not usable, or replicas of the weights differ."""
+    """The loss or the gradients are unusable, or replicas of the weights differ."""
 
 
 class SuspiciousResultError(NumericsError, exit_code=16):

@@ -1,13 +1,13 @@
 """The configuration of a run: frozen dataclasses that define the flags and the YAML keys.
 
-    fields           a dataclass's field as a flag: its help, bounds and needs
+    fields           a dataclass field as a flag: its help, bounds and requirements
     run              `RunOptions` (as given) and `RunConfig` (resolved), with a section per
                      concern: `model`, `training`, `parallel` ...
-    parser           reads command line and YAML into one checked `RunConfig`
+    parser           reads the command line and YAML into one checked `RunConfig`
     resolve          derives the values that were not given
     checks           the table of rules, which are functions in the modules `rules_*`
     stages           which layers each pipeline stage holds
-    other_flags      flags without a field, old and new, with what to do instead
+    other_flags      flags without a field, old and current, with what to do instead
     __main__         the table of all flags in docs/compatibility.md
 
 A new flag is a new field: see docs/tour.md.

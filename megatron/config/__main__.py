@@ -128,7 +128,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str
     yield f"|{'|'.join(' --- ' for _ in titles)}|"
     for row in rows:
         cells = []
-        for cell in row:  # outside code, Markdown must find neither columns nor tags
+        for cell in row:  # outside code spans, escape what Markdown reads as a column or a tag
             parts = cell.split("`")
             parts[::2] = [part.replace("|", r"\|").replace("<", "&lt;") for part in parts[::2]]
             cells.append("`".join(parts))

@@ -1,4 +1,4 @@
-"""Options for finetuning a part of a network's weights: freezing, and adapters (LoRA)."""
+"""Options for training only some of a network's weights: freezing, and adapters (LoRA)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class AdapterOptions:
     """The weights that are trained.
 
     Attributes:
-        freeze: Patterns of the names of parameters or modules that are not trained, for example
-            `embedding` or `layers.*.mlp`. Frozen weights have no gradients, no optimizer states and
-            no fp32 copies.
-        lora_rank: Rank of the adapters (LoRA) of linear layers. All other weights are frozen.
+        freeze: Name patterns of the parameters or modules to freeze, for example `embedding` or
+            `layers.*.mlp`. Frozen weights have no gradients, no optimizer states and no fp32
+            copies.
+        lora_rank: Rank of the LoRA adapters of linear layers. All other weights are frozen.
         lora_alpha: Adapters' outputs are multiplied by --lora-alpha / --lora-rank. Default:
             --lora-rank.
         lora_dropout: Dropout on the inputs of adapters.
-        lora_target_modules: Patterns of the names of linear layers that get adapters, such as
-            `q_proj`, `layers.*.mlp` or `linear_qkv`. Default: all linear layers of attention and
-            MLPs. The output layer and routers get one only if `output_layer` and `router` are
-            among the patterns.
+        lora_target_modules: Name patterns of the linear layers that get adapters, such as `q_proj`,
+            `layers.*.mlp` or `linear_qkv`. Default: all linear layers of attention and MLPs. The
+            output layer and routers get one only if `output_layer` and `router` are among the
+            patterns.
         frozen_weights_dtype: Store the frozen weights of linear layers in 8 bits (fp8) or 4 bits
-            (nf4) and train adapters (QLoRA). Matrix products convert them to the format of all
-            other weights.
+            (nf4) and train adapters (QLoRA). Matrix products convert them to the number format of
+            the other weights.
         load_adapter: Folder of an adapter to start from, written by PEFT or by `--saver peft`.
             --load names the model that the adapter was trained for.
         use_rslora: Multiply adapters' outputs by --lora-alpha / sqrt(--lora-rank) (rsLoRA).
@@ -85,7 +85,7 @@ def is_adapter_parameter(name: str) -> bool:
 
 
 def plain_network(model: ModelConfig) -> ModelConfig:
-    """Return the network without adapters."""
+    """Return the configuration of the network without adapters."""
     return replace(model, **{name: getattr(AdapterOptions, name) for name in ADAPTER_FIELDS})
 
 

@@ -171,10 +171,10 @@ def add_flags(parser: argparse.ArgumentParser, config_type: type, *, prefix: str
     """Add a help group with the flags of a dataclass.
 
     Args:
-        parser: The parser to which they are added.
+        parser: The parser to extend.
         config_type: The dataclass.
-        prefix: What precedes the names of the fields in the namespace. It keeps fields of the same
-            name in several dataclasses apart.
+        prefix: A prefix for the fields' names in the namespace, to distinguish fields of the same
+            name in several dataclasses.
     """
     add_group(parser, title_of(config_type), fields_of(config_type), prefix=prefix)
 
@@ -187,10 +187,10 @@ def add_group(
     Flags that are not given are absent from the namespace. `from_values` fills in defaults.
 
     Args:
-        parser: The parser to which they are added.
+        parser: The parser to extend.
         title: The heading of the group.
         fields: The fields.
-        prefix: What precedes their names in the namespace (see `add_flags`).
+        prefix: A prefix for the fields' names in the namespace (see `add_flags`).
     """
     group = parser.add_argument_group(title)
     for field in fields:
@@ -216,8 +216,8 @@ def add_max_line_mb(group: Any) -> None:
         type=int,
         default=MAX_LINE_MB,
         metavar="N",
-        help="Size of the longest line, parquet row or text file in MiB. A longer one is a bad "
-        "line, because encoding it takes 5 to 25 times as much memory (default: "
+        help="Maximum size of a line, Parquet row or text file in MiB. A longer one is treated as "
+        "a bad line, because encoding it takes 5 to 25 times as much memory (default: "
         f"{MAX_LINE_MB}).",
     )
 

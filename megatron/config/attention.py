@@ -21,7 +21,7 @@ _DELTA = Requirement(
 _SCALED = Requirement(
     lambda run: run.model.rope_type in ("yarn", "dynamic"), "--rope-type yarn or dynamic"
 )
-_STILL = Requirement(lambda run: run.model.no_rope_freq, "--no-rope-freq")
+_WITHOUT_ROTATION = Requirement(lambda run: run.model.no_rope_freq, "--no-rope-freq")
 _TEMPERED = Requirement(
     lambda run: run.model.attention_temperature_scale, "--attention-temperature-scale"
 )
@@ -75,18 +75,18 @@ class SelfAttentionOptions:
         q_lora_rank: Size of the vector from which queries are computed. Default: queries are
             computed directly from the hidden states.
         kv_lora_rank: Size of the vector from which keys and values are computed.
-        qk_head_dim: Channels of each head's queries and keys without positions.
+        qk_head_dim: Channels of each head's queries and keys that carry no positions.
         qk_pos_emb_head_dim: Additional channels of queries and keys, which carry rotary embeddings.
-            All heads share the keys' channels.
+            All heads share the additional channels of the keys.
         v_head_dim: Channels of each head's values.
         attention_output_gate: Multiply the output of each attention head by the sigmoid of a gate
             that is computed with its query (Qwen3-Next).
         experimental_attention_variant: Mixer that replaces attention in the layers that
-            --linear-attention-freq chooses. gated_delta_net: a recurrent state for each head, in
+            --linear-attention-freq selects. gated_delta_net: a recurrent state for each head, in
             which the delta rule overwrites the value of a key (Yang et al., 2024).
         linear_attention_freq: The layers with --experimental-attention-variant: a number N means
             all layers except every Nth, which keeps its attention; a pattern such as ([1]*3+[0])*4
-            has a 1 for each of them.
+            has a 1 for each such layer.
         linear_conv_kernel_dim: Kernel size of the causal convolution of a gated delta net.
         linear_key_head_dim: Channels of a query and a key of a gated delta net.
         linear_value_head_dim: Channels of a value of a gated delta net.
@@ -98,15 +98,16 @@ class SelfAttentionOptions:
         window_attn_skip_freq: The layers with --window-size: a number N gives every Nth layer full
             attention and the others the window, and a pattern such as ([1]*5+[0])*4 has a 1 for
             each layer with the window. Default: all layers.
-        softmax_type: What a query's weights add up to. vanilla: 1. off-by-one: less than 1, as if
-            there were an additional key with score 0 and value 0. learnable: likewise, with a
-            learned score for each head (attention sinks, as in GPT-OSS).
+        softmax_type: Softmax of the attention scores. vanilla: a query's weights add up to 1.
+            off-by-one: they add up to less than 1, as if there were an additional key with score 0
+            and value 0. learnable: likewise, with a learned score for each head (attention sinks,
+            as in GPT-OSS).
         attn_logit_softcapping: Bound c of the attention scores, which become c x tanh(score / c)
             (Gemma 2). Default: no bound.
         window_rotary_base: Base of the rotary frequencies in the layers with --window-size, which
             are then neither interpolated nor scaled (Gemma 3). Default: as in the other layers.
         no_rope_freq: The layers without rotary embeddings: a number N means every Nth layer, and a
-            pattern such as ([0]*3+[1])*6 has a 1 for each of them. Default: none.
+            pattern such as ([0]*3+[1])*6 has a 1 for each such layer. Default: none.
         attention_chunk_size: Cut each document into chunks of this many tokens. In the layers with
             rotary embeddings, a token attends only within its chunk (Llama 4). Default: no chunks.
         attention_temperature_scale: Factor a of the temperature of attention in the layers without
@@ -119,9 +120,9 @@ class SelfAttentionOptions:
         rope_type: How rotary embeddings extend beyond the training context. yarn: low frequencies
             are divided by --rotary-scaling-factor (Peng et al., 2023). longrope: each frequency has
             its own divisor (Phi-3, Phi-4). dynamic: the base grows with sequences that are longer
-            than --max-position-embeddings (dynamic NTK).
-            proportional: the training context is not extended, but --rotary-percent of the
-            frequencies are those of a head that rotates completely.
+            than --max-position-embeddings (dynamic NTK). proportional: the training context is not
+            extended, but --rotary-percent of the frequencies are those of a head that rotates
+            completely.
         rotary_scaling_factor: Factor of YaRN and of dynamic NTK: the desired context length divided
             by the training context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
@@ -142,7 +143,7 @@ class SelfAttentionOptions:
             each pair of rotated channels.
         longrope_long_factor: LongRoPE's divisors of the frequencies in long sequences, one for each
             pair of rotated channels.
-        longrope_attention_factor: LongRoPE multiplies queries and keys by this number.
+        longrope_attention_factor: Factor by which LongRoPE multiplies queries and keys.
     """
 
     multi_latent_attention: bool = flag(False, only_for=("gpt",), requires=_ROTARY)
@@ -183,7 +184,7 @@ class SelfAttentionOptions:
         None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_ROTARY, only_for=("gpt",)
     )
     attention_temperature_scale: float | None = flag(
-        None, above=0, requires=_STILL, only_for=("gpt",)
+        None, above=0, requires=_WITHOUT_ROTATION, only_for=("gpt",)
     )
     attention_temperature_floor: int = flag(
         8192, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_TEMPERED
@@ -210,7 +211,7 @@ class SelfAttentionOptions:
 
     @property
     def latent_head_size(self) -> int:
-        """The size of a latent attention head: of its query and key, or of its value if larger."""
+        """The number of channels of a latent attention head's query and key, or value if larger."""
         return max(self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim)
 
     @property
@@ -232,7 +233,7 @@ class SelfAttentionOptions:
 
 
 def layer_windows(options: SelfAttentionOptions, layers: int) -> tuple[int | None, ...]:
-    """Return `SelfAttentionOptions.window` of each layer, `None` for layers with full attention.
+    """Return each layer's `SelfAttentionOptions.window`; `None` for layers with full attention.
 
     Args:
         options: The flags.
@@ -250,7 +251,7 @@ def layer_windows(options: SelfAttentionOptions, layers: int) -> tuple[int | Non
 
 
 def rotary_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
-    """Return which layers have rotary embeddings, if the model has them.
+    """Return whether each layer has rotary embeddings, assuming that the model uses them.
 
     Args:
         options: The flags.
@@ -267,7 +268,7 @@ def rotary_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...
 
 
 def delta_net_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
-    """Return which layers have a gated delta net instead of attention.
+    """Return whether each layer has a gated delta net instead of attention.
 
     Args:
         options: The flags.
@@ -284,9 +285,9 @@ def delta_net_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, 
 
 
 def _chosen(flag: str, given: str, layers: int, *, number_is_one: bool) -> tuple[bool, ...]:
-    """Return which layers a flag chooses.
+    """Return whether a flag selects each layer.
 
-    A pattern chooses the layers that it marks with a 1. A number N chooses every Nth layer if
+    A pattern selects the layers that it marks with a 1. A number N selects every Nth layer if
     `number_is_one`, and otherwise all layers except every Nth.
     """
     text = "".join(given.split())

@@ -92,8 +92,8 @@ class CheckpointConfig:
             /dev/shm.
         replication: Copy each process's local checkpoint to the folders of other processes, so that
             it survives the loss of a machine.
-        replication_jump: Distance in ranks between a process and the one that keeps its copy.
-            Default: the processes per machine, so that the copy is on the next machine.
+        replication_jump: Distance in ranks between a process and the one that stores its copy.
+            Default: the number of processes per machine, which puts the copy on the next machine.
         replication_factor: Number of machines that store each process's local checkpoint, including
             its own.
         no_save_optim: Leave the optimizer out of checkpoints.
@@ -110,7 +110,7 @@ class CheckpointConfig:
         finetune: Load weights only and start at iteration 0 with a fresh optimizer.
         use_checkpoint_args: Take the network's shape from the checkpoint in --load. It overrides
             flags and YAML.
-        exit_on_missing_checkpoint: Exit with an error if --load holds no checkpoint, instead of
+        exit_on_missing_checkpoint: Exit with an error if --load contains no checkpoint, instead of
             starting fresh.
     """
 

@@ -25,10 +25,9 @@ class CurriculumConfig:
     """Curriculum learning.
 
     Attributes:
-        curriculum_schedule: Train on the first part of each sample, whose length grows during the
-            run: in equal steps (fixed_linear), quickly at first (fixed_root), or as given by
-            --curriculum-lengths and --curriculum-until (fixed_discrete). The rest of a sample is
-            not read.
+        curriculum_schedule: Train on the first tokens of each sample and ignore the others. Their
+            number grows during the run: in equal steps (fixed_linear), quickly at first
+            (fixed_root), or as set by --curriculum-lengths and --curriculum-until (fixed_discrete).
         curriculum_min_length: Length of the first sequences.
         curriculum_max_length: Length of the last sequences. Default: --seq-length.
         curriculum_steps: Iterations until --curriculum-max-length is reached.

@@ -47,7 +47,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 def is_number(word: str) -> bool:
-    """Return whether a word of --data-path is a number. If so, every other word is a weight."""
+    """Return whether a word of --data-path is a number, and may therefore be a weight."""
     try:
         float(word)
     except ValueError:
@@ -157,7 +157,7 @@ class DataOptions(RetroDataOptions):
         reset_position_ids: Restart position ids after each end-of-document token.
         reset_attention_mask: Prevent attention across document boundaries.
         eod_mask_loss: Exclude end-of-document tokens from the loss.
-        fim_data: Rearrange samples for filling in the middle.
+        fim_data: Rearrange samples for fill-in-the-middle training.
         fim_rate: Probability of rearranging a document.
         fim_spm_rate: Probability of the order suffix, prefix, middle instead of prefix, suffix,
             middle.
@@ -165,7 +165,7 @@ class DataOptions(RetroDataOptions):
             repository. Fragments are rearranged one by one.
         fim_fragment_rate: Probability of rearranging a fragment of a document that was chosen by
             --fim-rate.
-        fim_no_prefix: Leave texts that begin with this as they are.
+        fim_no_prefix: Do not rearrange texts that begin with this string.
         fim_prefix_token: Token before the prefix.
         fim_middle_token: Token before the middle.
         fim_suffix_token: Token before the suffix.

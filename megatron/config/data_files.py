@@ -1,4 +1,4 @@
-"""Data named in files: --data-args-path, --per-split-data-args-path and --retro-workdir.
+"""Files that set data flags: --data-args-path, --per-split-data-args-path and --retro-workdir.
 
 Once the flags and the YAML file are read, the words in such a file become the values of the flags
 that it replaces. A saved config.yaml therefore names the corpora themselves, and caches,
@@ -42,10 +42,10 @@ _MAX_BYTES = 1 << 26  # a million corpora; a larger file holds data, not a list 
 def read_data_files(
     config: RunOptions, by_flag: Collection[str], unread: Collection[str], findings: Findings
 ) -> dict[str, Any]:
-    """Return the words in the files that a run names, by "section.field".
+    """Return the values that the data files of a run set, by "section.field".
 
-    Flags override the YAML file: if they replace a data file that it names, the result sets the
-    field of that file to `None`.
+    Flags override the YAML file. If they replace a data file that the YAML file names, the result
+    sets the field of the data file to `None`.
 
     Args:
         config: The run as requested.
@@ -161,7 +161,7 @@ def _words_of(split: str, value: Any) -> tuple[str, ...] | None:
         example = json.dumps((invalid or items)[0])
         example = example if len(example) <= 40 else f"{example[:37]}..."
         raise ValueError(
-            f"{split!r} holds {example}, which is neither a string nor a list of words"
+            f"{split!r} contains {example}, which is neither a string nor a list of words"
         )
     return _words(list(map(str, items)), f"{split!r} ")
 
@@ -208,7 +208,7 @@ def read_retro_workdir(config: RunOptions, findings: Findings) -> dict[str, Any]
         if requested[path] not in (field.default, result[path]):
             actual = field.spell(result[path])
             findings.problems.append(
-                f"{field.spell(requested[path])}: --retro-workdir {folder} was made with {actual}: "
-                "drop the flag, or use the folder for that data"
+                f"{field.spell(requested[path])}: --retro-workdir {folder} was created with "
+                f"{actual}: drop the flag, or use the folder for that data"
             )
     return result

@@ -34,7 +34,7 @@ _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]')
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 _DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _STEPS = "gradient_accumulation_steps"
-# Keys whose values are those of a field.
+# Keys whose values are copied to a field.
 _SAME = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
@@ -125,7 +125,7 @@ class DeepSpeedFile:
     accumulation_steps: int | None
 
     def explain(self, problems: Sequence[str]) -> list[str]:
-        """Return a run's mistakes, each with the keys that set the flags that it names."""
+        """Return a run's mistakes, with the keys that set the flags named in each of them."""
         origins = {
             name: origin
             for field_path, origin in self.origins.items()
@@ -393,7 +393,7 @@ def _warm_up(
 
 
 def _length(given: Mapping[str, Any]) -> str:
-    """Return the length of a decay that the file does not give, as text for a message."""
+    """Return, for a message, the length of a decay for which the file gives none."""
     for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         if given.get(f"schedule.{name}") is not None:
             return field_at(f"schedule.{name}").spell(given[f"schedule.{name}"])

@@ -27,8 +27,8 @@ class DistillationConfig:
         teacher_load: Folder of a teacher's checkpoint. The run's model learns from the teacher's
             distribution of every token. The teacher may have other layers and widths, but needs the
             same tokenizer.
-        kd_loss_alpha: Weight of the divergence from the teacher in the loss. The cross entropy with
-            the data gets the remaining weight, which is 0 if this is 1.
+        kd_loss_alpha: Weight of the divergence from the teacher in the loss. The cross entropy on
+            the data gets the remaining weight, 1 minus this.
         kd_temperature: Divide the logits of teacher and student by this number T before computing
             the divergence, and multiply the divergence by T squared.
         logits_save_dir: Write the teacher's most likely tokens of every training sample to this
@@ -40,8 +40,8 @@ class DistillationConfig:
         logits_save_top_p_min_k: Minimum number of tokens to write for each position, regardless of
             --logits-save-top-p.
         logits_save_dtype: Number format of the log-probabilities that are written.
-        logits_load_dir: Learn from the distributions in this folder, which --logits-save-dir
-            wrote.
+        logits_load_dir: Learn from the distributions in this folder, written by
+            --logits-save-dir.
         logits_load_decode_threads: Accepted for compatibility; no effect.
         logits_load_prefetch_factor: Accepted for compatibility; no effect.
         logits_load_ignore_errors: If the logits of a sample cannot be read, report it and learn

@@ -62,7 +62,7 @@ class ExpertOptions:
             layers, where 1 makes a layer dense. Default: all layers are dense.
         moe_layer_freq: The mixture layers: a number N makes every Nth layer a mixture, starting
             with the first; last-of-N makes it the last of every N layers; a pattern such as
-            ([0]*1+[1]*3) has a 1 for each of them.
+            ([0]*1+[1]*3) has a 1 for each mixture layer.
         moe_ffn_hidden_size: Inner width of an expert. Default: --ffn-hidden-size.
         moe_shared_expert_intermediate_size: Total inner width of the shared experts, which every
             token passes through. Default: no shared experts.
@@ -74,8 +74,8 @@ class ExpertOptions:
         noisy_gate_policy: Noise of DeepSpeed's gating in training: RSample adds Gumbel noise to the
             logits by which a token chooses its single expert, Jitter multiplies the router's input
             by random numbers between 0.99 and 1.01. Default: none.
-        moe_top2_2nd_expert_sampling: Draw each token's second expert in training, with Gumbel noise
-            on the logits. Off: take the second best.
+        moe_top2_2nd_expert_sampling: Sample each token's second expert in training, with Gumbel
+            noise on the logits. Off: take the second best.
         moe_use_rts: If an expert has more tokens than its capacity, keep random ones. Off: keep the
             first ones.
         moe_router_topk: Number of experts that each token is sent to.
@@ -98,8 +98,8 @@ class ExpertOptions:
             biases do not change, like all weights outside the adapters.
         moe_router_load_balancing_type: Losses that spread tokens evenly over experts: aux_loss over
             a micro-batch, seq_aux_loss over each sequence, global_aux_loss over the micro-batches
-            of a global batch so far. sinkhorn: no loss; in training, tokens choose by scores that
-            are balanced over experts (S-BASE).
+            of a global batch so far. sinkhorn: no loss; in training, tokens choose experts by
+            scores that are balanced over all experts (S-BASE).
         moe_aux_loss_coeff: Coefficient of each load-balancing loss.
         moe_z_loss_coeff: Coefficient of the z-loss, which keeps the router's logits small. Default:
             no z-loss.
@@ -193,7 +193,7 @@ class ExpertOptions:
 
 
 def mixture_layers(options: ExpertOptions, layers: int) -> tuple[bool, ...]:
-    """Return which layers are mixtures of experts; see `layer_experts`."""
+    """Return whether each layer is a mixture of experts. Arguments are those of `layer_experts`."""
     return tuple(count > 0 for count in layer_experts(options, layers))
 
 
@@ -225,7 +225,7 @@ def layer_experts(options: ExpertOptions, layers: int) -> tuple[int, ...]:
 
 
 def _chosen_layers(frequency: str, layers: int) -> tuple[bool, ...]:
-    """Return which layers `moe_layer_freq` chooses; see `layer_experts`."""
+    """Return whether `moe_layer_freq` selects each layer."""
     text = "".join(frequency.split())
     if re.fullmatch(r"[1-9][0-9]{0,4}", text):
         return tuple(index % int(text) == 0 for index in range(layers))

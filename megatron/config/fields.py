@@ -1,4 +1,4 @@
-"""Fields of configuration dataclasses as flags: their attributes, and how their text is read."""
+"""Fields of configuration dataclasses as flags: their attributes, and parsing of their values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
 MAX_LAYERS = 10_000  # so that `t*999999999` in a layout string is an error instead of a hang
 MAX_IDS = 2**31 - 1  # token ids and sample offsets are stored in 32 bits
-MAX_WIDTH = 2**24  # the largest side of a matrix, so that products of sides do not overflow
-_MAX_DIVISORS = 1024  # the largest divisor that a message considers
-_LARGEST = 2**63 - 1  # the limit for files, tensors and the length of a dataset
+MAX_WIDTH = 2**24  # the largest matrix dimension, so that products of two do not overflow
+_MAX_DIVISORS = 1024  # the largest divisor that a message lists
+_LARGEST = 2**63 - 1  # the limit for sizes of files, tensors and datasets
 _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 
@@ -47,7 +47,7 @@ class FlagInfo:
             field's name.
         off: Spellings that turn a switch off. If empty, `--no-` and the preferred spelling.
         choices: The accepted values.
-        convert: The function that reads the value from text, if not the usual one for its type.
+        convert: The function that parses the value, if not the usual one for its type.
         notice: A line that is printed once if the value is not the default. It is for flags that
             are accepted although they have no effect.
         at_least: The smallest value.
@@ -59,9 +59,9 @@ class FlagInfo:
         only_for: The kinds of network that the flag is for. If empty, all.
         is_common: Whether `--help` shows the flag; otherwise only `--help-all` does.
         required: The remark in `--help` on a flag that must be given. Such a flag is always shown.
-        adds: Whether a flag that is repeated adds its values to the earlier ones.
-        is_flag: Whether there is a flag. Otherwise the program sets the value and the YAML file
-            keeps it.
+        adds: Whether repeating the flag appends values instead of replacing them.
+        is_flag: Whether the field has a flag. Without one, the program sets the value, and the
+            YAML file stores it.
     """
 
     unit: str = ""
@@ -142,7 +142,7 @@ class Field:
 
     @property
     def documented_names(self) -> tuple[str, ...]:
-        """Spellings that documentation lists, including those of `off` if the default is on."""
+        """Spellings that documentation lists, including `off_names` if the default is on."""
         return self.names + (self.off_names if self.default is True else ())
 
     @property
@@ -207,7 +207,10 @@ def by_spelling(config_types: Iterable[type]) -> dict[str, Field]:
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """Return the text for each name under `Attributes:` in docstrings of a class and its bases."""
+    """Return the text of each name under `Attributes:` in the docstrings of a class and its bases.
+
+    An entry of the class overrides the entry of a base.
+    """
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         entries = inspect.cleandoc(owner.__doc__ or "").partition("\nAttributes:\n")[2]
@@ -234,11 +237,12 @@ def closest_match(
 ) -> str | None:
     """Return the known word that a misspelled or shortened word probably means, or None.
 
-    Whole parts of a long flag, as in `--tensor-parallel`, count more than similar spelling. A word
-    that differs in a whole part means something else: `--train-epochs` is not `--train-iters`.
+    Tried in order: a very similar word, the shortest flag that has all parts of `name` (as in
+    `--tensor-parallel`), and a roughly similar word. A word that differs in a whole part means
+    something else: `--train-epochs` is not `--train-iters`.
 
     Args:
-        name: The word as it was written.
+        name: The word as the user wrote it.
         candidates: The words that it may mean.
         fallbacks: Other words, considered only if no candidate matches as closely.
     """
@@ -268,7 +272,7 @@ def closest_match(
 
 
 def _parts(word: str) -> set[str]:
-    """Return the parts of a flag, which hyphens separate."""
+    """Return the hyphen-separated parts of a flag."""
     return set(word.lstrip("-").replace("_", "-").split("-"))
 
 
@@ -378,13 +382,13 @@ def _is_number(value: Any) -> bool:
 
 
 def near_multiples(number: int, step: int) -> str:
-    """Name the positive multiples nearest to a number: `32 or 64` for 48 in steps of 32."""
+    """Return the positive multiples of `step` next to a number, as text: `32 or 64` for 48, 32."""
     below = number // step * step
     return " or ".join(str(value) for value in (below, below + step) if value)
 
 
 def divisors(number: int) -> str:
-    """Name the process counts that divide a number: `1, 2, 3 or 6` for 6."""
+    """Return the divisors of a number, up to 1024, as text: `1, 2, 3 or 6` for 6."""
     limit = min(number, _MAX_DIVISORS)
     values = [str(value) for value in range(1, limit + 1) if number % value == 0]
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"

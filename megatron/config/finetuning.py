@@ -29,7 +29,7 @@ class FinetuningConfig:
             leave it out (drop), keep its first (keep-start) or last (keep-end) tokens, or split it
             into several examples (split).
         packing: Pack several examples into a row of --seq-length tokens. Each attends only to
-            itself. Off: one example per row, and padding.
+            itself. Off: one padded example per row.
         sample_prompts: File with prompts, one per line, or JSON lines with a "prompt". During
             training, the model answers them greedily, and the answers are logged. With --sft, each
             prompt is a user's turn.
@@ -60,13 +60,13 @@ def finetuning_args(argv: Sequence[str]) -> list[str]:
     precedence.
     """
     values = {flag.name: flag.values for flag in split(argv)}
-    now = []
+    defaults = []
     if "--no-sft" not in values:
-        now += ["--sft"] * ("--sft" not in values)
+        defaults += ["--sft"] * ("--sft" not in values)
         if not {"--calculate-per-token-loss", "--no-calculate-per-token-loss"} & set(values):
-            now.append("--calculate-per-token-loss")
+            defaults.append("--calculate-per-token-loss")
     load, save = values.get("--load", ()), values.get("--save", ())
     resumes = bool(load and save) and Path(load[0]).resolve() == Path(save[0]).resolve()
     if load and not resumes and not {"--finetune", "--no-finetune"} & set(values):
-        now.append("--finetune")
-    return [*argv, *now]
+        defaults.append("--finetune")
+    return [*argv, *defaults]

@@ -62,8 +62,8 @@ class Speculation:
             tokens that followed it; "mtp" drafts tokens with the model's multi-token prediction
             layers (--mtp-num-layers).
         num_speculative_tokens: Maximum number of draft tokens for each step.
-        prompt_lookup_max: For ngram: length of the longest run of tokens to look for.
-        prompt_lookup_min: For ngram: length of the shortest run.
+        prompt_lookup_max: For ngram: length of the longest sequence of latest tokens to look for.
+        prompt_lookup_min: For ngram: length of the shortest one.
     """
 
     method: str = flag("ngram", choices=("ngram", "mtp"))
@@ -176,7 +176,7 @@ class ServerConfig(SpeculationOptions):
         log_requests: Write the body of every PUT /api request, with its prompts, to the log, unless
             the request has no_log.
         bert_embedder_load: For Retro: folder or name of the network that embeds chunks. Default:
-            the one that --retro-workdir was made with.
+            the one that --retro-workdir was created with.
     """
 
     host: str = "127.0.0.1"
@@ -243,7 +243,7 @@ class SamplesConfig(SpeculationOptions):
         serve_adapter: Adapter to use for all texts, as NAME=FOLDER. The folder contains PEFT's
             files, or checkpoints of a run with --lora-rank.
         bert_embedder_load: For Retro: folder or name of the network that embeds chunks. Default:
-            the one that --retro-workdir was made with.
+            the one that --retro-workdir was created with.
     """
 
     prompt: str | None = None

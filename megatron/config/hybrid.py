@@ -95,7 +95,7 @@ class HybridOptions:
 
 
 def pattern_parts(pattern: str) -> list[str]:
-    """Return the symbols of each pipeline stage or virtual stage in a hybrid pattern.
+    """Split a hybrid pattern into the symbols of each pipeline stage or virtual stage.
 
     Args:
         pattern: The value of --hybrid-layer-pattern.

@@ -41,7 +41,7 @@ class LoggingConfig:
             spend waiting, together with the share that the schedule predicts from the measured
             times.
         log_straggler: Time the work of every rank without its waits for others, log the slowest
-            ranks with each log line, and name a rank once it has been slow for a while.
+            ranks with each log line, and report a rank that stays slow.
         straggler_minmax_count: With --log-straggler, number of slowest and of fastest ranks that
             each log line names.
         tensorboard_dir: Folder for TensorBoard. Off by default.
@@ -137,7 +137,7 @@ class ProfilingConfig:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """The profiled windows of iterations, each as its start and its end (exclusive).
+        """The profiled windows of iterations, as pairs of start and exclusive end.
 
         Raises:
             ValueError: An entry of `profile_windows` is not two whole numbers joined by a hyphen.

@@ -118,8 +118,8 @@ class DenseOptions:
         geglu: Use gated GeLU with the tanh approximation (T5 1.1) instead of GeLU.
         quick_geglu: Use a GeGLU whose gate x becomes x times sigmoid(1.702 x) instead of GeLU.
         glu_linear_offset: Number added to the ungated part of a gated MLP (1 in GPT-OSS).
-        activation_func_clamp_value: Limit of a gated MLP: gates are clamped from above, and the
-            values that they multiply on both sides (7 in GPT-OSS).
+        activation_func_clamp_value: Limit c of a gated MLP: gates are clamped to at most c, and the
+            values that they multiply to between -c and c (7 in GPT-OSS).
         onnx_safe: Use the exact (erf) GeLU, the variant that ONNX exports.
         bias_gelu_fusion: Compute tanh GeLU and its bias in one kernel. Off: exact (erf) GeLU with
             PyTorch's operations.
@@ -397,7 +397,7 @@ class ModelConfig(ModelOptions):
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
-# Fields that determine how weights are initialized, padded and used in computation.
+# Fields in which runs of the same network may differ: initialization, padding, kernels.
 _EXCLUDED_FIELDS = {
     "make_vocab_size_divisible_by",
     "onnx_safe",
@@ -413,7 +413,7 @@ _EXCLUDED_FIELDS = {
     "apply_rope_fusion",
     "bias_dropout_fusion",
     "no_persist_layer_norm",
-    # How a mixture is trained, not what it computes.
+    # How a mixture is trained.
     "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
@@ -430,7 +430,7 @@ _EXCLUDED_FIELDS = {
     "moe_per_layer_logging",
     "moe_token_drop_policy",
     "mtp_loss_scaling_factor",
-    # The weights that are trained.
+    # Which weights are trained, and how frozen ones are stored.
     "freeze",
     "lora_dropout",
     "load_adapter",
@@ -462,7 +462,7 @@ ROTARY_SPEED = (
     *YARN_FIELDS,
     *LONGROPE_FIELDS,
 )
-# Fields of attention's heads.
+# Fields of attention heads.
 _HEAD_FIELDS = (
     "num_attention_heads",
     "kv_channels",

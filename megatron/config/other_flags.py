@@ -1,11 +1,11 @@
-"""Flags without a field: those of Megatron-LM, old and new, and those of other programs.
+"""Flags without a field: Megatron-LM's, old and current, and those of other programs.
 
 `other_flags.json` contains them, grouped by how they are handled:
 
     refused         Megatron's flags for unsupported features, with what to do instead
     accepted        Megatron's flags that change nothing here, with the reason
-    translated      flags of older versions, translated into today's flags
-    implied         today's flags for the defaults of another program. They are added if one of
+    translated      flags of older versions, translated into current flags
+    implied         current flags for the defaults of another program. They are added if one of
                     its flags was translated and the flag `with` is given
     gone            flags, or single values, of older versions that have no equivalent
     other_programs  other programs' names for Megatron's flags
@@ -48,13 +48,13 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class OldFlag:
-    """A flag of an older version that can be expressed with today's flags.
+    """A flag of an older version that can be expressed with current flags.
 
     Attributes:
         name: The spelling.
         era: The versions that had it.
-        now: What it is called today, for the documentation.
-        becomes: Today's flags, each with the words of its value. `*` is replaced by the words of
+        now: Its current equivalent, for the documentation.
+        becomes: Current flags, each with the words of its value. `*` is replaced by the words of
             the old flag or, within a word, by its only word. An entry with `unless` is left out if
             any flag listed there is given.
         program: The program that accepts the flag, identified by its file and by another of its
@@ -68,14 +68,14 @@ class OldFlag:
     program: Sequence[str] = ()
 
     def translate(self, flag: ParsedFlag, flags: Sequence[ParsedFlag]) -> list[ParsedFlag]:
-        """Return today's flags for this old one, `flag` on a command line with these `flags`."""
+        """Return the current flags for `flag`, an occurrence of this one among all `flags`."""
         return _read(self.becomes, flag.values, flags)
 
 
 def _read(
     entries: Sequence[str | Mapping[str, Any]], values: Sequence[str], flags: Sequence[ParsedFlag]
 ) -> list[ParsedFlag]:
-    """Return the flags that entries, such as those of `OldFlag.becomes`, stand for."""
+    """Return the flags that entries in the notation of `OldFlag.becomes` describe."""
     result = []
     for entry in entries:
         text, unless = (entry, ()) if isinstance(entry, str) else (entry["flag"], entry["unless"])
@@ -187,12 +187,12 @@ def _kind_of(text: str) -> type:
 def translate(
     flags: Sequence[ParsedFlag], findings: Findings, own_flags: Container[str] = ()
 ) -> list[ParsedFlag]:
-    """Return today's command line for an old one.
+    """Return a command line with its old flags translated into current ones.
 
     Args:
         flags: The command line.
         findings: The findings, to which a notice is added for each old flag, and a problem for each
-            one that is gone.
+            flag that was removed.
         own_flags: Flags that only this program has, which are never treated as old.
     """
     table = other_flags()
@@ -262,7 +262,7 @@ def explain(name: str, known: Mapping[str, Field]) -> tuple[str, str]:
     """Return a line about an unknown flag, and the known flag that was probably meant, or "".
 
     Args:
-        name: The flag as it was given.
+        name: The flag as the user wrote it.
         known: The fields of the flags that the program knows, by spelling.
     """
     table = other_flags()

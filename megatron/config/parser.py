@@ -43,12 +43,12 @@ _COMMON_WITH_A_MODEL = (
     *("load", "ckpt_step", "micro_batch_size", "seq_length", "bf16", "fp16", "seed"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
-# Today's flags that accepted other values in older versions, or meant something else there.
+# Current flags that accepted other values, or had another meaning, in older versions.
 _READ_IN_CONTEXT = ("--apply-query-key-layer-scaling", "--lr-decay-style", "--profile")
 _CONFIG = Field("config", str, False, False, None, FlagInfo(), "YAML file with flag values.")
 _DEEPSPEED = Field(
     *("deepspeed_config", str, False, False, None, FlagInfo(names=" ".join(deepspeed.NAMES))),
-    "JSON file of DeepSpeed, whose keys are read as flags (docs/deepspeed.md).",
+    "DeepSpeed's JSON file, whose keys are read as flags (docs/deepspeed.md).",
 )
 
 
@@ -60,8 +60,8 @@ class Program:
         name: The name that `--help` shows.
         extra: Dataclasses of the program's own flags.
         find_start: For programs that start from a trained model, a function that takes the values
-            on the command line, by field name, and returns the run that YAML and flags change. By
-            default that run has the default values.
+            on the command line, by field name, and returns the run to which YAML and flags are
+            applied. By default, they are applied to the default values.
         rules: The rules to apply.
         reads: For programs that do not train, a function that takes the values on the command line,
             by field name, and returns the fields that have an effect in the program or are refused
@@ -138,7 +138,7 @@ def parse_config(
     program: Program = Program(),
     read_checkpoint: ReadCheckpoint | None = None,
 ) -> ParsedRun:
-    """Read, resolve and check everything a user asked for.
+    """Read, resolve and check the configuration of a run.
 
     Args:
         argv: The command line, without the program's name.
@@ -200,7 +200,7 @@ def parse_config(
     line.problems += program.check_extra(*extra)
     if line.problems:
         raise ConfigError(line.problems)
-    # Nothing may depend on values that the program does not read. The words of data files have
+    # Nothing may depend on values that the program does not read. The contents of data files have
     # already replaced the flags that name the files.
     config = resolve(with_values(config, unread | dict.fromkeys(DATA_FILES)), world_size)
     notices = (*line.notices, *find_notices(config, world_size, start))
@@ -280,7 +280,7 @@ def asks_for_mpi(argv: Sequence[str]) -> bool:
 def asks_for(path: str, argv: Sequence[str], old_names: Collection[str] = ()) -> bool:
     """Return whether the command line or its YAML file turns a switch on.
 
-    This is called before `parse_config`, which reports mistakes.
+    Mistakes are ignored here, because `parse_config`, called later, reports them.
 
     Args:
         path: The field, as "section.field".
@@ -347,7 +347,10 @@ def _drop_unknown(
     elsewhere: Mapping[str, str],
     findings: Findings,
 ) -> list[ParsedFlag]:
-    """Return the known flags. Mark as spoiled the fields that misspelled flags probably meant."""
+    """Return the known flags, and report the others.
+
+    The fields that misspelled flags probably meant are added to `findings.unknown_fields`.
+    """
     for flag in flags:
         if flag.name in elsewhere:
             findings.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")

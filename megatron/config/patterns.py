@@ -1,4 +1,4 @@
-"""Patterns of layers, as Megatron Core's flags write them: `[1,0,1]`, `([0]*1+[1]*3)*2`."""
+"""Layer patterns in the notation of Megatron Core's flags: `[1,0,1]`, `([0]*1+[1]*3)*2`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_PASSES = 32  # each pass halves the number of sums and removes innermost pa
 
 
 def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[bool, ...]:
-    """Return which layers a pattern chooses.
+    """Return whether a pattern selects each layer.
 
     Args:
         text: Lists of ones and zeros that `+`, `*` and parentheses combine as in Python, without

@@ -1,4 +1,4 @@
-"""Options for training on preferences: the loss of answers, and the reference model."""
+"""Options for training on preferences: the loss and the reference model."""
 
 from __future__ import annotations
 
@@ -56,10 +56,9 @@ class PreferenceConfig:
         center_rewards_coefficient: Coefficient of the squared sum of a pair's rewards, which is
             added to the loss of a reward model so that rewards are 0 on average (TRL's
             center_rewards_coefficient; 0.01 is usual).
-        reference_log_probs: File that keeps the log-probabilities that the reference model, which
-            has the run's initial weights, gives to all answers. They are computed if the file is
-            missing or belongs to other data or weights. Default: reference_log_probs.npz in the
-            --save folder.
+        reference_log_probs: File for the log-probabilities of all answers under the reference
+            model, which has the run's initial weights. They are computed if the file is missing or
+            belongs to other data or weights. Default: reference_log_probs.npz in the --save folder.
     """
 
     preference_loss: str | None = flag(
@@ -90,5 +89,5 @@ class PreferenceConfig:
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether the model learns to give rewards, with its own head."""
+        """Whether the run trains a reward model, whose head gives rewards instead of logits."""
         return self.preference_loss == REWARD_LOSS

@@ -26,7 +26,7 @@ _EVERY = "all"  # attempts
 _FORM = "POINT:RANK:STEP:KIND"
 _KIND = re.compile(r"([a-z]+)(?:=([0-9]*\.?[0-9]+)(x)?)?(?:@([0-9]{1,9}|all))?")
 _SLOW_SECONDS = 1.0
-HEALTH_FACTOR = 0.7  # a rank with less than this share of the others' speed stands out
+HEALTH_FACTOR = 0.7  # a rank below this fraction of the others' speed is reported
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Fault:
         assert match is not None
         points = KINDS[kind]
         if points is not None and point not in points:
-            raise ValueError(f"{kind} strikes at {' or '.join(points)}, not at {point}")
+            raise ValueError(f"{kind} works only at {' or '.join(points)}, not at {point}")
         if (point == "load") != (int(step) == 0):
             raise ValueError(f"STEP is 0 at load and counts from 1 elsewhere, got {text!r}")
         number, is_factor = match[2], match[3] is not None
@@ -90,7 +90,7 @@ class Fault:
         return cls(point, int(rank), int(step), kind, seconds, attempt)
 
     def __str__(self) -> str:
-        """Return the fault as it is written in the flag, without its seconds and attempt."""
+        """Return the fault as in --fault-inject, without its seconds, factor and attempt."""
         return f"{self.point}:{self.rank}:{self.step}:{self.kind}"
 
 

@@ -105,7 +105,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
 
 
 def data_parallel_size(config: RunOptions, world_size: int) -> int:
-    """Return the number of copies of the model, at least 1 so that derived values make sense."""
+    """Return the data-parallel size, or 1 if there are too few processes for one replica."""
     parallel = config.parallel
     model = (
         parallel.tensor_model_parallel_size

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.config.fields import Requirement, flag
 from megatron.errors import ConfigError
 
-ARGUMENTS = "args.json"  # the command line that made a working folder
+ARGUMENTS = "args.json"  # the arguments of the command that created a working folder
 _MAX_BYTES = 1 << 26
 _RETRO = ("retro",)
 _CYCLIC = Requirement(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
@@ -33,8 +33,8 @@ class RetroOptions:
         retro_encoder_attention_dropout: Dropout on attention probabilities of the neighbors'
             encoder.
         retro_num_neighbors: Number of neighbors that each chunk attends to.
-        retro_num_retrieved_chunks: Number of chunks in a neighbor: the chunk that was found and
-            those that follow it.
+        retro_num_retrieved_chunks: Number of chunks in a neighbor: the retrieved chunk and those
+            that follow it.
         retro_chunk_length: Length of the chunks that have their own neighbors. Default: the length
             in --retro-workdir.
     """
@@ -64,7 +64,7 @@ class RetroDataOptions:
     """Retro's data.
 
     Attributes:
-        retro_workdir: Working folder that tools/retro/main.py made. It determines the data, the
+        retro_workdir: Working folder that tools/retro/main.py created. It determines the data, the
             split, the data seed and the chunk length.
         retro_cyclic_train_iters: Number of iterations whose samples have retrieved neighbors.
             --dataloader-type cyclic repeats these samples. Default: the iterations of the run.
@@ -99,7 +99,7 @@ def retro_layers(num_layers: int) -> range:
 
 
 def read_arguments(workdir: str) -> dict[str, Any]:
-    """Return the arguments of the command that made a working folder.
+    """Return the arguments of the command that created a working folder.
 
     Args:
         workdir: The value of --retro-workdir.
@@ -123,5 +123,5 @@ def read_arguments(workdir: str) -> dict[str, Any]:
             "tools/retro/main.py"
         ) from None
     if not isinstance(arguments, dict):
-        raise ConfigError(f"{flag}: {file} does not hold the arguments of tools/retro/main.py")
+        raise ConfigError(f"{flag}: {file} does not contain the arguments of tools/retro/main.py")
     return arguments

@@ -62,7 +62,7 @@ def _discrete(options: CurriculumConfig, longest: int) -> Iterator[str]:
         numbers = getattr(options, name) or ()
         if any(previous >= following for previous, following in pairwise(numbers)):
             values_text = field_at(f"curriculum.{name}").spell(numbers)
-            yield f"{values_text}: each must exceed the one before"
+            yield f"{values_text}: each number must exceed the previous one"
     if lengths and max(lengths) > longest:
         yield f"--curriculum-lengths {max(lengths)} is above --seq-length {longest}: lower it"
 
@@ -92,7 +92,7 @@ def _divisor(config: RunOptions) -> tuple[int, str]:
 
 
 def slow_lengths(config: RunOptions) -> Iterator[str]:
-    """Yield a notice about lengths that leave matrix units of GPUs idle."""
+    """Yield a notice for each length that slows down 16-bit matrix products on GPUs."""
     options, precision = config.curriculum, config.precision
     if options.curriculum_schedule is None or not (precision.bf16 or precision.fp16):
         return

@@ -154,8 +154,7 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.finetuning.truncation == "split":
         yield (
             f"{flag} cannot be combined with --truncation split, because answers are compared as "
-            "a whole: "
-            "use keep-start"
+            "a whole: use keep-start"
         )
     if config.distillation.is_on or config.distillation.logits_save_dir:
         yield (

@@ -347,11 +347,11 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each value that the architecture does not support."""
     kind, context = config.model.architecture, config.parallel.context_parallel_size
     positions = config.model.position_embedding_type
-    for name, its_kind in (("relative", "t5"), ("alibi", "gpt")):
-        if positions == name and kind != its_kind:
+    for name, supporting in (("relative", "t5"), ("alibi", "gpt")):
+        if positions == name and kind != supporting:
             yield (
-                f"--position-embedding-type {name} is only for {its_kind.upper()}, and this model "
-                f"is a {kind.upper()}: drop it"
+                f"--position-embedding-type {name} is only for {supporting.upper()}, and this "
+                f"model is a {kind.upper()}: drop it"
             )
     if kind not in ("gpt", "retro") and context > 1:
         yield (
@@ -361,7 +361,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in the buckets of relative positions, and each conflict."""
+    """Yield an error for each mistake in, and conflict with, the buckets of relative positions."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":
@@ -412,7 +412,7 @@ def retro(config: RunOptions, world_size: int) -> Iterator[str]:
     if model.architecture != "retro":
         return
     if config.data.retro_workdir is None:
-        yield "--retro-workdir is required: give the folder that tools/retro/main.py made"
+        yield "--retro-workdir is required: give the folder that tools/retro/main.py created"
         return
     layers, length = model.num_layers or 0, config.data.seq_length or 0
     if layers > 0 and not retro_layers(layers):
@@ -521,18 +521,18 @@ def mlp_sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
 def _attention_sizes(model: ModelOptions, heads: int, split: int) -> Iterator[tuple[str, int, int]]:
     """Yield each dimension of attention's projections: its name, size and number of shards."""
     if model.multi_latent_attention:
-        still, turning = model.qk_head_dim, model.qk_pos_emb_head_dim
+        plain, rotary = model.qk_head_dim, model.qk_pos_emb_head_dim
         for flags, size, parts in (
             (("num-attention-heads", "v-head-dim"), heads * model.v_head_dim, split),
             (("q-lora-rank",), model.q_lora_rank or 0, 1),
             (("kv-lora-rank",), model.kv_lora_rank, 1),
         ):
             yield " x ".join(f"--{flag}" for flag in flags), size, parts
-        yield "--kv-lora-rank + --qk-pos-emb-head-dim", model.kv_lora_rank + turning, 1
+        yield "--kv-lora-rank + --qk-pos-emb-head-dim", model.kv_lora_rank + rotary, 1
         name = "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim)"
-        yield name, heads * (still + turning), split
+        yield name, heads * (plain + rotary), split
         name = "--num-attention-heads x (--qk-head-dim + --v-head-dim)"
-        yield name, heads * (still + model.v_head_dim), split
+        yield name, heads * (plain + model.v_head_dim), split
         return
     head, gates = model.kv_channels or 0, 1 + model.attention_output_gate
     yield "--num-attention-heads x --kv-channels", heads * head, split

@@ -1,4 +1,4 @@
-"""Rules for update rules, the formats of their states, averages of the weights, and muP."""
+"""Rules for optimizers, the number formats of their states, averaged weights, and muP."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def averages(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def coarse_variance(config: RunOptions) -> Iterator[str]:
-    """Yield a notice if rounding errors of an 8-bit second moment add up over too many steps."""
+    """Yield a notice if --adam-beta2 is too large for a second moment in FP8."""
     optimizer = config.optimizer
     if optimizer.exp_avg_sq_dtype == "fp8" and optimizer.adam_beta2 > _FP8_BETA2:
         yield (

@@ -34,7 +34,7 @@ _NOT_WITH_TORCH_DDP: Exclusions = {
 _NOT_WITH_OVERLAP: Exclusions = {
     "precision.fp8_recipe": (
         ("tensorwise", "delayed"),
-        "a part's transpose has different scales from the whole matrix's",
+        "a chunk's transpose has other scales than the whole matrix's transpose",
     ),
     "precision.fp8_wgrad": ((True,), "each input would be sent twice, in 8 bits and in 16"),
     "parallel.async_tensor_model_parallel_allreduce": (
@@ -104,7 +104,13 @@ _NOT_WITH_EXPERTS: Exclusions = {
 
 
 def excluded(config: RunOptions, flag_text: str, exclusions: Exclusions) -> Iterator[str]:
-    """Yield an error for each value that cannot be combined with the flag `flag_text`."""
+    """Yield an error for each value that cannot be combined with a flag.
+
+    Args:
+        config: The resolved run.
+        flag_text: The flag that excludes other values, as messages show it.
+        exclusions: The values that the flag allows.
+    """
     values = flatten(config)
     for path, (passing, reason) in exclusions.items():
         if values[path] in passing:

@@ -413,7 +413,7 @@ def spikes(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def replica_hashes(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if weights are to be compared between replicas but no replicas exist."""
+    """Yield an error if weights are to be compared between replicas, but ZeRO stage 3 has none."""
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and config.parallel.zero_stage == 3:
         yield (

@@ -191,7 +191,7 @@ def megatron_layout_problem(parts: list[ModelPart], stages: int, encoder: int | 
 
 
 def chunks_of(num_layers: int, config: ParallelOptions) -> int:
-    """Return the number of model parts of each stage.
+    """Return the number of model parts per stage.
 
     Raises:
         ConfigError: --num-layers-per-virtual-pipeline-stage does not divide a stage's layers.

@@ -38,7 +38,7 @@ class LanguageModelTaskConfig:
         retro_eval_samples: PERPLEXITY of Retro: number of validation samples of --retro-workdir to
             evaluate on. Default: all.
         bert_embedder_load: PERPLEXITY of Retro on --valid-data: folder or name of the network that
-            embeds chunks. Default: the one that --retro-workdir was made with.
+            embeds chunks. Default: the one that --retro-workdir was created with.
     """
 
     overlapping_eval: int = flag(32, unit="tokens")

@@ -67,9 +67,9 @@ class TrainingOptions:
         train_tokens: Length of the run: it ends with the first update that reaches this number of
             tokens. With --train-iters or --train-samples, whichever comes first ends the run.
         skip_train: Skip training and only evaluate.
-        iterations_to_skip: Iterations to skip. Their samples are passed over, and nothing is
-            updated, evaluated or saved. Iterations count from 0 as in Megatron Core: N is iteration
-            N + 1 in the log.
+        iterations_to_skip: Iterations to skip, with their samples. Nothing is updated, evaluated or
+            saved in them. Iterations count from 0 as in Megatron Core: N is iteration N + 1 in the
+            log.
         seed: Seed for initial weights, sample order and dropout.
         deterministic_mode: Use only algorithms that give bitwise identical results on every run of
             the same layout.

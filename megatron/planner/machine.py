@@ -185,7 +185,7 @@ def read_machine(path: Path, start: Machine) -> Machine:
         raise DataError(f"--machine {path}: must contain a JSON object")
     not_rates = {"name", "link", "network", "experts_in_fp8"}
     rates = {entry.name for entry in fields(Machine)} - not_rates
-    numbers = {"peak": content.get("datasheet")} | {
+    numbers: dict[str, Any] = {"peak": content.get("datasheet")} | {
         name: content[name] for name in rates & set(content)
     }
     is_measured = "attention_forward" in content

@@ -108,15 +108,15 @@ def test_a_folder_is_no_file(folder: Path) -> None:
         ('{"train": "a", "valid": " ", "test": "c"}', "'valid' contains no words"),
         (
             '{"train": [[0.3, "a"]], "valid": "b", "test": "c"}',
-            "'train' holds [0.3, \"a\"], which is neither a string nor a list of words",
+            "'train' contains [0.3, \"a\"], which is neither a string nor a list of words",
         ),
         (
             '{"train": "a", "valid": 7, "test": "c"}',
-            "'valid' holds 7, which is neither a string nor a list of words",
+            "'valid' contains 7, which is neither a string nor a list of words",
         ),
         (
             '{"train": "a", "valid": ["b", true], "test": "c"}',
-            "'valid' holds true, which is neither a string nor a list of words",
+            "'valid' contains true, which is neither a string nor a list of words",
         ),
     ],
 )

@@ -95,7 +95,7 @@ _PAIRS = [
     (f"{_CURRICULUM}--curriculum-max-length", "8", "7", "--curriculum-min-length 8 is above"),
     (f"{_CURRICULUM}--curriculum-length-step", "16", "24", "a step that divides it"),
     (f"{_DISCRETE}", "8 128", "8 129", "--curriculum-lengths 129 is above --seq-length 128"),
-    (f"{_DISCRETE}", "8 16", "16 16", "each must exceed the one before"),
+    (f"{_DISCRETE}", "8 16", "16 16", "each number must exceed the previous one"),
     (f"{_DISCRETE}", "8 16", "8 16 32", "got 3 lengths and 1 iterations"),
     ("--split", "1", "0", "up to three shares of at least 0, not all 0"),
     ("--split", "0,1,0", "0,1,0,0", "up to three shares"),

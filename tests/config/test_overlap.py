@@ -14,7 +14,7 @@ SPLIT = "--tensor-model-parallel-size 2 --tp-comm-overlap"
     [
         (
             "--bf16 --fp8-format hybrid --fp8-recipe rowwise",
-            "a part's transpose has different scales from the whole matrix's",
+            "a chunk's transpose has other scales than the whole matrix's transpose",
         ),
         (
             "--bf16 --fp8-format hybrid --no-fp8-wgrad",

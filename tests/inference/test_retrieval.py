@@ -348,7 +348,7 @@ REFUSALS = {
     "other chunks": (
         [*WORDS[:2], *OTHER, "--retro-chunk-length", "64"],
         {"retro_gpt_chunk_length": 32},
-        "--retro-chunk-length 64: --retro-workdir workdir was made with --retro-chunk-length 32",
+        "--retro-chunk-length 64: --retro-workdir workdir was created with --retro-chunk-length 32",
     ),
     "other tokenizer": (
         [*WORDS[:2], *OTHER],

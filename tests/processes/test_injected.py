@@ -24,7 +24,7 @@ from tests.reliability.scoreboard.commands import run_training
         ("forward:0:2:kil", "got 'kil': did you mean kill?"),
         ("forward:x:2:kill", "expected a whole number as RANK, got 'x'"),
         ("forward:0:-2:kill", "expected a whole number as STEP, got '-2'"),
-        ("save:0:2:nan", "nan strikes at forward or backward, not at save"),
+        ("save:0:2:nan", "nan works only at forward or backward, not at save"),
         ("load:0:2:kill", "STEP is 0 at load and counts from 1 elsewhere"),
         ("forward:0:0:kill", "STEP is 0 at load and counts from 1 elsewhere"),
         ("forward:0:2:nan=3", "nan takes no seconds: drop =3"),

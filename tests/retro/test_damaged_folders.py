@@ -184,11 +184,11 @@ DAMAGES = {
     ),
     "another split": (
         lambda folder: told(folder / "args.json", retro_gpt_split="50,50,0"),
-        "--split 100,0,0: --retro-workdir .* made with --split 50,50,0: drop the flag",
+        "--split 100,0,0: --retro-workdir .* created with --split 50,50,0: drop the flag",
     ),
     "another length of samples": (
         lambda folder: told(folder / "args.json", retro_gpt_seq_length=8),
-        "--seq-length 16: --retro-workdir .* made with --seq-length 8: drop the flag",
+        "--seq-length 16: --retro-workdir .* created with --seq-length 8: drop the flag",
     ),
     "a chunk length that does not fit": (
         lambda folder: told(folder / "args.json", retro_gpt_chunk_length=8),

@@ -221,7 +221,10 @@ def test_a_retro_s_chunks_are_shown_with_their_neighbors(workdir, tmp_path, caps
     ("words", "message"),
     [
         (["--kind", "gpt"], "--kind gpt: give --retro-workdir with --kind retro, and only then"),
-        (["--seq-length", "8"], "--seq-length 8: --retro-workdir .* was made with --seq-length 16"),
+        (
+            ["--seq-length", "8"],
+            "--seq-length 8: --retro-workdir .* was created with --seq-length 16",
+        ),
         (["--retro-num-neighbors", "9"], "has 4 neighbors per chunk, but"),
         (["--retro-num-retrieved-chunks", "0"], "--retro-num-retrieved-chunks 0: must be at least"),
         (["--train-samples", "2000"], "no neighbors for the .* samples of the train split"),

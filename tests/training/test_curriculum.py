@@ -242,7 +242,7 @@ def test_speed_counts_the_tokens_that_were_read(capsys: pytest.CaptureFixture[st
         ),
         (
             "--curriculum-schedule fixed_discrete --curriculum-lengths 16 8 --curriculum-until 1",
-            "--curriculum-lengths 16 8: each must exceed the one before",
+            "--curriculum-lengths 16 8: each number must exceed the previous one",
         ),
         (
             "--curriculum-schedule fixed_discrete --curriculum-lengths 8 256 --curriculum-until 1",
