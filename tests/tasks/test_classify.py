@@ -1,5 +1,7 @@
 """Labelled texts: what is read from files, and the samples that they become."""
 
+import json
+
 import pytest
 
 from megatron.errors import DataError
@@ -122,3 +124,17 @@ def test_a_race_file_that_is_none_is_named(tmp_path):
         DataError, match=r"7.txt, line 3: not an article in RACE.s format \(KeyError"
     ):
         read_race(str(tmp_path))
+
+
+def test_an_option_fills_the_blank_of_a_question_or_follows_it(tmp_path):
+    article = {
+        "article": "Long ago,\n it  rained.",
+        "questions": ["It _ long ago.", "What happened?"],
+        "options": [["rained", "snowed", "was", "is"]] * 2,
+        "answers": ["A", "B"],
+    }
+    (tmp_path / "1.txt").write_text(json.dumps(article))
+    filled, followed = read_race(str(tmp_path))
+    assert filled.texts[1] == ("It snowed long ago.", "Long ago, it rained.")
+    assert followed.texts[1] == ("What happened? snowed", "Long ago, it rained.")
+    assert (len(filled.texts), filled.label, followed.label) == (4, 0, 1)

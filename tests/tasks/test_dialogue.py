@@ -276,3 +276,35 @@ def test_mistakes_are_told_by_flag(task, words, said):
     with pytest.raises(ConfigError) as caught:
         dialogue.parse(task, words.split(), 1)
     assert [line for line in caught.value.problems if line.startswith(said)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "noted"),
+    [
+        ("knowledge", ["--num-prompt-examples", "3"], True),
+        ("knowledge", [], False),
+        ("response", ["--num-prompt-examples", "3"], False),
+    ],
+)
+def test_a_number_of_examples_without_effect_is_noted(
+    files, monkeypatch, capsys, kind, more, noted
+):
+    monkeypatch.setattr(dialogue, "read_prompts", lambda _: ["a"])
+    monkeypatch.setattr(dialogue, "ask_server", lambda *_: "b")
+    name = "knowledge.json" if kind == "knowledge" else "responses.txt"
+    words = _words(files, kind, name, "--api-prompt", "--megatron-api-url", "x", *more)
+    assert dialogue.run("MSDP-PROMPT", words, Launch()) == 0
+    assert ("--num-prompt-examples 3 has no effect" in capsys.readouterr().out) == noted
+
+
+def test_answers_longer_than_the_window_leave_a_token_for_the_prompt(files, monkeypatch, capsys):
+    """The window of the model has 16 tokens."""
+    folder = save_toy(str(files / "model"))
+    words = _words(files, "knowledge", "knowledge.json", "--load", folder)
+    words += ["--out-seq-length", "20", "--sample-output-file", str(files / "out.txt")]
+    monkeypatch.setattr(dialogue, "read_prompts", lambda _: ["7", "7 8"])
+    _prompt(Layout.single(), words)
+    said = capsys.readouterr().out
+    assert "WARNING: 1 of 2 prompts are cut at the beginning" in said
+    assert "> batch 1 of 1\n" in said
+    assert [len(line.split()) for line in (files / "out.txt").read_text().splitlines()] == [15, 15]

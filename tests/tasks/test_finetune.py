@@ -5,6 +5,7 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
 from megatron.tasks import finetune_command, target
 from megatron.tasks.classify import read_glue, read_race
-from megatron.tasks.finetune import _best_score
+from megatron.tasks.finetune import EpochEvaluation, _best_score
 from megatron.tasks.main import main
 from megatron.tasks.target import Predictions
 from megatron.training.build import build_run
@@ -566,3 +567,20 @@ def test_a_damaged_record_of_the_best_weights_is_no_score(tmp_path, record):
     """No score beats NaN or infinity, so the best weights would never be saved again."""
     (tmp_path / "evaluation.json").write_text(record)
     assert _best_score(tmp_path, ("accuracy",)) == -2.0
+
+
+@pytest.mark.parametrize(
+    ("early_exit", "evaluated"),
+    [(None, [2, 3]), ("checkpointed", [2, 3]), ("immediate", [])],
+)
+def test_an_epoch_s_end_is_evaluated_unless_the_run_must_end_immediately(early_exit, evaluated):
+    found, run = [], SimpleNamespace(progress=SimpleNamespace(iteration=0))
+    callback = EpochEvaluation({2, 3}, lambda run: found.append(run.progress.iteration))
+    exit_ = early_exit and SimpleNamespace(is_immediate=early_exit == "immediate")
+    interrupted = []
+    for _ in range(4):
+        interrupted.append(callback.interrupts(run))
+        run.progress.iteration += 1
+        callback.after_step(run, None, exit_)
+    assert found == evaluated
+    assert interrupted == [False, True, True, False]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config import RunConfig
+from megatron.config.tasks import HarnessConfig
 from megatron.device import Device
 from megatron.errors import UserError
 from megatron.inference.request import Finished, Token
@@ -18,6 +19,7 @@ from megatron.parallel.layout import Layout
 from megatron.tasks import harness
 from megatron.tasks.harness import GenerationRequest, cut_at
 from tests.config.command import parse
+from tests.distributed import run_distributed
 
 _MODEL = "megatron.tasks.harness_model"
 _NAMES = {
@@ -216,3 +218,46 @@ def _generator(engine: _Engine, monkeypatch: pytest.MonkeyPatch) -> harness.Gene
     config = SimpleNamespace(data=SimpleNamespace(seq_length=4))
     loaded: Any = SimpleNamespace(layout=Layout.single(), tokenizer=_Text([]), config=config)
     return harness.Generator(loaded, Device.cpu())
+
+
+def _dispatch(layout: Layout) -> list[Any]:
+    called: list[Any] = []
+
+    def double(argument: Any) -> Any:
+        called.append(argument)
+        return 2 * argument
+
+    workers = harness.Workers(layout.world, {"double": double})
+    if layout.world.rank:
+        workers.serve()
+    else:
+        assert [workers.call("double", argument) for argument in (3, "a")] == [6, "aa"]
+        workers.end()
+    return called
+
+
+def test_all_ranks_run_what_the_first_one_calls_until_it_ends() -> None:
+    assert run_distributed(2, _dispatch) == [[3, "a"], [3, "a"]]
+
+
+@pytest.mark.parametrize(("given", "limit"), [(None, None), (0.5, 0.5), (1.0, 1), (20.0, 20)])
+def test_a_limit_is_a_share_or_a_number_of_samples(
+    given: float | None, limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def evaluate(**arguments: Any) -> dict[str, Any]:
+        asked.append(arguments["limit"])
+        return {"results": {}}
+
+    manager = SimpleNamespace(match_tasks=lambda names: names)
+    modules = {
+        "lm_eval": {"simple_evaluate": evaluate},
+        "lm_eval.tasks": {"TaskManager": lambda **_: manager},
+    }
+    for name, content in modules.items():
+        stand_in = ModuleType(name)
+        vars(stand_in).update(content)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    harness._run_harness(None, HarnessConfig(lm_eval_tasks=("a",), lm_eval_limit=given))  # type: ignore[arg-type]
+    assert [(one, type(one)) for one in asked] == [(limit, type(limit))]

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from megatron.models.plan import HeadSpec
 from megatron.tasks.results import format_table, write_results
-from megatron.tasks.target import accuracy, class_metrics, class_rows, matthews
+from megatron.tasks.target import Target, accuracy, class_metrics, class_rows, matthews
 
 
 def test_two_classes():
@@ -41,3 +42,13 @@ def test_three_classes_by_name():
 def test_what_is_no_number_becomes_null(tmp_path):
     write_results(tmp_path / "deep" / "r.json", {"results": {"ppl": math.inf, "n": 3}})
     assert '"ppl": null' in (tmp_path / "deep" / "r.json").read_text()
+
+
+def test_a_class_that_neither_occurs_nor_is_predicted():
+    assert class_rows([[2, 0], [0, 0]], ("a", "b"))[1] == ["b", 0, 0, 0.0, 0.0, 0.0]
+
+
+def test_the_head_of_a_target():
+    assert Target("T", ("a", "b", "c")).head == HeadSpec(3, 1)
+    assert Target("T", tuple("ABCD"), texts=4).head == HeadSpec(1, 4)
+    assert Target("T", span=(0, 5)).head == HeadSpec(1, 1)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jinja2.defaults import DEFAULT_FILTERS
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import chat_template
@@ -251,3 +252,36 @@ def test_a_template_that_writes_messages_differently_later_is_refused() -> None:
     merged = _MARKED.replace("{% for m in messages %}", "{% for m in messages[:2] %}")
     with pytest.raises(DataError, match=r"marks 1 spans .* assistant has 3 turns"):
         trained_text(ChatTemplate(merged, {}), Chat(_TURNS), last_only=True)
+
+
+# The reasoning before an answer is only written if the answer is the last message.
+_REASONING = (
+    "{% for m in messages %}<{{ m.role[0] }}>"
+    "{% if m.role == 'assistant' and loop.last %}(thought)\n{% endif %}{{ m.content }};"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def test_answers_whose_reasoning_is_dropped_later_are_trained_on() -> None:
+    text, spans = trained_text(ChatTemplate(_REASONING, {}), Chat(_TURNS))
+    assert text == "<u>u0;<a>a0;<u>u1;<a>a1;<u>u2;<a>(thought)\na2;"
+    assert [text[start:end] for start, end in spans] == ["a0;", "a1;", "(thought)\na2;"]
+    silent = [turn | {"content": ""} if turn["content"] == "a0" else turn for turn in _TURNS]
+    with pytest.raises(DataError, match="writes message 2 differently when more messages follow"):
+        trained_text(ChatTemplate(_REASONING, {}), Chat(silent))
+
+
+def test_a_template_computes_nothing_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jinja's optimizer would apply filters to constants, such as `'a' | center(3000000000)`."""
+    computed: list[str] = []
+
+    def upper(text: str) -> str:
+        computed.append(text)
+        return text.upper()
+
+    monkeypatch.setitem(DEFAULT_FILTERS, "upper", upper)
+    for source in ("{{ 'a' | upper }}", "{% set x = 'a' | upper %}{{ x }}"):
+        template = ChatTemplate(source, {})
+        assert computed == []
+        assert template.render([]) == "A"
+        assert computed.pop() == "a"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import build_tokenizer, fast_bpe
 from megatron.tokenizer.fast_bpe import (
+    GigatokenEncoder,
     TiktokenEncoder,
     build_encoder,
     byte_of_character,
@@ -357,3 +359,17 @@ def test_a_small_compiled_file_is_read_again(tmp_path, cache_folder):
     assert again.tokenize("abba") == fresh.tokenize("abba")
     compiled.write_bytes(compiled.read_bytes()[:-1])
     assert compiled_encoder(compiled.stem.split("-")[0]) is None
+
+
+def test_an_encoder_is_renewed_once_it_has_seen_enough(monkeypatch):
+    """It remembers every word, so its memory would grow without end."""
+    monkeypatch.setattr("megatron.tokenizer.fast_bpe._RESET_AFTER", 10)
+    built: list[SimpleNamespace] = []
+
+    def load() -> SimpleNamespace:
+        built.append(SimpleNamespace(encode=lambda text: np.array([len(built)])))
+        return built[-1]
+
+    encoder = GigatokenEncoder(load)
+    by = [int(encoder.encode(texts)[0][0]) for texts in (["abcd", "efgh"], ["ijk"], ["l"], ["m"])]
+    assert by == [1, 1, 2, 2]  # 8 characters, 11, and one each of the second

@@ -263,6 +263,15 @@ def test_huggingface_settings_name_the_special_tokens(tokenizer_folder):
         _ = tokenizer.bos
 
 
+@pytest.mark.parametrize("entry", ["<none>", {"content": "<none>"}, {}, 3, None, ["</s>"]])
+def test_huggingface_settings_may_name_what_the_vocabulary_lacks(tokenizer_folder, entry):
+    settings = {"eos_token": entry, "pad_token": "[PAD]"}
+    (tokenizer_folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder))
+    assert tokenizer.pad == 2
+    assert tokenizer.special_ids("eos") == frozenset()
+
+
 def test_huggingface_settings_must_be_an_object(tokenizer_folder):
     (tokenizer_folder / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(DataError, match="tokenizer_config.json: expected a JSON object"):
@@ -502,6 +511,14 @@ def test_a_rank_that_is_no_id(tmp_path, rank):
     lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
     path.write_text("".join(lines) + f"YWI= {rank}\n")
     with pytest.raises(DataError, match=r"x.tiktoken"):
+        build("TikTokenizer", tokenizer_model=str(path))
+
+
+def test_a_piece_that_is_not_base64_is_named(tmp_path):
+    path = tmp_path / "x.tiktoken"
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
+    path.write_text("".join(lines) + "Y*WI= 256\n")
+    with pytest.raises(DataError, match="x.tiktoken:257: expected a line `base64 rank`"):
         build("TikTokenizer", tokenizer_model=str(path))
 
 

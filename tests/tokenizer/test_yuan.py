@@ -148,3 +148,19 @@ def test_sentinels_are_those_of_the_vocabulary(small, count, monkeypatch):
     Path(small).write_text("\n".join(entries))
     tokenizer = build("EncDecTokenizer", vocab_file=small)
     assert tokenizer.additional_special_tokens_ids == [*range(17, 17 + count)]
+
+
+def test_the_longest_word_and_the_ends_of_texts(small, monkeypatch):
+    monkeypatch.setattr(wordpiece, "_segmenter", lambda: str.split)
+    tokenizer = build("EncDecTokenizer", vocab_file=small)
+    entries = [tokenizer.inv_vocab[i] for i in tokenizer.tokenize("b" * 200)]
+    assert entries == ["b", *["##b"] * 199]
+    assert tokenizer.tokenize("b" * 201) == [_ENTRIES.index("<unk>")]
+    assert (tokenizer.bos, tokenizer.eos) == (_ENTRIES.index("<s>"), _ENTRIES.index("</s>"))
+
+
+def test_an_entry_with_any_chinese_character_has_no_mark_within_a_word(small, monkeypatch):
+    monkeypatch.setattr(wordpiece, "_segmenter", lambda: str.split)
+    Path(small).write_text("\n".join([*_ENTRIES, "中b"]))
+    tokenizer = build("EncDecTokenizer", vocab_file=small)
+    assert [tokenizer.inv_vocab[i] for i in tokenizer.tokenize("a中b")] == ["a", "中b"]
