@@ -1,4 +1,4 @@
-"""Compiled CUDA kernels that the CUDA driver loads, and their registration as PyTorch operators.
+"""Compiled CUDA kernels, loaded by the CUDA driver and registered as PyTorch operators.
 
 The library is found or built once, when a model is built, and then passed to the functions that
 launch its kernels:
@@ -7,9 +7,9 @@ launch its kernels:
     norm = choose_add_norm(choice.library)  # without a library: plain PyTorch
     print(choice)
 
-An operation's module declares, in `Kernel` constants, which kernels it launches and how. It
-registers each function that launches them as an `operator`, so that compilers and exporters can
-trace it.
+The module of an operation declares in `Kernel` constants which kernels the operation launches, and
+how. It registers each function that launches kernels as an `operator`, so that compilers and
+exporters can trace the function.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from megatron.kernels.driver import Driver, DriverError, LaunchTarget, PreparedL
 from megatron.kernels.plans import KINDS, Arguments, Number, Plan, PlanError, Pointer
 from megatron.kernels.sources import parameters
 
-OLDEST_CAPABILITY = (8, 0)  # the first with bf16 and asynchronous copies
+OLDEST_CAPABILITY = (8, 0)  # the first GPUs with bf16 and asynchronous copies
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in common.cuh
 VECTOR_BYTES = 16  # the size of a kernel's reads and writes
 
-MAX_PLANS = 4096  # per thread; every new size adds one
-EARLY_CAPABILITY = (9, 0)  # the first with programmatic dependent launch
+MAX_PLANS = 4096  # the number of prepared plans per thread; every new size adds one
+EARLY_CAPABILITY = (9, 0)  # the first GPUs with programmatic dependent launch
 
 Argument = Tensor | int | float | None
 
 
 class KernelError(RuntimeError):
-    """A wrong kernel call or a launch that CUDA rejected, which is a bug in our code."""
+    """An invalid kernel call, or a launch that CUDA rejected, which is a bug in this package."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Kernel:
 
     Attributes:
         name: The name of the operation.
-        kinds: One letter per argument: p for a contiguous tensor or `None`, v for a tensor of any
-            strides (which are arguments too), i for an integer or a dtype code, d for a float.
-        plan: A function of the arguments that returns the launches.
+        kinds: A letter for each argument: p for a contiguous tensor or `None`, v for a tensor with
+            any strides (which are also arguments), i for an integer or a dtype code, d for a float.
+        plan: A function that returns the launches, given the arguments.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Kernel:
 
         Args:
             name: The name of the operation.
-            arguments: A named tuple. Its fields have types in `KINDS`, optionally with `None`, and
-                its `plan` returns the launches.
+            arguments: A named tuple with a method `plan` that returns the launches. The types of
+                its fields are in `KINDS`, optionally with `None`.
         """
         types = [get_args(hint) or (hint,) for hint in get_type_hints(arguments).values()]
         kinds = "".join(KINDS[hint] for union in types for hint in union if hint in KINDS)
@@ -96,20 +96,20 @@ class _Thread(threading.local):
 
 
 class KernelLibrary:
-    """Compiled kernels for one GPU architecture."""
+    """Compiled kernels for one GPU architecture.
+
+    Args:
+        path: The file of the library, as `build` names it.
+        driver: The driver that loads the code; `None` means this machine's driver.
+
+    Raises:
+        OSError: The file is unsafe or damaged (`read_built`), or there is no driver.
+        DriverError: The driver rejects the code, for example because the driver is for an older
+            CUDA version.
+    """
 
     def __init__(self, path: Path | str, driver: Driver | None = None) -> None:
-        """Read the library.
-
-        Args:
-            path: The library's file, as `build` names it.
-            driver: The driver that loads the code; `None` means this machine's driver.
-
-        Raises:
-            OSError: The file is unsafe or damaged (`read_built`), or there is no driver.
-            DriverError: The driver rejects the code, for example because the driver is for an older
-                CUDA.
-        """
+        """Read the file and load its code."""
         self.path = str(path)
         codes, self._kernels = split(read_built(Path(path)))
         self._driver = driver or Driver(system_library("libcuda.so.1"))
@@ -119,7 +119,7 @@ class KernelLibrary:
         self._handles: dict[str, int] = {}
 
     def check(self, gpu: int) -> None:
-        """Check that the GPU has a context and that the driver finds the kernels in it.
+        """Check that the GPU has a context and that the driver finds all kernels.
 
         Raises:
             DriverError: The driver reports an error.
@@ -129,10 +129,14 @@ class KernelLibrary:
             self._handle_of(name)
 
     def launch(self, kernel: Kernel, *arguments: Argument) -> None:
-        """Run a kernel on PyTorch's current stream for the first tensor's device.
+        """Launch an operation's kernels on the current stream of the first tensor's device.
+
+        Args:
+            kernel: The operation.
+            arguments: The arguments of the operation, as described by `kernel.kinds`.
 
         Raises:
-            KernelError: An argument does not match the kernel, or CUDA reports an error.
+            KernelError: An argument does not match the operation, or CUDA reports an error.
         """
         values, shape, tensor = _read(kernel, arguments)
         gpu = tensor.get_device()
@@ -157,7 +161,7 @@ class KernelLibrary:
         tensor: Tensor,
         stream: int,
     ) -> int:
-        """Make the launches in the kernel's plan, and return the driver's error code or 0."""
+        """Run the launches of an operation, and return the driver's error code, or 0."""
         plans = self._thread.plans
         key = (kernel.name, tensor.get_device(), stream, *shape)
         prepared = plans.get(key)
@@ -176,7 +180,12 @@ class KernelLibrary:
     def _prepare(
         self, kernel: Kernel, arguments: Sequence[Argument], tensor: Tensor, stream: int
     ) -> PreparedLaunches:
-        """Call a kernel's plan and prepare its launches."""
+        """Return the prepared launches of an operation's plan.
+
+        Raises:
+            KernelError: The operation does not support the arguments, or the driver reports an
+                error.
+        """
         plan_arguments: list[Pointer | Number | int | None] = []
         for index, (kind, value) in enumerate(zip(kernel.kinds, arguments, strict=True)):
             if kind == "i":
@@ -216,7 +225,10 @@ class KernelLibrary:
 def _read(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], list[Any], Tensor]:
     """Return a call's addresses and numbers, the values its plan depends on, and its first tensor.
 
-    This runs about a thousand times per training step.
+    This function runs about a thousand times per training step.
+
+    Raises:
+        KernelError: An argument does not match the operation.
     """
     if len(arguments) != len(kernel.kinds):
         raise KernelError(f"{kernel.name} takes {len(kernel.kinds)} arguments")
@@ -248,7 +260,7 @@ def _read(kernel: Kernel, arguments: Sequence[Argument]) -> tuple[list[Any], lis
 
 
 def system_library(name: str) -> ctypes.CDLL:
-    """Return a library that the dynamic linker finds by name, for example one loaded by PyTorch.
+    """Load a library that the dynamic linker finds by name, for example one loaded by PyTorch.
 
     Raises:
         OSError: There is no such library.
@@ -258,12 +270,12 @@ def system_library(name: str) -> ctypes.CDLL:
 
 @cache
 def open_library(path: str) -> KernelLibrary:
-    """Return the library at a path, loaded once per process."""
+    """Load the library at a path, once per process."""
     return KernelLibrary(path)
 
 
 class _ShapesOnly(KernelLibrary):
-    """A substitute for a library that launches nothing and therefore computes only shapes."""
+    """A stand-in for a library that launches nothing, so functions compute only shapes."""
 
     def __init__(self) -> None:
         """Load nothing."""
@@ -281,12 +293,12 @@ _REAL_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def is_traced(x: Tensor) -> bool:
-    """Return whether a compiler or exporter is tracing x instead of computing with it."""
+    """Return whether a compiler or exporter is tracing operations on `x`."""
     return torch.compiler.is_compiling() or type(x) not in _REAL_TYPES
 
 
 def supports(x: Tensor, *more: Tensor | None) -> bool:
-    """Return whether kernels support these tensors: not empty, aligned, of one supported type."""
+    """Return whether kernels support these tensors: non-empty, aligned, of one supported dtype."""
     return (
         x.dtype in DTYPE_CODES
         and x.numel() > 0
@@ -296,7 +308,7 @@ def supports(x: Tensor, *more: Tensor | None) -> bool:
 
 
 def aligned(x: Tensor, *more: Tensor | None) -> bool:
-    """Return whether 16-byte accesses may start at each tensor's first element.
+    """Return whether the first element of each tensor is aligned to 16 bytes.
 
     Traced tensors have no address. They count as aligned, because an `Operator` copies unaligned
     tensors.
@@ -309,25 +321,25 @@ def aligned(x: Tensor, *more: Tensor | None) -> bool:
 
 
 class Operator:
-    """A function that launches kernels, registered as `torch.ops.megatron.NAME`.
+    """A function that launches kernels, registered as the operator `torch.ops.megatron.NAME`.
 
-    While a compiler or exporter traces the model, a call becomes that operator in its graph.
+    While a compiler or exporter traces the model, a call becomes this operator in the graph.
     Otherwise the function runs directly. A direct call with autograd takes 7.5 us of host time. The
     dispatcher would add 2 to 3 us, and the wrapper of `torch.library.custom_op` 10 to 15 us. In
     small models, GPUs wait for the host.
 
     The operator takes the library's path instead of the library, and has no parameters with
     defaults. It returns empty tensors for results that are `None`.
+
+    Args:
+        function: A function of a `KernelLibrary`, a tensor and other arguments. Its name and
+            annotations define the schema. It allocates the results, which may not share memory with
+            arguments, and launches kernels.
+        changes: The names of the arguments that the function changes in place.
     """
 
     def __init__(self, function: Callable[..., Any], changes: Sequence[str] = ()) -> None:
-        """Register a function, whose name and annotations define the operator's schema.
-
-        Args:
-            function: A function of a `KernelLibrary`, a tensor and other arguments. It allocates
-                the results, which may not share memory with arguments, and launches kernels.
-            changes: The names of the arguments that it changes in place.
-        """
+        """Register the function."""
         self.function = function
         self.name = f"megatron::{function.__name__}"
         _REGISTRY.define(_schema(function, changes), tags=[torch.Tag.pt2_compliant_tag])
@@ -340,13 +352,13 @@ class Operator:
         _REGISTRY.impl(function.__name__, self._shape, "Meta")
 
     def __call__(self, library: KernelLibrary | str, x: Tensor, *rest: Any, **direct: Any) -> Any:
-        """Call the operator if x is traced, otherwise the function.
+        """Call the operator if `x` is traced, otherwise the function.
 
         Args:
             library: The library or its path.
             x: The first tensor.
             rest: The other arguments.
-            direct: Arguments that only the function takes. They are ignored while tracing.
+            direct: Keyword arguments that only the function takes. They are ignored while tracing.
         """
         if is_traced(x):
             return self.overload(library if isinstance(library, str) else library.path, x, *rest)
@@ -360,17 +372,14 @@ class Operator:
         keep: Callable[..., None],
         forward: Callable[..., Any] | None = None,
     ) -> Callable[..., Any]:
-        """Register the functions that compute gradients.
+        """Return the function with a backward pass. All of its arguments are positional.
 
         Args:
-            backward: A function of ctx and the results' gradients. It returns the arguments'
-                gradients.
+            backward: A function of ctx and the gradients of the results. It returns the gradients
+                of the arguments.
             keep: A function of ctx, inputs and output. It saves in ctx what `backward` needs.
-            forward: A function of ctx and the inputs that replaces the function and `keep` outside
-                tracing. Its results may be views of arguments. `None` replaces nothing.
-
-        Returns:
-            The function with gradients, which takes all of its arguments by position.
+            forward: A function of ctx and the inputs that runs instead of the function and `keep`
+                outside tracing. Its results may be views of arguments. `None` for none.
         """
         torch.library.register_autograd(self.name, backward, setup_context=keep, lib=_REGISTRY)
 
@@ -404,7 +413,11 @@ class Operator:
 
 
 def operator(*changes: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Return a decorator that creates an `Operator`, which changes these arguments in place."""
+    """Return a decorator that creates an `Operator`.
+
+    Args:
+        changes: The names of the arguments that the decorated function changes in place.
+    """
     return partial(Operator, changes=changes)
 
 
@@ -431,7 +444,12 @@ def _without_none(results: Any, like: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class LibraryChoice:
-    """The chosen library (`None` for plain PyTorch) and the reason for the choice."""
+    """The chosen library, and the reason for the choice.
+
+    Attributes:
+        library: The library; `None` for plain PyTorch.
+        reason: The GPU architecture, or the reason for using plain PyTorch.
+    """
 
     library: KernelLibrary | None
     reason: str
@@ -445,9 +463,9 @@ class LibraryChoice:
 def find_library(device: torch.device) -> LibraryChoice:
     """Return the library for a device, compiling it first if necessary.
 
-    Compiling takes a while, so call this before processes wait for each other. This function never
-    raises an error. Without a library, PyTorch's slower operations are used, and on a GPU a printed
-    line says why.
+    Compilation takes a while, so call this function before processes wait for each other. It never
+    raises an error. Without a library, PyTorch's slower operations are used, and on a GPU a line
+    with the reason is printed.
     """
     gpu_device = Device(device)
     if not gpu_device.is_gpu:
@@ -484,10 +502,10 @@ def _load(path: Path, device: Device) -> KernelLibrary:
 
 
 def find_or_build(architecture: str) -> Path:
-    """Return the library file for an architecture: installed, cached, or compiled now.
+    """Return the path of the library for an architecture: installed, cached, or compiled now.
 
     Raises:
-        BuildError: There is no file, and it cannot be compiled.
+        BuildError: There is no library, and it cannot be compiled.
     """
     report = print_to_stderr if local_rank() == 0 else discard_line
     installed = find_built(architecture, PREBUILT, report)

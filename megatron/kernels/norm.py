@@ -1,7 +1,7 @@
-"""Normalization over the last dimension, with fp32 statistics and results in the weight's type.
+"""Normalization over the last dimension, with fp32 statistics and results in the weight's dtype.
 
 `normalize` is LayerNorm or RMSNorm. `add_norm` first adds a layer's output to the residual stream.
-The CUDA kernel does both in one pass over memory.
+The CUDA kernel does both in a single pass over memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.kernels.plans import (
 )
 from megatron.kernels.sources import instance
 
-LONGEST_ROW = {2: 16384, 4: 8192}  # elements, keyed by bytes per weight; as in rows.cuh
+LONGEST_ROW = {2: 16384, 4: 8192}  # in elements, by the bytes per weight, as in rows.cuh
 _STATIC_SHARED = 1024  # bytes that norm_backward.cu uses, with a margin
 
 
@@ -74,9 +74,9 @@ class _AddNormForward(NamedTuple):
 
 
 class _AddNormBackward(NamedTuple):
-    """The backward pass of `_AddNormForward`. Blocks loop over rows; then their sums are added.
+    """The backward pass of `_AddNormForward`. Blocks loop over rows, and then their sums are added.
 
-    Tensors have the types of the forward pass.
+    Tensors have the dtypes of the forward pass.
     """
 
     total: Pointer
@@ -133,8 +133,8 @@ ADD_NORM_FORWARD = Kernel.of("add_norm_forward", _AddNormForward)
 ADD_NORM_BACKWARD = Kernel.of("add_norm_backward", _AddNormBackward)
 
 
-# (residual, delta, weight, bias, epsilon, fused_amaxes) -> (sum, normalized sum), as in `add_norm`
 AddNorm = Callable[..., tuple[Tensor, Tensor]]
+"""An implementation of `add_norm`, with the same arguments and results."""
 
 
 def choose_add_norm(library: KernelLibrary | None) -> AddNorm:
@@ -147,6 +147,15 @@ def normalize_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon:
 
     LayerNorm is (x - mean) / sqrt(variance + epsilon) * weight + bias. RMSNorm uses 0 as the mean
     and has no bias.
+
+    Args:
+        x: The input [..., h].
+        weight: The weight [h].
+        bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
+        epsilon: The number added to the variance.
+
+    Returns:
+        The result [..., h] in the dtype of the weight.
     """
     x = x.float()
     centred = x if bias is None else x - x.mean(dim=-1, keepdim=True)
@@ -156,9 +165,9 @@ def normalize_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon:
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Compute `normalize_reference` with PyTorch's fused kernels."""
+    """Compute `normalize_reference`, with the same arguments, using PyTorch's fused kernels."""
     dtype = weight.dtype
-    if x.dtype != dtype:  # an fp32 residual stream enters a layer of 16-bit weights
+    if x.dtype != dtype:  # an fp32 residual stream enters a layer with 16-bit weights
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, epsilon).to(dtype)
@@ -173,19 +182,20 @@ def add_norm(
     epsilon: float,
     fused_amaxes: FusedAmaxes = NO_FUSED_AMAXES,
 ) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream and normalize the sum with PyTorch's operations.
+    """Add an update to the residual stream and normalize the sum, with PyTorch's operations.
 
     Args:
-        residual: The residual stream [..., h], of the weights' type or fp32.
-        delta: The update [..., h], of the weights' type; `None` adds nothing.
+        residual: The residual stream [..., h], in the dtype of the weight or fp32.
+        delta: The update [..., h], in the dtype of the weight; `None` adds nothing.
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
-        fused_amaxes: Where to store the amaxes of the normalized sum and of delta's gradient. Only
-            the kernel measures these amaxes.
+        fused_amaxes: Where to store the amaxes of the normalized sum and of the gradient of delta.
+            Only the kernel computes these amaxes.
 
     Returns:
-        The sum in the residual's type, and the normalized sum in the weights' type.
+        The sum [..., h] in the dtype of the residual, and the normalized sum [..., h] in the dtype
+        of the weight.
     """
     total = residual if delta is None else residual + delta
     return total, normalize(total, weight, bias, epsilon)
@@ -200,11 +210,11 @@ def fused_add_norm(
     epsilon: float,
     fused_amaxes: FusedAmaxes = NO_FUSED_AMAXES,
 ) -> tuple[Tensor, Tensor]:
-    """Add and normalize with one kernel, with the arguments of `add_norm`.
+    """Compute `add_norm`, with the same arguments and results, using one kernel.
 
-    The backward kernel takes the gradients of both results. It computes the gradients of the sum,
-    the weight and the bias deterministically. PyTorch's operations handle sizes that the kernels do
-    not support.
+    The backward kernel takes the gradients of both results, and computes the gradients of the sum,
+    the weight and the bias deterministically. PyTorch's operations handle arguments that the
+    kernels do not support.
     """
     hidden, dtype = weight.numel(), weight.dtype
     fits = (
@@ -236,13 +246,13 @@ def add_norm_forward(
 
     Args:
         library: Compiled kernels.
-        residual: The residual stream [..., h], of the weights' type or fp32.
-        delta: The update [..., h], of the weights' type; `None` adds nothing.
+        residual: The residual stream [..., h], in the dtype of the weight or fp32.
+        delta: The update [..., h], in the dtype of the weight; `None` adds nothing.
         weight: The weight [h].
         bias: The bias [h] of a LayerNorm; `None` for RMSNorm.
         epsilon: The number added to the variance.
         fused_amaxes: Where to store the amaxes of the normalized sum and, in the backward pass, of
-            delta's gradient.
+            the gradient of delta.
 
     Returns:
         The sum (`None` without a delta), the normalized sum, and the moments of each row, fp32:
@@ -277,21 +287,21 @@ def add_norm_backward(
     round_for_delta: bool,
     fused_amax: FusedAmax | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Compute the gradients of `add_norm`'s arguments deterministically.
+    """Compute the gradients of the arguments of `add_norm` deterministically.
 
     Args:
         library: Compiled kernels.
-        grad_normal: The gradient of the normalized sum.
-        grad_total: The gradient of the sum; `None` if only the normalized sum was used.
-        total: The sum.
+        grad_normal: The gradient of the normalized sum, [..., h].
+        grad_total: The gradient of the sum, [..., h]; `None` if only the normalized sum was used.
+        total: The sum, [..., h].
         weight: The weight [h].
         moments: The moments that `add_norm_forward` returned.
-        round_for_delta: Whether to also return the sum's gradient in the weight's type.
-        fused_amax: Where to store the amax of the sum's gradient in the weight's type.
+        round_for_delta: Whether to also return the gradient of the sum in the dtype of the weight.
+        fused_amax: Where to store the amax of the gradient of the sum in the dtype of the weight.
 
     Returns:
-        The gradients of the sum in its own type, of the sum in the weight's type (`None` unless
-        requested), of the weight, and of the bias (`None` for RMSNorm).
+        The gradients of the sum in its own dtype, of the sum in the dtype of the weight (`None`
+        unless requested), of the weight, and of the bias (`None` for RMSNorm).
     """
     hidden, (kinds, rows) = weight.numel(), moments.shape
     grad_normal, total = grad_normal.contiguous(), total.contiguous()

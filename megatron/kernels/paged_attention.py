@@ -1,13 +1,13 @@
 """Attention from new tokens to a key-value cache that is stored in blocks.
 
 A layer's cache consists of two tensors [slots, g, d], or of one tensor [slots, 1, w] with latent
-vectors, from which keys and values are computed. Block i begins at slot i * block_size. A pass has
-s tokens of any number of sequences. First come the sequences that add a single token each
-("singles"), then chunks of prompts.
+vectors, from which keys and values are computed. Block i begins at slot i * block_size. A step
+processes s tokens of any number of sequences. The sequences that add a single token each
+("singles") come first, followed by chunks of prompts.
 
 In 16 bits on a GPU, the kernels process the keys of a query in an order that depends only on the
-keys' positions. The bits of the result therefore do not depend on the other sequences or on where a
-prompt is cut.
+positions of the keys. The bits of the result therefore do not depend on the other sequences or on
+where a prompt is split into chunks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.kernels.sources import FLOATS, constant, instance
 class _PagedAttention(NamedTuple):
     """Attention of one query per row: on tensor cores for 16-bit values, otherwise in fp32.
 
-    A query sees the last of its `lengths` tokens and the `window` tokens before it.
+    A query sees the last token of its sequence and the `window` tokens before it.
     """
 
     query: Pointer  # [rows, groups * per_group, head_size], like out
@@ -103,7 +103,7 @@ class _PagedAttention(NamedTuple):
 class _LatentAttention(NamedTuple):
     """Attention of one query per row to latent vectors, in 16 bits on tensor cores.
 
-    A query sees the last of its `lengths` tokens and the `window` tokens before it.
+    A query sees the last token of its sequence and the `window` tokens before it.
     """
 
     query: Pointer  # [rows, heads, width]
@@ -172,13 +172,13 @@ PAGED_ATTENTION = Kernel.of("paged_attention", _PagedAttention)
 LATENT_ATTENTION = Kernel.of("latent_attention", _LatentAttention)
 APPEND_TO_CACHE = Kernel.of("append_to_cache", _AppendToCache)
 _PLAIN = AttentionOptions()
-PART = 256  # keys that a block of threads processes, as in paged_attention.cuh
-LARGEST_VECTORS = 32  # of 16 bytes per head, as in the .cu files
-_JOIN_THREADS = 128  # of a block that merges parts of long results
+PART = 256  # the number of keys that a thread block processes, as in paged_attention.cuh
+LARGEST_VECTORS = 32  # the maximum number of 16-byte vectors per head, as in the .cu files
+_JOIN_THREADS = 128  # the maximum number of threads of a block that merges latent results
 
 
 class LatentHeads(Protocol):
-    """How a layer computes keys and values from cached vectors of w channels.
+    """The computation of a layer's keys and values from cached latent vectors of w channels.
 
     The computation is linear. Queries can therefore attend to the keys and values or, after a
     linear map, to the vectors themselves, which is cheaper if there are few queries.
@@ -193,9 +193,9 @@ class LatentHeads(Protocol):
         """Return the keys and values [l, n/t, d] of vectors [l, w].
 
         Args:
-            latent: The vectors. Their sequences may have different adapters.
-            tokens: A function that returns, for each vector, the index of a new token of its
-                sequence, int64 [l].
+            latent: The vectors [l, w]. Their sequences may have different adapters.
+            tokens: A function that returns, for each vector, the index in the step of a new token
+                of its sequence, int64 [l].
         """
         ...
 
@@ -203,24 +203,26 @@ class LatentHeads(Protocol):
         """Map queries for keys to queries for cached vectors, [s, n/t, w].
 
         Args:
-            query: Queries of the step's first tokens, [s, n/t, d].
+            query: The queries of the first tokens of the step, [s, n/t, d].
         """
         ...
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Map weighted sums of vectors to weighted sums of values.
+        """Map weighted sums of vectors to weighted sums of values, [s, n/t, d].
 
         Args:
-            mixed: Sums of vectors for the step's first tokens, [s, n/t, rank].
-
-        Returns:
-            The weighted sums of values, [s, n/t, d].
+            mixed: The weighted sums of vectors for the first tokens of the step, [s, n/t, rank].
         """
         ...
 
 
 class LatentSizes(NamedTuple):
-    """The channels of a cached latent vector, and the number from which values are computed."""
+    """The sizes of cached latent vectors.
+
+    Attributes:
+        width: The number of channels w.
+        rank: The number of leading channels from which values are computed.
+    """
 
     width: int
     rank: int
@@ -239,12 +241,12 @@ def choose_paged_attention(
     """Choose the kernels if there is a library that supports the sizes, otherwise PyTorch.
 
     Args:
-        library: The kernels; `None` if there are none.
+        library: Compiled kernels; `None` means PyTorch's operations.
         head_size: The number of channels of a head.
-        dtype: The number format of the cache.
+        dtype: The data type of the cache.
         latent: The sizes of latent vectors, if they are cached instead of keys and values.
         batch_invariant: Whether results must be bitwise identical to those of training.
-        has_slopes: Whether ALiBi's biases are added to the scores.
+        has_slopes: Whether ALiBi biases are added to the scores.
         chunk_remainder: The number of tokens in a chunk, modulo the size of a cache block.
     """
     if batch_invariant:
@@ -270,17 +272,21 @@ def choose_paged_attention(
 
 
 class PagedAttention:
-    """A plain PyTorch implementation of attention over a cache, and of writing to the cache.
+    """Attention to a cache, and writing to the cache, in plain PyTorch.
+
+    Args:
+        reason: The reason for not using kernels.
 
     Attributes:
-        name: The name for the start-up panel, with the reason if there is a choice.
-        can_capture: Whether the same kernels run for all lengths up to `Singles.longest`.
+        name: The name for the start-up panel.
+        can_capture: Whether CUDA graphs can capture `singles`, because the same kernels run for all
+            lengths up to `Singles.longest`.
     """
 
     can_capture = False
 
     def __init__(self, reason: str = "as requested") -> None:
-        """Store the reason for not using a kernel."""
+        """Store the reason."""
         self.name = f"plain PyTorch ({reason})"
 
     def singles(
@@ -291,19 +297,19 @@ class PagedAttention:
         singles: Singles,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with one query per sequence.
+        """Compute attention of one query per sequence.
 
         Args:
             query: The queries [u, n, d].
-            keys: The cached keys [slots, g, d], including the new ones.
-            values: The cached values, in the shape of the keys.
+            keys: The cached keys [slots, g, d], including those of the new tokens.
+            values: The cached values [slots, g, d].
             singles: The sequences.
             options: The attention options; the mask and `causal` are not used.
 
         Returns:
             The results [u, n, d], which are undefined for sequences without tokens.
         """
-        # The heads of a group are passed as positions, which share keys, so that no key is copied.
+        # Heads of a group are passed as positions, which share keys, so that no key is copied.
         key, value, visible = self._gathered(keys, values, singles, options)
         by_group = query.unflatten(1, (keys.shape[1], -1))
         if options.slopes is not None:
@@ -326,11 +332,11 @@ class PagedAttention:
         singles: Singles,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with one query per sequence to latent vectors.
+        """Compute attention of one query per sequence to latent vectors.
 
         Args:
             query: The queries [u, n, d].
-            vectors: The cached vectors [slots, 1, w], including the new ones.
+            vectors: The cached vectors [slots, 1, w], including those of the new tokens.
             heads: The computation of keys and values from the vectors.
             singles: The sequences.
             options: The attention options; the mask and `causal` are not used.
@@ -345,7 +351,7 @@ class PagedAttention:
     def _gathered(
         self, keys: Tensor, values: Tensor, singles: Singles, options: AttentionOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sequences' keys and values [u, g, l, d] and their visibility [u, 1, 1, l].
+        """Return keys and values [u, g, l, d] by sequence, and which are visible, [u, 1, 1, l].
 
         l is the length of the longest sequence, or of a chunk.
         """
@@ -373,25 +379,21 @@ class PagedAttention:
         chunks: Chunks,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with consecutive tokens of prompts.
-
-        Args:
-            query: The queries of the new tokens, [s, n, d].
-            key: The keys of the new tokens, [s, g, d].
-            value: The values of the new tokens, [s, g, d].
-            cache: The cached keys and values [slots, g, d], including those of the new tokens.
-            chunks: The sequences.
-            options: The attention options; the mask and `causal` are not used.
-
-        Returns:
-            The results [s, n d].
-        """
+        """Compute attention of consecutive tokens of prompts (see `chunk_attention`)."""
         return chunk_attention(query, key, value, cache, chunks, options)
 
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        """Write key and value [s, g, d] to `slots`, int64 [s], of the cache [slots, g, d]."""
+        """Write new keys and values to the cache.
+
+        Args:
+            key: The keys of the new tokens, [s, g, d].
+            value: The values of the new tokens, [s, g, d].
+            keys: The cached keys [slots, g, d].
+            values: The cached values [slots, g, d].
+            slots: The slot of each new token, int64 [s].
+        """
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
 
@@ -411,7 +413,7 @@ class BatchInvariantPaged(PagedAttention):
         singles: Singles,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with one query per sequence."""
+        """Compute attention of one query per sequence."""
         key, value, visible = self._gathered(keys, values, singles, options)
         return attend(query.unsqueeze(2), key, value, visible, options).squeeze(2)
 
@@ -423,7 +425,10 @@ class BatchInvariantPaged(PagedAttention):
         singles: Singles,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with one query per sequence, computing keys and values as training does."""
+        """Compute attention of one query per sequence to keys and values computed from vectors.
+
+        The keys and values are computed in the same way as in training.
+        """
         latent, _, visible = self._gathered(vectors, vectors[..., :0], singles, options)
         sequences, _, length, _ = latent.shape
         indices = torch.arange(sequences, device=latent.device)
@@ -443,7 +448,7 @@ class BatchInvariantPaged(PagedAttention):
         chunks: Chunks,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with consecutive tokens of prompts, one sequence at a time."""
+        """Compute attention of consecutive tokens of prompts, one sequence at a time."""
         if options.chunk is not None:
             chunks = chunks.within(options.chunk)
         if chunks.slots is not None:
@@ -460,9 +465,12 @@ class BatchInvariantPaged(PagedAttention):
 
 
 class FusedPaged(PagedAttention):
-    """Attention in two kernels. One attends to parts of the cache, the other merges the results.
+    """Attention to a cache in two kernels: one for parts of the cache, and one to merge results.
 
     The bits of a sequence's result do not depend on the other sequences.
+
+    Args:
+        library: Compiled kernels.
     """
 
     can_capture = True
@@ -480,7 +488,7 @@ class FusedPaged(PagedAttention):
         singles: Singles,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with one query per sequence."""
+        """Compute attention of one query per sequence."""
         if options.chunk is not None:
             singles = singles.within(options.chunk)
         return paged_attention(
@@ -497,7 +505,7 @@ class FusedPaged(PagedAttention):
         singles: Singles,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with one query per sequence to latent vectors."""
+        """Compute attention of one query per sequence to latent vectors."""
         mixed = latent_attention(
             self._library,
             *(heads.absorbed(query), vectors, heads.rank, singles.tables, singles.lengths),
@@ -508,7 +516,7 @@ class FusedPaged(PagedAttention):
     def append(
         self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        """Write key and value to `slots` of the cache, using a kernel."""
+        """Write new keys and values to the cache with a kernel."""
         append_to_cache(self._library, key, value, keys, values, slots)
 
 
@@ -524,7 +532,22 @@ def paged_attention(
     block_size: int,
     options: AttentionOptions = _PLAIN,
 ) -> Tensor:
-    """Attend with one query per sequence, like `PagedAttention.singles`, with the kernels."""
+    """Compute attention of one query per sequence with kernels.
+
+    Args:
+        library: Compiled kernels.
+        query: The queries [u, n, d].
+        keys: The cached keys [slots, g, d], including those of the new tokens.
+        values: The cached values [slots, g, d].
+        tables: The cache blocks of each sequence, int32 [u, m].
+        lengths: The number of tokens of each sequence, int32 [u].
+        longest: An upper bound on the lengths.
+        block_size: The number of tokens in a cache block.
+        options: The attention options; the mask, `causal` and `slopes` are not used.
+
+    Returns:
+        The results [u, n, d], which are undefined for sequences without tokens.
+    """
     query, sinks, window = query.contiguous(), options.sinks, options.window
     rows, heads, size = query.shape
     groups, parts = keys.shape[1], -(-longest // PART)
@@ -556,9 +579,21 @@ def latent_attention(
     block_size: int,
     options: AttentionOptions = _PLAIN,
 ) -> Tensor:
-    """Attend with queries [u, n, w] to cached vectors [slots, 1, w], with the kernel.
+    """Compute attention of one query per sequence to cached latent vectors with kernels.
 
-    The result [u, n, rank] has the weighted sums of the vectors' first channels.
+    Args:
+        library: Compiled kernels.
+        query: The queries [u, n, w].
+        vectors: The cached vectors [slots, 1, w], including those of the new tokens.
+        rank: The number of leading channels of the vectors that are summed.
+        tables: The cache blocks of each sequence, int32 [u, m].
+        lengths: The number of tokens of each sequence, int32 [u].
+        longest: An upper bound on the lengths.
+        block_size: The number of tokens in a cache block.
+        options: The attention options; the mask, `causal` and `slopes` are not used.
+
+    Returns:
+        The weighted sums of the vectors' leading channels, [u, n, rank].
     """
     query, sinks, window = query.contiguous(), options.sinks, options.window
     rows, heads, width = query.shape
@@ -583,7 +618,7 @@ def latent_attention(
 def append_to_cache(
     library: KernelLibrary, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor
 ) -> None:
-    """Write key and value [s, g, d] to `slots` of the cached keys and values with a kernel."""
+    """Write new keys and values to the cache with a kernel (see `PagedAttention.append`)."""
     key, value = key.contiguous(), value.contiguous()
     width = key[0].numel() * key.element_size() // VECTOR_BYTES
     library.launch(APPEND_TO_CACHE, key, value, keys, values, slots, len(slots), width)
@@ -597,7 +632,7 @@ def chunk_attention(
     chunks: Chunks,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attend from new tokens to themselves and to the earlier tokens of their sequences.
+    """Compute causal attention of new prompt tokens over all tokens of their sequences.
 
     Args:
         query: The queries of the new tokens, [s, n, d].
@@ -632,7 +667,15 @@ def describe_chunks(
     is_bounded: bool = False,
     has_slopes: bool = False,
 ) -> str:
-    """Describe for the start-up panel which kernels `chunk_attention` uses, and why."""
+    """Describe the kernels that `chunk_attention` uses, for the start-up panel.
+
+    Args:
+        head_size: The number of channels of a head.
+        dtype: The data type of queries, keys and values.
+        device: The device on which attention runs.
+        is_bounded: Whether scores are bounded (`AttentionOptions.softcap`).
+        has_slopes: Whether ALiBi biases are added to the scores.
+    """
     problem = flash_problem(head_size, dtype, device)
     if is_bounded or has_slopes:
         problem = f"flash kernels do not {'bound' if is_bounded else 'add biases to'} scores"
@@ -642,15 +685,18 @@ def describe_chunks(
 def _with_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attend from heads of u sequences [u, g, n/g, d] to keys and values [u, g, l, d].
+    """Compute attention of one query per sequence, with all scores in memory.
 
     Args:
-        query: The query heads, by group; the heads of a group share its keys.
-        key: The keys.
-        value: The values.
-        mask: bool [u, 1, 1, l], True where a query may attend; or values [u, g, n/g, l] that are
-            added to the scores.
-        options: Scale, bound on the scores and sinks.
+        query: The query heads by group, [u, g, n/g, d].
+        key: The keys [u, g, l, d].
+        value: The values [u, g, l, d].
+        mask: A mask, bool [u, 1, 1, l], True where a query may attend; or values [u, g, n/g, l]
+            that are added to the scores.
+        options: The scale, the bound on the scores and the sinks.
+
+    Returns:
+        The results [u, g, n/g, d].
     """
     scores = (query @ key.transpose(2, 3)).float() * (options.scale or query.shape[-1] ** -0.5)
     if options.softcap is not None:
@@ -667,8 +713,7 @@ def _flash_chunks(
     query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, options: AttentionOptions
 ) -> Tensor:
     longest = max(map(add, chunks.starts, chunks.sizes))
-    # If the kernel knew that no sequence has more than one query, it would change the order of
-    # keys.
+    # With a maximum of one query per sequence, the kernel would change the order of keys.
     max_queries = max(2, *chunks.sizes)
     dropout, causal, debug = 0.0, True, False
     segments = (*chunks.ends, max_queries, longest)
@@ -690,7 +735,7 @@ def _one_chunk(
     attend: AttentionFunction,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attend from the queries [c, n, d] of the last c of l tokens to the keys [l, g, d]."""
+    """Compute attention of the last c of l tokens: queries [c, n, d], keys and values [l, g, d]."""
     mask, length = None, len(key)
     if length > len(query):
         positions = torch.arange(length, device=query.device)

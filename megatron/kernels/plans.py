@@ -1,9 +1,9 @@
 """Launch plans of operations: which kernels run, with how many blocks and threads.
 
-An operation's arguments are a named tuple whose `plan` returns a list of `KernelLaunch`. It is
-called once for each combination of sizes, types and missing tensors, and `driver.py` then repeats
-these launches. Tensors and floating-point numbers may differ between calls, so a plan sees only a
-`Pointer` or a `Number` in their place. Integers are passed as they are.
+The arguments of an operation are a named tuple whose method `plan` returns a list of
+`KernelLaunch`. This method is called once for each combination of sizes, types and missing tensors,
+and `driver.py` then repeats these launches. Tensors and floating-point numbers may differ between
+calls, so `plan` sees only a `Pointer` or a `Number` for them. Integers are passed unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZES = {"float": 4, "Half": 2, "BFloat16": 2}  # bytes per element
 
 
 class PlanError(RuntimeError):
-    """Sizes or types that an operation's kernels do not support, which is a bug in our code."""
+    """Sizes or types that an operation's kernels do not support, which is a bug in this package."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Pointer:
     """A tensor argument.
 
     Attributes:
-        index: Its index among the operation's arguments.
-        offset: The number of bytes from the tensor's first element to the kernel's first.
+        index: The index of the tensor among the arguments of the operation.
+        offset: The number of bytes between the first element of the tensor and the address that is
+            passed to the kernel.
     """
 
     index: int
@@ -45,12 +46,16 @@ class Strided(Pointer):
 
 @dataclass(frozen=True)
 class Number:
-    """A floating-point argument, identified by its index among the operation's arguments."""
+    """A floating-point argument.
+
+    Attributes:
+        index: The index of the number among the arguments of the operation.
+    """
 
     index: int
 
 
-# The letter of an argument in `library.Kernel.kinds`, by the type of the argument's field.
+# The letter of an argument in `library.Kernel.kinds`, by the type of its field.
 KINDS: dict[type, str] = {Pointer: "p", Strided: "v", int: "i", Number: "d"}
 
 Parameter = Pointer | Number | int | float | None
@@ -66,8 +71,8 @@ class KernelLaunch:
         block: The number of threads of a block in up to three dimensions.
         parameters: The kernel's parameters.
         shared: The number of bytes of dynamic shared memory per block.
-        early: Whether the kernel may start before the previous one in the stream ends, because it
-            calls `wait_for_previous` (common.cuh).
+        early: Whether the kernel may start before the previous kernel in the stream ends, because
+            it calls `wait_for_previous` (common.cuh).
     """
 
     kernel: str
@@ -95,15 +100,19 @@ def divide_up(a: int, b: int) -> int:
 
 
 def vector_size(kind: str) -> int:
-    """Return the number of elements in 16 bytes."""
+    """Return the number of elements of a C++ type in 16 bytes."""
     return 16 // SIZES[kind]
 
 
 def stream_types(x_dtype: int, w_dtype: int) -> tuple[str, str]:
     """Return the C++ types of a residual stream and of a layer's weights.
 
+    Args:
+        x_dtype: The dtype code of the stream.
+        w_dtype: The dtype code of the weights.
+
     Raises:
-        PlanError: The stream is neither of the weights' type nor fp32.
+        PlanError: The type of the stream is neither that of the weights nor fp32.
     """
     if x_dtype not in {w_dtype, 0}:
         raise PlanError(f"a stream of type {x_dtype} with weights of type {w_dtype}")
@@ -117,7 +126,7 @@ class RowShape:
     Attributes:
         elements: The number of elements per thread.
         threads: The number of threads per row (x).
-        rows: The number of rows per block (y), more than one only if a single warp handles a row.
+        rows: The number of rows per block (y): more than one only if a single warp handles a row.
     """
 
     elements: int
@@ -131,7 +140,11 @@ class RowShape:
 
 
 def row_threads(elements: int) -> int:
-    """Return the largest number of threads that share a row, as in rows.cuh."""
+    """Return the maximum number of threads that share a row, as in rows.cuh.
+
+    Args:
+        elements: The number of elements per thread.
+    """
     return 256 if elements == 8 else 512
 
 
@@ -140,9 +153,9 @@ def row_shape(columns: int, weights: str, min_elements: int) -> RowShape:
 
     Args:
         columns: The number of elements in a row.
-        weights: The weights' type.
-        min_elements: The preferred number of elements per thread, 8 or 16. If there are not enough
-            threads, each has more.
+        weights: The C++ type of the weights.
+        min_elements: The preferred number of elements per thread, 8 or 16. Long rows have more
+            elements per thread.
 
     Raises:
         PlanError: The row is too long.
@@ -158,10 +171,14 @@ def row_shape(columns: int, weights: str, min_elements: int) -> RowShape:
 
 @dataclass(frozen=True)
 class ColumnShape:
-    """Blocks for kernels that process [rows, columns] elementwise.
+    """The blocks of a kernel that processes a matrix [rows, columns] elementwise.
 
     A thread keeps its columns, with their biases and gradient sums, and loops over rows. Blocks of
     up to 256 threads in y cover the columns; blocks in x process some rows at a time.
+
+    Attributes:
+        grid: The number of blocks in x and y.
+        threads: The number of threads per block.
     """
 
     grid: tuple[int, int]
@@ -169,13 +186,13 @@ class ColumnShape:
 
 
 def column_shape(rows: int, vectors: int, at_once: int, row_blocks: int = 0) -> ColumnShape:
-    """Return the grid of blocks for a matrix.
+    """Return the blocks for a matrix.
 
     Args:
         rows: The number of rows.
         vectors: The number of 16-byte vectors in a row.
         at_once: The number of rows that a block processes at a time.
-        row_blocks: The largest number of blocks in x, which then loop over rows. 0 means no limit.
+        row_blocks: The maximum number of blocks in x, which then loop over rows; 0 means no limit.
     """
     warps = divide_up(vectors, WARP)
     across = divide_up(warps, 8)
@@ -188,8 +205,10 @@ def column_shape(rows: int, vectors: int, at_once: int, row_blocks: int = 0) -> 
 def summing_blocks(vectors: int, resident: int, capacity: int) -> int:
     """Return the number of blocks in x for a kernel that sums over rows.
 
-    There are as many as the GPU can run at a time (`resident`), but no more than rows of partial
-    sums (`capacity`).
+    Args:
+        vectors: The number of 16-byte vectors in a row.
+        resident: The number of blocks that the GPU can run at a time.
+        capacity: The number of rows of partial sums, which limits the number of blocks.
     """
     across = divide_up(divide_up(vectors, WARP), 8)
     return min(divide_up(resident, across), capacity)
@@ -202,10 +221,10 @@ def column_sums(
     count: int,
     columns: int,
 ) -> KernelLaunch:
-    """Return the launch that adds up the previous kernel's partial sums.
+    """Return the launch that adds up the partial sums of the previous kernel.
 
     Args:
-        kind: The type of the results.
+        kind: The C++ type of the results.
         partial: One or two matrices of partial sums, fp32 [count, columns].
         out: One or two results [columns].
         count: The number of partial sums.

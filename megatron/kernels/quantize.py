@@ -1,12 +1,12 @@
-"""Weights in 8 or 4 bits: codes, and a scale for each block of 64 neighboring elements of a row.
+"""Weights in 8 or 4 bits: codes, and a scale for each block of 64 adjacent elements of a row.
 
-A block's scale is its largest magnitude, which is exact in the weights' number format. An element
-is represented by its level, a number between -1 and 1, times the scale. Its code represents the
-nearest of 16 levels (nf4, two codes per byte), or the nearest fp8 e4m3 number divided by the
-largest one. With bf16 scales, a weight takes 4.25 or 8.25 bits.
+The scale of a block is its largest magnitude, which is exact in the dtype of the weights. An
+element is a level between -1 and 1, times the scale. Its code selects the nearest of 16 levels
+(nf4, two codes per byte), or is the nearest fp8 e4m3 number, whose level is this number divided by
+the largest e4m3 number. With bf16 scales, a weight takes 4.25 or 8.25 bits.
 
-Every block has an element with the level 1 or -1. Quantizing a matrix that was read back therefore
-gives the same values and scales.
+Every block has an element with the level 1 or -1. Quantizing a dequantized matrix therefore gives
+the same values and scales.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron.kernels.sources import FLOATS, constant, instance
 
 FrozenFormat = Literal["fp8", "nf4"]
 
-BLOCK = FROZEN_BLOCK  # neighboring elements of a row that share a scale
+BLOCK = FROZEN_BLOCK  # the number of adjacent elements of a row that share a scale
 # The 16 levels of NormalFloat are quantiles of a normal distribution, scaled to [-1, 1], so that
 # each is used about equally often. The lower 8 levels include -1 and 0, the upper 8 include 1.
 _LEVELS = 16
-_OUTERMOST = 0.9677083  # quantile of the outermost level: 1 - (1/30 + 1/32) / 2
+_OUTERMOST = 0.9677083  # the probability of the outermost quantile: 1 - (1/30 + 1/32) / 2
 
 
 class _Unpack(NamedTuple):
@@ -65,13 +65,13 @@ UNPACK = Kernel.of("unpack", _Unpack)
 def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of nf4 in ascending order, from -1 to 1, [16].
 
-    They are quantiles of the normal distribution, divided by the largest. The lowest 8 levels, up
-    to 0, are evenly spaced quantiles up to the median. The highest 9, from 0 up, are evenly spaced
-    quantiles from the median up.
+    They are quantiles of the normal distribution, divided by the largest quantile. The lowest 8
+    levels, up to 0, are evenly spaced quantiles up to the median. The highest 9 levels, from 0 on,
+    are evenly spaced quantiles from the median on.
 
     Args:
-        dtype: The number format.
-        device: The device.
+        dtype: The data type of the result.
+        device: The device of the result.
     """
 
     def quantiles(count: int) -> Tensor:
@@ -86,7 +86,7 @@ def nf4_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.cache
 def _nf4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two levels of each byte, [256, 2], the level of the lower four bits first."""
+    """Return the two levels encoded by each byte, [256, 2], the lower four bits first."""
     levels = nf4_levels(dtype, device)
     return torch.stack((levels.repeat(_LEVELS), levels.repeat_interleave(_LEVELS)), dim=1)
 
@@ -97,7 +97,7 @@ def bytes_of(parameters: int, form: FrozenFormat, scale_bytes: int) -> int:
     Args:
         parameters: The number of weights.
         form: The format of the weights.
-        scale_bytes: The size of a scale, which is in the weights' number format.
+        scale_bytes: The number of bytes of a scale, which has the dtype of the weights.
     """
     codes = parameters if form == "fp8" else parameters // 2
     return codes + parameters // BLOCK * scale_bytes
@@ -113,7 +113,7 @@ def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
 
     Returns:
         The codes, uint8 [..., in], or [..., in / 2] for nf4, and the scales [..., in / BLOCK] in
-        the matrix's number format.
+        the dtype of the matrix.
     """
     blocks = matrix.unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
@@ -129,7 +129,10 @@ def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return fp8's largest value as a tensor: GPUs multiply by the inverse of a host number."""
+    """Return the largest fp8 value as a tensor [].
+
+    GPUs divide by a Python number by multiplying with its inverse, which would round twice.
+    """
     return torch.tensor(torch.finfo(E4M3).max, dtype=dtype, device=device)
 
 
@@ -137,11 +140,11 @@ def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
 def dequantize(
     codes: Tensor, scales: Tensor, form: FrozenFormat, library: KernelLibrary | None = None
 ) -> Tensor:
-    """Return the matrix [..., in] of the codes, in the scales' number format.
+    """Return the matrix [..., in] that codes and scales represent, in the dtype of the scales.
 
     Args:
-        codes: The codes of `quantize`.
-        scales: The scales.
+        codes: The codes that `quantize` returned.
+        scales: The scales [..., in / BLOCK].
         form: The format of the codes.
         library: Compiled kernels; `None` means PyTorch's operations, which give the same bits.
     """
@@ -163,16 +166,16 @@ def dequantize(
 def unpack_weight(
     library: KernelLibrary, codes: Tensor, scales: Tensor, levels: Tensor | None
 ) -> Tensor:
-    """Return the matrix of the codes with one kernel, which reads each code once.
+    """Dequantize a matrix with one kernel, which reads each code once.
 
     Args:
         library: Compiled kernels.
         codes: The codes, uint8 [..., in], or [..., in / 2] with levels; contiguous.
         scales: The scales [..., in / BLOCK], contiguous.
-        levels: The levels of nf4 [16], in the scales' format; `None` for fp8.
+        levels: The levels of nf4 [16], in the dtype of the scales; `None` for fp8.
 
     Returns:
-        The matrix [..., in] in the scales' format.
+        The matrix [..., in] in the dtype of the scales.
     """
     out = scales.new_empty(*scales.shape[:-1], scales.shape[-1] * BLOCK)
     library.launch(UNPACK, codes, scales, levels, out, out.numel(), DTYPE_CODES[scales.dtype])
@@ -186,7 +189,7 @@ def prepare(form: FrozenFormat, dtype: torch.dtype, device: torch.device) -> Non
 
     Args:
         form: The format of the codes.
-        dtype: The number format of the values.
+        dtype: The data type of the dequantized values.
         device: The device.
     """
     if form == "fp8":

@@ -1,16 +1,16 @@
-"""Kernels of the package flash-linear-attention for mixers that carry states, on a GPU.
+"""Kernels of the package flash-linear-attention for recurrent mixers on a GPU.
 
 The package (https://github.com/fla-org/flash-linear-attention, distribution `fla-core`) has Triton
 kernels for the gated delta rule, for Mamba-2's scan and for the causal convolution. The references
-are `delta_rule.py`, and `scan` and `CausalConvolution` in `models`. Shapes here are those of the
+are `delta_rule.py`, and `scan` and `CausalConvolution` in `models`. Shapes are those of the
 references: s sequence, b samples, g groups, r heads per group, m key heads, n value heads.
 
 The package expects samples first and heads in one dimension, [b, s, heads, channels]. Mamba-2's
-scan is its "simple gated linear attention", with C as queries, B as keys, time step x input as
-values, and time step x rate as the logarithm of the decay.
+scan is the package's "simple gated linear attention", with C as queries, B as keys, time step times
+input as values, and time step times rate as the logarithm of the decay.
 
-Documents: the package separates sequences by their ends, which it reads on the host. Here, the
-first token of a document decays the state by exp(-64) instead, about 1e-28. Shapes then do not
+The package separates documents by their ends, which it reads on the host. This module instead
+decays the state at the first token of a document by exp(-64), about 1e-28. Shapes then do not
 depend on the documents, and CUDA graphs can record the kernels.
 """
 
@@ -34,14 +34,14 @@ from megatron.device import Device
 _DISTRIBUTION = "fla-core"
 _OLDEST_RELEASE = (0, 6)
 _OLDEST_CAPABILITY = (8, 0)
-_SIZES = 16  # head sizes are multiples of this, the smallest tile of a product
+_SIZES = 16  # head sizes must be multiples of this, the smallest tile of a product
 _LARGEST_KEY = 256
-_SHORTEST = 64  # tokens; with fewer, the kernels would be tuned again
-_RESET = -64.0  # logarithm of the decay at the start of a document
+_SHORTEST = 64  # the minimum number of tokens; with fewer, the kernels would be tuned again
+_RESET = -64.0  # the logarithm of the decay at the start of a document
 _HALF = (torch.float16, torch.bfloat16)
-# Between these releases, Triton computes wrong gradients on Hopper in a kernel that most of the
-# package's backward passes share. The package then refuses to run it
-# (https://github.com/fla-org/flash-linear-attention/issues/640).
+# From the first of these releases until the second, Triton computes wrong gradients on Hopper in a
+# kernel that most of the package's backward passes share. The package then refuses to run the
+# kernel (https://github.com/fla-org/flash-linear-attention/issues/640).
 _BROKEN_TRITON, _HOPPER = ((3, 4), (3, 7, 1)), 9
 
 _Function = Callable[..., Any]
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RecurrenceKernels:
-    """The package's functions, behind the interfaces of the references.
+    """The package's functions, with the interfaces of the references.
 
     Attributes:
         simple_gla: `chunk_simple_gla`, or another function with its interface.
@@ -70,13 +70,13 @@ class RecurrenceKernels:
 
     @staticmethod
     def supports(projected: Tensor, states: tuple[Tensor, ...] | None) -> bool:
-        """Return whether the kernels run for these tokens; otherwise the references do.
+        """Return whether to run the kernels for these tokens, instead of the references.
 
         Compilers trace the references, because the package's functions break their graphs.
 
         Args:
             projected: The tokens after the mixer's input projection, [s, b, ...].
-            states: The states that they continue; `None` means zeros.
+            states: The states before the first token; `None` means zeros.
         """
         if projected.dtype not in _HALF or torch.compiler.is_compiling():
             return False
@@ -92,19 +92,21 @@ class RecurrenceKernels:
         state: Tensor | None,
         documents: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run Mamba-2's scan over whole sequences, like `models.mamba.scan`, in 16 bits.
+        """Run Mamba-2's scan over whole sequences, as `models.mamba.scan` does, in 16 bits.
 
         Args:
-            x: Inputs, [s, b, g, r, p].
-            steps: Time steps, fp32 [s, b, g, r].
-            rates: Negative decay rates, fp32 [g, r].
-            b: Each token's vectors B, [s, b, g, n].
-            c: Each token's vectors C, [s, b, g, n].
-            state: States before the first token, fp32 [b, g, r, p, n]; `None` means zeros.
-            documents: The index of each token's document, [s, b]; `None` for a single document.
+            x: The inputs, [s, b, g, r, p].
+            steps: The time steps, fp32 [s, b, g, r].
+            rates: The negative decay rates, fp32 [g, r].
+            b: The vectors B of each token, [s, b, g, n].
+            c: The vectors C of each token, [s, b, g, n].
+            state: The states before the first token, fp32 [b, g, r, p, n]; `None` means zeros.
+            documents: The index of each token's document, [s, b]; `None` means that each sample is
+                a single document.
 
         Returns:
-            The outputs [s, b, g, r, p] in the type of x, and the states after the last token, fp32.
+            The outputs [s, b, g, r, p] in the dtype of x, and the states after the last token, fp32
+            [b, g, r, p, n].
         """
         groups, heads = rates.shape
         before = None if state is None else state.flatten(1, 2).mT.contiguous()
@@ -122,18 +124,18 @@ class RecurrenceKernels:
     def step(
         self, x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute a single token of each sequence, like `models.mamba.step`, in fp32.
+        """Process a single token of each sequence, as `models.mamba.step` does, in fp32.
 
         Args:
-            x: Inputs, [1, b, g, r, p].
-            steps: Time steps, fp32 [1, b, g, r].
-            rates: Negative decay rates, fp32 [g, r].
-            b: The token's vectors B, [1, b, g, n].
-            c: The token's vectors C, [1, b, g, n].
-            state: States before the token, [b, g, r, p, n].
+            x: The inputs, [1, b, g, r, p].
+            steps: The time steps, fp32 [1, b, g, r].
+            rates: The negative decay rates, fp32 [g, r].
+            b: The vectors B, [1, b, g, n].
+            c: The vectors C, [1, b, g, n].
+            state: The states before the token, [b, g, r, p, n].
 
         Returns:
-            The outputs [1, b, g, r, p] and the states after the token.
+            The outputs [1, b, g, r, p] and the states after the token, [b, g, r, p, n].
         """
         query, key, value, decay = _scan_inputs(x, steps, rates, b, c, None)
         out, after = self.recurrent_simple_gla(
@@ -157,20 +159,21 @@ class RecurrenceKernels:
         documents: Tensor | None = None,
         state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Apply the gated delta rule to whole sequences, like `chunked_delta_rule`, in 16 bits.
+        """Apply the gated delta rule to sequences, as `chunked_delta_rule` does, in 16 bits.
 
         Args:
             query: The queries [s, b, m, e], before normalization.
             key: The keys [s, b, m, e], before normalization.
             value: The values [s, b, n, d].
-            decay: Logarithm of each token's decay, fp32 [s, b, n].
+            decay: The logarithm of each token's decay, fp32 [s, b, n].
             rate: The rate of each token, 0 to 1, [s, b, n].
-            documents: The index of each token's document, [s, b]; `None` for a single document.
+            documents: The index of each token's document, [s, b]; `None` means that each sample is
+                a single document.
             state: The states before the first token, fp32 [b, n, e, d]; `None` means zeros.
 
         Returns:
-            The outputs [s, b, n, d] in the type of the values, and the states after the last token,
-            fp32 [b, n, e, d].
+            The outputs [s, b, n, d] in the dtype of the values, and the states after the last
+            token, fp32 [b, n, e, d].
         """
         decay = _reset(decay, documents)
         query, key, value, decay, rate = (
@@ -196,19 +199,19 @@ class RecurrenceKernels:
         *,
         state: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Apply the gated delta rule to one token of each sequence, like `delta_rule_step`.
+        """Apply the gated delta rule to one token of each sequence, as `delta_rule_step` does.
 
         Args:
             query: The queries [1, b, m, e], before normalization.
             key: The keys [1, b, m, e], before normalization.
             value: The values [1, b, n, d].
-            decay: Logarithm of the decay, fp32 [1, b, n].
+            decay: The logarithm of the decay, fp32 [1, b, n].
             rate: The rate, 0 to 1, [1, b, n].
             state: The states before the token, fp32 [b, n, e, d].
 
         Returns:
-            The outputs [1, b, n, d] in the type of the values, and the states after the token, fp32
-            [b, n, e, d].
+            The outputs [1, b, n, d] in the dtype of the values, and the states after the token,
+            fp32 [b, n, e, d].
         """
         query, key, value, decay, rate = (
             part.transpose(0, 1) for part in (query, key, value, decay, rate)
@@ -226,16 +229,16 @@ class RecurrenceKernels:
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Convolve each channel over its last tokens and apply SiLU, like `CausalConvolution`.
+        """Convolve each channel over the latest k tokens and apply SiLU (see `CausalConvolution`).
 
         Args:
             x: The input [s, b, c], with at least k - 1 tokens.
             weight: The weight [c, k], with the coefficient of the latest token last.
             bias: The bias [c], or `None`.
-            state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
+            state: The inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
 
         Returns:
-            Results [s, b, c] and the state after x, both in the type of x.
+            The results [s, b, c] and the state after x, [b, k - 1, c], both in the dtype of x.
         """
         before = weight.shape[1] - 1
         # The package keeps the last k inputs, and ignores the first of these.
@@ -255,11 +258,11 @@ class RecurrenceKernels:
             gate: The gate of each element, [s, b, n, c].
             weight: The weight of the normalization: [c], or [n, c] if the rows of a token have
                 different weights.
-            epsilon: Number added to the mean square.
+            epsilon: The number added to the mean square.
             gate_first: Whether rows are multiplied by SiLU(gate) before they are normalized.
 
         Returns:
-            The result [s, b, n, c] in the type of x.
+            The result [s, b, n, c] in the dtype of x.
         """
         shape, size = x.shape, x.shape[-1]
         if weight.dim() == 2:
@@ -290,7 +293,7 @@ def _scan_inputs(
 
 
 def _reset(decay: Tensor, documents: Tensor | None) -> Tensor:
-    """Return decays [s, b, ...] that clear the state where each document after the first begins."""
+    """Return decays [s, b, ...] that clear the state at the start of each later document."""
     if documents is None:
         return decay
     begins = F.pad(documents[1:] != documents[:-1], (0, 0, 1, 0))
@@ -302,8 +305,8 @@ class RecurrenceChoice:
     """The chosen implementation of recurrent mixers, and the reason for the choice.
 
     Attributes:
-        name: The implementation.
-        reason: Why it was chosen.
+        name: The name of the implementation.
+        reason: Why it was chosen, for the start-up panel.
         kernels: The package's kernels; `None` if the references run.
     """
 
@@ -315,7 +318,13 @@ class RecurrenceChoice:
 def choose_recurrence(
     model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> RecurrenceChoice:
-    """Choose the implementation of recurrent mixers. Call this once, when a model is built."""
+    """Choose the implementation of recurrent mixers. Call this once, when a model is built.
+
+    Args:
+        model: The resolved network flags.
+        precision: The number formats.
+        device: The device on which the model runs.
+    """
     if not model.has_states:
         return RecurrenceChoice(reason="the model has no recurrent layers")
     choice = find_recurrence(device)
@@ -326,7 +335,7 @@ def choose_recurrence(
 
 
 def find_recurrence(device: torch.device) -> RecurrenceChoice:
-    """Return the package's kernels, or the references if it cannot be used on this device."""
+    """Return the package's kernels, or the references if the package cannot be used."""
     capability, reason = Device(device).capability, ""
     try:
         release = version(_DISTRIBUTION)
@@ -368,7 +377,7 @@ def _unsupported_sizes(model: ModelConfig) -> str:
 
 
 def _load(capability: tuple[int, int]) -> tuple[RecurrenceKernels, str]:
-    """Import the package. Return its functions, and a description of which of them run and why.
+    """Import the package. Return its functions, and a description of them for the start-up panel.
 
     Raises:
         ImportError: The package, or Triton, cannot be imported.

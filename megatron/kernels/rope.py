@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al., 2021) in the half-rotation form.
+"""Rotary position embedding (Su et al., 2021), with channels paired by halves.
 
-The first r of a head's d channels rotate. Channels i and i + r/2 form a plane that rotates by
-position / base^(2i/r). The other channels do not change.
+The first r of a head's d channels are rotated. Channels i and i + r/2 form a plane that is rotated
+by position / base^(2i/r) radians. The other channels do not change.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megatron.kernels.plans import (
 )
 from megatron.kernels.sources import FLOATS, constant, instance
 
-_THREADS = 192  # per block with several rows, approximately
+_THREADS = 192  # the approximate number of threads of a block with several rows
 
 
 class _SplitRotate(NamedTuple):
-    """The split of a fused projection into heads that are rotated, or its reverse.
+    """The split of a fused projection into rotated heads, or its backward pass.
 
-    Without `key_value_heads` there are only queries, and without cosine and sine nothing rotates.
-    The backward pass goes from heads to `fused` and rotates back.
+    Without `key_value_heads` there are only queries, and without cosine and sine nothing is
+    rotated. The backward pass writes the gradients of the heads, rotated back, to `fused`.
     """
 
     fused: Pointer  # [positions, batch, groups, per_group + key_value_heads, d]
@@ -95,21 +95,21 @@ class _SplitRotate(NamedTuple):
 
 
 SPLIT_ROTATE = Kernel.of("split_rotate", _SplitRotate)
-LARGEST_PAIRS = 256  # pairs of vectors per head, as in rope.cu
-_FIRST_CONTEXT = 8192  # tokens of the context that Llama 3.1 was first trained with
-_SLOWED_TURNS = 1.0  # frequencies with at most this many turns in that context are divided
+LARGEST_PAIRS = 256  # the maximum number of pairs of vectors per head, as in rope.cu
+_FIRST_CONTEXT = 8192  # the length of Llama 3.1's original context, in tokens
+_SLOWED_TURNS = 1.0  # frequencies with at most this many turns in the original context are divided
 
 
 class Scaling(NamedTuple):
     """Frequencies for a longer context, as in Llama 3.1 (Grattafiori et al., 2024).
 
     Planes that turn often within the original context distinguish nearby positions and keep their
-    frequency. Planes that turn at most once have their frequency divided, so that distant positions
-    look like known ones. Frequencies in between are interpolated.
+    frequency. The frequency of planes that turn at most once is divided, so that distant positions
+    look like positions seen in training. Frequencies in between are interpolated.
 
     Attributes:
         factor: The divisor of the lowest frequencies, above 0.
-        min_kept_turns: The smallest number of turns within the original context at which a plane
+        min_kept_turns: The minimum number of turns within the original context with which a plane
             keeps its frequency, at least 1.
     """
 
@@ -117,7 +117,7 @@ class Scaling(NamedTuple):
     min_kept_turns: float = 4.0
 
     def slow_down(self, frequency: Tensor) -> Tensor:
-        """Return frequencies [r/2] in radians per token, with the low ones divided."""
+        """Return frequencies [r/2] in radians per token, with low frequencies divided."""
         turns = _FIRST_CONTEXT * frequency / (2 * math.pi)
         if self.min_kept_turns == _SLOWED_TURNS:
             kept = (turns >= self.min_kept_turns).to(turns.dtype)
@@ -127,16 +127,16 @@ class Scaling(NamedTuple):
 
 
 class Yarn(NamedTuple):
-    """YaRN: frequencies for more than the training context (Peng et al., 2023, arXiv:2309.00071).
+    """YaRN: frequencies for an extended context (Peng et al., 2023, arXiv:2309.00071).
 
     Attributes:
         factor: The extended context length divided by the training context length.
         original: The training context length in tokens.
-        fast: The smallest number of turns within the training context at which a plane keeps its
+        fast: The minimum number of turns within the training context with which a plane keeps its
             frequency.
-        slow: The largest number of turns at which a frequency is divided by the full `factor`.
-        rounds: Whether these limits are rounded to whole planes.
-        concentration: Factor applied to cosines and sines, and therefore to queries and keys.
+        slow: The maximum number of turns with which a frequency is divided by the full `factor`.
+        rounds: Whether the limits `fast` and `slow` are rounded to whole planes.
+        concentration: The factor applied to cosines and sines, and therefore to queries and keys.
     """
 
     factor: float
@@ -147,7 +147,7 @@ class Yarn(NamedTuple):
     concentration: float = 1.0
 
     def slow_down(self, frequency: Tensor, base: float) -> Tensor:
-        """Return frequencies [r/2], with those of slowly rotating planes reduced.
+        """Return frequencies [r/2] in radians per token, with low frequencies divided.
 
         Args:
             frequency: The frequencies base^(-2i/r), in radians per token.
@@ -172,11 +172,11 @@ class LongRope(NamedTuple):
     """LongRoPE: a divisor for each frequency (Ding et al., 2024, arXiv:2402.13753).
 
     Attributes:
-        original: The training context length. Sequences of up to this many tokens use the short
-            divisors at all positions; longer ones use the long divisors.
-        short: The short divisors, [r/2].
-        long: The long divisors, [r/2].
-        concentration: Factor applied to cosines and sines, and therefore to queries and keys.
+        original: The training context length in tokens. Sequences of up to this length use the
+            short divisors at all positions; longer sequences use the long divisors.
+        short: The divisors for short sequences, [r/2].
+        long: The divisors for long sequences, [r/2].
+        concentration: The factor applied to cosines and sines, and therefore to queries and keys.
     """
 
     original: int
@@ -194,9 +194,10 @@ class DynamicNtk(NamedTuple):
     """Dynamic NTK: a base that grows with the length of the sequence (bloc97, emozilla, 2023).
 
     Attributes:
-        factor: How fast the base grows. For a sequence of l > `original` tokens, it is multiplied
-            by (1 + factor (l / original - 1))^(r / (r - 2)).
-        original: The training context length. Sequences of up to this many tokens keep the base.
+        factor: The growth of the base. For a sequence of l > `original` tokens, the base is
+            multiplied by (1 + factor (l / original - 1))^(r / (r - 2)).
+        original: The training context length in tokens. Sequences of up to this length keep the
+            base.
     """
 
     factor: float
@@ -210,7 +211,7 @@ class DynamicNtk(NamedTuple):
         Args:
             positions: The positions, int64 [s].
             length: The length of the sequence, or of each position's sequence, int64 [s].
-            rotary_size: The number r of a head's channels that rotate, above 2.
+            rotary_size: The number r of channels of a head that are rotated, above 2.
             base: The base of the frequencies in short sequences.
         """
         device, exact = positions.device, torch.float64
@@ -239,21 +240,24 @@ def rotation_table(
     long_rope: LongRope | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return cosines and sines of every position: fp32 [2, positions, r].
-
-    With `long_rope`, [2, 2 positions, r]: the values for short sequences, then those for long ones.
+    """Return the cosines and sines of every position.
 
     Args:
         positions: The number of positions, counted from 0.
-        rotary_size: The number r of a head's channels that rotate. It is even.
+        rotary_size: The number r of channels of a head that are rotated, which must be even.
         base: The base of the frequencies.
-        interpolation: The divisor of the positions, to extend the context (Chen et al., 2023).
-        planes: The number of planes that rotate, which are those with the highest frequencies;
-            `None` for all.
-        scaling: Llama 3.1's changes to the frequencies.
-        yarn: YaRN's changes to the frequencies.
-        long_rope: LongRoPE's divisors of the frequencies.
+        interpolation: The divisor of the positions, to extend the context (Chen et al., 2023);
+            `None` means 1.
+        planes: The number of planes that are rotated, those with the highest frequencies; `None`
+            for all.
+        scaling: Llama 3.1's changes to the frequencies, if any.
+        yarn: YaRN's changes to the frequencies, if any.
+        long_rope: LongRoPE's divisors of the frequencies, if any.
         device: The device of the table.
+
+    Returns:
+        The cosines and sines, fp32 [2, positions, r]. With `long_rope`, [2, 2 * positions, r]: the
+        values for short sequences, and then those for long sequences.
     """
     assert rotary_size % 2 == 0, rotary_size
     even = torch.arange(0, rotary_size, 2, dtype=torch.float64, device=device)
@@ -277,7 +281,15 @@ def rotation_table(
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [s, b, n, d] by position: computed in fp32, returned in x's dtype."""
+    """Rotate queries or keys by position.
+
+    Args:
+        x: The queries or keys [s, b, n, d].
+        rotation: The cosines and sines, fp32 [s, 1, 1, r].
+
+    Returns:
+        The rotated heads [s, b, n, d], computed in fp32 and rounded to the dtype of x.
+    """
     cosine, sine = rotation
     size = cosine.shape[-1]
     rotary, unrotated = x[..., :size], x[..., size:]
@@ -287,8 +299,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return rotated if unrotated.shape[-1] == 0 else torch.cat((rotated, unrotated), dim=-1)
 
 
-# An implementation of `rotate`.
 Rotate = Callable[[Tensor, Rotation], Tensor]
+"""An implementation of `rotate`."""
 
 
 def choose_rotate(model: ModelConfig, library: KernelLibrary | None) -> Rotate:
@@ -303,8 +315,8 @@ def choose_rotate(model: ModelConfig, library: KernelLibrary | None) -> Rotate:
     return partial(fused_rotate, library)
 
 
-# An implementation of `split_rotate`.
 SplitRotate = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""An implementation of `split_rotate`."""
 
 
 def choose_split_rotate(model: ModelConfig, library: KernelLibrary | None) -> SplitRotate:
@@ -331,18 +343,18 @@ def split_rotate(
     """Split a fused projection into heads and rotate queries and keys, in PyTorch.
 
     Args:
-        qkv: The projection [s, b, (n + 2g) d], ordered by group: its n/g query heads, its key, its
-            value.
+        qkv: The projection [s, b, (n + 2g) d], ordered by group: n/g query heads, a key head and a
+            value head.
         groups: The number g of key-value heads.
-        head_size: The size d of a head.
-        rotation: The cosines and sines; `None` for no rotation.
-        fused_amax: Where to store the amax of the projection's gradient. Only the kernel measures
-            it.
-        contiguous: Whether heads should be contiguous because that makes the next operation faster.
-            Only the kernel respects this.
+        head_size: The number d of channels of a head.
+        rotation: The cosines and sines, fp32 [s, 1, 1, r]; `None` for no rotation.
+        fused_amax: Where to store the amax of the gradient of the projection. Only the kernel
+            computes it.
+        contiguous: Whether heads should be contiguous, because this makes the next operation
+            faster. Only the kernel respects this.
 
     Returns:
-        Queries [s, b, n, d], keys and values [s, b, g, d]. They are views or rotated copies.
+        Queries [s, b, n, d], keys and values [s, b, g, d], which are views or rotated copies.
     """
     by_group = qkv.unflatten(2, (groups, -1, head_size))
     query = by_group[:, :, :, :-2].flatten(2, 3)
@@ -362,12 +374,12 @@ def fused_split_rotate(
     *,
     contiguous: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split and rotate with one kernel that writes contiguous heads.
+    """Compute `split_rotate`, with the same arguments and results, using one kernel.
 
-    The arguments and results are those of `split_rotate`. The backward kernel gathers the gradients
-    of the heads, which attention may return in any layout, into the gradient of the projection.
-    Without rotation, heads are views of the projection if each has its own key and `contiguous` is
-    False. PyTorch's operations handle sizes that the kernel does not support.
+    The kernel writes contiguous heads. The backward kernel gathers the gradients of the heads,
+    which attention may return in any layout, into the gradient of the projection. Without rotation,
+    heads are views of the projection if each query head has its own key and `contiguous` is False.
+    PyTorch's operations handle arguments that the kernel does not support.
     """
     if not _fits(qkv, head_size, rotation or ()):
         return split_rotate(qkv, groups, head_size, rotation)
@@ -378,7 +390,7 @@ def fused_split_rotate(
 
 
 def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
-    """Return whether the kernel supports the heads in x. Dimension 0 indexes positions."""
+    """Return whether the kernel supports heads in `x` [s, ...] and the rotation."""
     pair = 2 * VECTOR_BYTES // x.element_size()
     fits = supports(x) and head_size % pair == 0 and head_size // pair <= LARGEST_PAIRS
     return fits and all(
@@ -392,7 +404,7 @@ def _fits(x: Tensor, head_size: int, rotation: Sequence[Tensor]) -> bool:
 
 
 def fused_rotate(library: KernelLibrary, x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [s, b, n, d] with a kernel, or with PyTorch for unsupported sizes."""
+    """Compute `rotate` with a kernel, or with PyTorch for unsupported arguments."""
     if not _fits(x, x.shape[-1], rotation):
         return rotate(x, rotation)
     result: Tensor = _rotate(library, x, *rotation, False)
@@ -407,10 +419,10 @@ def rotate_heads(
 
     Args:
         library: Compiled kernels.
-        x: Heads [s, b, n, d].
+        x: The heads [s, b, n, d].
         cosine: The cosines, fp32 [s, 1, 1, r].
-        sine: The sines, of the same shape.
-        backward: Whether to rotate gradients back.
+        sine: The sines, fp32 [s, 1, 1, r].
+        backward: Whether to rotate in the opposite direction, for gradients.
 
     Returns:
         The rotated heads, contiguous.
@@ -440,14 +452,14 @@ def split_rotate_forward(
 
     Args:
         library: Compiled kernels.
-        qkv: The fused projection, as for `split_rotate`.
-        cosine: The cosines, fp32 [s, 1, 1, r]; `None` rotates nothing.
-        sine: The sines, of the same shape as the cosines.
-        groups: The number of key-value heads.
-        head_size: The size of a head.
+        qkv: The fused projection [s, b, (n + 2g) d], as for `split_rotate`.
+        cosine: The cosines, fp32 [s, 1, 1, r]; `None` for no rotation.
+        sine: The sines, fp32 [s, 1, 1, r]; `None` for no rotation.
+        groups: The number g of key-value heads.
+        head_size: The number d of channels of a head.
 
     Returns:
-        Queries, keys and values, contiguous.
+        Queries [s, b, n, d], keys and values [s, b, g, d], contiguous.
     """
     qkv = qkv.contiguous()
     s, b, width = qkv.shape
@@ -471,15 +483,15 @@ def split_rotate_backward(
 
     Args:
         library: Compiled kernels.
-        grad_query: The gradient of the queries, in any layout.
-        grad_key: The gradient of the keys, in any layout.
-        grad_value: The gradient of the values, in any layout.
+        grad_query: The gradient of the queries [s, b, n, d], in any layout.
+        grad_key: The gradient of the keys [s, b, g, d], in any layout.
+        grad_value: The gradient of the values [s, b, g, d], in any layout.
         cosine: The cosines, as for `split_rotate_forward`.
-        sine: The sines, of the same shape as the cosines.
+        sine: The sines, as for `split_rotate_forward`.
         fused_amax: Where to store the amax of the result.
 
     Returns:
-        The gradient, in the shape of the projection.
+        The gradient [s, b, (n + 2g) d].
     """
     # The kernel supports any strides, but channels must be contiguous and heads aligned.
     heads = [

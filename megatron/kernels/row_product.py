@@ -1,13 +1,13 @@
-"""Products x W^T in 16 bits, in which a row's bits do not depend on the number of rows.
+"""Products x W^T in 16 bits, in which the bits of a row do not depend on the number of rows.
 
-A library chooses its kernel by the matrix sizes, and the kernel determines the order in which a
-row's products are added. The last bits of logits, and sometimes the generated words, then depend on
-the rest of the batch. However, all cuBLASLt kernels of a family add in the same order, regardless
-of their tile sizes. Only the number of parts into which k is split matters (measured on an H200:
-docs/benchmarks/generation.md). Each weight is therefore assigned a family and a number of parts,
-and for each number of rows the fastest of these kernels is used. When a weight's shape is first
-used, the results are tested for equal bits. If they differ, PyTorch multiplies, and a warning says
-so.
+A library chooses a kernel by the matrix sizes, and the kernel determines the order in which the
+products of a row are added. The last bits of logits, and sometimes the generated words, then depend
+on the other rows of the batch. However, all cuBLASLt kernels of a family add in the same order,
+regardless of their tile sizes. Only the number of parts into which k is split matters (measured on
+an H200: docs/benchmarks/generation.md). Each weight is therefore assigned a family and a number of
+parts, and the fastest of these kernels is used for each number of rows. When a weight's shape is
+first used, the results are tested for equal bits. If they differ, PyTorch computes the product, and
+a warning is logged.
 """
 
 from __future__ import annotations
@@ -22,22 +22,28 @@ from torch import Tensor
 from megatron.device import Device
 from megatron.kernels.cublaslt import ALIGNMENT, Algorithm, CublasLt, CublasLtError, Problem
 
-# The library's choice for this many rows decides a weight's family. The number is small, because
-# splitting k pays off for few rows.
+# The library's choice for this many rows determines the family of a weight. The number is small,
+# because splitting k pays off for few rows.
 _TYPICAL_ROWS = 16
-# If k is split, partial sums take memory for each row, so more rows are multiplied in pieces.
+# If k is split, partial sums take memory for each row, so more rows than this are multiplied in
+# pieces.
 _PIECE = 512
 _CHOICES = 64
 _WORKSPACE_BYTES = 128 * 1024 * 1024
 _FORMATS = (torch.float16, torch.bfloat16)
-GRANULE = ALIGNMENT // 2  # 16-bit elements; a weight's sizes must be multiples of this
+GRANULE = ALIGNMENT // 2  # the sizes of a weight must be multiples of this
 _TESTED_ROWS = (1, 3, 8, 16, 40, 64, 200, 256)
 
 logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add in the same order, identified by a family and a number of parts of k."""
+    """Kernels that add in the same order.
+
+    Attributes:
+        kind: The id of the family.
+        split_k: The number of parts into which k is split.
+    """
 
     kind: int
     split_k: int
@@ -54,12 +60,12 @@ class _Shape(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether each row of the matrices starts at an address that the library accepts."""
+        """Whether each row of the matrices starts at an aligned address."""
         return self.n % GRANULE == 0 and self.k % GRANULE == 0
 
 
 def choose_row_product(device: torch.device) -> RowProduct | None:
-    """Return cuBLASLt's product, or `None` without cuBLASLt (CPUs, other vendors' GPUs)."""
+    """Return a `RowProduct`, or `None` without cuBLASLt (on CPUs and other vendors' GPUs)."""
     if not Device(device).is_gpu:
         return None
     try:
@@ -69,18 +75,25 @@ def choose_row_product(device: torch.device) -> RowProduct | None:
 
 
 class RowProduct:
-    """Products whose rows have the same bits in any batch."""
+    """Products in which a row has the same bits in any batch.
+
+    Args:
+        library: The loaded cuBLASLt library.
+    """
 
     def __init__(self, library: CublasLt) -> None:
-        """Store the loaded library."""
+        """Store the library."""
         self._library = library
         self._families: dict[_Shape, KernelFamily | None] = {}
         self._plans: dict[tuple[_Shape, int], tuple[Problem, Algorithm]] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x [m, k] by the transpose of weight [n, k], and add the bias [n].
+        """Return x W^T + bias, [m, n].
 
-        The weight must be on the process's current GPU.
+        Args:
+            x: The input [m, k].
+            weight: The weight [n, k], on the current GPU of the process.
+            bias: The bias [n], or `None`.
         """
         if not _fits(x, weight, bias):
             return F.linear(x, weight, bias)
@@ -141,7 +154,11 @@ class RowProduct:
     def _plan(
         self, shape: _Shape, family: KernelFamily, x: Tensor, weight: Tensor, out: Tensor
     ) -> tuple[Problem, Algorithm]:
-        """Return the fastest kernel of the family for this many rows."""
+        """Return the fastest kernel of the family for the number of rows of `x`.
+
+        Raises:
+            CublasLtError: No kernel of the family supports the sizes.
+        """
         library, gpu = self._library, shape.gpu
         problem = library.problem(x, weight, out, bias=shape.has_bias)
         algorithms = []
@@ -163,7 +180,7 @@ class RowProduct:
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the library accepts these matrices: 16 bits, row-major, aligned addresses."""
+    """Return whether the library supports these matrices: 16 bits, row-major, aligned."""
     if x.dtype not in _FORMATS or weight.dtype != x.dtype or not len(x):
         return False
     if not (x.is_contiguous() and weight.is_contiguous()):
