@@ -234,7 +234,7 @@ def _open_peft(
         OUTPUT_LAYER if isinstance(layer, Output) else name
         for name, layer in adapted_layers(replace(model, use_dora=False), rows).items()
         if not isinstance(layer, ExpertLinear)
-        or any(is_target(AdapterTarget(name, WHOLE), one) for one in stacked)
+        or any(is_target(AdapterTarget(name, WHOLE), pattern) for pattern in stacked)
     ]
     layers = adapted_layers(replace(model, lora_target_modules=tuple(names)), rows)
     base_family = (base.meta.get("huggingface") or {}).get("family")
@@ -251,11 +251,13 @@ def _open_peft(
     reader = PeftReader(folder, model, available, remedy=_REMEDY, allow_foreign=allow_foreign)
     targets = {
         layer: [
-            one for one in projections_of(linear) if f"model.{layer}.adapter.{one}.a" in available
+            projection
+            for projection in projections_of(linear)
+            if f"model.{layer}.adapter.{projection}.a" in available
         ]
         for layer, linear in layers.items()
     }
-    targets = {layer: found for layer, found in targets.items() if found}
+    targets = {layer: projections for layer, projections in targets.items() if projections}
     if not targets:
         raise CheckpointError(f"{folder} has no tensors: export the adapter again")
     return AdapterFiles(model, reader, targets)

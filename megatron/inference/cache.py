@@ -206,8 +206,8 @@ class CacheMemory:
         self.spare_slot = self.blocks * self.block_size
         slots = self.spare_slot + self.block_size
         self.layers = {
-            index + 1: torch.zeros(tensors, slots, *each, device=self.device, dtype=self.dtype)
-            for index, (tensors, *each) in self.shapes.items()
+            index + 1: torch.zeros(tensors, slots, *sizes, device=self.device, dtype=self.dtype)
+            for index, (tensors, *sizes) in self.shapes.items()
         }
         self.states = {
             index + 1: tuple(
@@ -223,7 +223,7 @@ class CacheMemory:
         }
         allocated = [
             *self.layers.values(),
-            *(one for each in self.states.values() for one in each),
+            *(state for states in self.states.values() for state in states),
         ]
         self.size_bytes = sum(memory.nbytes for memory in allocated)
 
@@ -336,10 +336,10 @@ class StepCache:
             parts.append(rows.flatten(1))
         if self.chunks is not None:
             slots = self.chunks.slots
-            seen = latent[count:] if slots is None else vectors[slots]  # [l, 1, w]
+            read = latent[count:] if slots is None else vectors[slots]  # [l, 1, w]
             new, chunks = query[count:], replace(self.chunks, slots=None)
             tokens = partial(self.chunks.first_tokens, count)
-            key, value = heads.expanded(seen.squeeze(1), tokens)
+            key, value = heads.expanded(read.squeeze(1), tokens)
             parts.append(paged.chunks(new, key, value, (key, value), chunks, options))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.unsqueeze(1)
@@ -364,11 +364,11 @@ class StepCache:
         results, token, sequence = [], 0, 0
         for count, size, is_new in counts:
             slots = rows.slots[sequence : sequence + count]
-            before = None if is_new else tuple(each.index_select(0, slots) for each in memory)
+            before = None if is_new else tuple(states.index_select(0, slots) for states in memory)
             tokens = x[token : token + count * size].view(count, size, *x.shape[2:])
             out, after = recurrence(tokens.transpose(0, 1), before)
-            for each, value in zip(memory, after, strict=True):
-                each.index_copy_(0, slots, value.to(each.dtype))
+            for states, new_states in zip(memory, after, strict=True):
+                states.index_copy_(0, slots, new_states.to(states.dtype))
             results.append(out.transpose(0, 1).flatten(0, 1).unsqueeze(1))
             token, sequence = token + count * size, sequence + count
         return results[0] if len(results) == 1 else torch.cat(results)

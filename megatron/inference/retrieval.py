@@ -73,8 +73,8 @@ class ChunkMemory:
         )
         rows = (blocks + 1) * self.sizes.keys
         self.layers = {
-            number: torch.zeros(2, rows, each.heads, each.head_size, device=device, dtype=dtype)
-            for number, each in attention.items()
+            number: torch.zeros(2, rows, layer.heads, layer.head_size, device=device, dtype=dtype)
+            for number, layer in attention.items()
         }
         self.size_bytes = sum(x.nbytes for x in (self.inputs, *self.layers.values()))
 
@@ -87,14 +87,17 @@ class ChunkMemory:
             dtype: Number format.
         """
         sizes = _sizes(plan)
-        keys = sum(2 * sizes.keys * each.query for each in _neighbor_attention(plan).values())
+        keys = sum(2 * sizes.keys * layer.query for layer in _neighbor_attention(plan).values())
         return dtype.itemsize * (sizes.chunk * plan.hidden + keys)
 
 
 def _neighbor_attention(plan: ModelPlan) -> dict[int, RetrievalAttentionPlan]:
     """Return each Retro layer's attention to neighbors, by 1-based layer number."""
-    attention = {number: each.cross_attention for number, each in enumerate(plan.layers, 1)}
-    return {n: each for n, each in attention.items() if isinstance(each, RetrievalAttentionPlan)}
+    return {
+        number: layer.cross_attention
+        for number, layer in enumerate(plan.layers, 1)
+        if isinstance(layer.cross_attention, RetrievalAttentionPlan)
+    }
 
 
 def _sizes(plan: ModelPlan) -> RetrievalPlan:

@@ -75,7 +75,7 @@ class Sequence:
         blocks: Blocks of the computed tokens, including those of the step in progress. The array is
             never modified in place; new blocks make a new array.
         keys: Keys of the published full blocks.
-        state_slot: Index of the sequence's states among those of all running sequences.
+        state_slot: The sequence's state slot; -1 while the sequence is not in the batch.
         is_new: Whether the sequence has not begun yet.
         is_removed: Whether the sequence has been removed. Results of a step in progress are then
             discarded.
@@ -323,7 +323,7 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, step: _OpenPlan) -> None:
-        """Begin the first sequences in the queue, as long as they fit."""
+        """Start sequences from the head of the queue, as long as they fit."""
         size = self.settings.block_size
         while self._waiting and step.budget and len(self.running) < self.settings.max_sequences:
             sequence = self._waiting[0]

@@ -243,10 +243,10 @@ class MultiTokenDrafter:
         size = window.end - window.start
         first = window.start + depth + 1
         known_drafts = drafts.get(sequence, [])[max(0, first - len(sequence.tokens)) :]
-        read = [*sequence.tokens[first : first + size], *known_drafts][:size]
+        tokens = [*sequence.tokens[first : first + size], *known_drafts][:size]
         # The last positions of a chunk may read tokens after the prompt, which are not known yet.
         # Such positions are computed again with the next chunk.
-        read += [0] * (size - len(read))
+        tokens += [0] * (size - len(tokens))
         num_drafts = size - 1 if window.row.is_decode else 0  # they attend one by one
         is_last = window.row.is_last
-        return Row(sequence, window.start, tuple(read), sequence.blocks, is_last, num_drafts)
+        return Row(sequence, window.start, tuple(tokens), sequence.blocks, is_last, num_drafts)

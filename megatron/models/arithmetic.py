@@ -157,8 +157,8 @@ def part_activations(
         seq_length: Number of tokens in a sequence, or in the encoder's sequence.
         decoder_seq_length: Number of tokens in the decoder's sequence, if there is one.
     """
-    sent = replace(batch, length=seq_length + (decoder_seq_length or 0))  # T5 sends both states
-    boundary = batch.width * sent.tokens * plan.hidden // batch.sequence
+    message = replace(batch, length=seq_length + (decoder_seq_length or 0))  # T5 sends both states
+    boundary = batch.width * message.tokens * plan.hidden // batch.sequence
     counted: dict[tuple[int, int, int], tuple[int, int]] = {}  # most layers are identical
     per_layer, recomputed = [], [0]
     for index in part.layers:

@@ -111,8 +111,8 @@ class GatedDeltaNet(RecurrentMixer):
     @staticmethod
     def flops(plan: GatedDeltaNetPlan, length: int, encoder_length: int) -> Flops:
         """Count the operations of the projections, and of the delta rule in chunks."""
-        each = GatedDeltaNet.matrices(plan, WeightSplit())
-        products = 6 * length * sum(outputs * inputs for outputs, inputs in each)
+        shapes = GatedDeltaNet.matrices(plan, WeightSplit())
+        products = 6 * length * sum(outputs * inputs for outputs, inputs in shapes)
         keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, length)
         # For each token: its row of the triangular system and of the scores, and three products
         # with the state.

@@ -426,8 +426,8 @@ class LayerPlan:
 
 def rotaries(layers: Sequence[LayerPlan]) -> tuple[RotaryPlan, ...]:
     """Return the distinct rotary plans of `layers`, in order of first use."""
-    every = dict.fromkeys(getattr(layer.mixer, "rotary", None) for layer in layers)
-    return tuple(rotary for rotary in every if rotary is not None)
+    plans = dict.fromkeys(getattr(layer.mixer, "rotary", None) for layer in layers)
+    return tuple(rotary for rotary in plans if rotary is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

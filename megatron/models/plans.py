@@ -475,7 +475,7 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     kinds = (layer_experts, layer_windows, rotary_layers, delta_net_layers)
     symbols = layer_symbols(model.hybrid_layer_pattern) or [""] * model.num_layers
     choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), symbols, strict=True))
-    made = {}  # equal layers share one plan, so that the planner times it once
+    plans = {}  # equal layers share one plan, so that the planner times it once
     for choice in choices:
         experts, window, rotates, is_delta, symbol = choice
         layer = layer_plan(
@@ -486,8 +486,8 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             rotates=rotates,
             is_delta=is_delta,
         )
-        made[choice] = hybrid_layer(model, layer, symbol) if symbol else layer
-    layers, depths = tuple(made[choice] for choice in choices), model.mtp_num_layers or 0
+        plans[choice] = hybrid_layer(model, layer, symbol) if symbol else layer
+    layers, depths = tuple(plans[choice] for choice in choices), model.mtp_num_layers or 0
     ahead = MultiTokenPlan(  # its layers are like the last one, as in Megatron Core
         hidden=model.hidden_size,
         init=hidden_init_plan(model),
