@@ -279,7 +279,7 @@ class QueuedCopy:
 
     Args:
         event: The event that the queue has recorded; `None` if the copy is done.
-        is_timed: Whether the event was recorded with its time.
+        is_timed: Whether the event was created with timing enabled.
     """
 
     def __init__(self, event: torch.cuda.Event | None, *, is_timed: bool = False) -> None:
@@ -302,9 +302,9 @@ class QueuedCopy:
 
     @property
     def delay(self) -> float:
-        """Seconds for which the device has waited because of `delay_device`, if that is timed.
+        """Seconds for which the device has waited because of `delay_device`, if copies are timed.
 
-        Call this when the copy is done. The value is 0 if the device has not come to wait by then.
+        Read this after the copy is done. It is 0 if the device has not reached the wait.
         """
         if self._event is None or self._delayed is None or not self._delayed.query():
             return 0.0

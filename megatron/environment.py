@@ -24,7 +24,7 @@ sys.exit(main())
 
 
 def whole_number(name: str, default: int) -> int:
-    """Return an environment variable's value, or the default if it is unset.
+    """Return an environment variable as an integer, or the default if it is unset.
 
     Raises:
         ConfigError: The value is not a whole number.

@@ -1,8 +1,8 @@
 """`megatron pretrain`: start the script that trains a recipe's kind of network.
 
 The command first prints a command line that does the same without `megatron`, and then replaces
-this process with it: the script (`pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`) with
-the recipe as `--config`, under `megatron.processes.torchrun` if several processes train.
+this process with it: a script such as `pretrain_gpt.py` with the recipe as `--config`, under
+`megatron.processes.torchrun` if several processes train.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _exec(argv: Sequence[str], *, finetunes: bool = False) -> None:
 def training_command(
     argv: Sequence[str], *, finetunes: bool = False
 ) -> tuple[list[str], Path, list[str]]:
-    """Return the command that `megatron pretrain` runs.
+    """Return the command that `megatron pretrain` or `megatron finetune` runs.
 
     Args:
         argv: The arguments after `megatron pretrain` or `megatron finetune`.

@@ -24,7 +24,7 @@ class ParsedFlag:
     values: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Write the flag as it was typed."""
+        """Return the flag as it was typed."""
         return " ".join((self.name, *self.values)).strip()
 
 
@@ -210,7 +210,7 @@ def add_group(
 
 
 def add_max_line_mb(group: Any) -> None:
-    """Add the flag that bounds the memory of tools that read text."""
+    """Add --max-line-mb, which bounds the memory of tools that read text."""
     group.add_argument(
         "--max-line-mb",
         type=int,

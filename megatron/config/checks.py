@@ -1,7 +1,7 @@
 """The table of checks, which find user mistakes before any process group or GPU is used.
 
 Each rule reads the resolved configuration and yields one line per mistake: flag, value, remedy.
-Only `required` and `required_length` report missing values; other rules skip them.
+A rule skips values that are missing, unless it reports them, as `required` does.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ def find_problems(
     Args:
         config: The resolved run.
         world_size: The number of processes.
-        unknown_fields: Names of fields whose values could not be read, which has been reported
-            already. Lines about their flags are left out, because they would follow from a default
-            that the user did not ask for.
+        unknown_fields: Names of fields whose values could not be read. This has been reported
+            already. Lines about their flags are left out, because they would be about defaults that
+            the user did not choose.
         rules: The rules to apply.
     """
     fields = (field for _, field, _ in values_of(config) if field.name in unknown_fields)

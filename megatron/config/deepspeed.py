@@ -251,7 +251,7 @@ def with_batch_sizes(
 
 
 def check_flags(flags: Sequence[ParsedFlag], findings: Findings) -> None:
-    """Add an error for each of Megatron-DeepSpeed's flags that contradicts another."""
+    """Add an error if --no-pipeline-parallel contradicts the number of pipeline stages."""
     sizes = [flag for flag in flags if flag.name == "--pipeline-model-parallel-size"]
     has_no_pipeline = any(flag.name == "--no-pipeline-parallel" for flag in flags)
     if has_no_pipeline and sizes and sizes[-1].values[:1] != ("1",):
@@ -393,7 +393,7 @@ def _warm_up(
 
 
 def _length(given: Mapping[str, Any]) -> str:
-    """Return, for a message, the length of a decay for which the file gives none."""
+    """Return, as text for a message, the length of a decay whose length the file does not set."""
     for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         if given.get(f"schedule.{name}") is not None:
             return field_at(f"schedule.{name}").spell(given[f"schedule.{name}"])
@@ -484,7 +484,7 @@ def _reports(keys: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a file's object, and the line number of each key by path, such as "fp16.enabled".
+    """Return a file's content, and the line number of each key by path, such as "fp16.enabled".
 
     Raises:
         ConfigError: The file cannot be read, is too large, is not strict JSON, or has a key twice.

@@ -382,7 +382,10 @@ def _is_number(value: Any) -> bool:
 
 
 def near_multiples(number: int, step: int) -> str:
-    """Return the positive multiples of `step` next to a number, as text: `32 or 64` for 48, 32."""
+    """Return the positive multiples of `step` nearest to a number, as text.
+
+    For example, this is `32 or 64` for 48 and a step of 32.
+    """
     below = number // step * step
     return " or ".join(str(value) for value in (below, below + step) if value)
 

@@ -68,7 +68,12 @@ class OldFlag:
     program: Sequence[str] = ()
 
     def translate(self, flag: ParsedFlag, flags: Sequence[ParsedFlag]) -> list[ParsedFlag]:
-        """Return the current flags for `flag`, an occurrence of this one among all `flags`."""
+        """Return the current flags for an occurrence of this flag.
+
+        Args:
+            flag: The occurrence.
+            flags: All flags on the command line.
+        """
         return _read(self.becomes, flag.values, flags)
 
 
@@ -94,7 +99,7 @@ def _read(
 
 @dataclass(frozen=True)
 class RemovedFlag:
-    """An old flag, or a single value of a flag, that has no equivalent today."""
+    """An old flag, or a single value of a flag, that has no current equivalent."""
 
     name: str
     era: str

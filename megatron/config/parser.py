@@ -365,7 +365,7 @@ def _drop_unknown(
 def _find_contradictions(
     flags: Sequence[ParsedFlag], known: Mapping[str, Field], findings: Findings
 ) -> None:
-    """Report fields that two spellings set differently. For one spelling, the last value wins."""
+    """Report fields that two spellings set differently. A repeated spelling is no contradiction."""
     last: dict[str, ParsedFlag] = {}
     for flag in flags:
         if not flag.name:

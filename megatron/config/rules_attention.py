@@ -41,7 +41,10 @@ _NOT_WITH_DELTA: Exclusions = {
 
 
 def attention(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in windows, rotary embeddings or the layers that use them."""
+    """Yield an error for each mistake in attention windows, rotary embeddings or attention scores.
+
+    This includes the flags that select the layers with a window, rotary embeddings or a delta net.
+    """
     model = config.model
     for read in (layer_windows, rotary_layers, delta_net_layers):
         try:

@@ -60,9 +60,9 @@ def sources(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def blends(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each blend that is not a prefix or pairs of a positive weight and prefix.
+    """Yield an error for each blend that is neither prefixes nor pairs of a weight and a prefix.
 
-    Several prefixes without weights are also accepted.
+    Weights must be above 0.
     """
     data = config.data
     for field, values in _given(data).items():

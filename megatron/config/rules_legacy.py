@@ -113,7 +113,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def unsupported_flags(model: ModelOptions) -> Iterator[str]:
-    """Yield a network's flags that Megatron-LM 23.08 does not support, whatever the weights."""
+    """Yield a network's flags that neither Megatron-LM 23.08 nor Megatron Core supports."""
     counts = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     for name, on in (
         (

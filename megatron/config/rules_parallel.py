@@ -125,7 +125,7 @@ def excluded(config: RunOptions, flag_text: str, exclusions: Exclusions) -> Iter
 
 
 def layout(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the reasons why the model does not fit the number of processes."""
+    """Yield an error for each reason why the model does not fit the number of processes."""
     parallel, model = config.parallel, config.model
     tensor = max(parallel.tensor_model_parallel_size, 1)
     pipeline = max(parallel.pipeline_model_parallel_size, 1)
@@ -156,7 +156,7 @@ def layout(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the reasons why the layers do not divide evenly over the pipeline as requested."""
+    """Yield an error for each mistake in the pipeline: its layers, virtual stages and schedule."""
     parallel = config.parallel
     if not may_be_planned(config.model, parallel):
         return
@@ -185,7 +185,7 @@ def pipeline(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the reasons why the network or its sequences do not divide evenly over tensor ranks."""
+    """Yield an error for each dimension that does not divide evenly over tensor-parallel ranks."""
     parallel, model = config.parallel, config.model
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     groups, head, length = model.num_query_groups, model.kv_channels or 0, config.data.seq_length
@@ -214,7 +214,7 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in how experts are distributed over processes."""
+    """Yield an error for each mistake in the distribution of experts over processes."""
     model, parallel = config.model, config.parallel
     counts, ranks = model.expert_counts, parallel.expert_model_parallel_size
     if not counts:
@@ -309,7 +309,7 @@ def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield a notice for each flag that is always in effect or needs several processes."""
+    """Yield a notice for each flag without effect on these processes or with the other flags."""
     parallel = config.parallel
     overlaps = {
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,

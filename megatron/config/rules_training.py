@@ -249,9 +249,9 @@ def _folder(path: str) -> str:
 
 
 def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield the reasons why warm-up and WSD's final decay do not fit into the schedule.
+    """Yield an error if warm-up and WSD's final decay do not fit into the schedule.
 
-    `length` ensures that all of them are counted in the same unit, so neither the global batch nor
+    `length` ensures that all lengths are counted in the same unit, so neither the global batch nor
     its ramp-up matters.
     """
     schedule, training = config.schedule, config.training
@@ -310,10 +310,7 @@ def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def recomputation(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each recomputation flag that breaks a rule.
-
-    Such a flag contradicts another, lacks one that it requires, or is out of range.
-    """
+    """Yield an error for each recomputation flag that is wrong, incomplete or out of range."""
     training, layers = config.training, config.model.num_layers
     count = training.recompute_num_layers
     if training.recompute_granularity == "selective":

@@ -1,4 +1,4 @@
-"""The layers of each stage and chunk of a pipeline, as a plan that is pure data.
+"""The layers of each pipeline stage and chunk, as plain data.
 
 A model is cut into stages x chunks parts, in order. Part k is chunk k // stages of stage k %
 stages, so with several chunks every micro-batch passes through every stage several times.
@@ -43,7 +43,7 @@ class ModelPart:
     head: bool
 
     def halves(self, encoder: int) -> tuple[range, range]:
-        """Return T5's encoder layers in this part, and the decoder layers, counted from 0.
+        """Return the encoder layers and the decoder layers of a T5 in this part, each from 0.
 
         Args:
             encoder: The number of layers of the whole encoder, which come first.
@@ -54,12 +54,16 @@ class ModelPart:
 
 
 def whole_model(num_layers: int) -> ModelPart:
-    """Return all layers in one part."""
+    """Return a single part with all layers."""
     return ModelPart(range(num_layers), embedding=True, head=True)
 
 
 def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
-    """Return the parts of a model, from first to last. Decoder layers follow encoder layers."""
+    """Return the parts of a model, from first to last. Decoder layers follow encoder layers.
+
+    Raises:
+        ConfigError: The layers do not fit the stages (see `plan_parts`).
+    """
     encoder, decoder = model.num_layers, model.decoder_num_layers or 0
     assert encoder is not None, "a rule requires --num-layers"
     return plan_parts(encoder + decoder, config, decoder_layers=decoder)
@@ -76,7 +80,7 @@ def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
 
 
 def possible_plan(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
-    """Return the parts of a model, or none if a rule refuses the plan."""
+    """Return the parts of a model, or an empty list if a rule refuses the plan."""
     try:
         return plan_model(model, config) if may_be_planned(model, config) else []
     except ConfigError:
@@ -137,7 +141,7 @@ def layout_of(parts: list[ModelPart]) -> str:
 
 
 def _parts_with(counts: list[int]) -> list[ModelPart]:
-    """Return parts with these layer counts."""
+    """Return the parts of a model, given the number of layers in each."""
     ends = list(accumulate(counts))
     return [
         ModelPart(range(end - count, end), embedding=i == 0, head=i == len(counts) - 1)
@@ -161,7 +165,7 @@ def parts_of_stage(parts: list[ModelPart], stage: int, stages: int) -> list[Mode
 
 
 def megatron_layout_problem(parts: list[ModelPart], stages: int, encoder: int | None) -> str:
-    """Return why Megatron-LM 23.08 never cuts a model into such parts, or "".
+    """Return why Megatron-LM 23.08 cannot cut a model into these parts, or "".
 
     Args:
         parts: The parts of the model, first to last.
@@ -279,7 +283,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, layers_text: str) -> 
 
 
 def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[int]:
-    """Return layer counts, with the encoder before the split rank and the decoder from it on."""
+    """Return the layer counts of stages, of which those before the split rank hold the encoder."""
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
     flag = f"--pipeline-model-parallel-split-rank {split}"
@@ -312,7 +316,7 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
 def _fixed_ends(
     num_layers: int, chunks: int, config: ParallelOptions, layers_text: str
 ) -> list[int]:
-    """Return the given counts for the first and last stage, and equal counts for the others."""
+    """Return the requested counts for the first and last stages, and equal counts in between."""
     stages, given = config.pipeline_model_parallel_size, " and ".join(_flags_text(config, _ENDS))
     if stages == 1:
         raise ConfigError(

@@ -75,7 +75,7 @@ def read(path: Path, findings: Findings, world_size: int = 1) -> dict[str, Any]:
         path: The file.
         findings: The findings, to which mistakes are added, and a notice if the file has layouts
             but none that fits.
-        world_size: The number of processes, which chooses among the layouts of a recipe.
+        world_size: The number of processes, which selects one of a recipe's layouts.
 
     Raises:
         ConfigError: The file cannot be read, or is not YAML.
@@ -98,10 +98,10 @@ def read(path: Path, findings: Findings, world_size: int = 1) -> dict[str, Any]:
 
 
 def layout_for(counts: Iterable[int], world_size: int) -> int | None:
-    """Return which of a recipe's process counts to use on `world_size` processes.
+    """Return which of a recipe's process counts to use on `world_size` processes, if any.
 
-    It is the largest one that divides `world_size`, because a multiple of it only adds replicas of
-    the model.
+    This is the largest count that divides `world_size`, because a multiple of a count only adds
+    replicas of the model.
     """
     return max((count for count in counts if world_size % count == 0), default=None)
 
@@ -127,7 +127,7 @@ def _read_layouts(data: Any, path: str, findings: Findings) -> dict[int, dict[st
 
 
 def load(flag: str, path: Path) -> Any:
-    """Return the plain values of the YAML file that a flag names, `None` if it is empty.
+    """Return the plain values of the YAML file that a flag names, or `None` if it is empty.
 
     Raises:
         ConfigError: The file cannot be read, is not YAML, or is too large.
@@ -164,7 +164,7 @@ def to_dict(config: RunOptions) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(data: Any, source: str) -> RunOptions:
-    """Return the run that was converted with `to_dict`.
+    """Convert the result of `to_dict` back to a run.
 
     Args:
         data: The sections of the run.

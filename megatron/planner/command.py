@@ -4,10 +4,10 @@ r"""Find the fastest layouts of a run on a cluster, without a GPU.
     megatron plan --gpus 8xH200 --global-batch 64 -- --num-layers 32 --hidden-size 4096 ...
     megatron plan --gpus 2xH200 --memory --time -- FLAGS   # only predict for the given FLAGS
 
-It tries all sensible combinations of tensor, sequence, context, pipeline (chunks, schedule), expert
-and data parallelism, ZeRO stage, recomputation and micro-batch size. It predicts the memory and
-time of each and prints the fastest ones that fit, with a breakdown of their times. docs/planner.md
-explains the predictions and how close they come to measurements.
+The planner tries all sensible combinations of tensor, sequence, context, pipeline (chunks,
+schedule), expert and data parallelism, ZeRO stage, recomputation and micro-batch size. It predicts
+the memory and time of each and prints the fastest layouts that fit, with a breakdown of their
+times. docs/planner.md explains the predictions and how close they come to measurements.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def build_parser() -> ToolParser:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The run and the cluster for which to plan.
+    """The run and the cluster to plan for.
 
     Attributes:
         start: The run that `flags` describe.
@@ -123,12 +123,12 @@ class PlanRequest:
 
     @property
     def program(self) -> str:
-        """The entry script."""
+        """The name of the training script."""
         return f"pretrain_{self.start.model.architecture}.py"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the fastest layouts, or the prediction for the given one.
+    """Print the fastest layouts, or the prediction for the layout in the flags.
 
     Raises:
         UserError: The command line or a file has mistakes, or no layout fits.
@@ -230,7 +230,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def predicts_only(options: argparse.Namespace) -> bool:
-    """Return whether --memory or --time has no value, so that only one layout is predicted."""
+    """Return whether --memory or --time has no value, which asks for a prediction only."""
     return any(limit is not None and math.isnan(limit) for limit in (options.memory, options.time))
 
 
@@ -297,7 +297,7 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
 
 
 def _read_teacher(options: argparse.Namespace, start: RunOptions) -> ModelConfig | None:
-    """Return the network of --teacher.
+    """Return the network of --teacher, or `None` without a teacher.
 
     Raises:
         UserError: The model is unknown or not a GPT, or --teacher-load is given without --teacher.
@@ -513,7 +513,7 @@ def _training_flags(request: PlanRequest, plan: Plan) -> list[str]:
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
-    """Return a line that advises how often to save, and states the goodput that follows."""
+    """Return a line with the best checkpoint interval and the goodput to expect."""
     mean_interval = options.mtbf_hours * _HOUR / request.gpus
     failures = Failures(mean_interval, options.checkpoint_seconds, options.restart_seconds)
     interval = failures.best
@@ -556,7 +556,7 @@ def write_settings(request: PlanRequest, plan: Plan, options: argparse.Namespace
 
 
 def write_layouts(request: PlanRequest, plans: list[Plan], path: Path) -> None:
-    """Write layouts as JSON Lines, which tools/benchmark_layouts.py --plan measures.
+    """Write layouts as JSON Lines, the input of tools/benchmark_layouts.py --plan.
 
     Raises:
         StorageError: The file cannot be written.
@@ -569,7 +569,7 @@ def write_layouts(request: PlanRequest, plans: list[Plan], path: Path) -> None:
 
 
 def as_record(request: PlanRequest, plan: Plan) -> dict[str, object]:
-    """Return a layout with its flags and predictions, as one line of --jsonl.
+    """Return a layout with its flags and predictions, as a record for --jsonl.
 
     `flags` and `layout_flags` together are the command line of `script`.
     """

@@ -133,7 +133,7 @@ class PassTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything on which the time of a layer depends, except the layer's plan.
+    """What determines the time of a layer besides its plan: machine, sizes and options.
 
     Attributes:
         machine: The rates of the machine.

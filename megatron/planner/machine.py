@@ -30,7 +30,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The rates that GPUs sustain for several seconds, which are below those of the datasheet.
+    """The rates that a machine sustains for several seconds, which are below the datasheet's.
 
     Attributes:
         name: Name of the GPU.

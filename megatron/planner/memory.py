@@ -52,8 +52,8 @@ class MemoryEstimate:
         activations: Activations kept for the backward pass.
         messages: Buffers to which other GPUs of the machine write.
         host: Host memory that offloading uses.
-        teacher: Weights of a teacher, and its logits and hidden states, which are kept until the
-            student's are compared with them.
+        teacher: A teacher's weights, and its logits and hidden states until they are compared with
+            the student's.
     """
 
     parameters: int
@@ -196,9 +196,14 @@ def micro_batch(config: RunConfig, layout: Layout) -> MicroBatch:
 def estimate_memory(
     config: RunConfig, plan: ModelPlan, layout: Layout, micro_batches: int, imbalance: float = 1.0
 ) -> MemoryEstimate:
-    """Return the estimate for the process at `layout`, with `micro_batches` per update.
+    """Return the memory estimate for the process at `layout`.
 
-    `imbalance` is the load of the process's experts, as a multiple of an even share.
+    Args:
+        config: The run's configuration.
+        plan: The plan of the whole network.
+        layout: The grid of processes as this process sees it.
+        micro_batches: The number of micro-batches per update.
+        imbalance: The load of the process's experts, as a multiple of an even share.
     """
     model_parts = plan_model(config.model, config.parallel)
     parts = parts_of_stage(model_parts, layout.pipeline.rank, layout.pipeline.size)

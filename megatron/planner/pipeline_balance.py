@@ -79,7 +79,7 @@ class Costs:
     def from_passes(
         cls, layers: Iterable[PassTimes], head: PassTimes, message: float = 0.0
     ) -> Costs:
-        """Return the totals of the passes through the layers and the head, and the host's times."""
+        """Return the costs of the passes through the layers and the head, in seconds."""
         layers = tuple(layers)
         host = (*(passes.host for passes in layers), head.host)
         return cls(tuple(map(Durations.of, layers)), Durations.of(head), message, host)
@@ -126,7 +126,7 @@ class Pipeline:
     _times: dict[tuple[Counts, Costs], float] = field(default_factory=dict, compare=False)
 
     def time(self, counts: Counts, costs: Costs) -> float:
-        """Return the estimated time of an update."""
+        """Return the estimated time of an update, in the unit of `costs`."""
         if (counts, costs) not in self._times:
             total = self._schedule.total(self.times(counts, costs))
             remaining = self.micro_batches - self._rounds
@@ -164,9 +164,9 @@ class Pipeline:
     def best(self, costs: Costs) -> Counts:
         """Return the fastest of several distributions of the layers over the parts.
 
-        The head counts as the number of layers that take the same time, and the parts with an extra
-        layer are adjacent. Every stage has a layer, except that the first may have only the
-        embedding and the last only the head.
+        The head counts as `Costs.head_in_layers` layers, and the parts with an extra layer are
+        adjacent. Every stage has a layer, except that the first may have only the embedding and the
+        last only the head.
         """
         balanced = [
             counts

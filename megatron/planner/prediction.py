@@ -156,7 +156,7 @@ class Prediction:
 
 
 def micro_batches_of(config: RunConfig, world_size: int) -> int:
-    """Return the number of micro-batches of each pipeline in an update.
+    """Return the number of micro-batches that each pipeline processes per update.
 
     Raises:
         ConfigError: The micro-batches do not divide the global batch.
@@ -190,8 +190,8 @@ def busiest_stage(
 def records_passes(config: RunConfig, plan: ModelPlan, world_size: int, machine: Machine) -> bool:
     """Return whether a run on GPUs records its passes as CUDA graphs.
 
-    With --cuda-graph-impl auto it does if the host would limit the speed, half of the memory stays
-    free, and no other flag prevents it.
+    With --cuda-graph-impl auto, it does if the host would limit the speed, the run fits in half of
+    the memory, and no other flag prevents recording.
 
     Raises:
         ConfigError: The layers do not fit the stages.
@@ -274,8 +274,8 @@ def seconds_by_host(
 ) -> tuple[float, float]:
     """Return the time of an update on the fastest and on the slowest host that was measured.
 
-    Hosts with the same GPUs differ so much that one number would be wrong where launching kernels
-    limits the speed. A machine whose own launch time was measured has only one host.
+    Hosts with the same GPUs differ so much that a single number would be wrong where launching
+    kernels limits the speed. Both times are equal for a machine with its own launch time.
 
     Raises:
         ConfigError: The layers do not fit the stages, or the micro-batches do not divide the batch.
@@ -411,7 +411,7 @@ class Failures:
     restart: float
 
     def goodput(self, interval: float) -> float:
-        """Return the exact expected fraction of time spent on training that is not lost.
+        """Return the expected fraction of time spent on training that no failure undoes.
 
         Failures occur at a constant rate, even during checkpoints and restarts. A checkpoint
         follows each `interval` T of training, and a failure loses the training since the last

@@ -370,7 +370,7 @@ def _experts(experts: int, tensor: int, ranks: int) -> list[Values]:
 
 
 def _sharding(replicas: int, stages: int, overlaps: bool) -> list[Values]:
-    """Return the ZeRO stages worth trying. Messages overlap with computation if allowed."""
+    """Return the ZeRO stages worth trying, with the flags that overlap messages if allowed."""
     if replicas == 1:
         return [{"parallel.zero_stage": 0}]
     overlap = {

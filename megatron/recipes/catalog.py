@@ -149,7 +149,7 @@ def architecture_of(given: Sequence[ParsedFlag]) -> str:
 
 
 class _InCheckpointError(Exception):
-    """A checkpoint describes the network."""
+    """Parsing has stopped, because only a checkpoint describes the network."""
 
 
 def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None:

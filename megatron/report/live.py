@@ -58,7 +58,7 @@ class LiveRuns:
         self._started = time.time_ns()  # distinguishes our versions from an earlier server's
 
     async def current(self) -> tuple[str, str]:
-        """Return the page's data as JSON, and a tag that changes with it."""
+        """Return the page's data as JSON, and an ETag. The files are read at most once a second."""
         async with self._lock:
             started = time.monotonic()
             if started >= self._next_read:

@@ -132,7 +132,7 @@ class EventFiles:
         return True
 
     def _add_texts(self, tag: str, texts: list) -> None:
-        """Add texts: our settings, facts and events, or a setting of Megatron-LM."""
+        """Add the texts of a tag: settings, facts or events of this package, or Megatron-LM's."""
         from tensorboard.util.tensor_util import make_ndarray
 
         for entry in texts:
@@ -188,7 +188,7 @@ def find_sources(path: Path) -> list[RunRecords]:
 
 
 def _find_in(folder: Path, name: str, *, events: bool) -> list[RunRecords]:
-    """Return the records of the event files (or metrics files) that are directly in a folder."""
+    """Return the records of the event files or metrics files in a folder, not in its subfolders."""
     if events:
         return [EventFiles(name, folder)] if any(folder.glob(_EVENT_FILES)) else []
     paths = []

@@ -28,10 +28,10 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         folder: The folder of the run.
 
     Returns:
-        For each rank, its `rank`; `iteration`, the last one in the trace; `total`, the iteration's
-        duration; and `rows`, each with a name and spans (start, duration, title). Times are in ms,
-        measured from the start of the first rank. The second result has a line for each trace that
-        was not read.
+        The timelines, and a line for each trace that was not read. A timeline is a dictionary with
+        the `rank`, the last `iteration` in its trace, that iteration's duration `total`, and
+        `rows`, each with a name and spans (start, duration, title). Times are in ms from the
+        earliest start among the ranks.
     """
     latest: dict[int, tuple[int, Path]] = {}
     for pattern in _PATTERNS:
@@ -120,7 +120,7 @@ def _time(value: Any) -> float:
     """Return a time or a duration of a trace, in the unit in which the trace stores it.
 
     Raises:
-        ValueError: It is negative, too large, or not a number.
+        ValueError: The value is negative, too large, or not a number.
     """
     time = float(value) if len(str(value)) < _LONGEST_NUMBER else math.inf
     if not 0 <= time < _LATEST:

@@ -5,7 +5,7 @@ r"""Write the job file of a run for a cluster, and submit it.
         --load checkpoints --save checkpoints --save-interval 1000
 
 prints the job file. --output writes it to a file, and --submit also hands it to sbatch, kubectl or
-bash. A --run file holds the same settings by section (docs/clusters.md).
+bash. A --run file contains the same settings by section (docs/clusters.md).
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _resources(run: Description) -> dict[str, str]:
 
 
 class Host(NamedTuple):
-    """A machine and its number of processes (`None` if its line gives none)."""
+    """A machine of a hostfile and its number of slots, or `None` if its line gives none."""
 
     name: str
     slots: int | None

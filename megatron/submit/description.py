@@ -163,7 +163,7 @@ class HostsConfig:
 
 
 class Description(NamedTuple):
-    """A run, described for a cluster."""
+    """The description of a run for a cluster, by section."""
 
     job: JobConfig
     slurm: SlurmConfig
