@@ -1,11 +1,11 @@
-// Non-linearities of the MLP, which also add the bias of the projection before them.
+// Activation functions of the MLP, which also add the bias of the preceding projection.
 #include "amax.cuh"
 #include "column_sums.cuh"
 
 enum Activation : int64_t { kGeluTanh = 0, kGelu = 1, kSquaredRelu = 2, kSwiGLU = 3 };
 
-// A power of two and a reciprocal, each by one hardware instruction whose error is far below 16-bit
-// rounding. Subnormal numbers count as zero.
+// A power of two and a reciprocal, each computed by one hardware instruction whose error is far
+// below 16-bit rounding. Subnormal numbers count as zero.
 __device__ __forceinline__ float fast_power_of_two(float x) {
 #ifndef EMULATED
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
@@ -26,7 +26,7 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// EXACT uses library functions, for fp32.
+// With EXACT, which is used for fp32, library functions compute the result.
 template <bool EXACT>
 __device__ __forceinline__ float sigmoid(float x) {
   return EXACT ? 1.f / (1.f + expf(-x)) : fast_reciprocal(1.f + fast_power_of_two(-kLog2E * x));
@@ -36,7 +36,7 @@ struct Normal {
   float below, density;  // the distribution function, and its slope times sqrt(2 pi)
 };
 
-// Fast form: Abramowitz and Stegun 7.1.26 (error 7.5e-8), which contains the density.
+// The fast version is Abramowitz and Stegun 7.1.26 (error 7.5e-8), which contains the density.
 template <bool EXACT>
 __device__ __forceinline__ Normal normal(float x) {
   if (EXACT) return {0.5f * erfcf(-x * 0.70710678f), expf(-0.5f * x * x)};

@@ -1,12 +1,12 @@
-// AdamW over many tensors in one launch. It reads gradient, fp32 weight and moments once, and
-// writes weight, moments and the weight's 16-bit copy once: 30 bytes per parameter.
+// AdamW over many tensors in one launch. The kernel reads the gradient, fp32 weight and moments
+// once, and writes the weight, moments and 16-bit copy once: 30 bytes per parameter.
 #include "common.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWidth = 4;     // elements per access: 16 bytes of fp32
-constexpr int kInFlight = 2;  // accesses to each tensor before the first use
+constexpr int kInFlight = 2;  // loads from each tensor before the first use
 
 struct AdamTensor {  // packed by kernels/tensor_sums.py: only 64-bit fields
   const void* gradient;
@@ -23,7 +23,7 @@ struct AdamNumbers {
   const float *step, *gradient_scale, *found_nonfinite;
 };
 
-struct Factors {  // factors of one step
+struct Factors {  // derived from the numbers of a step
   float inverse_scale, step_size, root_correction, keep;
   float beta1, rest1, beta2, rest2;  // rest = 1 - beta
 };

@@ -1,4 +1,4 @@
-// Largest magnitudes, measured by a kernel while it writes a tensor that will be cast to fp8.
+// Largest magnitudes, computed by a kernel while it writes a tensor that will be cast to fp8.
 #pragma once
 
 #include "common.cuh"
@@ -46,7 +46,8 @@ __device__ __forceinline__ void raise_by_warp(unsigned* amax, unsigned largest) 
 
 namespace {
 
-// The same for a block. All its threads must call this once; the last warp may have fewer than 32.
+// Raises *amax to the largest magnitude of a block. All threads of the block must call this once;
+// the last warp may have fewer than 32 threads.
 __device__ __forceinline__ void raise_by_block(unsigned* amax, unsigned largest) {
   __shared__ unsigned of_warps[32];
   const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// Writing to a key-value cache.
+// Writes new keys and values to a key-value cache.
 #include "common.cuh"
 
 constexpr int kThreads = 256;

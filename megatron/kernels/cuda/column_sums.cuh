@@ -1,5 +1,5 @@
 // Deterministic sums over rows. A first kernel writes `count` partial sums of every column, and a
-// second one (column_sums.cu) adds them in a fixed order.
+// second kernel (column_sums.cu) adds them in a fixed order.
 #pragma once
 
 #include "common.cuh"

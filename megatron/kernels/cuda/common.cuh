@@ -1,7 +1,7 @@
 // Code shared by all kernel files: types, 16-byte vectors, sums over warps and blocks.
-// The files contain only device code and include no CUDA headers, so that NVRTC compiles them
-// wherever PyTorch is installed. Python launches the kernels (plans.py). A kernel's parameters are
-// pointers, int64_t, int, unsigned, float and double. sources.py reads their types from these
+// The files contain only device code and include no CUDA headers, so NVRTC can compile them
+// wherever PyTorch is installed. Python launches the kernels (plans.py). The parameters of a kernel
+// are pointers, int64_t, int, unsigned, float or double. sources.py reads their types from these
 // files.
 #pragma once
 
@@ -67,8 +67,7 @@ constexpr bool is_same<A, A> = true;
 
 // ---- vectors ------------------------------------------------------------------------------------
 
-// N elements that are moved by 16-byte accesses (or by one smaller access if they have fewer
-// bytes).
+// N elements that are moved by 16-byte accesses, or by a single access if they have fewer bytes.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T at[N];
@@ -104,7 +103,7 @@ __device__ __forceinline__ Vector<float, N> to_floats(const Vector<T, N>& vector
 }
 
 // Stores data with an evict-first hint for the L2 cache, so that it is written to memory early and
-// in longer runs. This makes kernels 5 to 15% faster. Marking loads had no effect.
+// in longer runs. This makes kernels 5 to 15% faster. Hints for loads had no effect.
 template <typename T, int N>
 __device__ __forceinline__ void store_away(T* to, const Vector<T, N>& value) {
   static_assert(sizeof(T) * N % 16 == 0, "of 16 bytes");
@@ -140,7 +139,7 @@ __device__ __forceinline__ float warp_reduce(float value) {
 }
 
 // Reduces over the threads of one row of the block (threadIdx.x; blockDim.x is a multiple of 32),
-// always in the same order, and returns the result in every thread. `scratch` holds 32 floats per
+// always in the same order, and returns the result in every thread. `scratch` has 32 floats per
 // row. The next call must use a different `scratch`, so that one barrier per call is enough.
 template <typename Op>
 __device__ __forceinline__ float row_reduce(float value, float* scratch) {

@@ -1,5 +1,6 @@
-// Cross entropy over this rank's part of the vocabulary. Forward reads the logits once, backward
-// reads and writes them once. A block handles a row of logits, and sums have a fixed order.
+// Cross entropy over this rank's shard of the vocabulary. The forward pass reads the logits once,
+// and the backward pass reads and writes them once. A block handles a row of logits, and sums have
+// a fixed order.
 #include "common.cuh"
 
 namespace {
@@ -19,11 +20,11 @@ __device__ __forceinline__ float exp_of_difference(float x, float shift) {
 #endif
 }
 
-constexpr int kLine = 128;  // bytes of a cache line, which a warp's requests should not straddle
+constexpr int kLine = 128;  // bytes of a cache line; a warp's accesses should not straddle lines
 
-// Calls each(i) for the elements of a row outside its aligned middle, since rows of odd sizes can
-// start anywhere. Returns the start of the middle and its number of vectors. THREADS is the block's
-// size.
+// Calls each(i) for the elements of a row outside its aligned middle, because rows of odd sizes can
+// start at any address. Returns the start of the middle and its number of vectors. THREADS is the
+// size of the block.
 template <int THREADS, typename T, typename Each>
 __device__ __forceinline__ int64_t aligned_middle(const T* row, int64_t size, int64_t* vectors,
                                                   Each each) {

@@ -1,10 +1,10 @@
-// residual + dropout(x + bias). The mask is a function of (seed, element), so it need not be kept.
+// residual + dropout(x + bias). The mask is a function of (seed, element), so it is not stored.
 #include "column_sums.cuh"
 
 constexpr int kGroup = 8;        // elements per block of random words, 16 bits each
 constexpr int kRowsAtOnce = 2;
 constexpr int kRowsAtOnceBackward = 4;
-constexpr int kResidency = 4;  // times 256 threads have registers on a multiprocessor in backward
+constexpr int kResidency = 4;  // groups of 256 threads that fit on a multiprocessor in backward
 
 // Philox4x32-10 (Salmon et al., 2011).
 __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
@@ -21,8 +21,7 @@ __device__ __forceinline__ uint4 philox(uint64_t counter, uint64_t key) {
   return x;
 }
 
-// Returns which elements of a group are kept. An element is dropped for `drop` of 65536 random
-// values.
+// The elements of a group that are kept. An element is dropped for `drop` of 65536 random values.
 struct Kept {
   unsigned words[4], high;
 
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// With SUM, all threads of a multiprocessor form one block, which adds up the sums of its rows (y).
+// With SUM, all threads of a multiprocessor form a block, which adds up the sums of its rows (y).
 template <typename X, typename W, bool SUM>
 __global__ void __launch_bounds__(SUM ? 256 * kResidency : 256, SUM ? 1 : kResidency)
     bias_dropout_add_backward_kernel(const X* __restrict__ grad, const uint64_t* __restrict__ seed,

@@ -1,8 +1,7 @@
-// The gradient of an embedding table, added to its fp32 gradient buffer. A stable sort groups the
-// rows of each entry, which are then added in this order regardless of the order of blocks. The
-// sort goes through the digits of an entry, with a kernel for each digit. A frequent entry has
-// thousands of rows, so chunks of the sorted rows are added in parallel, and then the sums that
-// belong to the same entry.
+// The gradient of an embedding table, added to an fp32 gradient buffer. A stable sort groups the
+// rows of each entry, which are then added in this order regardless of the order of blocks. It is a
+// radix sort, with a kernel for each digit of an entry. A frequent entry has thousands of rows, so
+// chunks of the sorted rows are added in parallel, and then the sums that belong to the same entry.
 #include "common.cuh"
 
 namespace {
@@ -34,14 +33,14 @@ __device__ __forceinline__ int sum_before(int count) {
 }
 
 // One pass of a stable sort, by the digit that begins at bit `shift`. It sorts `entries` if they
-// are given (an entry's row is its index), otherwise `from`. Every block counts all digits by
+// are given (the row of an entry is its index), otherwise `from`. Every block counts all digits
 // itself, so that no block waits for another, and moves one pair per thread. Entries outside the
 // table come last, as entry table_rows.
 __global__ void __launch_bounds__(kSorters)
     sort_kernel(const int64_t* __restrict__ entries, const Pair* __restrict__ from,
                 Pair* __restrict__ to, int count, int table_rows, int shift) {
   constexpr int kBins = kSorters;
-  __shared__ int earlier[kBins], others[kBins];  // digits before this block, and others
+  __shared__ int earlier[kBins], others[kBins];  // counts of digits before this block, and others
   const int thread = threadIdx.x, lane = thread % 32, first = blockIdx.x * kSorters;
   const auto pair_at = [&](int i) {
     if (!entries) return from[i];
@@ -98,10 +97,9 @@ __device__ __forceinline__ void add_to(float* target, Vector<float, N> total,
   store(target, total);
 }
 
-// If the rows of an entry or a chunk begin at place blockIdx.x of `sorted`, this block adds those
-// rows of the entry that are in the chunk, for the columns of blockIdx.y. The sum goes to the table
-// or, if the entry also has rows in other chunks, to parts [chunk][whether its rows begin in the
-// chunk].
+// If the rows of an entry or a chunk begin at index blockIdx.x of `sorted`, this block adds the
+// entry's rows in the chunk, for the columns of blockIdx.y. The sum goes to the table or, if the
+// entry also has rows in other chunks, to parts [chunk][whether its rows begin in the chunk].
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const Pair* __restrict__ sorted, const T* __restrict__ gradient,

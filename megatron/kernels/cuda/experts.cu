@@ -1,5 +1,5 @@
-// Sums and gradients of the rows into which tokens are copied for experts (grouped.py). A token has
-// `chosen` rows. `place` contains their indices, or -1 for no row.
+// Sums and gradients of the rows to which tokens are copied for experts (grouped.py). A token has
+// `chosen` rows. `place` contains the indices of these rows, or -1 for no row.
 #include "common.cuh"
 
 namespace {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kMostThreads)
   if (exists && threadIdx.x == 0) weights_grad[choice] = product;
 }
 
-// into = value, or into + value.
+// into = value, or with ADD into += value.
 template <typename T, bool ADD>
 __global__ void __launch_bounds__(kMostThreads)
     take_gradient_kernel(const T* __restrict__ value, float* __restrict__ into, int64_t count) {

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A cast with one scale; size is a multiple of 8. Blocks go from the end of x to its beginning,
-// because the end was written or measured last and is still in the cache. If measuring, *found
+// because the end was written or read last and is still in the cache. If `measures` is set, *found
 // (bits) is raised to the largest magnitude.
 template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads)
@@ -59,9 +59,9 @@ template <typename T>
 constexpr int kRowVectors = sizeof(T) == 2 ? 8 : 3;  // vectors of 8 elements per thread
 constexpr int kMostRowThreads = 1024;
 
-// A cast with a scale for each row, which is divided along threadIdx.x. Blocks have several rows if
-// one warp handles a row. If a row is very long, the part that the threads cannot hold is read
-// again from the cache.
+// A cast with a scale for each row. A row is divided among the threads along x. Blocks have several
+// rows if a single warp handles a row. If a row is very long, the elements that do not fit into
+// registers are read again from the cache.
 template <typename T, int64_t fp8>
 __global__ void __launch_bounds__(kMostRowThreads)
     cast_rows_kernel(const T* __restrict__ x, unsigned char* __restrict__ y, int64_t rows,

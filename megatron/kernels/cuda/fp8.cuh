@@ -1,6 +1,6 @@
 // Scales and conversions to fp8, for kernels that cast. Scales stay on the device: a cast reads the
 // largest magnitude and derives the scale itself. fp8 value = x * (largest fp8 / amax), saturating.
-// A cast that uses the largest magnitude of another tensor measures its own tensor as it goes.
+// A cast that uses the amax of another tensor computes the amax of its own tensor in the same pass.
 #pragma once
 
 #include "amax.cuh"
@@ -16,14 +16,14 @@ struct Scale {
   float forward, inverse;
 };
 
-// nan and inf are kept on purpose: they make the whole tensor nan.
+// nan and inf are not replaced: they make the whole tensor nan.
 __device__ __forceinline__ Scale scale_of(float amax, int64_t fp8) {
   const float largest = fp8 == kE4M3 ? 448.f : 57344.f;
   const float held = amax < kSmallest ? kSmallest : amax;
   return {largest / held, held / largest};
 }
 
-// Returns the nearest fp8 value, ties to even, or the largest one if x is larger.
+// Returns the nearest fp8 value, ties to even, or the largest fp8 value if x is larger.
 __device__ __forceinline__ unsigned nearest_fp8(float x, int64_t fp8) {
   const int digits = fp8 == kE4M3 ? 3 : 2, bias = fp8 == kE4M3 ? 7 : 15;  // stored fraction bits
   const float least = fp8 == kE4M3 ? 0x1p-6f : 0x1p-14f;                  // smallest normal number
@@ -64,9 +64,9 @@ __device__ __forceinline__ Vector<unsigned char, N> to_fp8(const float (&x)[N], 
   return result;
 }
 
-// Returns 8 elements times their factor. If measuring, raises `largest` to their magnitudes and
-// turns values that are not finite into nan. The factor comes from another tensor and would turn
-// inf into the largest number.
+// Returns 8 elements times a factor, in fp8. If `measures` is set, raises `largest` to their
+// magnitudes and turns values that are not finite into nan. Otherwise inf would become the largest
+// fp8 value, because the factor comes from another tensor.
 template <bool measures, typename T>
 __device__ __forceinline__ Vector<unsigned char, 8> cast_8(const Vector<T, 8>& x, float factor,
                                                            int64_t fp8, unsigned& largest) {

@@ -1,5 +1,5 @@
-// Casts of 16-bit or fp32 tensors to fp8, with the transposed copy that a linear layer's other
-// products need.
+// Casts of 16-bit or fp32 tensors to fp8, with the transposed copies that the backward pass of a
+// linear layer needs.
 #include "fp8.cuh"
 
 namespace {
@@ -12,9 +12,9 @@ constexpr int kStripColumns = kStripWarps * 32 * 8;
 constexpr int kStripRows = 32;  // rows per warp
 constexpr int kStripTiers = kThreads / 32 / kStripWarps;
 
-// The largest magnitudes (bits, initially zero) of all rows and columns of each matrix in a stack,
-// found in one read. A thread keeps 8 columns and loops over rows, loading several rows before it
-// uses one.
+// Computes the largest magnitudes (bits, initially zero) of all rows and columns of each matrix in
+// a stack, reading x once. A thread keeps 8 columns and loops over rows, loading several rows
+// before it uses the first.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_both_kernel(const T* __restrict__ x, int64_t rows, int64_t columns,
@@ -138,12 +138,12 @@ struct Scales {  // read and written by a cast with its transpose
   bool is_single;  // one scale for the whole tensor, in all four pointers
 };
 
-// Computes y [rows, columns] and its transpose from one read, for each matrix in a stack. rows and
+// Computes y [rows, columns] and its transpose for each matrix in a stack, reading x once. rows and
 // columns are multiples of 16. A stack of several matrices has a scale for every row and column. If
-// measuring, *found (bits) is raised to the largest magnitude of x. A thread's loads go to shared
-// memory, because registers for them would leave too few threads to keep memory busy. Blocks go
-// from the end of x to its beginning, because the end was written or measured last and is still in
-// the cache.
+// `measures` is set, *found (bits) is raised to the largest magnitude of x. The loads of a thread
+// go to shared memory, because with loads into registers too few threads would run to keep memory
+// busy. Blocks go from the end of x to its beginning, because the end was written or read last and
+// is still in the cache.
 template <typename T, int64_t fp8, bool measures>
 __global__ void __launch_bounds__(kThreads, 4)
     cast_transpose_kernel(const T* __restrict__ x, unsigned char* __restrict__ y,

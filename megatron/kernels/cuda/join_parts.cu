@@ -1,7 +1,7 @@
 // Merges the results of paged attention for the parts of a sequence.
 #include "paged_attention.cuh"
 
-// A block handles channels of one head of one row, and a thread one of them.
+// A block handles channels of one head of one row, and a thread handles one channel.
 template <typename T>
 __global__ void __launch_bounds__(256)
     join_parts_kernel(const float* __restrict__ partial, const int* __restrict__ lengths,

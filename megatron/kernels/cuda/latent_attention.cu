@@ -1,11 +1,11 @@
 // Attention of one new token per sequence over cached latent vectors, which all heads share, in 16
 // bits on tensor cores. A vector is the key, and its first channels are the value.
 //
-// As in paged_attention.cu, keys or channels are the rows of a product and heads its columns, and a
-// lane reads 16 bytes at a time. A vector serves many heads, so a block first computes all weights
-// of its part, one warp per 32 keys, and passes them on in shared memory. Then each warp
-// computes its own channels of the result, over all keys. The second read of the vectors hits the
-// L2 cache.
+// As in paged_attention.cu, keys or channels are the rows of a product and heads are its columns,
+// and a lane reads 16 bytes at a time. A vector serves many heads, so a block first computes all
+// weights of its part, one warp per 32 keys, and stores them in shared memory. Then each warp
+// computes its own channels of the result, over all keys of the part. The second read of the
+// vectors hits the L2 cache.
 #include "paged_attention.cuh"
 #include "tensor_cores.cuh"
 

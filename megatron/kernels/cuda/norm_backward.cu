@@ -1,8 +1,8 @@
-// Gradients of add_norm. One block per multiprocessor loops over rows and processes as many at a
-// time as its threads can share. Meanwhile, asynchronous copies load the next rows into shared
+// Gradients of add_norm. One block per multiprocessor loops over rows and processes as many rows at
+// a time as its threads can share. Meanwhile, asynchronous copies load the next rows into shared
 // memory. Gradients of weight and bias are summed in registers, then over the block's rows in
-// shared memory, and then over blocks in a fixed order. There are no atomic operations, so the bits
-// are the same every time.
+// shared memory, and then over blocks in a fixed order. There are no atomic operations, so results
+// are bitwise reproducible.
 #include "amax.cuh"
 #include "column_sums.cuh"
 #include "rows.cuh"
@@ -12,7 +12,7 @@ struct WarpSums {
   float at[2][32];
 };
 
-// Sums two values (without LAYER only x) over the threads of a row, with one barrier of these
+// Sums two values (without LAYER only x) over the threads of a row, with one barrier for these
 // threads. The next call must use a different `scratch`.
 template <bool LAYER>
 __device__ __forceinline__ float2 row_sums(float2 value, WarpSums& scratch) {
@@ -37,9 +37,9 @@ __device__ __forceinline__ float2 row_sums(float2 value, WarpSums& scratch) {
   return total;
 }
 
-// The shared memory for a block's next rows. A thread reads only what it copied itself, so no
-// barrier is needed. Its pieces of V elements, a warp's width apart, start at column `mine`, so a
-// warp has a contiguous run of the row.
+// The shared memory for the next rows of a block. A thread reads only what it has copied itself, so
+// no barrier is needed. A thread's pieces of V elements, a warp's width apart, start at column
+// `mine`, so the elements of a warp are contiguous in the row.
 template <typename X, typename W, int E>
 struct Stage {
   static constexpr int V = vector_size<W>, K = E / V, kApart = 32 * V;

@@ -2,7 +2,7 @@
 #include "amax.cuh"
 #include "rows.cuh"
 
-// Statistics of a warp's elements, and then of a row's.
+// Statistics of the elements of a warp, or of a row.
 struct Moments {
   float sum, squares, count;  // squares: sum of squared distances from the mean
 };

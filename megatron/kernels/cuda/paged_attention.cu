@@ -1,7 +1,7 @@
 // Attention of one new token per sequence over a key-value cache in blocks, in 16 bits on tensor
-// cores. In the product, keys are the rows and the heads that share a key are the columns, so a key
-// is read once for all of them, from memory directly into the product's registers. This works
-// because channels may be summed in any order and values may be in any row of the result.
+// cores. In a product, keys are the rows and the heads that share a key are the columns, so a key
+// is read once for all of these heads, from memory directly into the product's registers. This
+// works because channels may be summed in any order and values may be in any row of the result.
 #include "paged_attention.cuh"
 #include "tensor_cores.cuh"
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ void score(float (&scores)[kTiles][4], const T* query
                                       const T* keys, int64_t own_slot, int64_t stride,
                                       int head_size) {
   const int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  // A lane holds 8 of each 32 channels, from 8q on, both of the query and of the keys.
+  // A lane holds 8 of every 32 channels, from 8q on, of the query and of the keys.
   Registers of_query[D / 32], of_keys[kTiles][2][D / 32];
 #pragma unroll
   for (int t = 0; t < kTiles; t++) {

@@ -1,7 +1,7 @@
 // A key-value cache in blocks, and code shared by the kernels that read it.
-// A sequence's keys are divided into parts of kPart keys. A thread block handles a part, and
+// The keys of a sequence are divided into parts of kPart keys. A thread block handles a part, and
 // another kernel merges the parts. The order of every sum depends only on the sequence's own
-// length, so the bits of a result do not depend on the rest of the batch.
+// length, so the bits of a result do not depend on the other sequences of the batch.
 #pragma once
 
 #include "common.cuh"
@@ -24,8 +24,8 @@ struct Cache {
   }
 };
 
-// Returns the first key that the last token sees, which is `window` tokens before its own. Thread
-// blocks of parts that end before it do nothing.
+// Returns the first key that the last token sees, `window` tokens before the token's own key. The
+// thread blocks of parts that end before this key do nothing.
 __device__ __forceinline__ int first_seen(int length, int window) {
   return max(0, length - 1 - window);
 }
@@ -40,9 +40,9 @@ __device__ __forceinline__ float sink_weight(const float* sinks, int head, float
   return sinks == nullptr ? 0.f : exp2f(sinks[head] * kLog2E - largest);
 }
 
-// Stores one channel of a part's result. If the row has no other part, this is the attention
-// itself. Otherwise `partial` [rows * heads, parts, d + 2] gets weighted values, the largest score
-// (for powers of two) and the sum of weights.
+// Stores one channel of the result of a part. If the row has no other part, this is the final
+// result. Otherwise the weighted values, the largest score (for powers of two) and the sum of
+// weights are stored in `partial` [rows * heads, parts, d + 2].
 template <typename T>
 __device__ __forceinline__ void tell(T* out, float* partial, int64_t row_head, int head_size,
                                      int channel, int length, float value, float largest,

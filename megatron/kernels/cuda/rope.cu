@@ -13,9 +13,9 @@ constexpr int kHeadsAtOnce = 2;
 constexpr int kMostThreads = 256;
 
 // threadIdx.x selects a pair of vectors of a head: channels that rotate together (i and
-// i + rotary / 2), or two neighbors among the other channels. threadIdx.y selects a row (a position
-// of a sample) and one of `lanes` shares of its heads, kHeadsAtOnce each. blockIdx.y divides rows
-// that are too large for a block. A thread loads all its data before it uses any of it.
+// i + rotary / 2), or two adjacent vectors of the other channels. threadIdx.y selects a row (a
+// position of a sample) and one of `lanes` shares of the row's heads, kHeadsAtOnce each. blockIdx.y
+// divides rows that are too large for a block. A thread loads all its data before using any.
 template <typename T, bool BACKWARD>
 __global__ void __launch_bounds__(kMostThreads, 4)
     split_rotate_kernel(T* __restrict__ fused, const float* __restrict__ cosine,

@@ -3,7 +3,7 @@
 
 #include "common.cuh"
 
-// The largest number of threads that share a row, with E elements each. Rows have at most 16384
+// The maximum number of threads that share a row, with E elements each. Rows have at most 16384
 // elements with 16-bit weights, or 8192 with 32-bit weights.
 template <int E>
 constexpr int row_threads = E == 8 ? 256 : 512;

@@ -1,5 +1,6 @@
-// Products of small matrices by a warp (mma, movmatrix: compute capability 8.0), and how its lanes
-// hold them. With r = lane / 4, q = lane % 4, and two 16-bit elements per register, low half first:
+// Products of small matrices by a warp (mma, movmatrix: compute capability 8.0). The layout of the
+// matrices in lanes, with r = lane / 4, q = lane % 4 and two 16-bit elements per register, low half
+// first, is:
 //
 //   a 16 x 16: a[0] row r, columns 2q, 2q + 1; a[1] row r + 8; a[2], a[3] the same, columns + 8
 //   b 16 x 8:  b[0] rows 2q, 2q + 1 of column r; b[1] rows + 8

@@ -1,5 +1,5 @@
-// The sum of squares and number of nonzero elements of many tensors. Every block adds up one piece,
-// and a second kernel adds the blocks' results, both in a fixed order and in fp64.
+// The sum of squares and the number of nonzero elements of many tensors. Every block sums over a
+// piece, and a second kernel adds the results of the blocks, both in a fixed order and in fp64.
 #include "common.cuh"
 
 namespace {

@@ -1,5 +1,5 @@
-// Converts weights in 8 or 4 bits to the format of the products: the level of each code times the
-// scale of its block. Both factors and the result are rounded as in PyTorch's operations.
+// Dequantizes weights in 8 or 4 bits: a value is the level of its code times the scale of its
+// block. Both factors and the result are rounded as in PyTorch's operations.
 #include "common.cuh"
 
 namespace {
@@ -8,7 +8,7 @@ constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;       // times 8 elements per thread
 constexpr int kScaleBlock = 64;  // elements that share a scale, as in config/adapters.py
 
-// Unpacks the 8 values from `first` on, which are in one block.
+// Dequantizes the 8 values from `first` on, which belong to one block of weights.
 template <typename T, typename Level>
 __device__ __forceinline__ void put(T* __restrict__ out, const T* __restrict__ scales, int64_t first,
                                     const Level& level) {
@@ -42,9 +42,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Returns the value of an e4m3 code divided by the largest one, 448, in the format T. The bits of
+// Returns the value of an e4m3 code divided by the largest value, 448, rounded to T. The bits of
 // the code are shifted to form an fp32 number that is 2^120 times too small. nan becomes a number
-// above the largest, which is fine because its scale is also nan.
+// above the largest, which does not matter because its scale is also nan.
 template <typename T>
 __device__ __forceinline__ float share_of_448(unsigned code) {
   const float size = __uint_as_float((code & 0x7fu) << 20) * 0x1p120f / 448.f;
