@@ -130,7 +130,7 @@ class Answer(ABC):
 
 
 class PlainAnswer(Answer):
-    """An answer with a single sequence, which gains one token per step."""
+    """An answer with a single sequence, which gains one token per step, or more with drafts."""
 
     def __init__(self, request: Request, seed: int) -> None:
         """Start with the prompt.

@@ -77,7 +77,7 @@ class RecomputePlan:
         """Count the bytes that layers keep for the backward pass of a micro-batch.
 
         Args:
-            per_layer: Bytes that each layer keeps without recomputation.
+            per_layer: Bytes that each layer keeps if whole layers are not recomputed.
             boundary: Bytes of the hidden states between two layers.
             batch: The micro-batch.
         """
