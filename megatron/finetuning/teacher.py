@@ -252,7 +252,9 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     counts = samples_needed(config, iterations, Progress())
     dataset = recipe.build_datasets(config, tokenizer, counts, layout)[0]
     if dataset is None:
-        raise ConfigError(f"--split {config.data.split}: the training split is empty")
+        raise ConfigError(
+            f"--split {config.data.split}: the training split is empty: give it a share"
+        )
     # The cyclic loader shuffles the samples, so a run may need the logits of any of them.
     samples = len(dataset) if config.data.dataloader_type == "cyclic" else counts[0]
     header = new_header(config, tokenizer, samples=samples, teacher=teacher.name)

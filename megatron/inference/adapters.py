@@ -109,8 +109,8 @@ def open_adapters(values: Sequence[str] | None, config: RunConfig) -> list[Opene
     trust = options.allow_foreign_checkpoints
     if config.model.architecture != "gpt":
         raise CheckpointError(
-            f"--serve-adapter: {options.load} holds a {config.model.architecture}, but only "
-            "a GPT can have adapters: drop the flag"
+            f"--serve-adapter: {options.load} contains a {config.model.architecture} model, but "
+            "only GPT models can have adapters: drop the flag"
         )
     groups, tensor = config.model.num_query_groups, config.parallel.tensor_model_parallel_size
     if config.model.group_query_attention and groups and groups < tensor:

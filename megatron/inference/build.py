@@ -113,7 +113,7 @@ def build_engine(
     model = loaded.model.eval()
     if replica is None:
         ranks = layout.tensor.size * layout.pipeline.size
-        assert ranks == layout.world.size, "load._single_replica: a single copy of the model"
+        assert ranks == layout.world.size, "a rule requires a single copy of the model"
         assert not layout.sequence_parallel, "a step's tokens cannot be divided among tensor ranks"
     replica = replica or layout.world
     torch_device, dtype, plan = device.torch_device, precision.weight_dtype, model.plan
@@ -272,7 +272,7 @@ def describe_speculation(speculation: Speculation) -> str:
     if speculation.method == "mtp":
         return f"{tokens} by the model's multi-token prediction layers"
     shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
-    return f"{tokens} that followed the last {longest} to {shortest} tokens earlier"
+    return f"{tokens} that followed an earlier occurrence of the last {longest} to {shortest}"
 
 
 def is_asynchronous(device: Device) -> bool:
@@ -340,7 +340,7 @@ def make_cache(
         if available <= 0:
             raise ConfigError(
                 f"the states of {options.max_sequences} sequences need more than the "
-                f"{size / 1e9:.3g} GB of memory that is left: allow fewer sequences at once"
+                f"{size / 1e9:.3g} GB of free memory: allow fewer sequences at once"
             )
         if block_bytes:
             tokens = min(tokens, available * options.block_size // block_bytes)

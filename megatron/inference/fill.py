@@ -71,8 +71,8 @@ class Filler:
             max_marks = min(len(marks), (limit - 1) // 2)
             if len(following) > max_marks:
                 raise UserError(
-                    f"--text {text!r} has {len(following)} {MARK}, but this T5 fills in at most "
-                    f"{max_marks}: use fewer"
+                    f"--text {text!r} has {len(following)} {MARK}, but this T5 model fills in at "
+                    f"most {max_marks}: use fewer"
                 )
         marked = [[mark, *part] for mark, part in zip(marks, following, strict=False)]
         ids = [*begin, *first, *chain.from_iterable(marked), *end]

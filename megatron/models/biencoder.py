@@ -88,7 +88,7 @@ class BiEncoderModel(nn.Module):
         """Build the towers."""
         super().__init__()
         whole = whole_model(len(plan.layers))
-        assert part in (None, whole), "the towers of a bi-encoder are not cut into stages"
+        assert part in (None, whole), "the towers of a bi-encoder are not split into stages"
         self.plan, self.part = plan, whole
         self.towers = (SHARED,) if plan.towers == 1 else (QUERY, CONTEXT)
         for name in self.towers:

@@ -133,7 +133,7 @@ def documents_of(mask: Mask | None) -> Tensor | None:
     """
     if mask is None:
         return None
-    assert isinstance(mask, Segments), "only GPTs have recurrent layers"
+    assert isinstance(mask, Segments), "only GPT models have recurrent layers"
     return mask.shared("documents", lambda: number_segments(mask.ends, mask.shape).t())
 
 

@@ -73,7 +73,7 @@ class RetroModel(GPTModel):
         else:
             axis = self.layout.context
             positions = local_positions(length * axis.size, axis, tokens.device)
-        assert neighbors is not None, "neighbors are given or in the cache"
+        assert neighbors is not None, "neighbors are required without a cache"
         if hidden is None:
             x = self.embed(tokens, positions if position_ids is None else position_ids)
             neighbor_positions = torch.arange(neighbors.shape[3], device=tokens.device)
