@@ -7,7 +7,7 @@ it contains, so a checkpoint can be loaded by a run that splits the model differ
 The native format, safetensors and JSON:
     entries        tensors, dtypes, boxes of indices
     shard          one safetensors file, hashed while it is written
-    mapped         the same file, read through the descriptor that was checked
+    mapped         such a file, mapped into memory through the descriptor that was checked
     manifest       manifest.json: every file and tensor of a checkpoint with digests
     plan           which process writes which part of which tensor
     exchange       JSON messages between processes
@@ -20,8 +20,8 @@ The native format, safetensors and JSON:
     retention      which older checkpoints are deleted
 Reading:
     reader         the interface `Reader` of all formats; the native one; `restore`
-    meta           the types of the data that a run stores besides its tensors
-    merged         a checkpoint with adapters, read as one without
+    meta           the types of a checkpoint's metadata
+    merged         a checkpoint read with its adapters merged, or with averaged weights
     loading        open the newest sound checkpoint of a folder, whatever its format
     compatibility  whether a checkpoint fits the run's network and optimizer
     inspection     describe and compare checkpoints

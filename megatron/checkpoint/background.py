@@ -1,10 +1,11 @@
 """Save while training continues, from a copy in host memory.
 
-Training waits until those tensors are copied that its next passes may change. The others are copied
-during the passes, and the next update waits for them. A thread writes, hashes, flushes and
-publishes the copy following the protocol of `store`, and communicates with the other processes'
-threads over a separate process group. File operations and digests release the interpreter lock. If
-the process is killed, the thread ends too, and leaves the same files behind as any killed save.
+Training waits only for the copies of tensors that its next passes may change. The other tensors are
+copied during these passes, and the next update waits for them. A thread then writes, hashes,
+flushes and publishes the copies following the protocol of `store`. It communicates with the threads
+of the other processes over a separate process group. File operations and hashing release the
+interpreter lock. If the process is killed, the thread ends too, and leaves the same files behind as
+any other interrupted save.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class SavedCheckpoint:
     Attributes:
         iteration: Training steps taken.
         path: The checkpoint's folder.
-        size: Bytes of all tensors.
-        seconds: Seconds from when training continued until the checkpoint was published.
-        pause: Seconds for which training was paused, on the rank that waited longest.
+        size: Size of all tensors in bytes.
+        seconds: Seconds from the end of the pause until the checkpoint was published.
+        pause: Seconds for which training was paused, on the rank with the longest pause.
     """
 
     iteration: int
@@ -53,7 +54,7 @@ class SavedCheckpoint:
 
 
 class HostBuffer:
-    """Host memory for one set of tensors, reused for every copy.
+    """Host memory for copies of one set of tensors, reused by every copy.
 
     Attributes:
         size: Size of the memory in bytes.
@@ -74,16 +75,16 @@ class HostBuffer:
     def copy_from(
         self, tensors: Mapping[str, Tensor], *, stable: Collection[str]
     ) -> tuple[dict[str, Tensor], QueuedCopy]:
-        """Copy the tensors.
+        """Copy the tensors to host memory.
 
         Args:
             tensors: The tensors by name.
-            stable: Names of tensors that are only queued to be copied. The caller must neither
-                free nor change them until the returned copy is done.
+            stable: Names of tensors whose copies are only queued. The caller must neither free nor
+                change these tensors until the returned operation is done.
 
         Returns:
-            The copies, which are valid until the next call; and the last queued copy, after which
-            all of them are complete.
+            The copies by name, which are valid until the next call; and the last queued operation,
+            after which all copies are complete.
         """
         assert tensors.keys() == self._placements.keys()
         copies = {}
@@ -122,8 +123,8 @@ class BackgroundSaver:
 
         Args:
             root: Folder of checkpoints.
-            entries: This rank's tensors. A save with other names, types or boxes is planned again.
-            layout: The ranks that take part.
+            entries: This rank's tensors. A save with other names, dtypes or boxes is planned anew.
+            layout: The layout of the ranks that take part.
             thread_layout: The same ranks with process groups for the thread (`Layout.for_thread`).
             device: Device of the tensors.
             keep: Which older checkpoints to keep. None keeps all of them.
@@ -132,7 +133,7 @@ class BackgroundSaver:
             report: Function that rank 0's thread calls with the published checkpoint or the error.
 
         Raises:
-            MemoryError: A rank has not enough host memory for a copy of its share.
+            MemoryError: Raised on every rank if any rank lacks host memory for its copies.
         """
         self._root = Path(root).absolute()  # before the process changes its working folder
         self._planning_layout, self._layout, self._device = layout, thread_layout, device
@@ -143,7 +144,11 @@ class BackgroundSaver:
         self._failure: Exception | None = None
 
     def _plan_for(self, entries: State) -> None:
-        """Plan saves of these tensors, and allocate memory for the copies. Collective."""
+        """Plan saves of these tensors, and allocate memory for the copies. Collective.
+
+        Raises:
+            MemoryError: Raised on every rank if any rank lacks host memory for its copies.
+        """
         layout, error = self._planning_layout, None
         self._description = describe(entries)
         self._plan = plan_save(entries, layout)
@@ -170,7 +175,7 @@ class BackgroundSaver:
         since: float,
         stable: Collection[str] = (),
     ) -> QueuedCopy:
-        """Copy the tensors and return; the rest happens in the background.
+        """Copy the tensors to host memory, and start to write the copies in the background.
 
         Args:
             iteration: Training steps taken.
@@ -178,13 +183,13 @@ class BackgroundSaver:
             meta: A JSON value; rank 0's is saved.
             since: The `time.perf_counter` time at which training stopped for this save.
             stable: Names of entries that the caller neither frees nor changes until the returned
-                copy is done.
+                operation is done.
 
         Returns:
-            The copy of the stable entries. All others are copied when this returns.
+            The operation that copies the stable entries. All others have been copied.
 
         Raises:
-            MemoryError: The entries are larger than before, and a rank has not enough host memory.
+            MemoryError: The entries have changed, and a rank lacks host memory for their copies.
         """
         assert self._thread is None, "one save at a time"
         has_changed = describe(entries) != self._description  # averages begin during the run
@@ -213,7 +218,7 @@ class BackgroundSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the save under way, if there is one, is published on all ranks.
+        """Wait for the save under way, if any, to be published or to fail.
 
         Raises:
             StorageError: Raised on every rank: the save failed, but the next one may succeed.

@@ -16,7 +16,13 @@ from megatron.parallel.layout import Axis
 
 @dataclass(frozen=True)
 class JsonExchange:
-    """Messages among all ranks of an axis. A single rank sends nothing and needs no group."""
+    """Exchange of JSON values among all ranks of an axis.
+
+    A single rank sends nothing and needs no process group.
+
+    Attributes:
+        world: The ranks that take part.
+    """
 
     world: Axis
 
@@ -26,7 +32,7 @@ class JsonExchange:
         return self.world.is_first
 
     def gather(self, value: Json) -> list[Json]:
-        """Gather every rank's value on all ranks, in rank order. Collective."""
+        """Return every rank's value on all ranks, in rank order. Collective."""
         if self.world.size == 1:
             return [value]
         device = self._device()
@@ -43,11 +49,12 @@ class JsonExchange:
         ]
 
     def on_all_ranks(self, step: Callable[[], Json]) -> list[Json]:
-        """Run `step` on every rank and return all results, in rank order. Collective.
+        """Run `step` on every rank, and return all results in rank order. Collective.
 
         Raises:
-            Exception: Raised on every rank if any rank's step failed. The failing rank raises its
-                own error; the others raise an error of the same type that names the rank.
+            Exception: Raised on every rank if `step` failed on any. A failing rank raises its own
+                error. The others raise a `StorageError` or `CheckpointError` if the failing rank
+                did, otherwise a `RuntimeError`; the message names the rank.
         """
         failure: Exception | None = None
         value: Json = None
@@ -71,7 +78,7 @@ class JsonExchange:
         return self.on_all_ranks(step if self.is_main else lambda: None)[0]
 
     def _device(self) -> torch.device:
-        """Return the device for this group's tensors: the CPU if its backend allows that."""
+        """Return the device for the group's tensors: the CPU if the group's backend supports it."""
         import torch.distributed as dist
 
         if "cpu" in str(dist.get_backend_config(self.world.group)):

@@ -30,10 +30,10 @@ def compare(first: Reader, second: Reader, *, only: str = "") -> tuple[list[str]
     Args:
         first: An opened checkpoint.
         second: Another opened checkpoint.
-        only: Compare only tensors whose names begin with this. "" compares everything.
+        only: Compare only tensors whose names begin with this prefix. "" compares everything.
 
     Returns:
-        A line for each difference, and the number of tensors that are the same, bit for bit except
+        A line for each difference, and the number of tensors that are equal, bit for bit except
         for the signs of zeros.
     """
     lines, equal = list[str](), 0
@@ -61,7 +61,7 @@ def compare(first: Reader, second: Reader, *, only: str = "") -> tuple[list[str]
 
 
 def _compare_tensor(first: Reader, second: Reader, name: str) -> str | None:
-    """Return how a tensor differs, or None if it does not. Read it one part at a time."""
+    """Return how a tensor differs, or None if it does not, reading it one part at a time."""
     meta, other_meta = first.tensors[name], second.tensors[name]
     parts = [] if meta == other_meta else [f"{meta} -> {other_meta}"]
     differs = meta.shape != other_meta.shape
@@ -92,7 +92,7 @@ def _differences(first: Tensor, second: Tensor) -> tuple[int, float]:
 
 
 def _settings(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the counters and the configuration of a checkpoint's metadata by name."""
+    """Return the counters and the configuration in a checkpoint's metadata as a flat dict."""
     settings = {key: meta[key] for key in _COUNTERS if meta.get(key) is not None}
     for part in ("optimizer", "schedule"):
         if isinstance(meta.get(part), dict):
@@ -109,7 +109,7 @@ def summarize(
 
     Args:
         root: Folder of checkpoints, one checkpoint, or a Hugging Face folder.
-        verify: Read everything and compare digests.
+        verify: Read all files and verify their digests.
         details: Also list the tensors and the metadata.
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
@@ -121,7 +121,7 @@ def summarize(
         CheckpointError: The folder contains no complete checkpoint.
     """
     if is_model_folder(root):
-        # Names, shapes and types have been compared with config.json. The format has no digests.
+        # Opening the folder has compared names, shapes and dtypes with config.json.
         reader = open_hf(root, allow_foreign=allow_foreign)
         state = "fits config.json, content not verified: the format has no digests"
         headline = f"{root}  {reader.architecture}  {len(reader.names())} tensors  {state}"
@@ -131,7 +131,7 @@ def summarize(
     single = find.checkpoint_at(root)
     if single is not None:
         return _summarize_all([single], verify=verify, details=details, allow_foreign=allow_foreign)
-    # Read the tracker before listing checkpoints: during verification, a job may save another one.
+    # Read the tracker before listing checkpoints, because a job may save another one meanwhile.
     named, complaint = find.read_tracker(root)
     checkpoints = find.list_checkpoints(root, quiet=True)
     if not checkpoints:

@@ -1,4 +1,4 @@
-"""Open a checkpoint of any format: ours or another program's."""
+"""Open a checkpoint in the native format or in that of another program."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def open_checkpoint(
     Args:
         root: Folder of checkpoints, or one of them.
         step: The iteration to open. None opens the newest.
-        verify: Compare every digest, instead of only the sizes and the manifest.
-        layout: The ranks that open it together. None opens it on this rank alone.
+        verify: Verify every digest, not only the manifest and the files' sizes.
+        layout: The layout of the ranks that open it together. None opens it only on this rank.
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
@@ -96,12 +96,12 @@ def open_folder(
     world: Axis | None = None,
     allow_foreign: bool = False,
 ) -> Reader:
-    """Open this checkpoint, without falling back to another one, and verify a rank's share of it.
+    """Open one checkpoint, without falling back to another, and verify this rank's share of it.
 
     Args:
         folder: The checkpoint.
-        verify: Compare digests.
-        world: The ranks that open it together. None opens it on this rank alone.
+        verify: Verify digests.
+        world: The ranks that open it together. None opens it only on this rank.
         allow_foreign: Accept files owned by other users.
 
     Raises:
@@ -136,7 +136,7 @@ def open_hf(root: Path, *, allow_foreign: bool = False) -> HFReader:
 
 @contextmanager
 def _damaged(kind: str) -> Iterator[None]:
-    """Turn any exception into a `CheckpointError`, because untrusted files can cause any."""
+    """Turn any exception into a `CheckpointError`, because damaged files can cause any."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -192,8 +192,9 @@ def open_root(
     Args:
         root: A Hugging Face folder, one checkpoint, or a folder of checkpoints.
         step: The iteration to open (--ckpt-step). None opens the newest.
-        verify: Compare digests; Hugging Face files have none.
-        layout: The ranks that open it together; collective if it is given.
+        verify: Verify digests. Hugging Face files have none.
+        layout: The layout of the ranks that open it together (collective). None opens it only on
+            this rank.
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
@@ -219,7 +220,7 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
     Args:
         path: A folder of checkpoints (the newest sound one is opened), a single checkpoint
             (`iter_0000100`), or a Hugging Face folder.
-        verify: Compare digests; Hugging Face files have none.
+        verify: Verify digests. Hugging Face files have none.
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
@@ -234,7 +235,7 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
 
 
 def why_no_checkpoint(path: Path) -> str:
-    """Explain why there is no checkpoint at a path, and where there may be one."""
+    """Return why there is no checkpoint at a path, and which folder below it has one, if any."""
     if not path.exists():
         return "there is no such folder"
     if path.is_file():
@@ -245,7 +246,7 @@ def why_no_checkpoint(path: Path) -> str:
 
 
 def checkpoints_below(root: Path) -> list[str]:
-    """Return the folders inside `root` that --load would accept, for messages about `root`."""
+    """Return the names of the folders in `root` that --load would accept, sorted."""
     if not root.is_dir():
         return []
 

@@ -1,11 +1,11 @@
 """A lock that lets only one job at a time save into a folder of checkpoints or of other output.
 
 Two jobs that save into one folder would delete each other's temporary files and overwrite each
-other's iterations. The first job writes its host and process id into a lock file; a second is
-refused. The lock ends with its process, so the next job, on any machine, takes over the folder
-immediately. If the file system does not support locks, the text of the file is used instead: a job
-takes over the folder from a process on this machine that has ended, but never from a process on
-another machine.
+other's iterations. The first job writes its host and process id into a lock file; a second job is
+refused. The lock is released when its process ends, so the next job, on any machine, can use the
+folder immediately. If the file system does not support locks, the text of the file is used instead:
+a job takes over the folder from a process on the same machine that has ended, but never from a
+process on another machine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ _MAX_BYTES = 1024
 
 @contextmanager
 def save_lock(root: Path | str, flag: str = "--save") -> Iterator[Path]:
-    """Hold a folder's lock while the body runs, and yield its file. Only rank 0 needs the lock.
+    """Hold a folder's lock while the body runs, and yield the lock file's path.
+
+    Only rank 0 needs the lock.
 
     Args:
         root: The folder, created if it is missing.
         flag: The flag that names the folder, for the message.
 
     Raises:
-        CheckpointError: Another job holds the folder.
+        CheckpointError: Another job holds the lock.
         StorageError: The folder cannot be written to.
     """
     path = Path(root).absolute() / LOCK
@@ -57,7 +59,7 @@ def save_lock(root: Path | str, flag: str = "--save") -> Iterator[Path]:
 
 def _acquire(path: Path, descriptor: int, flag: str) -> None:
     # The advisory lock ends with the process, however it dies, and forked data loaders do not
-    # inherit it. The file's text says who holds it.
+    # inherit it. The file's text says which process holds the lock.
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -83,7 +85,7 @@ def _refusal(path: Path, holder: Json, flag: str) -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the clock ticks from boot to the process's start, or None if they are unknown."""
+    """Return a process's start time in clock ticks since boot, or None if it is unknown."""
     try:
         # The command may contain spaces and parentheses; the fields after it do not.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -93,7 +95,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _read(descriptor: int) -> Json:
-    """Return who holds the lock, or None for an empty or unreadable file."""
+    """Return the lock's holder as recorded in the file, or None if it is empty or unreadable."""
     try:
         holder = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
     except (OSError, ValueError, RecursionError):
@@ -103,7 +105,7 @@ def _read(descriptor: int) -> Json:
 
 
 def _may_live(holder: Json) -> bool:
-    """Return whether the holder may still be running. Assume so if it is on another machine."""
+    """Return whether the holder may still be running, which is assumed on other machines."""
     if holder["host"] != socket.gethostname():
         return True
     if holder["pid"] == os.getpid():

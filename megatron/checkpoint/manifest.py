@@ -1,7 +1,7 @@
-"""manifest.json: everything that a reader must know and can check before it trusts any data.
+"""manifest.json: everything that a reader must know, and can check, before it trusts any data.
 
-The manifest is written last. It names every file with its size and every tensor with its pieces and
-their digests, and carries a digest of itself. A folder without a manifest is not a checkpoint.
+The manifest is written last. It lists every file with its size, and every tensor with its pieces
+and their digests, and contains a digest of itself. A folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Sizes = Annotated[tuple[Size, ...], MaxLen(8)]
 
 
 class ManifestError(ValueError):
-    """An error that says why a manifest is damaged, foreign or contradictory."""
+    """An error for a manifest that is damaged, contradictory or not in this program's format."""
 
 
 # These records' fields have the same names and order as their JSON keys.
 class FileInfo(NamedTuple):
-    """A shard file: its size, and the size (both in bytes) and SHA-256 of its header."""
+    """A shard file: its size in bytes, and the size in bytes and SHA-256 of its header."""
 
     bytes: Size
     header_bytes: Size
@@ -47,7 +47,16 @@ class FileInfo(NamedTuple):
 
 
 class TensorPiece(NamedTuple):
-    """A part of a tensor: its file, the indices it covers, and its bytes' position and SHA-256."""
+    """A part of a tensor.
+
+    Attributes:
+        file: The name of its shard file.
+        offset: The index of its first element in the whole tensor.
+        shape: Its shape.
+        start: The offset of its first byte in the file.
+        bytes: Its size in bytes.
+        sha256: The digest of its bytes, in hexadecimal.
+    """
 
     file: str
     offset: Sizes
@@ -58,12 +67,12 @@ class TensorPiece(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The indices that the piece covers."""
+        """The box of the whole tensor that the piece covers."""
         return Box(self.offset, self.shape)
 
 
 class TensorInfo(NamedTuple):
-    """A whole tensor: safetensors' type name, its shape, and the pieces that tile it."""
+    """A whole tensor: safetensors' name for its dtype, its shape, and the pieces that tile it."""
 
     dtype: str
     shape: Sizes
@@ -71,10 +80,10 @@ class TensorInfo(NamedTuple):
 
 
 def keys_in_files(name: str, files: Iterable[str]) -> list[str]:
-    """Return the key of each piece of a tensor in the piece's file.
+    """Return the safetensors key of each piece of a tensor.
 
-    The first piece in a file has the tensor's name as its key; the others have "name#1", "name#2",
-    ...
+    The key of the first piece in a file is the tensor's name. Further pieces in the same file have
+    the keys "name#1", "name#2", ...
 
     Args:
         name: The tensor's name.
@@ -92,7 +101,7 @@ class Manifest(NamedTuple):
 
     Attributes:
         iteration: Number of training steps taken.
-        created: UTC time, ISO 8601.
+        created: UTC time of the save, in ISO 8601.
         layout: Sizes of the grid of processes that wrote the checkpoint, by axis name.
         meta: JSON value that training needs to resume.
         files: Shards by file name.
@@ -107,10 +116,10 @@ class Manifest(NamedTuple):
     tensors: dict[str, TensorInfo]
 
     def check(self) -> None:
-        """Check that files, tensors and pieces agree with each other.
+        """Check that files, tensors and pieces are consistent with each other.
 
         Raises:
-            ManifestError: They contradict each other.
+            ManifestError: They are inconsistent. The message names the file or the tensor.
         """
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
@@ -142,7 +151,7 @@ def _check_tensor(name: str, tensor: TensorInfo, files: dict[str, FileInfo]) -> 
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Return the file's bytes.
+    """Return the bytes of manifest.json.
 
     Raises:
         ValueError: The metadata cannot be written as JSON, for example because it contains NaN or
@@ -158,7 +167,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def _sign(body: dict[str, Any]) -> bytes:
-    """Return JSON text whose first key is the digest of the text without it."""
+    """Return JSON text whose first key is the digest of the text without that key."""
     return _text({"sha256": digest_of(_text(body)), **body})
 
 
@@ -167,11 +176,11 @@ def _text(value: Json) -> bytes:
 
 
 def parse(data: bytes) -> Manifest:
-    """Return the manifest in a file's bytes after checking it.
+    """Parse and check the bytes of manifest.json.
 
     Raises:
-        ManifestError: The manifest is not ours, has a later version, was altered, or contradicts
-            itself.
+        ManifestError: The bytes are not a manifest of this program, have another format version,
+            were altered, or are inconsistent.
     """
     try:
         body = json.loads(data)
@@ -221,5 +230,5 @@ def _schema(kind: Any) -> TypeAdapter[Any]:
 
 
 def describe(dtype: str, shape: Iterable[int]) -> str:
-    """Return a description of a tensor, such as "F32 [5120, 64]"."""
+    """Return the description of a tensor for messages, such as "F32 [5120, 64]"."""
     return f"{dtype} {list(shape)}"

@@ -1,4 +1,4 @@
-"""Read a safetensors file through the descriptor with which it was checked."""
+"""Read a safetensors file through the descriptor on which its owner and type were checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MappedFile:
 
     Attributes:
         path: The file.
-        size: Its size in bytes.
+        size: The file's size in bytes.
     """
 
     def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
@@ -56,9 +56,9 @@ class MappedFile:
             raise CheckpointError(f"{path}: cannot be mapped: {error}") from error
 
     def open(self) -> BufferedReader:
-        """Open the mapped file again, to read it without the mapping.
+        """Open the mapped file again for ordinary reads.
 
-        Reading reports a failing disk as an error, whereas accessing a mapping kills the process.
+        A read reports a failing disk as an error, whereas access to the mapping kills the process.
 
         Raises:
             CheckpointError: The path now leads to a different file.
@@ -72,7 +72,7 @@ class MappedFile:
         return file
 
     def digest(self, start: int, size: int) -> str:
-        """Return the SHA-256 of `size` bytes from `start`, or of fewer at the file's end.
+        """Return the SHA-256 of the `size` bytes at offset `start`, or of fewer at the file's end.
 
         Raises:
             CheckpointError: The path now leads to a different file.
@@ -87,7 +87,7 @@ class MappedFile:
         return digest.hexdigest()
 
     def header(self) -> dict[str, Placement]:
-        """Return every tensor's position, after checking that the tensors fill the file.
+        """Return the position of every tensor, after checking that the tensors fill the file.
 
         Raises:
             CheckpointError: The file is not a valid safetensors file.
@@ -116,7 +116,10 @@ class MappedFile:
         return placements
 
     def tensor(self, placement: Placement) -> Tensor:
-        """Return the tensor at a position. It is read from the disk when it is used."""
+        """Return the tensor at a position, as a view of the mapping unless it is misaligned.
+
+        The mapping is read from disk when the tensor is used.
+        """
         data = self._bytes[placement.start : placement.start + placement.size]
         dtype = DTYPES[placement.dtype]
         if placement.start % dtype.itemsize:

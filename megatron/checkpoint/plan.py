@@ -1,4 +1,4 @@
-"""Plan which process writes which parts of a checkpoint, given the parts that each holds."""
+"""Plan which process writes which parts of a checkpoint, given the parts that each one holds."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ class SavePlan:
         return sum(_bytes(self.dtypes[name], math.prod(self.shapes[name])) for name in self.parts)
 
     def keyed(self, name: str) -> Iterator[tuple[str, Part]]:
-        """Yield each part of a tensor with its key, which is unique in the part's file."""
+        """Yield (key, part) for each part of a tensor. The key is unique in the part's file."""
         parts = self.parts[name]
         return zip(keys_in_files(name, [part.file for part in parts]), parts, strict=True)
 
     def written_by(self, rank: int) -> Iterator[tuple[str, str, Part]]:
-        """Yield each part that a rank writes, with its tensor's name and its key."""
+        """Yield (tensor name, key, part) for each part that a rank writes."""
         keyed = ((name, *pair) for name in self.parts for pair in self.keyed(name))
         return (part for part in keyed if part[2].rank == rank)
 
 
 def describe(entries: State) -> Json:
-    """Return the name, type, global shape, offset and shape of every entry that a rank holds."""
+    """Return the name, dtype, global shape, offset and shape of each of a rank's entries."""
     return [
         [name, dtype_name(entry.tensor.dtype), list(entry.global_shape), *map(list, entry.box)]
         for name, entry in flatten(entries)
@@ -72,13 +72,14 @@ def describe(entries: State) -> Json:
 
 
 def make_plan(descriptions: list[Json]) -> SavePlan:
-    """Choose the rank that writes each part: among its holders, the one with the least to write.
+    """Assign each part to one of the ranks that hold it, balancing the bytes that ranks write.
 
     Args:
-        descriptions: The descriptions (`describe`) of what each rank holds, in rank order.
+        descriptions: The result of `describe` on each rank, in rank order.
 
     Raises:
-        ValueError: Ranks disagree about a tensor, or their parts leave gaps or overlap.
+        ValueError: Ranks disagree on a tensor's dtype or shape, or their parts leave gaps or
+            overlap.
     """
     dtypes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -109,7 +110,10 @@ def _bytes(dtype: str, elements: int) -> int:
 def _choose_writers(
     holders: dict[str, dict[Box, list[int]]], dtypes: dict[str, str], ranks: int
 ) -> _Writers:
-    """Choose a writer for every part: parts with a single holder first, then the largest."""
+    """Choose the rank with the least to write for each part.
+
+    Parts that only one rank holds are assigned first, then the others by decreasing size.
+    """
     parts = [
         (_bytes(dtypes[name], box.volume), name, box, candidates)
         for name, boxes in holders.items()
@@ -125,9 +129,9 @@ def _choose_writers(
 
 
 def _choose_files(writers: _Writers, dtypes: dict[str, str]) -> dict[tuple[int, str], int]:
-    """Choose the file for a rank's parts of each tensor.
+    """Choose the file for each rank's parts of each tensor.
 
-    The largest tensors go first, each into the file with the fewest bytes so far.
+    Tensors are assigned by decreasing size, each to the file with the fewest bytes so far.
     """
     sizes, shares = Counter[tuple[int, str]](), Counter[int]()
     for (name, box), rank in writers.items():
@@ -144,13 +148,19 @@ def _choose_files(writers: _Writers, dtypes: dict[str, str]) -> dict[tuple[int, 
 
 
 def share_of(plan: SavePlan, entries: State, rank: int) -> dict[str, torch.Tensor]:
-    """Return the tensors that a rank writes, by their keys in its files."""
+    """Return the tensors that a rank writes, by key in its files.
+
+    Args:
+        plan: The plan of all ranks.
+        entries: The rank's own entries.
+        rank: The rank.
+    """
     tensors = {(name, entry.box): entry.tensor for name, entry in flatten(entries)}
     return {key: tensors[name, part.box] for name, key, part in plan.written_by(rank)}
 
 
 def files_of(plan: SavePlan, rank: int) -> dict[str, list[str]]:
-    """Return the files that a rank writes, by name, each with its keys."""
+    """Return the keys of the tensors in each file that a rank writes, by file name."""
     files: dict[str, list[str]] = {}
     for _, key, part in plan.written_by(rank):
         files.setdefault(part.file, []).append(key)

@@ -2,13 +2,14 @@
 
 A reader holds a shared lock on the manifest (for files of Megatron-LM and Megatron Core, on the
 file `complete`) for as long as it exists. A checkpoint is deleted only under an exclusive lock; if
-another process holds the lock, the checkpoint stays. It is renamed first, so that nobody finds half
-a checkpoint under its name. On a file system without locks, readers cannot be detected.
+another process holds the lock, the checkpoint is kept. A checkpoint is renamed before its files are
+deleted, so that an incomplete one never has a checkpoint's name. On a file system without locks,
+readers cannot be detected.
 
 Megatron-LM overwrites the files of an iteration one by one, in place, and does not look at
-`complete`. That file therefore names every file that we wrote, with a digest of its zip directory,
-which contains the size and the CRC-32 of each record: an overwritten file is detected without
-reading all of it.
+`complete`. The file `complete` therefore lists every file that we wrote, with a digest of its zip
+directory, which contains the size and the CRC-32 of each record. This detects an overwritten file
+without reading all of it.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class RetentionPolicy:
     """The checkpoints to keep once a newer one is published.
 
     Attributes:
-        latest: Number of newest checkpoints to keep (--keep-latest). None keeps all except those
-            that `every` removes.
-        every: Keep the checkpoints whose iteration is a multiple of this number
-            (--save-retain-interval). Without `latest`, only the checkpoint before the newest may be
-            deleted, as in Megatron Core.
+        latest: Number of most recent checkpoints to keep (--keep-latest). None keeps all except
+            those that `every` deletes.
+        every: Keep checkpoints whose iteration is a multiple of this number
+            (--save-retain-interval). Without `latest`, only the checkpoint that the tracker named
+            previously may be deleted, as in Megatron Core.
     """
 
     latest: int | None = None
@@ -63,7 +64,13 @@ class RetentionPolicy:
     def to_delete(
         self, checkpoints: list[CheckpointFolder], newest: int, previous: str | None
     ) -> list[CheckpointFolder]:
-        """Return which of the checkpoints, sorted newest first, `prune` should delete."""
+        """Return the checkpoints that the policy deletes.
+
+        Args:
+            checkpoints: The checkpoints that may be deleted, newest first.
+            newest: The iteration that has just been published, which is kept.
+            previous: The folder that the tracker named previously, such as iter_0000100.
+        """
         if self.latest is not None:
             old = checkpoints[self.latest :]
         else:
@@ -99,14 +106,15 @@ def lock_for_reading(folder: Path, kind: str = "native") -> int:
 
 
 def lock_if_listed(reader: Reader, kind: str) -> None:
-    """Protect files that we wrote for Megatron-LM or Megatron Core while a reader exists.
+    """Lock a checkpoint in another program's format while a reader exists, if we wrote its files.
 
     Args:
-        reader: The reader.
+        reader: The reader, whose `path` is set.
         kind: The format, as in `CheckpointFolder`.
 
     Raises:
-        CheckpointError: The checkpoint is being deleted, has files of two saves, or cannot be read.
+        CheckpointError: The checkpoint is being deleted, mixes files of two saves, or cannot be
+            read.
     """
     path = reader.path
     try:
@@ -120,16 +128,17 @@ def lock_if_listed(reader: Reader, kind: str) -> None:
 def prune(
     root: Path, newest: int, keep: RetentionPolicy, previous: str | None = None
 ) -> list[Path]:
-    """Delete older checkpoints of this program, except for those that are being read.
+    """Delete older checkpoints that this program wrote, except for those that are being read.
 
     Three more kinds of checkpoints are kept: those of later iterations, left by a run that then
-    went back to an earlier one; those in Megatron-LM's format with files that differ from the list
-    in `complete`, because Megatron-LM may still be writing them; and the targets of symbolic links.
+    went back to an earlier one; those in another program's format with files that differ from the
+    list in `complete`, because that program may still be writing them; and the targets of symbolic
+    links.
 
     Args:
         root: Folder of checkpoints.
         newest: The iteration of the checkpoint that has just been published, which is kept.
-        keep: Which checkpoints up to `newest` to keep.
+        keep: Which of the checkpoints up to `newest` to keep.
         previous: The folder that the tracker named previously, such as iter_0000100.
 
     Returns:
@@ -186,7 +195,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def list_files(folder: Path) -> bytes:
-    """Return the content of `complete` for a folder whose Megatron-LM files are all written.
+    """Return the content of `complete` for a folder to which all other files have been written.
 
     Raises:
         OSError: A file cannot be read.
@@ -195,12 +204,13 @@ def list_files(folder: Path) -> bytes:
 
 
 def is_as_listed(folder: Path) -> bool:
-    """Return whether a folder's files for Megatron-LM are still exactly those that we wrote.
+    """Return whether the files in a folder are exactly those that `complete` lists.
 
     Return False if there is no list, or if another program has rewritten all of the files.
 
     Raises:
-        CheckpointError: Another program has written some of the files: they belong to two saves.
+        CheckpointError: Another program has rewritten or removed some of the files, so they belong
+            to two saves.
         OSError: A file cannot be read.
     """
     try:
@@ -229,9 +239,9 @@ def is_as_listed(folder: Path) -> bool:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the zip directories of a folder's files, or "" for a file without one.
+    """Return the digest of each file's zip directory (of `.metadata`, of the whole file), by path.
 
-    Links and half-written files have none.
+    The digest is "" for links and for incomplete files, which have no zip directory.
     """
     digests = {}
     for path in (path for pattern in _FILES for path in folder.glob(pattern)):

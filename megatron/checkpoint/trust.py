@@ -1,12 +1,12 @@
-"""Checks that checkpoint files are safe to read: regular files that no other user could change.
+"""Checks that checkpoint files are safe to read: regular files that no other user can change.
 
-The files of all formats are opened here. A FIFO or a device would make the reader wait forever. A
-link may lead to files that a copy of the folder lacks. A file that another user owns or can write
-to may contain whatever that user wants.
+Files of all formats are opened here. A FIFO or a device would make the reader wait forever. A link
+may lead to files that a copy of the folder lacks. A file that another user owns or can write to may
+contain whatever that user wants.
 
-A path may point to a different file from one moment to the next, so whatever is read is checked
-through its descriptor (`open_trusted`). In addition, `check_folder` checks all paths of a folder,
-to refuse it as a whole before anything in it is opened.
+A path may lead to a different file from one moment to the next, so whatever is read is checked
+through its descriptor (`open_trusted`). In addition, `check_folder` checks all paths in a folder,
+to refuse it as a whole before any file in it is opened.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def check_folder(folder: Path, *, allow_foreign: bool = False) -> None:
         allow_foreign: Accept any owner and mode, and a link out of the folder that contains it.
 
     Raises:
-        CheckpointError: The folder is a link out of the folder that contains it; or something in it
-            is neither a regular file nor a folder, belongs to another user, or is world-writable.
+        CheckpointError: The folder is a link out of the folder that contains it; or a path in it is
+            neither a regular file nor a folder, belongs to another user, or is world-writable.
     """
     try:
         if folder.is_symlink() and not allow_foreign:
@@ -114,12 +114,12 @@ def check_folder(folder: Path, *, allow_foreign: bool = False) -> None:
 def check_owner(path: Path, status: os.stat_result, *, allow_foreign: bool) -> None:
     """Check that this user or root owns a file or folder, and that it is not world-writable.
 
-    Members of its group may change it: on many clusters the default mode lets a project's members
-    share it.
+    It may be writable by its group, because on many clusters the default mode lets the members of
+    a project share files.
 
     Args:
         path: The file or folder, for the message.
-        status: Its owner and mode.
+        status: The result of `stat`, with the owner and the mode.
         allow_foreign: Accept any owner and mode.
 
     Raises:

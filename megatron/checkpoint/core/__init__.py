@@ -1,4 +1,4 @@
-"""Megatron Core's checkpoints in its format `torch_dist`, read without executing their content.
+"""Megatron Core's checkpoints in its format `torch_dist`, read without running code from them.
 
 A folder contains `.metadata` (a pickle that says where each box of each tensor is),
 `__<rank>_<n>.distcp` (the concatenated output of torch.save), `common.pt` (the command line, the
@@ -6,8 +6,9 @@ schedule, counters) and `metadata.json` (the format's version). Random states an
 never read.
 
 Modules:
-    index   `.metadata` as plain records, checked against the files
-    names   Megatron Core's parameter names and ours
-    reader  such a folder through the interface `Reader`
-    writer  write any checkpoint, or a run's state, as such a folder
+    index      `.metadata` as plain records, checked against the files
+    names      Megatron Core's parameter names and ours
+    arguments  Megatron Core's command line and our settings
+    reader     such a folder through the interface `Reader`
+    writer     write any checkpoint, or a run's state, as such a folder
 """

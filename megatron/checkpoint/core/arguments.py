@@ -1,4 +1,4 @@
-"""Convert Megatron Core's command line to our settings."""
+"""Convert between Megatron Core's command line and our settings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,13 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 
 
 def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return our attention window flags for the values of Core's flags."""
+    """Return our flags for attention windows.
+
+    Args:
+        size: Core's `window_size`.
+        limited: Core's `window_attn_skip_freq`, or `None`.
+        args: Core's command line.
+    """
     layers = args.get("num_layers")
     flags: dict[str, Any] = {"window_size": str(size).strip("[]()")}
     if limited is not None:
@@ -130,9 +136,10 @@ def core_arguments(
 
 
 def layer_frequency(model: ModelConfig) -> int | list[int]:
-    """Return which layers are mixtures, as Megatron Core's `moe_layer_freq`: N, or ones and zeros.
+    """Return Megatron Core's `moe_layer_freq`.
 
-    Core stacks the layers' tensors only if the result is 1.
+    The result is N if every Nth layer is a mixture, otherwise a list with a 1 for each mixture and
+    a 0 for each dense layer. Core stacks the layers' tensors only if the result is 1.
     """
     pattern = model.moe_layer_freq.strip()
     if pattern.isdigit() and len(set(model.num_experts or ())) < 2:

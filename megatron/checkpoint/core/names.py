@@ -1,9 +1,9 @@
-"""Translate Megatron Core's parameter names on disk to ours.
+"""Translate between Megatron Core's parameter names on disk and ours.
 
 If all layers are alike, they share a tensor whose first dimension is the layer
-(`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each has its own
-(`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor. The rows
-of linear_fc1 are the gate projection's, followed by the up projection's.
+(`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each layer has its own tensor
+(`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor.
+linear_fc1 contains the rows of the gate projection, then those of the up projection.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ class NativeName(NamedTuple):
         parameter: Our name for the parameter, without the prefix and the layer.
         suffix: "" for a parameter, or the kind of an optimizer state such as ".exp_avg".
         layer: The index of its layer; `None` outside layers.
-        is_stacked: Whether the first dimension is the layer.
-        gate_dim: The dimension of our tensor that separates gate and up if the network has gates.
+        is_stacked: Whether the first dimension of the tensor on disk is the layer.
+        gate_dim: The dimension of our tensor that separates gate and up if the MLP is gated;
+            `None` for other parameters.
     """
 
     prefix: str
@@ -105,24 +106,32 @@ class NativeName(NamedTuple):
     gate_dim: int | None = None
 
     def name(self, layer: int | None) -> str:
-        """Return our full name."""
+        """Return our full name for the tensor, or for one layer of it.
+
+        Args:
+            layer: The index of the layer; `None` outside layers.
+        """
         layer_prefix = "" if layer is None else f"layers.{layer}."
         return f"{self.prefix}{layer_prefix}{self.parameter}{self.suffix}"
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Return whether a tensor of the file is an optimizer state."""
+    """Return whether a name on disk is that of an optimizer state."""
     return name.startswith(("optimizer.", "chained_"))
 
 
 def parameter_of(name: str) -> str | None:
-    """Return the name of the parameter whose optimizer state a tensor contains, if any."""
+    """Return Core's name of the parameter that an optimizer state belongs to.
+
+    Args:
+        name: The name of a tensor on disk. The result is `None` if it is not an optimizer state.
+    """
     match = _STATE.fullmatch(name)
     return match[2] if match else None
 
 
 def native_name(name: str) -> NativeName | None:
-    """Return where a tensor of the file belongs, or `None` for an unknown kind of optimizer state.
+    """Translate the name of a tensor on disk; return `None` for an unknown optimizer state.
 
     Raises:
         CheckpointError: Our networks have no such parameter.
@@ -159,8 +168,9 @@ class Location:
 
     Attributes:
         name: Megatron Core's name for the tensor that contains ours.
-        layer: The index in that tensor's first dimension, or `None` if it does not stack layers.
-        gate_dim: The dimension of our tensor that separates gate and up; `None` without gates.
+        layer: Our index in the first dimension of Core's tensor, or `None` if that tensor does not
+            stack layers.
+        gate_dim: The dimension of our tensor that separates gate and up, or `None`.
         shape: The shape of our tensor.
     """
 
@@ -170,7 +180,14 @@ class Location:
     shape: tuple[int, ...]
 
     def stored_boxes(self, box: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
-        """Yield boxes of Megatron Core's tensor, each with the index of `box` that it fills."""
+        """Yield the boxes of Megatron Core's tensor that make up a box of ours.
+
+        Args:
+            box: A box of our tensor.
+
+        Yields:
+            A box of Core's tensor, and the index of its values in a tensor that covers `box`.
+        """
         layer_index = () if self.layer is None else (self.layer,)
         layer_size, new_axis = (1,) * len(layer_index), (None,) * len(layer_index)
         if self.gate_dim is None:
@@ -186,7 +203,11 @@ class Location:
             yield Box((*layer_index, *offset), (*layer_size, *shape)), index
 
     def stored_shape(self, layers: int) -> tuple[int, ...]:
-        """Return the shape of Megatron Core's tensor in a network of this many layers."""
+        """Return the shape of Megatron Core's tensor.
+
+        Args:
+            layers: The number of layers in the network.
+        """
         shape = self.shape
         if self.gate_dim is not None:
             before, (parts, rows, *after) = shape[: self.gate_dim], shape[self.gate_dim :]
@@ -201,10 +222,11 @@ class NamingScheme:
     Attributes:
         is_stacked: Whether layers share tensors, because they are all alike.
         gated: Whether up projections consist of gate and up.
-        own_norms: The layers whose normalization before the MLP has its own name.
-        shards_states: Whether the states have the names of the distributed optimizer.
-        depths_own_norms: Whether that normalization has its own name in all layers of multi-token
-            prediction.
+        own_norms: The layers in which the normalization before the MLP is a module of its own
+            (`pre_mlp_layernorm`), not a part of `mlp.linear_fc1`.
+        shards_states: Whether optimizer states have the names of the distributed optimizer.
+        depths_own_norms: Whether the normalization before the MLP is a module of its own in the
+            layers of multi-token prediction.
     """
 
     is_stacked: bool
@@ -214,7 +236,11 @@ class NamingScheme:
     depths_own_norms: bool = False
 
     def locate(self, name: str, shape: tuple[int, ...]) -> Location:
-        """Return where one of our tensors goes: the inverse of `native_name`.
+        """Return where one of our tensors is stored. This is the inverse of `native_name`.
+
+        Args:
+            name: Our full name for the tensor.
+            shape: The shape of our tensor.
 
         Raises:
             CheckpointError: Megatron Core has no such tensor.

@@ -1,4 +1,4 @@
-"""Read DeepSpeed's checkpoints, as Megatron-DeepSpeed saves them, without executing their content.
+"""Read DeepSpeed's checkpoints, as saved by Megatron-DeepSpeed, without running code from them.
 
 A folder `global_step100` contains files written by torch.save. T is the model-parallel rank
 (stage x tensor-parallel size + tensor rank), D the data-parallel rank:
@@ -11,7 +11,7 @@ A folder `global_step100` contains files written by torch.save. T is the model-p
     expp_rank_D_mp_rank_TT_optim_states.pt         optimizer states of a mixture without ZeRO
 
 Modules:
-    files      the files of a folder, opened and sorted
+    files      the files in a folder, opened and sorted by kind
     names      DeepSpeed's parameter names and ours
     states     which elements of which flat partition belong to which parameter
     arguments  Megatron-DeepSpeed's command line, converted to our settings

@@ -18,7 +18,7 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "retro_add_retriever": (False,),
     "embed_layernorm": (False,),
 }
-# Megatron-DeepSpeed's names, each with Megatron Core's.
+# Megatron Core's names for Megatron-DeepSpeed's arguments.
 _RENAMED = {
     "rope_theta": "rotary_base",
     "topk": "moe_router_topk",
@@ -45,20 +45,20 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def has_separate_qkv(args: Mapping[str, Json]) -> bool:
-    """Return whether the rows of query, key and value form three blocks, each with all heads.
+    """Return whether query, key and value rows form three blocks, each with all heads.
 
-    Megatron-DeepSpeed has used these blocks since December 2024 (its commit 676a482c). Before that,
-    it split rows by head or group, under the same `checkpoint_version`. The flags of FPDT came with
-    that commit.
+    Megatron-DeepSpeed has used this order since December 2024 (its commit 676a482c). Before that,
+    it ordered rows by head or group, under the same `checkpoint_version`. The same commit added the
+    flags of FPDT, by which such files are recognized.
     """
     return "ds_sequence_parallel_fpdt" in args and not args.get("group_query_attention")
 
 
 def has_unusual_angles(args: Mapping[str, Json]) -> bool:
-    """Return whether rotary embeddings were computed with angles that no other program uses.
+    """Return whether rotary embeddings use angles that no other program uses.
 
-    Without FPDT and without a PipelineModule, Megatron-DeepSpeed since commit 676a482c uses the
-    cosines of the angles as the angles of queries, and reuses them for keys.
+    Since commit 676a482c, Megatron-DeepSpeed without FPDT and without a PipelineModule uses the
+    cosines of the angles as angles, for queries and for keys.
     """
     return bool(
         "ds_sequence_parallel_fpdt" in args
@@ -69,7 +69,11 @@ def has_unusual_angles(args: Mapping[str, Json]) -> bool:
 
 
 def _mixture(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the settings of a mixture of experts."""
+    """Return the settings of a mixture of experts under Megatron Core's names.
+
+    Raises:
+        CheckpointError: The number of experts or the interval of mixtures is invalid.
+    """
     listed = args.get("num_experts")
     counts = listed if isinstance(listed, list) else [listed]
     if not set(counts) - {None, 1}:
@@ -91,7 +95,7 @@ def deepspeed_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the settings of the network and the optimizer, by section of `RunOptions`.
 
     Args:
-        args: A command line under the names of Megatron-LM (`megatron_arguments`).
+        args: The command line under Megatron-LM's names (`megatron_arguments`).
     """
     config = legacy_config(args, "gpt")
     if not args.get("num_experts"):

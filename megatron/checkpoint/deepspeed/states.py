@@ -1,8 +1,8 @@
 """Find which elements of an optimizer's flat partitions belong to which parameter.
 
-ZeRO concatenates the parameters of a group, and divides the result among data-parallel ranks.
+ZeRO concatenates the parameters of a group and divides the result among data-parallel ranks.
 `param_slice_mappings` records the position of each parameter's slice in a rank's partition. The
-slices of a parameter are in the order of ranks. Experts are divided only among the ranks that hold
+slices of a parameter follow the order of ranks. Experts are divided only among the ranks that hold
 the same experts.
 
 ZeRO 3 divides each parameter: every rank has ceil(n / ranks) elements of it, in the order of
@@ -34,13 +34,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Value(NamedTuple):
-    """A parameter or a state of one model-parallel rank, as references to slices of files.
+    """A parameter or optimizer state of one model-parallel rank, as references to file slices.
 
     Attributes:
         shape: The shape of the parameter or state.
-        dtype: The dtype in which it is read.
-        parts: The slices that contain its elements, in order. Elements beyond its size are padding.
-            Without any slices, all elements are zero.
+        dtype: The dtype of the tensor that `load` returns.
+        parts: The slices that contain the elements, in order. Elements beyond the size of `shape`
+            are padding. If there are no slices, all elements are zero.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Value(NamedTuple):
     parts: tuple[tuple[TorchZip, TensorRef], ...]
 
     def load(self) -> Tensor:
-        """Return the elements."""
+        """Read the slices, and return a tensor of this shape and dtype."""
         if not self.parts:
             return torch.zeros(self.shape, dtype=self.dtype)
         flat = [archive.load(ref).reshape(-1) for archive, ref in self.parts]
@@ -61,8 +61,8 @@ class States:
     """The optimizer states of one model-parallel rank.
 
     Attributes:
-        values: The states by kind and the parameter's name in the file.
-        steps: All step counts, as numbers or scalar tensors with their files.
+        values: The states, by kind and DeepSpeed's name for the parameter.
+        steps: All step counts: the file of each, and its value, a number or scalar tensor.
     """
 
     values: dict[tuple[str, str], Value] = field(default_factory=dict)
@@ -75,9 +75,9 @@ def read_partitions(
     """Return the states in the files of ZeRO 1 and 2, or of the bf16 optimizer.
 
     Args:
-        files: A model-parallel rank's files, by data-parallel rank.
-        shapes: The shapes of parameters by their names in a whole model. There may be more
-            parameters than this rank held.
+        files: A model-parallel rank's files, in the order of data-parallel ranks.
+        shapes: The shapes of parameters by their names in a whole model, which may include
+            parameters that this rank does not have.
         whole_name: Function that returns a parameter's name in a whole model, given its name in the
             files.
 
@@ -114,7 +114,7 @@ def read_partitions(
 def _slices(
     file: StateFile, steps: list[tuple[TorchZip, Any]]
 ) -> Iterator[tuple[str, str, TensorRef]]:
-    """Yield the kind, name and elements of each state in a file; add its step counts to `steps`."""
+    """Yield (kind, name, elements) of each state in a file, and add its step counts to `steps`."""
     tree = _optimizer(file)
     mappings, masters = (
         tree.get("param_slice_mappings"),
@@ -174,7 +174,7 @@ def _steps_of_groups(
 
 
 def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> dict[str, Any]:
-    """Return a flat partition's state tensors by our name for each, and collect its step count."""
+    """Return the state tensors of a flat partition by kind, and add its step count to `steps`."""
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.zip.path}: the state of a partition is missing")
     tensors = {}
@@ -189,10 +189,10 @@ def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> di
 
 
 def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
-    """Return the states in the files of ZeRO 3. The master weights are the weights in fp32.
+    """Return the states in the files of ZeRO 3, including fp32 masters of all weights.
 
     Args:
-        files: A model-parallel rank's files, by data-parallel rank.
+        files: A model-parallel rank's files, in the order of data-parallel ranks.
         shapes: The shapes of its parameters by name, in the order of `param_shapes`.
 
     Raises:
@@ -241,8 +241,8 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
 
     Args:
         file: The file.
-        tree: The optimizer's state in it.
-        shapes: The shapes of the parameters that this process held, in the model's order.
+        tree: The optimizer's state in the file.
+        shapes: The shapes of the process's parameters by name, in the model's order.
 
     Returns:
         The states, or `None` if they have a different format.
@@ -272,7 +272,7 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
     result = States(steps=_steps_of_groups(file, state, groups))
     for index, name in zip(indices, order, strict=True):
         parameter_state = state.get(index) if type(index) is int else None
-        # A parameter that no token has used has no state yet.
+        # A parameter that no token has reached has no state yet.
         tensors = {} if parameter_state is None else _known(file, parameter_state, result.steps)
         for kind in ("exp_avg", "exp_avg_sq"):
             ref = tensors.get(kind)

@@ -1,15 +1,16 @@
 """Read and write Hugging Face folders: safetensors and config.json. Nothing in them is executed.
 
-    files       which files of a folder are read, and which of them are the tokenizer
+    files       which files in a folder are read, and which of them are the tokenizer
     settings    config.json, checked key by key
-    rules       how our parameters are made from a folder's tensors; the description of a family
+    rules       the conversion between a folder's tensors and our parameters; the class `Family`
     families    the table of families
-    llama, mixtures, gpt2, bert, t5   one module for each group of families
-    reader      a folder behind the interface `Reader`
-    writer      a checkpoint as such a folder
+    llama, mixtures, gpt2, bert, t5, ...   one module for each group of families
+    reader      a folder through the interface `Reader`
+    writer      write a checkpoint as such a folder
     peft_slices which part of a PEFT adapter corresponds to each of our adapters
     peft        adapters in PEFT's files
 
-A family defines how config.json is converted to network flags and back, and which tensors make up
-each parameter. In both directions, only the tensors that are being written are in memory.
+A family defines how config.json is converted to network flags and back, and which tensors
+correspond to each parameter. In both directions, only the tensors that are being written are in
+memory.
 """

@@ -1,11 +1,11 @@
 """BERT: an encoder with token types, and a pooler and two heads that files may lack.
 
 BERT normalizes after each residual sum. Our BERT, with --apply-residual-connection-post-layernorm,
-normalizes before each half of a layer and continues from the normalized values: the sums and the
-normalizations are the same, but the layers begin at a different point. So the normalization after
-the embeddings is the first of our layer 0, and the last one of Hugging Face's layer i is the first
-of our layer i + 1. One thing differs in training: Hugging Face applies dropout to the embeddings
-after normalizing them, whereas we apply it before.
+normalizes before attention and before the MLP, and adds their outputs to the normalized values. The
+computation is the same, but the boundaries between layers differ: the normalization after the
+embeddings is the first normalization of our layer 0, and the last normalization of Hugging Face's
+layer i is the first of our layer i + 1. Training differs in one point: Hugging Face applies dropout
+to the embeddings after normalizing them, whereas we apply it before.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Bert(rules.Family):
         )
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the name of the `transformers` class that has these optional parts."""
+        """Return the name of the class in `transformers` that has these optional parts."""
         if _ORDER in pieces:
             both = _MASKED in pieces
             return self.language_model if both else "BertForNextSentencePrediction"
@@ -88,7 +88,7 @@ class Bert(rules.Family):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         return {
             **super().write(model, vocab),
             "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
@@ -96,7 +96,7 @@ class Bert(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that make it up."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         for table in ("word", "position", "token_type"):
             yield f"embedding.{table}", [f"bert.embeddings.{table}_embeddings"]
         norm_before = "bert.embeddings.LayerNorm"

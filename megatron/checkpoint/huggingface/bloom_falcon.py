@@ -1,6 +1,6 @@
-"""BLOOM and Falcon: LayerNorm, an ungated MLP, and positions as biases (ALiBi) or rotary.
+"""BLOOM and Falcon: LayerNorm, an MLP without gates, and ALiBi or rotary embeddings.
 
-Both order queries, keys and values by group, as our tensors do.
+Their files order queries, keys and values by group, as our tensors do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.checkpoint.huggingface.llama import read_rope, write_rope
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
-_BLOOM_POSITIONS = 2048  # the length that published models were trained with
+_BLOOM_POSITIONS = 2048  # the context length of the published models
 _BLOOM_KEYS = (
     rules.Key("hidden_size", "hidden_size"),
     rules.Key("n_head", "num_attention_heads", max_value=MAX_HEADS),
@@ -41,7 +41,7 @@ _FALCON_KEYS = (
     rules.Key("hidden_dropout", "hidden_dropout", "fraction", 0.0),
     rules.Key("bias", "add_bias_linear", "boolean", False),
 )
-# Keys of BLOOM's training program in published files, which `transformers` does not read either.
+# Keys in published files that only BLOOM's training program reads, and `transformers` ignores.
 _TRAINING_KEYS = (
     "attention_softmax_in_fp32",
     "bias_dropout_fusion",
@@ -67,14 +67,14 @@ class _Shared(rules.Family):
     """The common base of the BLOOM and Falcon families.
 
     Attributes:
-        older: Names of keys in older files, with their current names.
+        older: The current names of keys, by their names in older files.
     """
 
     prefix: str = "transformer."
     older: dict[str, str] = field(default_factory=dict)
 
     def read(self, settings: Settings) -> rules.ModelDescription:
-        """Return the network that a config.json describes. Its keys may have older names."""
+        """Return the network that a config.json describes, which may use older names of keys."""
         values = dict(settings.values)
         for old, new in self.older.items():
             if old in values:
@@ -84,11 +84,11 @@ class _Shared(rules.Family):
         return super().read(Settings(values, settings.path))
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the corresponding Hugging Face module."""
+        """Return the Hugging Face module in a layer, by our name for the module."""
         return _LAYER
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the corresponding Hugging Face module."""
+        """Yield each of our modules with the corresponding Hugging Face module, in file order."""
         yield "embedding.word", ["transformer.word_embeddings"]
         yield "embedding.norm", ["transformer.word_embeddings_layernorm"]
         modules = self.modules(model)
@@ -98,12 +98,16 @@ class _Shared(rules.Family):
         yield "output", ["lm_head"]
 
     def conversion(self, layer: Any, module: str, tensors: int) -> rules.TensorConversion:
-        """Return the conversion for a layer's module, which leaves every tensor unchanged."""
+        """Return the conversion for a module, which leaves every tensor unchanged."""
         return rules.SAME
 
 
 def _head_size(settings: Settings, flags: dict[str, Any]) -> int:
-    """Return the head size. The channels of all heads add up to the hidden size."""
+    """Return the head size, hidden size / heads.
+
+    Raises:
+        CheckpointError: The number of heads does not divide the hidden size.
+    """
     hidden, heads = flags["hidden_size"], flags["num_attention_heads"]
     if hidden % heads:
         raise settings.error("hidden_size", f"is not divisible by {heads} heads")
@@ -137,7 +141,7 @@ class Bloom(_Shared):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         return {
             **super().write(model, vocab),
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
@@ -194,7 +198,7 @@ class Falcon(_Shared):
         )
 
     def _positions(self, settings: Settings) -> dict[str, Any]:
-        """Return the position embedding flags. Rotary keys have no effect with ALiBi."""
+        """Return the flags for positions. With ALiBi, keys of rotary embeddings have no effect."""
         new = settings.section("rope_parameters")
         base = settings.number("rope_theta", 10000.0)
         flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
@@ -205,7 +209,7 @@ class Falcon(_Shared):
         return {**flags, "position_embedding_type": "rope"}
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         parallel, heads = model.parallel_residual, model.num_attention_heads
         shares = parallel and model.shared_parallel_norm
         is_new = parallel and not (shares and model.kv_heads in (1, heads))
@@ -226,7 +230,7 @@ class Falcon(_Shared):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the corresponding Hugging Face module."""
+        """Return the Hugging Face module in a layer, by our name for the module."""
         if model.parallel_residual and not model.shared_parallel_norm:
             return {**_LAYER, "attention_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
         return _LAYER

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 in the same layer, with many constant multipliers."""
+"""Falcon-H1: attention and Mamba-2 in parallel in every layer, with constant multipliers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class FalconH1(LlamaLike):
-    """Falcon-H1, whose layers are Llama's with a Mamba-2 mixer parallel to attention."""
+    """Falcon-H1: Llama with a Mamba-2 mixer in parallel with the attention of every layer."""
 
     keys: tuple[rules.Key, ...] = _KEYS
     fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)
@@ -99,7 +99,7 @@ class FalconH1(LlamaLike):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         heads = model.mamba_num_heads or 1
         return {
             **super().write(model, vocab),
@@ -115,7 +115,7 @@ class FalconH1(LlamaLike):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that it combines."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", ["model.embed_tokens"]
         for layer in range(model.num_layers):
             yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", _LAYER)
@@ -125,7 +125,7 @@ class FalconH1(LlamaLike):
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         mixer = layer.mixer
         if isinstance(mixer, ParallelMambaPlan) and module.startswith("attention.mamba."):
             mamba = mixer.mamba
@@ -138,5 +138,5 @@ class FalconH1(LlamaLike):
         return super().conversion(layer, module, tensors)
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         return _LAYER

@@ -1,4 +1,4 @@
-"""The table of families, and the choice of a family that can express a network."""
+"""The table of families, and the choice of a family for a network."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def families() -> Mapping[str, Family]:
 
 
 def family_named(name: object, path: object) -> Family:
-    """Return the family of a config.json's `model_type`.
+    """Return the family with a given `model_type`.
 
     Args:
         name: The `model_type`.
@@ -92,15 +92,16 @@ def family_named(name: object, path: object) -> Family:
 
 
 def family_for(model: ModelConfig, vocab: int, model_type: str | None) -> Family:
-    """Return the family for writing a network: the requested one, or the first that can express it.
+    """Return the requested family, or the first one that can express a network.
 
     Args:
         model: The network.
-        vocab: Rows of the word embedding.
-        model_type: The `model_type` to write, or None for any.
+        vocab: Number of rows of the word embedding.
+        model_type: The requested `model_type`. None accepts any.
 
     Raises:
-        CheckpointError: No family can express the network. The message says why, for each family.
+        CheckpointError: The requested family, or any, cannot express the network. The message says
+            why, for each family.
     """
     known = families()
     candidates = [known[model_type]] if model_type else list(known.values())
@@ -117,7 +118,7 @@ def family_for(model: ModelConfig, vocab: int, model_type: str | None) -> Family
 
 
 def mismatches(family: Family, model: ModelConfig, vocab: int) -> list[str]:
-    """Return a line for each setting of a network that the family's config.json cannot express."""
+    """Return a line for each setting of a network that a family's config.json cannot express."""
     written = Settings(family.write(model, vocab), "config.json")
     try:
         round_trip = family.read(written).model
@@ -138,7 +139,7 @@ def mismatches(family: Family, model: ModelConfig, vocab: int) -> list[str]:
 
 
 def differing_fields(family: Family, first: ModelConfig, second: ModelConfig) -> list[str]:
-    """Return the names of the fields in which `first` and `second` describe different networks."""
+    """Return the names of the fields in which two networks differ in meaning, not only in value."""
     return [
         name
         for name in NETWORK_FIELDS
@@ -147,7 +148,7 @@ def differing_fields(family: Family, first: ModelConfig, second: ModelConfig) ->
     ]
 
 
-# Fields that choose layers. There are many ways to write a pattern.
+# Fields that choose layers. The same pattern of layers can be written in several ways.
 _PATTERNS: Mapping[str, Callable[[ModelConfig, int], tuple[Any, ...]]] = {
     "linear_attention_freq": delta_net_layers,
     "no_rope_freq": rotary_layers,
@@ -193,7 +194,7 @@ def _meaning_for_experts(model: ModelConfig, name: str) -> Any:
         return None
     value = getattr(model, name)
     match name:
-        case "moe_layer_freq":  # there are many ways to write a pattern
+        case "moe_layer_freq":  # the same pattern can be written in several ways
             value = mixture_layers(model, model.num_layers)
         case "moe_ffn_hidden_size":
             value = value or model.ffn_hidden_size

@@ -1,4 +1,4 @@
-"""Access to the files of an untrusted folder: which ones are read, and where links may lead."""
+"""Access to the files in an untrusted folder: which are read, and where links may lead."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _SPECIAL = {"bert": WORDPIECES, "t5": SPIECE}
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder, with all links resolved.
+    """Return the path of a file in a folder, with all links resolved.
 
-    Links from `snapshots/REVISION` into `blobs` of the same model (the hub's cache) are followed.
+    Links may lead from `snapshots/REVISION` to `blobs` of the same model, as in the hub's cache.
 
     Raises:
         CheckpointError: The file is missing, or is a link out of the folder.
@@ -69,15 +69,15 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]:
-    """Return every tensor's name with its file, or {"": file} for a single file without an index.
+    """Return the file of each tensor by tensor name, or {"": file} for a file without an index.
 
     Args:
         folder: The folder.
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: There are no readable files, or the index names something other than plain
-            files of this folder.
+        CheckpointError: There are no readable files, or the index names anything but plain files in
+            this folder.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -108,7 +108,7 @@ def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]
 
 
 def companions(folder: Path, *, allow_foreign: bool = False) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each small file that belongs to the model.
+    """Yield (name, content) of each small file (`COMPANIONS`) that belongs to the model.
 
     Args:
         folder: The model's folder.
@@ -129,14 +129,14 @@ def companions(folder: Path, *, allow_foreign: bool = False) -> Iterator[tuple[s
 
 
 def json_bytes(value: object) -> bytes:
-    """Return JSON as `transformers` writes it: indented, sorted, with a final newline."""
+    """Return JSON text as `transformers` writes it: indented, sorted, with a final newline."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
 def tokenizer_in(
     folder: Path, architecture: str, *, allow_foreign: bool = False
 ) -> TokenizerConfig:
-    """Return the tokenizer settings of a folder, without a type if it has no tokenizer.
+    """Return the settings of a folder's tokenizer, without a type if there is no tokenizer.
 
     Args:
         folder: The folder.
@@ -144,7 +144,7 @@ def tokenizer_in(
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The tokenizer's settings cannot be read.
+        CheckpointError: tokenizer_config.json cannot be read.
     """
     paths = {name: str(folder / name) for name in COMPANIONS if (folder / name).is_file()}
     settings, special = paths.get(TOKENIZER_CONFIG), _SPECIAL.get(architecture)

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, GeLU, biases everywhere, tied word embeddings."""
+"""GPT-2: learned positions, LayerNorm, GeLU, biases in all layers, tied word embeddings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GPT2(rules.Family):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         return {
             **super().write(model, vocab),
             "n_ctx": model.max_position_embeddings,
@@ -67,7 +67,7 @@ class GPT2(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that make it up."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", ["transformer.wte"]
         yield "embedding.position", ["transformer.wpe"]
         for layer in range(model.num_layers):
@@ -76,7 +76,7 @@ class GPT2(rules.Family):
         yield "output", ["lm_head"]
 
     def conversion(self, layer: LayerPlan, module: str, tensors: int) -> rules.TensorConversion:
-        """Return the conversion for a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         if module in ("attention.output", "mlp.up", "mlp.down"):
             return rules.TRANSPOSED
         return super().conversion(layer, module, tensors)

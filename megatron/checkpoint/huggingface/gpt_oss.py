@@ -30,7 +30,7 @@ _MODULES = {
 
 
 def _join_up(parts: Sequence[Tensor]) -> Tensor:
-    """Turn [e, h, 2 f], in which gate and up alternate, into [e, 2, f, h]; a bias has no h."""
+    """Convert [e, h, 2 f], in which gate and up alternate, to [e, 2, f, h]; a bias has no h."""
     x = parts[0].transpose(1, 2) if parts[0].dim() == 3 else parts[0]
     return x.unflatten(1, (-1, 2)).transpose(1, 2)
 
@@ -81,11 +81,11 @@ class GptOss(Mixtral):
         )
 
     def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
-        """Return the flags of the attention windows."""
+        """Return the flags for attention windows."""
         return read_alternating_windows(settings, layers, every=2, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary embeddings."""
+        """Return the flags for rotary embeddings."""
         if not {"rope_parameters", "rope_scaling"} & settings.values.keys():
             raise settings.error(
                 "rope_scaling", "is required: without it, versions of transformers disagree"
@@ -93,7 +93,7 @@ class GptOss(Mixtral):
         return super()._read_rotation(settings)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         values = super().write(model, vocab)
         return {
             **values,
@@ -105,11 +105,11 @@ class GptOss(Mixtral):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         return {**LAYER, **self.mixture}
 
     def tensor_name(self, module: str, kind: str) -> str:
-        """Return the name of a module's weight or bias."""
+        """Return the name of the weight or bias of a Hugging Face module."""
         if ".experts." in module:
             return module if kind == "weight" else f"{module}_bias"
         return super().tensor_name(module, kind)
@@ -117,7 +117,7 @@ class GptOss(Mixtral):
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         match module:
             case "mlp.experts.up":
                 return UP

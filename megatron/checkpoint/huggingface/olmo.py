@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3, which normalize what attention and MLP add to the residual stream."""
+"""OLMo 2 and OLMo 3, which normalize the outputs of attention and MLP instead of the inputs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class Olmo(LlamaLike):
-    """A family without normalizations before attention and MLP.
+    """A family that normalizes the outputs of attention and MLP, not the inputs.
 
     Attributes:
-        has_windows: Whether most layers have windows, and rotary embeddings that are not scaled
-            (OLMo 3).
+        has_windows: Whether most layers have attention windows, and rotary frequencies that are not
+            scaled (OLMo 3).
     """
 
     qk_norm: str | None = "projection"
@@ -46,25 +46,25 @@ class Olmo(LlamaLike):
         return replace(super().network(settings, flags), norm_placement="after")
 
     def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
-        """Return the flags of the attention windows."""
+        """Return the flags for attention windows."""
         if not self.has_windows:
             return {}
         return read_alternating_windows(settings, layers, every=_EVERY, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary embeddings."""
+        """Return the flags for rotary embeddings."""
         if not self.has_windows:
             return super()._read_rotation(settings)
         base = settings.number("rope_theta", self.rotary_base)
         return read_rope_by_kind(settings, base, base)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         values = super().write(model, vocab)
         if not self.has_windows:
             return values
-        # transformers before version 5 reads the other keys. Version 5 would ignore their base in
-        # layers with windows.
+        # transformers before version 5 reads rope_theta and rope_scaling. Version 5 would ignore
+        # this rope_theta in layers with windows.
         base = model.rotary_base
         kinds = {
             FULL: {"rope_theta": base, **(values["rope_scaling"] or {"rope_type": "default"})},
@@ -73,5 +73,5 @@ class Olmo(LlamaLike):
         return {**values, **write_alternating_windows(model, _WINDOW), "rope_parameters": kinds}
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         return _MODULES

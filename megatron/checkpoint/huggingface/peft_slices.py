@@ -1,9 +1,10 @@
 """The parts of PEFT's adapters that correspond to our adapters.
 
-PEFT gives a single adapter to a module of `transformers`. If the module computes several of our
-projections at once (Phi-3's `qkv_proj`), its adapter combines the adapters of those projections: A
-stacks their A's, B has their B's as blocks, and the rank is the sum of their ranks. A module's rows
-may also be in a different order from ours (GPT-J's queries, GPT-OSS's experts).
+PEFT adds one adapter to each module of `transformers`. If the module computes several of our
+projections at once (Phi-3's `qkv_proj`), its adapter combines the adapters of those projections:
+its A stacks their A matrices, its B contains their B matrices as blocks, and its rank is the sum of
+their ranks. The rows of a module may also be in a different order from ours (GPT-J's queries,
+GPT-OSS's experts).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.parallel.expert_linear import ExpertAdapter
 
 @dataclass(frozen=True, eq=False)
 class AdapterSlice:
-    """The part of a module's adapter that corresponds to the adapter of a projection.
+    """The part of a PEFT module's adapter that corresponds to our adapter of a projection.
 
     Attributes:
         module: The name of the module.
@@ -32,8 +33,8 @@ class AdapterSlice:
         weight_rows: For each row of the module, the corresponding row of our layer, int64 [outputs
             of the module].
         index: The index of the projection among the module's adapted projections.
-        adapted: The number of the module's adapted projections.
-        projections: The number of all projections of the module, with or without an adapter.
+        adapted: The number of adapted projections in the module.
+        projections: The number of projections in the module, with or without an adapter.
         is_transposed: Whether the module's weight is [in, out], as in GPT-2.
     """
 
@@ -66,20 +67,21 @@ def adapter_slices(
     modules: Sequence[str],
     conversion: TensorConversion | None,
 ) -> dict[str, AdapterSlice]:
-    """Return the part of a module's adapter that corresponds to each adapted projection of a layer.
+    """Return the slice of a PEFT adapter for each adapted projection of a layer, by projection.
 
     Args:
         adapter: The layer's adapter, in a single process.
-        outputs: The shape of the layer's weight without the input dimension, for one expert.
-        modules: The modules that make up the layer.
-        conversion: The conversion of the layer's weight to the weights of the modules; `None` if
-            the layer is a single module with our rows.
+        outputs: The shape of the layer's weight without the input dimension; for experts, that of
+            one expert's weight.
+        modules: The Hugging Face modules that correspond to the layer.
+        conversion: The conversion between the weights of the modules and the layer's weight. `None`
+            means that the layer is a single module with our order of rows.
 
     Raises:
         CheckpointError: A projection is split over several modules.
     """
     rows = torch.arange(math.prod(outputs))
-    # The rows of a weight with a single column.
+    # Convert a weight with a single column that contains the row indices.
     parts = [rows.view(-1, 1)] if conversion is None else conversion.split(rows.view(*outputs, 1))
     projections = {WHOLE: rows}
     if isinstance(adapter, Adapter):
@@ -89,7 +91,7 @@ def adapter_slices(
     slices: dict[str, AdapterSlice] = {}
     for module, part in zip(modules, parts, strict=True):
         module_rows = part.flatten()
-        position = torch.full_like(rows, -1)  # the index in the module of each of our rows
+        position = torch.full_like(rows, -1)  # for each of our rows, its index in the module
         position[module_rows] = torch.arange(len(module_rows))
         positions = {name: position[own_rows] for name, own_rows in projections.items()}
         positions = {
@@ -117,14 +119,18 @@ def adapter_slices(
 
 
 def join(kind: str, parts: Mapping[AdapterSlice, Tensor], lengths: Tensor | None) -> Tensor:
-    """Return a tensor of a module's adapter, made from the tensors of its projections.
+    """Combine the tensors of several projections into a tensor of their module's adapter.
 
     Args:
         kind: "a", "b" or "magnitude".
         parts: The tensors of all adapted projections, in order: A [rank, in], B [out, rank] or
             magnitudes [out].
         lengths: The norms of the rows of our layer's weight, [rows], which are the magnitudes of
-            rows without an adapter; `None` if all rows have one, and for other kinds.
+            rows without an adapter. `None` if all rows have an adapter, or for other kinds.
+
+    Returns:
+        A [rank * projections, in], B [outputs of the module, rank * projections] or magnitudes
+        [outputs of the module].
     """
     if kind == "a":
         return torch.cat(list(parts.values()))

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4, whose files join queries, keys and values, and gate and up projections."""
+"""Phi-3 and Phi-4, whose files fuse queries, keys and values, and gate and up projections."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MODULES = {
     "attention.qkv": ("self_attn.qkv_proj",),
     "mlp.up": ("mlp.gate_up_proj",),
 }
-# Gate and up projections [2 f, h], one after the other.
+# Gate and up projections: one tensor [2 f, h] in files, [2, f, h] here.
 _JOINED = rules.TensorConversion(
     lambda parts: parts[0].unflatten(0, (2, -1)), lambda whole: [whole.flatten(0, 1)]
 )
 
 
 def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
-    """Return the conversion of one tensor with all queries, then all keys, then all values."""
+    """Return the conversion of a tensor with all queries, then all keys, then all values."""
     by_group = rules.grouped(mixer.kv_heads, (mixer.heads // mixer.kv_heads, 1, 1))
     sizes = [mixer.query, *[mixer.kv_heads * mixer.head_size] * 2]
     return rules.TensorConversion(
@@ -39,20 +39,20 @@ def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
 
 
 def _attention_factor(factor: float, original: int) -> float:
-    """Return the factor applied to queries and keys if config.json does not give one.
+    """Return LongRoPE's default for the factor that scales queries and keys.
 
     Args:
-        factor: The extended context length divided by the training context length.
-        original: The training context length in tokens.
+        factor: The extended context length divided by the original one.
+        original: The original context length in tokens.
     """
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[str, Any]:
-    """Return the flags of LongRoPE, with the defaults that `transformers` uses for missing factors.
+    """Return the flags for LongRoPE, with the defaults of `transformers`.
 
     Args:
-        rope: The keys that determine how frequencies are changed.
+        rope: The keys of rope_scaling or rope_parameters.
         settings: All keys of config.json.
         share: The fraction of a head's channels that rotates.
     """
@@ -77,7 +77,7 @@ def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[st
 
 @dataclass(frozen=True)
 class Phi(LlamaLike):
-    """Phi-3 and Phi-4, some of which rotate only a part of each head."""
+    """Phi-3 and Phi-4, in some of which only part of each head rotates."""
 
     old_files: bool = True
     window: str | None = "model"
@@ -91,7 +91,7 @@ class Phi(LlamaLike):
         return replace(super().network(settings, flags), hidden_dropout=dropout)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary embeddings."""
+        """Return the flags for rotary embeddings."""
         new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
         share = settings.number("partial_rotary_factor", 1.0)
         share = new.number("partial_rotary_factor", share)
@@ -108,7 +108,7 @@ class Phi(LlamaLike):
         return flags
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         keys: dict[str, Any] = {"rope_scaling": None}
         original = model.longrope_original_max_position_embeddings
         if model.rope_type == "longrope" and original is not None:
@@ -126,13 +126,13 @@ class Phi(LlamaLike):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         return _MODULES
 
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         match module:
             case "attention.qkv":
                 return joined_heads(rules.attention_of(layer))

@@ -1,10 +1,9 @@
-"""Rules for making our parameters from Hugging Face tensors, and the description of a family.
+"""Rules for converting between Hugging Face tensors and our parameters, and the base of families.
 
-In this package, "their" tensors and names are those in a Hugging Face folder, and "our" tensors and
-names are those in this program. A family's module has a table that says which of their modules make
-up each of ours. The shapes follow from the network's plan, and the conversion (a
-`TensorConversion`) from the kind of parameter. A conversion only moves values, so `join` and
-`split` undo each other bit for bit.
+In this package, "our" tensors, modules and names are those of this program. A family's module has a
+table that maps each of our modules to Hugging Face modules. The shapes follow from the network's
+plan, and the conversion (a `TensorConversion`) from the kind of parameter. A conversion only
+rearranges values, so `join` and `split` are exact inverses.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _IN_LAYER = re.compile(r"(.*layers\.\d+|mtp\.\d+\.layer)\.(.+)")
 
 
 class TensorConversion(NamedTuple):
-    """A conversion of several Hugging Face tensors to one of ours, and back.
+    """A conversion between one or more Hugging Face tensors and one of our parameters.
 
     Attributes:
-        join: Function that makes our parameter from Hugging Face tensors.
-        split: Function that makes Hugging Face tensors from our parameter.
+        join: Function that converts Hugging Face tensors to our parameter.
+        split: Function that converts our parameter to Hugging Face tensors.
     """
 
     join: Callable[[Sequence[Tensor]], Tensor]
@@ -46,10 +45,10 @@ class TensorConversion(NamedTuple):
 
 
 def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> TensorConversion:
-    """Return the conversion that packs queries [n d, ...], keys and values [g d, ...] by group.
+    """Return the conversion that orders queries [n d, ...], keys and values [g d, ...] by group.
 
-    Both formats rotate channel i of a head with channel i + d/2, so rows keep their order within a
-    head.
+    Both formats rotate channel i of a head together with channel i + d/2, so the order of rows
+    within a head stays the same.
 
     Args:
         groups: The number of groups, g.
@@ -73,13 +72,16 @@ def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> Ten
 
 
 def halves(size: int, rotated: range) -> Tensor:
-    """Return the order of a head's channels that brings pairs of channels into two halves.
+    """Return the permutation of a head's channels that turns adjacent pairs into two halves.
 
     Some families rotate channels 2i and 2i + 1 together, whereas we rotate i and i + r/2.
 
     Args:
-        size: The number of channels.
-        rotated: The channels that rotate; r is their number.
+        size: The number of channels of a head, d.
+        rotated: The r channels that rotate; the others stay where they are.
+
+    Returns:
+        For each of our channels, the corresponding channel in the files, int64 [d].
     """
     order = torch.arange(size)
     order[rotated.start : rotated.stop] = torch.tensor(rotated).view(-1, 2).t().flatten()
@@ -87,11 +89,11 @@ def halves(size: int, rotated: range) -> Tensor:
 
 
 def by_head(part: Tensor, order: Tensor) -> Tensor:
-    """Return a projection with its rows reordered within each head.
+    """Permute the rows of a projection within each head.
 
     Args:
-        part: Rows of all heads, [n d, ...].
-        order: For each position in a head, the row that moves there, [d].
+        part: The rows of all heads, [n d, ...].
+        order: For each row of a head in the result, its row in `part`, [d].
     """
     return part.unflatten(0, (-1, len(order)))[:, order.to(part.device)].flatten(0, 1)
 
@@ -113,18 +115,18 @@ STACKED = TensorConversion(
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """A rule for making one of our parameters.
+    """The correspondence between one of our parameters and Hugging Face tensors.
 
     Attributes:
         name: Our name for the parameter.
         shape: The shape of our parameter.
-        hf_names: Names of their tensors that make up the parameter, expert by expert.
-        conversion: The conversion between their tensors and our parameter, or one expert's slice of
+        hf_names: Names of the corresponding Hugging Face tensors, expert by expert.
+        conversion: The conversion between these tensors and our parameter, or one expert's slice of
             it.
         piece: The optional part of the model that the parameter belongs to, which a folder may lack
             entirely; "" if the parameter is required.
-        experts: Size of the first dimension if it is the expert, otherwise 0. Their files store
-            each expert in separate tensors.
+        experts: The size of the first dimension if the files store each expert in separate tensors,
+            otherwise 0.
     """
 
     name: str
@@ -141,28 +143,32 @@ class ParameterRule:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the parameter that are made from different tensors."""
+        """The number of parts of the parameter that correspond to separate tensors."""
         return max(1, self.experts)
 
     def box(self, part: int) -> Box:
-        """Return the box that a part of the parameter fills. Each part has its own tensors."""
+        """Return the box of the parameter that a part covers.
+
+        Args:
+            part: The index of the part: of the expert, if experts have separate tensors.
+        """
         if not self.experts:
             return Box.whole(self.shape)
         inner = self.converted_shape
         return Box((part, *(0 for _ in inner)), (1, *inner))
 
     def shapes(self) -> list[Shape]:
-        """Return the shapes of the Hugging Face tensors, in order."""
+        """Return the shapes of the Hugging Face tensors, in the order of `hf_names`."""
         parts = self.conversion.split(torch.empty(self.converted_shape, device="meta"))
         return [tuple(part.shape) for part in parts] * self.parts
 
     def join(self, load: Callable[[str], Tensor], box: Box, dtype: torch.dtype) -> Tensor:
-        """Return a part of our parameter. Tensors of other experts are not read.
+        """Return a box of our parameter. Only the tensors of experts in the box are read.
 
         Args:
-            load: Function that returns one of their tensors by its name.
-            box: The part.
-            dtype: The type of the parameter.
+            load: Function that returns the Hugging Face tensor with a given name.
+            box: The box of our parameter.
+            dtype: The dtype of the parameter.
         """
         names_per_part = len(self.hf_names) // self.parts
 
@@ -182,11 +188,11 @@ class ParameterRule:
         return result
 
     def split(self, read: Callable[[Box], Tensor], index: int) -> Tensor:
-        """Return one of the Hugging Face tensors. Other experts are not read.
+        """Return one of the Hugging Face tensors. Only its expert is read.
 
         Args:
-            read: Function that returns a part of our parameter.
-            index: Position of the tensor in `hf_names`.
+            read: Function that returns a box of our parameter.
+            index: The index of the tensor in `hf_names`.
         """
         part, position = divmod(index, len(self.hf_names) // self.parts)
         return self.conversion.split(read(self.box(part)).view(self.converted_shape))[position]
@@ -195,19 +201,24 @@ class ParameterRule:
 def present_rules(
     rules: Sequence[ParameterRule], found: Iterable[ParameterRule]
 ) -> list[ParameterRule]:
-    """Return the rules, leaving out those for optional parts that the folder lacks entirely."""
+    """Return the rules of required parameters and of optional parts that the folder contains.
+
+    Args:
+        rules: All rules.
+        found: The rules of parameters that the folder contains.
+    """
     pieces = {rule.piece for rule in found} | {""}
     return [rule for rule in rules if rule.piece in pieces]
 
 
 class Key(NamedTuple):
-    """A key of config.json with the same value as a network flag.
+    """A key of config.json whose value is that of a network flag.
 
     Attributes:
         key: The key in config.json.
         field: The field of `ModelConfig`.
         kind: The method of `Settings` that reads the value.
-        default: The value if config.json lacks the key. None means that the key is required.
+        default: The default if config.json lacks the key. None means that the key is required.
         max_value: The largest accepted value, if the value is a size.
     """
 
@@ -219,7 +230,11 @@ class Key(NamedTuple):
 
 
 def read_keys(settings: Settings, keys: Iterable[Key]) -> dict[str, Any]:
-    """Return the network flags that correspond to keys of config.json."""
+    """Return the network flags that correspond to keys of config.json.
+
+    Raises:
+        CheckpointError: A value is missing, has the wrong type or is out of range.
+    """
     flags = {}
     for key in keys:
         bounds = (key.max_value,) if key.kind == "size" else ()
@@ -232,8 +247,8 @@ class ModelDescription:
     """The network that a config.json describes.
 
     Attributes:
-        model: The network, described by our flags.
-        vocab: Rows of the word embedding.
+        model: The network, as our flags.
+        vocab: Number of rows of the word embedding.
     """
 
     model: ModelConfig
@@ -254,17 +269,17 @@ class Family(ABC):
         head_follows_files: Whether the output has its own weight if the files contain one that
             differs from the word embeddings, even if config.json says that the two are tied.
         embedding_copies: Other names under which files may store the word embeddings.
-        pieces: Our modules outside the layers that files may lack, by name, with the optional part
-            of the model that each belongs to.
+        pieces: The optional part of the model that each of our modules belongs to, by module name.
+            Files may lack all of an optional part.
         keys: Keys of config.json that correspond to a network flag.
-        fixed: Keys of config.json for which our network can express only a single value.
-        vocab: The size of the vocabulary if config.json does not give it. None means that
-            config.json must give it.
-        derived: Pattern of the names of tensors that are derived from config.json, such as masks
-            and rotary frequencies. They are not read.
+        fixed: Keys of config.json for which our networks support only one value, with that value.
+        vocab: The vocabulary size if config.json lacks it. None means that config.json must contain
+            it.
+        derived: Regular expression for the names of tensors that are derived from config.json, such
+            as masks and rotary frequencies. They are not read.
         head_activates: Whether the head has its own activation function, chosen by --openai-gelu.
         stacks_experts: Whether one tensor contains all experts of a layer.
-        whole_names: Suffixes of the names of tensors that are not a module's weight or bias.
+        whole_names: Suffixes of the names of tensors that are not the weight or bias of a module.
     """
 
     name: str
@@ -284,7 +299,7 @@ class Family(ABC):
     whole_names: tuple[str, ...] = ()
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the name of a model's `transformers` class.
+        """Return the name of a model's class in `transformers`.
 
         Args:
             pieces: The optional parts that the model has.
@@ -292,10 +307,11 @@ class Family(ABC):
         return self.language_model
 
     def read(self, settings: Settings) -> ModelDescription:
-        """Return the network that a config.json describes.
+        """Return the network and the vocabulary size that a config.json describes.
 
         Raises:
-            CheckpointError: Our network cannot express a value. The message names its key.
+            CheckpointError: A key is missing or invalid, or our networks do not support its value.
+                The message names the key.
         """
         flags = read_keys(settings, self.keys)
         for key, value in {"model_type": self.name, **self.fixed}.items():
@@ -309,14 +325,21 @@ class Family(ABC):
         """Return the network that a config.json describes.
 
         Args:
-            settings: The keys of config.json. Every key that matters must be read.
+            settings: The keys of config.json. A key that is never read is refused.
             flags: The flags that have been read from `keys`.
+
+        Raises:
+            CheckpointError: A key is missing or invalid, or our networks do not support its value.
         """
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network, or the nearest one that the family can express.
+        """Return the content of config.json for a network.
 
-        `families.mismatches` returns what the family cannot express.
+        What the family cannot express is approximated; `families.mismatches` lists it.
+
+        Args:
+            model: The network.
+            vocab: Number of rows of the word embedding.
         """
         values = {key.key: getattr(model, key.field) for key in self.keys}
         return {"model_type": self.name, "vocab_size": vocab, **values}
@@ -332,13 +355,15 @@ class Family(ABC):
 
     @abstractmethod
     def names(self, model: ModelConfig) -> Names:
-        """Yield each of our modules with the Hugging Face modules that make it up.
-
-        They come in the order of the files.
-        """
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
 
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
-        """Return the rule that makes each parameter from tensors, in the order of the files."""
+        """Return the rules of all parameters, in the order of the files.
+
+        Args:
+            model: The network.
+            vocab: Number of rows of the word embedding.
+        """
         plan = model_plan(model, vocab)
         shapes, layers = parameter_shapes(plan), layers_of(plan)
         rules = []
@@ -376,7 +401,13 @@ class Family(ABC):
         return module if module.endswith(self.whole_names) else f"{module}.{kind}"
 
     def conversion(self, layer: plans.LayerPlan, module: str, tensors: int) -> TensorConversion:
-        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module.
+
+        Args:
+            layer: The layer that contains the module.
+            module: Our name for the module in the layer.
+            tensors: The number of Hugging Face tensors that a parameter combines.
+        """
         if module == "attention.qkv":
             mixer = attention_of(layer)
             in_group = (mixer.heads // mixer.kv_heads, 1, 1)
@@ -388,7 +419,7 @@ class Family(ABC):
 
 
 def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
-    """Return the plans of all layers by our names."""
+    """Return the plan of each layer by our name for the layer, such as "layers.3"."""
     first = plan.encoder_layers  # the decoder's first layer, if there is a decoder
     stacks = {"": plan.layers}
     if first:
@@ -402,7 +433,7 @@ def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
 
 
 def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
-    """Return the shapes of a network's parameters by our names."""
+    """Return the shapes of a network's parameters by our name."""
     table, hidden, modules = plan.embedding, plan.hidden, dict[str, dict[str, Shape]]()
     rows = {"word": table.vocabulary, "position": table.positions, "token_type": table.token_types}
     for kind, count in rows.items():
@@ -442,26 +473,32 @@ def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
 
 
 def norm_shapes(norm: plans.NormPlan, size: int) -> dict[str, Shape]:
-    """Return the shapes of a normalization's parameters."""
+    """Return the shapes of a normalization's parameters: weight, bias, both or none."""
     has = {"weight": norm.weight, "bias": norm.bias}
     return dict.fromkeys((kind for kind in KINDS if has[kind]), (size,))
 
 
 def linear_shapes(outputs: Shape, inputs: int, *, bias: bool = True) -> dict[str, Shape]:
-    """Return the shapes of a linear layer's parameters."""
+    """Return the shapes of a linear layer's parameters.
+
+    Args:
+        outputs: The output dimensions, which come first in the weight.
+        inputs: The input dimension.
+        bias: Whether there is a bias.
+    """
     return {"weight": (*outputs, inputs)} | ({"bias": outputs} if bias else {})
 
 
 def attention_of(layer: plans.LayerPlan) -> plans.AttentionPlan:
-    """Return the plan of the self-attention of a layer that has it."""
+    """Return a layer's mixer, which must be self-attention."""
     assert isinstance(layer.mixer, plans.AttentionPlan), layer.mixer
     return layer.mixer
 
 
 def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
-    """Return the parameter shapes of each module in a layer.
+    """Return the parameter shapes in a layer, by module and kind ("weight" or "bias").
 
-    A parameter that is not in a module has the kind "".
+    The kind is "" for a parameter that is not in a module.
     """
     hidden, cross, norm = layer.hidden, layer.cross_attention, norm_shapes(layer.norm, layer.hidden)
     modules: dict[str, dict[str, Shape]] = {}
@@ -501,7 +538,7 @@ def layer_shapes(layer: plans.LayerPlan) -> dict[str, dict[str, Shape]]:
 
 
 def mixer_shapes(mixer: plans.MixerPlan | None) -> dict[str, dict[str, Shape]]:
-    """Return the parameter shapes of each module in a layer's mixer, if it has one."""
+    """Return the parameter shapes in a layer's mixer, by module and kind; {} without a mixer."""
     match mixer:
         case ParallelMambaPlan():
             parallel = mamba_shapes(mixer.mamba).items()
@@ -518,7 +555,7 @@ def mixer_shapes(mixer: plans.MixerPlan | None) -> dict[str, dict[str, Shape]]:
 
 
 def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
-    """Return the parameter shapes of each module in self-attention."""
+    """Return the parameter shapes in self-attention, by module and kind."""
     modules: dict[str, dict[str, Shape]]
     if isinstance(mixer, plans.LatentAttentionPlan):
         modules = latent_shapes(mixer)
@@ -537,7 +574,7 @@ def attention_shapes(mixer: plans.AttentionPlan) -> dict[str, dict[str, Shape]]:
 
 
 def mamba_shapes(mixer: MambaPlan) -> dict[str, dict[str, Shape]]:
-    """Return the parameter shapes of each module in a Mamba-2 mixer."""
+    """Return the parameter shapes in a Mamba-2 mixer, by module and kind."""
     channels = mixer.convolved
     heads: dict[str, Shape] = {"": (mixer.heads,)}
     return {
@@ -553,7 +590,7 @@ def mamba_shapes(mixer: MambaPlan) -> dict[str, dict[str, Shape]]:
 
 
 def latent_shapes(mixer: plans.LatentAttentionPlan) -> dict[str, dict[str, Shape]]:
-    """Return the parameter shapes of each module in latent attention."""
+    """Return the parameter shapes in latent attention, by module and kind."""
     heads, hidden, rank = mixer.heads, mixer.hidden, mixer.query_rank
     sizes = {
         "query_up": (heads * mixer.key_size, rank or hidden),
@@ -577,7 +614,7 @@ def latent_shapes(mixer: plans.LatentAttentionPlan) -> dict[str, dict[str, Shape
 
 
 def delta_net_shapes(mixer: GatedDeltaNetPlan) -> dict[str, dict[str, Shape]]:
-    """Return the parameter shapes of each module in a gated delta net."""
+    """Return the parameter shapes in a gated delta net, by module and kind."""
     return {
         "attention.input": {"weight": (sum(mixer.widths), mixer.hidden)},
         "attention.convolution": {"weight": (mixer.convolved, mixer.convolution)},
@@ -589,7 +626,12 @@ def delta_net_shapes(mixer: GatedDeltaNetPlan) -> dict[str, dict[str, Shape]]:
 
 
 def mlp_shapes(name: str, mlp: plans.MLPPlan) -> dict[str, dict[str, Shape]]:
-    """Return the parameter shapes of both modules in the MLP with this name."""
+    """Return the parameter shapes in an MLP, by module and kind.
+
+    Args:
+        name: The name of the MLP in its layer.
+        mlp: The MLP's plan.
+    """
     up = (2, mlp.inner) if mlp.gated else (mlp.inner,)
     return {
         f"{name}.up": linear_shapes(up, mlp.hidden, bias=mlp.bias),
@@ -598,6 +640,12 @@ def mlp_shapes(name: str, mlp: plans.MLPPlan) -> dict[str, dict[str, Shape]]:
 
 
 def layer_names(prefix: str, hf_prefix: str, modules: Mapping[str, Sequence[str]]) -> Names:
-    """Yield each of our modules in a layer with the modules that a table assigns to it."""
+    """Yield each of our modules in a layer with the corresponding Hugging Face modules.
+
+    Args:
+        prefix: Our name for the layer.
+        hf_prefix: The Hugging Face name of the layer.
+        modules: The names of Hugging Face modules in the layer, by our name for the module.
+    """
     for module, names in modules.items():
         yield f"{prefix}.{module}", [f"{hf_prefix}.{name}" for name in names]

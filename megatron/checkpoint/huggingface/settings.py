@@ -16,7 +16,7 @@ from megatron.checkpoint.trust import open_trusted
 from megatron.errors import CheckpointError
 
 MAX_BYTES = 1 << 20  # limit for a JSON file that describes a model; real ones have a few thousand
-# Larger than in any model, and small enough to compute with.
+# Larger than in any real model, but small enough to compute with.
 MAX_VALUE = 1 << 24
 MAX_LAYERS = 1 << 14
 MAX_HEADS = 1 << 16  # also the largest head size
@@ -45,7 +45,7 @@ _HARMLESS = frozenset(
 
 
 def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
-    """Return an object from a JSON file of moderate size.
+    """Read a JSON object from a file of at most `MAX_BYTES` bytes.
 
     Args:
         path: The file, or a link to it.
@@ -72,19 +72,24 @@ def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
 
 
 class Settings:
-    """The keys of a config.json. The type of each is checked when it is read.
+    """The keys of a config.json, whose types are checked when they are read.
 
     Methods that read a value raise `CheckpointError` if it has the wrong type, or if it is missing
-    and has no default. `refuse_unread_keys` then finds the keys that no method has read.
+    and has no default. At the end, `refuse_unread_keys` refuses keys that no method has read.
 
     Attributes:
-        values: The file's object, or a part of it, without keys that are null, which count as
-            absent.
-        path: The file, and the part of it that `values` are from, for messages.
+        values: The file's object, or a nested object in it, without keys that are null, which count
+            as absent.
+        path: The file, followed by the path of the nested object if there is one, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path | str) -> None:
-        """Create settings from an object in the file; `path` says where it is, for messages."""
+        """Create settings from an object in a file.
+
+        Args:
+            values: The object.
+            path: The file, followed by the path of a nested object, for messages.
+        """
         self.values = {key: value for key, value in values.items() if value is not None}
         self.path = path
         self._keys = frozenset(values)
@@ -95,7 +100,7 @@ class Settings:
         return key in self._keys
 
     def size(self, key: str, default: int | None = None, max_value: int = MAX_VALUE) -> int:
-        """Read a positive integer."""
+        """Read an integer from 1 to `max_value`."""
         value = self._get(key, default)
         if type(value) is not int or not 0 < value <= max_value:
             raise self.error(key, f"expected an integer from 1 to {max_value}")
@@ -123,7 +128,7 @@ class Settings:
         return value
 
     def choice(self, key: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
-        """Read a string, and return its value in `choices`."""
+        """Read a string that is a key of `choices`, and return the corresponding value."""
         value = self._get(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(key, f"supported: {', '.join(choices)}")
@@ -137,7 +142,7 @@ class Settings:
         return value
 
     def indices(self, key: str, end: int) -> list[int]:
-        """Read a list of integers in [0, `end`), or return an empty one if the key is absent."""
+        """Read a list of integers in [0, `end`), or return an empty list if the key is absent."""
         value = self._get(key, [])
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < end for i in value):
             raise self.error(key, f"expected a list of integers in [0, {end})")
@@ -161,7 +166,7 @@ class Settings:
         return Settings(value, f"{self.path}: {key}")
 
     def must_be(self, key: str, expected: Any) -> None:
-        """Check that the key is absent or has this value.
+        """Check that a key is absent or has this value.
 
         Raises:
             CheckpointError: The key has a different value, which our networks do not support.
@@ -195,6 +200,6 @@ class Settings:
 def harmless(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys and values of a config.json that do not depend on the network.
 
-    A config.json that is written for a different network keeps them.
+    They are kept when a config.json is rewritten for a different network.
     """
     return {key: value for key, value in values.items() if key in _HARMLESS}

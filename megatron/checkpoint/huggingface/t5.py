@@ -1,9 +1,9 @@
 """Google's T5: relative positions, RMSNorm, no biases, unscaled attention scores.
 
-The first version has ReLU and an output that shares the word embeddings' matrix, after dividing its
-input by the square root of the width. Version 1.1 (also mT5 and Flan-T5) has a gated GeLU and a
-separate output matrix. Two things differ in training: Hugging Face also applies dropout to the
-MLP's inner values and after the last normalization of each stack.
+The first version has ReLU and an output that shares the word embeddings, whose input is divided by
+the square root of the hidden size. Version 1.1 (also mT5 and Flan-T5) has a gated GeLU and a
+separate output matrix. Training differs in two points: Hugging Face also applies dropout inside the
+MLP and after the last normalization of each stack.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEYS = (
     rules.Key("d_ff", "ffn_hidden_size", default=2048),
     rules.Key("num_heads", "num_attention_heads", default=8, max_value=MAX_HEADS),
     rules.Key("d_kv", "kv_channels", default=64, max_value=MAX_HEADS),
-    # The length that the model was trained with. It accepts any length.
+    # The context length in training. The model accepts any length.
     rules.Key("n_positions", "max_position_embeddings", default=512),
     rules.Key("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
     rules.Key("relative_attention_max_distance", "relative_attention_max_distance", default=128),
@@ -58,7 +58,7 @@ class T5(rules.Family):
         dropout = settings.fraction("dropout_rate", 0.1)
         decoder = settings.size("num_decoder_layers", flags["num_layers"], MAX_LAYERS)
         name = settings.choice("feed_forward_proj", {key: key for key in _ACTIVATIONS}, "relu")
-        # Newer files repeat both halves of this value in separate keys.
+        # Newer files repeat both parts of feed_forward_proj in separate keys.
         settings.must_be("is_gated_act", name.startswith("gated-"))
         settings.must_be("dense_act_fn", {"gated-gelu": "gelu_new"}.get(name, name.split("-")[-1]))
         model = ModelConfig(
@@ -88,7 +88,7 @@ class T5(rules.Family):
         return model
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         names = {activation: name for name, (_, activation) in _ACTIVATIONS.items()}
         return {
             **super().write(model, vocab),
@@ -101,7 +101,7 @@ class T5(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that make it up."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", ["shared"]
         up = ("wi_0", "wi_1") if model.is_gated else ("wi",)
         for stack, layers in (("encoder", model.num_layers), ("decoder", model.decoder_layers)):

@@ -34,11 +34,11 @@ class Export:
 
     Attributes:
         reader: The checkpoint. Its vocabulary tables must have `vocab` rows.
-        family: The family to write it as.
+        family: The family whose format is written.
         model: The checkpoint's network.
         vocab: Number of rows of the word embedding.
-        bare_names: Whether to leave the family's prefix out of tensor names, as in the original.
-        single: Name of the file if a single one contains all tensors.
+        bare_names: Whether to leave the family's prefix out of tensor names.
+        single: The file's name if one file is enough for all tensors.
     """
 
     reader: Reader
@@ -49,7 +49,11 @@ class Export:
     single: ClassVar[str] = SINGLE
 
     def tensors(self) -> Tensors:
-        """Return the tensors by name, in order. Each is read only when it is written."""
+        """Return the tensors by name, in file order. Each is read only when it is written.
+
+        Raises:
+            CheckpointError: The checkpoint's parameters differ from those of the network.
+        """
         tensors: Tensors = {}
         path, rules = self.reader.path, self._rules()
         for rule in rules:
@@ -68,7 +72,7 @@ class Export:
         return tensors
 
     def _rules(self) -> list[ParameterRule]:
-        """Return the rules for the parts of the model that the checkpoint has."""
+        """Return the rules of the parameters that the checkpoint has."""
         rules, saved = self.family.rules(self.model, self.vocab), self.reader.tensors
         return present_rules(rules, [rule for rule in rules if rule.name in saved])
 
@@ -76,11 +80,12 @@ class Export:
         return rule.split(partial(self.reader.read, rule.name), index)
 
     def config(self, template: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return config.json.
+        """Return the content of config.json.
 
         Args:
-            template: A config.json. If it describes this network, it is kept. Otherwise only the
-                keys that do not describe the network, such as token ids, are kept.
+            template: An existing config.json. If it describes this network, all of its keys are
+                kept. Otherwise only keys that do not describe the network, such as token ids, are
+                kept.
         """
         dtype = _DTYPES.get(self.reader.dtype("model.embedding.word.weight"), "float32")
         if template and template.get("model_type") == self.family.name:
@@ -102,12 +107,16 @@ class Export:
 
 
 class Exported(Protocol):
-    """The input of `write_folder`: tensors, and the name of their file if one is enough."""
+    """The input of `write_folder`.
+
+    Attributes:
+        single: The file's name if one file is enough for all tensors.
+    """
 
     single: ClassVar[str]
 
     def tensors(self) -> Tensors:
-        """Return the tensors by name, in order."""
+        """Return the tensors by name, in file order."""
 
 
 def write_folder(
@@ -118,18 +127,18 @@ def write_folder(
     max_shard_bytes: int,
     check: durable.Check = None,
 ) -> None:
-    """Write a new folder that gets its final name only when it is complete.
+    """Write a new folder under a temporary name, and rename it once it is complete.
 
     Args:
         folder: The folder, which must not exist or must be empty.
-        export: The checkpoint to write.
-        companions: Additional files by name, including config.json.
+        export: The tensors to write.
+        companions: The content of additional files by name, including config.json.
         max_shard_bytes: Maximum size of a shard in bytes, unless a single tensor is larger.
-        check: Check to run on the folder before it gets its name (`durable.check_unpublished`).
+        check: A check to run on the folder before it is renamed (`durable.check_unpublished`).
 
     Raises:
         StorageError: The folder cannot be written. Nothing is left behind.
-        CheckpointError: The folder is not empty, or the checkpoint does not fit the family.
+        CheckpointError: The folder is not empty, or the tensors do not match the network.
     """
     folder = folder.absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -168,10 +177,10 @@ def write_folder(
 
 
 def plan_shards(tensors: Tensors, max_bytes: int) -> dict[str, Tensors]:
-    """Return the files by name, in order, each with its tensors.
+    """Distribute tensors over files, and return the tensors of each file by file name.
 
     Args:
-        tensors: All tensors.
+        tensors: All tensors, in file order.
         max_bytes: Maximum size of a file in bytes, unless a single tensor is larger.
     """
     groups: list[Tensors] = [{}]

@@ -1,12 +1,12 @@
-"""Read Megatron-LM's files without executing their content, and write those of version 23.08.
+"""Read Megatron-LM's files without running code from them, and write files of version 23.08.
 
 Modules:
     torch_file  the zip container of torch.save, read and written, and the files of all ranks
-    unpickler   the pickled tree as plain records; it executes and imports nothing
-    names       Megatron's and Megatron Core's parameter names, orders and splits, and ours
+    unpickler   a pickle as plain records, read without running or importing anything
+    names       the names, row orders and splits of parameters, in Megatron's files and here
     optimizer   which optimizer state belongs to which parameter
     arguments   the pickled command line
     reader      a Megatron-LM checkpoint through the interface `Reader`
-    file_plan   which parameter goes into which file, as data
+    file_plan   which parameter is written to which file, as data
     writer      write any checkpoint, or a run's state, as such files
 """

@@ -1,15 +1,15 @@
 """Write any checkpoint, or a run's state, as files of Megatron-LM 23.08, one tensor at a time.
 
-A conversion has a checkpoint to read from. A training run's state is spread over its ranks in any
+A conversion reads from a checkpoint. A training run's state is distributed over its ranks in any
 layout, so it is first written as a native checkpoint inside the temporary folder, from which every
-rank then makes its share of the files. That doubles the bytes written, but works for every layout
+rank then writes its share of the files. This doubles the bytes written, but works for every layout
 and needs memory for only one tensor at a time. In both cases, the files are published following the
 protocol of `store`.
 
-Our dropout is drawn from the seed and the position in the sample order, so there is no generator
-whose state could be saved. The files contain the states of Megatron's generators after seeding. GPU
-generators are also advanced by the iteration, so that no iteration repeats the random numbers of
-another.
+Our dropout depends only on the seed and the position in the sample order, so no generator has a
+state to save. The files contain the states of Megatron's generators right after seeding. The states
+of GPU generators are also advanced by the iteration, so that no iteration repeats the random
+numbers of another.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron.parallel.layout import Layout
 
 _STAGE_STRIDE = 100  # distance between the seeds of stages, as in Megatron
 _TENSOR_OFFSET = 2718
-_NUMBERS_PER_ITERATION = 1 << 32  # numbers drawn from a device's generator; a multiple of 4
+_NUMBERS_PER_ITERATION = 1 << 32  # by which a GPU's generator is advanced; a multiple of 4
 _WORDS = "model.embedding.word.weight"
 _MASTER = "master"
 _STAGING = "native"
@@ -59,7 +59,7 @@ _ADAM = {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
 
 
 def notices(model: ModelConfig) -> Iterator[str]:
-    """Yield one line for the user for each computation that Megatron-LM 23.08 does differently."""
+    """Yield a notice for each network setting that Megatron-LM 23.08 ignores or cannot express."""
     is_rotary = model.position_embedding_type == "rope"
     if is_rotary and model.rotary_base != 10000.0:
         flag = f"--rotary-base {model.rotary_base:g}"
@@ -83,9 +83,14 @@ def notices(model: ModelConfig) -> Iterator[str]:
 
 
 def megatron_rows(vocabulary: int, config: ModelRun) -> int:
-    """Return the number of rows of the word embedding under Megatron's rule.
+    """Return the number of rows that Megatron's rule gives to the word embedding.
 
-    It is a multiple of --make-vocab-size-divisible-by times the tensor-parallel size.
+    The vocabulary is padded to a multiple of --make-vocab-size-divisible-by times the
+    tensor-parallel size.
+
+    Args:
+        vocabulary: Number of entries in the tokenizer's vocabulary.
+        config: The run's configuration.
     """
     multiple = config.model.make_vocab_size_divisible_by
     multiple *= config.parallel.tensor_model_parallel_size
@@ -98,7 +103,8 @@ class LegacySaver:
 
     Attributes:
         config: The run's configuration.
-        vocabulary: Number of the tokenizer's entries, which Megatron pads by its own rule.
+        vocabulary: Number of entries in the tokenizer's vocabulary, which Megatron pads by its own
+            rule (`megatron_rows`).
     """
 
     config: ModelRun
@@ -107,7 +113,7 @@ class LegacySaver:
     def write(
         self, root: Path | str, snapshot: Snapshot, *, keep: RetentionPolicy | None = None
     ) -> Path:
-        """Save a state, as `store.write_checkpoint` does, and return the checkpoint's folder.
+        """Save a run's state, as `store.write_checkpoint` does, and return the checkpoint's folder.
 
         Collective over all ranks of the snapshot's layout.
 
@@ -136,7 +142,7 @@ class LegacySaver:
             writer = LegacyWriter(padded, self.config, data_parallel=layout.replica.size)
             writer.write(temporary, layout.world.rank, layout.world.size)
 
-        # The native checkpoint inside checks separately that there is space for it.
+        # Writing the inner native checkpoint checks separately that there is space for it.
         size = snapshot.plan.total_bytes
         return store.write_folder(root, folder, exchange, size, fill, _LAST, keep, None)
 
@@ -171,7 +177,7 @@ def convert_to_legacy(
 
 
 class LegacyWriter:
-    """A writer that turns a checkpoint into Megatron's files."""
+    """A writer of Megatron's files from an opened checkpoint."""
 
     def __init__(
         self, reader: Reader, config: ModelRun, data_parallel: int = 1, keep_optimizer: bool = True
@@ -188,7 +194,7 @@ class LegacyWriter:
 
         Raises:
             CheckpointError: Megatron's model lacks one of the parameters, cannot be split this way,
-                or computes a different network.
+                or lacks a feature of the network; or Megatron lacks the saved schedule.
         """
         refused = ", ".join(unsupported_flags(config.model))
         if refused:
@@ -320,7 +326,7 @@ class LegacyWriter:
         return tree
 
     def _value(self, parameter: FileParameter, kind: str | None = None) -> LazyTensor:
-        """Return a file's shard of a parameter, or of its state, in Megatron's shape."""
+        """Return a file's shard of a parameter, or of its optimizer state, in Megatron's shape."""
         name = _name(parameter, kind)
         whole = torch.empty(parameter.box.shape, device="meta")
         shape = self._arrangement.flatten(parameter.name, whole).shape
@@ -333,7 +339,7 @@ class LegacyWriter:
 
 
 def group_settings(config: ModelRun, meta: Json, *, decays: bool) -> dict[str, Any]:
-    """Return a parameter group's settings, with the keys of Apex's optimizer and PyTorch's.
+    """Return the settings of a parameter group, with the keys that Apex and PyTorch use.
 
     Args:
         config: The run's configuration.
@@ -361,12 +367,12 @@ def group_settings(config: ModelRun, meta: Json, *, decays: bool) -> dict[str, A
 
 
 def _name(parameter: FileParameter, kind: str | None = None) -> str:
-    """Return our name for a parameter, or for its optimizer state of this kind."""
+    """Return our name for a parameter, or for an optimizer state of it."""
     return f"{WEIGHTS}{parameter.name}" if kind is None else f"{STATES}{parameter.name}.{kind}"
 
 
 def unsupported_schedule(schedule: Mapping[str, Json]) -> str:
-    """Return the feature of a saved schedule that Megatron-LM's schedules lack, or ""."""
+    """Return a feature of a saved schedule that Megatron-LM's schedules lack, or ""."""
     if "decoupled_lr" in schedule:
         return "a --decoupled-lr"
     if schedule.get("lr_in_tokens") or schedule.get("lr_decay_tokens") is not None:
@@ -375,7 +381,14 @@ def unsupported_schedule(schedule: Mapping[str, Json]) -> str:
 
 
 def random_states(seed: int, iteration: int, stage: int, tensor_rank: int) -> dict[str, Any]:
-    """Return the `rng_state` entry of a tensor-parallel rank in a stage, for a run's seed."""
+    """Return an entry of `rng_state`: the states of all generators of one rank.
+
+    Args:
+        seed: The run's seed.
+        iteration: Training steps taken.
+        stage: The pipeline stage.
+        tensor_rank: The tensor-parallel rank.
+    """
     base = seed + _STAGE_STRIDE * stage
     kind, keys, *rest = np.random.RandomState(base).get_state(legacy=True)
     model_parallel = base + _TENSOR_OFFSET + tensor_rank
@@ -390,7 +403,7 @@ def random_states(seed: int, iteration: int, stage: int, tensor_rank: int) -> di
 
 
 def device_state(seed: int, iteration: int) -> torch.Tensor:
-    """Return a GPU generator's state: the seed and the count of numbers drawn, 8 bytes each."""
+    """Return the state of a GPU generator, uint8 [16]: the seed and the offset, 8 bytes each."""
     state = iteration * _NUMBERS_PER_ITERATION
     data = seed.to_bytes(8, "little") + (state % (1 << 63)).to_bytes(8, "little")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
