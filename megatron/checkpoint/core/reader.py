@@ -1,10 +1,9 @@
-"""Read a `torch_dist` folder of Megatron Core through the interface of our own checkpoints."""
+"""Read a `torch_dist` folder of Megatron Core through the interface `Reader`."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
     consumed_tokens,
     plain_arguments,
+    scalar_fields,
 )
 from megatron.checkpoint.legacy.torch_file import TorchZip
-from megatron.checkpoint.legacy.unpickler import TensorRef, read_pickle, show
+from megatron.checkpoint.legacy.unpickler import read_pickle, show
 from megatron.checkpoint.reader import Reader, TensorMeta
 from megatron.checkpoint.retention import lock_if_listed
 from megatron.checkpoint.trust import open_trusted
@@ -45,7 +45,7 @@ _MAX_FORMAT = 1 << 16  # bytes of metadata.json
 
 @dataclass(frozen=True)
 class Source(names.Location):
-    """Where one of our tensors is stored, with the chunks that hold parts of it."""
+    """Where one of our tensors is stored, with the chunks that contain parts of it."""
 
     chunks: Sequence[Chunk]
 
@@ -81,7 +81,7 @@ class CoreReader(Reader):
         self._common.verify()
         tree = read_pickle(bytes(self._common.record("data.pkl")), str(self._common.path))
         if not isinstance(tree, dict):
-            raise CheckpointError(f"{self._common.path}: does not hold a dict")
+            raise CheckpointError(f"{self._common.path}: does not contain a dict")
         try:
             args = plain_arguments(tree.get("args"))
             config = core_config(args)
@@ -120,14 +120,14 @@ class CoreReader(Reader):
             "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
             "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
             "optimizer": self._counters(tree) if has_states and not released else None,
-            "schedule": _schedule(tree),
+            "schedule": scalar_fields(tree.get("opt_param_scheduler")),
             "config": config,
             **consumed_tokens(args),
             "legacy_args": args,
         }
 
     def _check_format(self) -> None:
-        """Check the version of the format."""
+        """Check the format and its version in `metadata.json`."""
         path = self.path / FORMAT
         try:
             with open_trusted(path, allow_foreign=self.allow_foreign) as file:
@@ -148,7 +148,7 @@ class CoreReader(Reader):
                 raise CheckpointError(f"{path}: {key} is {actual}, and only {value!r} is supported")
 
     def _find_sources(self) -> tuple[dict[str, Source], bool]:
-        """Return where each of our tensors is stored, and whether there are optimizer states."""
+        """Return the sources of our tensors by name, and whether they include optimizer states."""
         sources: dict[str, Source] = {}
         tensors = self._index.tensors
         native_names = {name: names.native_name(name) for name in tensors}
@@ -209,7 +209,7 @@ class CoreReader(Reader):
             yield native.name(layer), Source(name, layer, gate_dim, shape, by_layer[layer])
 
     def _counters(self, tree: Mapping[str, Any]) -> Json:
-        """Return the step count and the loss scale of the optimizer."""
+        """Return the optimizer's step count and loss scale."""
         steps: set[int | float] = set()
         scaler: dict[str, int | float] = {}
         pending = [tree.get("optimizer")]
@@ -220,24 +220,16 @@ class CoreReader(Reader):
             pending += [node[key] for key in node if type(key) is int or key == "optimizer"]
             state, groups = node.get("state"), node.get("param_groups")
             if isinstance(state, dict) and "common_step" in state:
-                steps.add(self._counter(state["common_step"]))
+                steps.add(self._common.number(state["common_step"]))
             for group in groups if isinstance(groups, list) else ():
                 if isinstance(group, dict) and "step" in group:
-                    steps.add(self._counter(group["step"]))
+                    steps.add(self._common.number(group["step"]))
             if isinstance(node.get("grad_scaler"), dict):
                 values = node["grad_scaler"].items()
-                scaler |= {str(key): self._counter(value) for key, value in values}
+                scaler |= {str(key): self._common.number(value) for key, value in values}
         if len(steps) > 1:
             raise CheckpointError(f"{self._common.path}: step counts differ: {sorted(steps)}")
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
-
-    def _counter(self, value: Any) -> int | float:
-        """Return a counter that was saved as a number or as a one-element tensor."""
-        if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
-            value = self._common.load(value).item()
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise CheckpointError(f"{self._common.path}: {show(value)} is not a counter")
-        return value
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         source = self._sources[name]
@@ -250,11 +242,3 @@ class CoreReader(Reader):
                     values = self._index.load(source.name, chunk)
                     part[common.slices_in(stored_box)] = values[common.slices_in(chunk.box)]
         return result
-
-
-def _schedule(tree: Mapping[str, Any]) -> dict[str, Json]:
-    schedule = tree.get("opt_param_scheduler")
-    scalar = (type(None), str, int, float, bool)
-    if not isinstance(schedule, dict):
-        return {}
-    return {str(key): value for key, value in schedule.items() if type(value) in scalar}

@@ -1,9 +1,8 @@
-"""Read a checkpoint of DeepSpeed through the interface of our own checkpoints."""
+"""Read a DeepSpeed checkpoint through the interface `Reader`."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
     consumed_tokens,
     plain_arguments,
+    scalar_fields,
 )
 from megatron.checkpoint.legacy.names import Arrangement
-from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import Record, TensorRef, show
 from megatron.checkpoint.reader import Reader, TensorMeta
 from megatron.config.arguments import from_values
@@ -44,7 +43,7 @@ from megatron.errors import CheckpointError
 from megatron.parallel.layout import Axis
 
 _LARGEST_RANKS = 1 << 16
-_DTYPES = {str(one): one for one in (torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,9 @@ class TensorPart:
     """A part of one of our tensors.
 
     Attributes:
-        value: The elements as stored in the file.
-        dense: The name that the parameter would have in a dense layer.
+        value: The elements as stored in the files.
+        dense: Our name for the corresponding parameter of a dense layer, which determines row order
+            and split.
         box: The box that the elements cover in the whole tensor.
     """
 
@@ -65,8 +65,8 @@ class TensorPart:
 class DeepSpeedReader(Reader):
     """A checkpoint of Megatron-DeepSpeed's GPT, dense or a mixture, under our names.
 
-    `meta` has the same keys as `LegacyReader.meta`, and `notices`, which has a line for everything
-    that is left out.
+    `meta` has the same keys as `LegacyReader.meta`, and `notices`: one line for everything that
+    cannot be read or will behave differently.
     """
 
     format = "deepspeed"
@@ -122,7 +122,7 @@ class DeepSpeedReader(Reader):
             "skipped_train_samples": self._args.get("skipped_train_samples", 0),
             "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
             "optimizer": None if states is None else self._counters(states),
-            "schedule": _scalars(tree.get("lr_scheduler")),
+            "schedule": scalar_fields(tree.get("lr_scheduler")),
             "config": deepspeed_config(self._args),
             **consumed_tokens(self._args),
             "legacy_args": self._args,
@@ -138,7 +138,7 @@ class DeepSpeedReader(Reader):
         self.meta["notices"] = self._notices
 
     def _check_sizes(self) -> None:
-        """Check that the tensors have the sizes that `args` describes."""
+        """Check that the tensors have the sizes that the command line (`args`) describes."""
         heads = self._args.get("num_attention_heads")
         groups = self._args.get("num_query_groups", heads)
         if type(heads) is not int or type(groups) is not int or heads < 1 or groups < 1:
@@ -172,7 +172,7 @@ class DeepSpeedReader(Reader):
                 )
 
     def _find_split(self) -> int:
-        """Return the tensor-parallel size, after checking that all ranks' files are there."""
+        """Return the tensor-parallel size, after checking that the files of all ranks exist."""
         sizes = [
             self._args.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline")
         ]
@@ -198,7 +198,7 @@ class DeepSpeedReader(Reader):
         return Arrangement(float(version), heads // self._tensor_size, gated)
 
     def _weights_of(self, rank: int) -> dict[str, Value]:
-        """Return a model-parallel rank's own weights by their names in a whole model.
+        """Return the weights of a model-parallel rank by their names in a whole model.
 
         All layers of a PipelineModule are assigned to the first stage, because their files do not
         say which stage held them.
@@ -244,7 +244,7 @@ class DeepSpeedReader(Reader):
     def _read_states(self) -> list[States] | None:
         """Return the optimizer states of each model-parallel rank, or `None` if any are missing.
 
-        With ZeRO 3, they include the weights.
+        With ZeRO 3, also set the values of the weights, which are the masters in these files.
         """
         files = self._files
         ranks = [
@@ -275,12 +275,16 @@ class DeepSpeedReader(Reader):
                 return known
             reason = "the format of the optimizer's states is not supported"
         if files.partitioned:
-            raise CheckpointError(f"{reason}, and with ZeRO 3 they hold the weights")
+            raise CheckpointError(f"{reason}, and with ZeRO 3 they contain the weights")
         self._notices.append(f"{reason}: only the weights are read")
         return None
 
     def _why_no_states(self, ranks: list[list[StateFile]]) -> str:
-        """Return why the optimizer's states cannot be read, or ""."""
+        """Return the reason why optimizer states cannot be read, or "".
+
+        Args:
+            ranks: The files with optimizer states of each model-parallel rank.
+        """
         files, counts = self._files, self._args.get("num_experts")
         unsupported = ""
         if isinstance(counts, list) and len(set(counts)) > 1:
@@ -297,10 +301,11 @@ class DeepSpeedReader(Reader):
             indices = [key[1] for key in sorted(files.states) if key[0] == rank]
             tree = rank_files[0].tree.get("optimizer_state_dict") if rank_files else None
             count = tree.get("partition_count") if isinstance(tree, dict) else None
-            largest = max(map(_number, count), default=0) if isinstance(count, list) else count
-            if type(largest) is not int or indices != list(range(largest)):
+            if isinstance(count, list):  # one count for each group of parameters
+                count = max((value for value in count if type(value) is int), default=0)
+            if type(count) is not int or indices != list(range(count)):
                 return (
-                    f"only {len(rank_files)} of {show(largest)} partitions of the optimizer are "
+                    f"only {len(rank_files)} of {show(count)} partitions of the optimizer are "
                     "present"
                 )
             mappings = tree.get("param_slice_mappings") if isinstance(tree, dict) else None
@@ -309,7 +314,11 @@ class DeepSpeedReader(Reader):
         return ""
 
     def _plain(self, rank: int) -> States | None:
-        """Return the states of an optimizer without ZeRO."""
+        """Return a rank's optimizer states without ZeRO, or `None` if they are not supported.
+
+        Args:
+            rank: The model-parallel rank.
+        """
         weights = self._weights[rank]
         if not self._files.experts:
             file = self._files.models[rank]
@@ -335,9 +344,13 @@ class DeepSpeedReader(Reader):
     def _shapes_with_experts(
         self, weights: Mapping[str, Value], experts_per_file: int
     ) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a process's parameters, in the order of the model.
+        """Return the shapes of a process's parameters in the model's order, by name.
 
-        The process's experts, which have their own files, come after the gate of their layer.
+        Experts, which are in separate files, come after the gate of their layer.
+
+        Args:
+            weights: The weights of the model-parallel rank by name, with all of its experts.
+            experts_per_file: The number of experts that a process holds.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         experts = defaultdict[str, list[tuple[int, str]]](list)  # by layer
@@ -350,14 +363,17 @@ class DeepSpeedReader(Reader):
                 continue
             shapes[name] = value.shape
             members = experts[name.partition("deepspeed_moe.")[0]] if names.is_gate(name) else []
-            for _, expert_name in sorted(
-                members, key=lambda member: member[0]
-            ):  # keeps the model's order
+            # The sort is stable, so the parameters of an expert stay in the model's order.
+            for _, expert_name in sorted(members, key=lambda member: member[0]):
                 shapes[expert_name] = weights[expert_name].shape
         return shapes
 
     def _locate_all(self, states: list[States] | None) -> Iterator[tuple[str, list[TensorPart]]]:
-        """Yield each of our tensors with its parts."""
+        """Yield the name and the parts of each of our tensors.
+
+        Args:
+            states: The optimizer states of each model-parallel rank, or `None`.
+        """
         parts = defaultdict[str, dict[tuple[int, int], tuple[Value, str]]](dict)
 
         def add(name: str, rank: int, destination: names.Destination, value: Value) -> None:
@@ -365,7 +381,7 @@ class DeepSpeedReader(Reader):
                 destination.expert if destination.expert is not None else -1,
                 rank % self._tensor_size,
             )
-            # A later stage holds a copy of tied embeddings.
+            # A later stage has a copy of tied embeddings.
             parts[name].setdefault(key, (value, destination.dense))
 
         for rank, weights in enumerate(self._weights):
@@ -395,7 +411,13 @@ class DeepSpeedReader(Reader):
     def _locate(
         self, name: str, values: Mapping[tuple[int, int], tuple[Value, str]]
     ) -> list[TensorPart]:
-        """Return a tensor's parts with the box of each in the whole tensor."""
+        """Return the parts of a tensor, after checking that they tile it.
+
+        Args:
+            name: Our name for the tensor.
+            values: The value and the dense name of each part, by (expert, tensor rank). The expert
+                is -1 outside experts.
+        """
         pieces, starts = list[TensorPart](), defaultdict[int, int](int)
         done = set[int]()
         for (expert, rank), (value, dense) in sorted(values.items(), key=lambda pair: pair[0]):
@@ -427,7 +449,7 @@ class DeepSpeedReader(Reader):
         return pieces
 
     def _split_dim(self, dense: str, *, is_expert: bool) -> int | None:
-        """Return the dimension along which tensor ranks split a parameter in the files, if any."""
+        """Return the dimension of our tensor that tensor ranks split in the files, or `None`."""
         if is_expert and not self._args.get("enable_expert_tensor_parallelism"):
             return None
         return self._arrangement.split_dim(dense)
@@ -439,8 +461,8 @@ class DeepSpeedReader(Reader):
             raise CheckpointError(f"{dense}: {error}") from None
 
     def _counters(self, states: list[States]) -> Json:
-        """Return the step count and the loss scale of the optimizer."""
-        steps = {self._counter(*step) for rank_states in states for step in rank_states.steps}
+        """Return the optimizer's step count and loss scale."""
+        steps = {archive.number(step) for part in states for archive, step in part.steps}
         if len(steps) > 1:
             raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
         return {
@@ -473,14 +495,6 @@ class DeepSpeedReader(Reader):
             "hysteresis_tracker": counts["cur_hysteresis"],
         }
 
-    def _counter(self, archive: TorchZip, value: Any) -> int | float:
-        """Return a counter that was saved as a number or as a one-element tensor."""
-        if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
-            value = archive.load(value).item()
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise CheckpointError(f"{archive.path}: {show(value)} is not a counter")
-        return value
-
     def _read(self, name: str, box: Box) -> torch.Tensor:
         result = torch.empty(box.shape, dtype=self.tensors[name].dtype)
         for piece in self._pieces[name]:
@@ -492,20 +506,20 @@ class DeepSpeedReader(Reader):
 
 
 def _module(file: StateFile) -> dict[str, Any]:
-    """Return the weights in a file by their joined names."""
+    """Return the weights in a file by dotted name."""
     module = file.tree.get("module")
     return {} if module is None else dict(names.flatten(module))
 
 
 def _shapes(file: StateFile) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in `param_shapes`, in their order."""
+    """Return the shapes in a file's `param_shapes` by name, in the file's order."""
     listed, shapes = file.tree.get("param_shapes"), dict[str, tuple[int, ...]]()
     frozen = file.tree.get("frozen_param_shapes")
     if frozen:
         raise CheckpointError(f"{file.zip.path}: frozen parameters are not supported")
     for group in listed if isinstance(listed, list) else ():
         if not isinstance(group, dict):
-            raise CheckpointError(f"{file.zip.path}: param_shapes holds {show(group)}")
+            raise CheckpointError(f"{file.zip.path}: param_shapes contains {show(group)}")
         for name, shape in group.items():
             is_shape = type(shape) is tuple and all(
                 type(size) is int and size > 0 for size in shape
@@ -520,14 +534,3 @@ def _dtype(name: Json) -> torch.dtype:
     if name not in _DTYPES:
         raise CheckpointError(f"params_dtype is {show(name)}")
     return _DTYPES[name]
-
-
-def _scalars(schedule: Any) -> dict[str, Json]:
-    scalar = (type(None), str, int, float, bool)
-    if not isinstance(schedule, dict):
-        return {}
-    return {str(key): value for key, value in schedule.items() if type(value) in scalar}
-
-
-def _number(value: Any) -> int:
-    return value if type(value) is int else 0

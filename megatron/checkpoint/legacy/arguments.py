@@ -1,4 +1,4 @@
-"""The command line pickled in a file, read as plain JSON and written as Megatron's Namespace."""
+"""The command line in a checkpoint: read as plain JSON, and written as Megatron's Namespace."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron.errors import CheckpointError
 
 _MAX_LIST = 10_000
 _DROPPED = object()
+_SCALAR_TYPES = (type(None), str, int, float, bool)
 
 # Fields that describe the network and have the same names on both sides.
 _MODEL_FIELDS = (
@@ -41,9 +42,15 @@ _OTHER_FIELDS = {
 
 
 def plain_arguments(args: Any) -> dict[str, Json]:
-    """Return the Namespace's fields that are scalars or flat lists, or {} if there is none.
+    """Return the fields of a Namespace that are scalars or flat lists.
 
     Nested lists are left out, because a small pickle can encode an endless tree.
+
+    Args:
+        args: The value of `args` in a file. The result is {} if it is None.
+
+    Raises:
+        CheckpointError: The value is not a Namespace.
     """
     if args is None:
         return {}
@@ -52,26 +59,34 @@ def plain_arguments(args: Any) -> dict[str, Json]:
     plain = {}
     for key, value in args.fields.items():
         is_list = isinstance(value, list | tuple) and len(value) <= _MAX_LIST
-        scalars = [_scalar(one) for one in (value if is_list else [value])]
+        scalars = [_scalar(item) for item in (value if is_list else [value])]
         if _DROPPED not in scalars:
             plain[str(key)] = scalars if is_list else scalars[0]
     return plain
 
 
 def _scalar(value: Any) -> Json:
-    if value is None or type(value) in (str, int, bool, float):
+    """Return a scalar, or an enum member as text, or `_DROPPED` for any other value."""
+    if type(value) in _SCALAR_TYPES:
         return value
-    if isinstance(value, Opaque) and all(type(one) in (str, int) for one in value.args):
+    if isinstance(value, Opaque) and all(type(arg) in (str, int) for arg in value.args):
         return f"{value.name}({', '.join(map(str, value.args))})"
     return _DROPPED
 
 
+def scalar_fields(tree: Any) -> dict[str, Json]:
+    """Return the scalar values of a dict, such as a saved schedule, or {} if it is not a dict."""
+    if not isinstance(tree, dict):
+        return {}
+    return {str(key): value for key, value in tree.items() if type(value) in _SCALAR_TYPES}
+
+
 def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, ...]]) -> None:
-    """Refuse arguments that enable features of networks that we do not support.
+    """Refuse arguments that enable network features that this program does not support.
 
     Args:
         args: The arguments.
-        neutral: For each such argument, the values that leave the feature off.
+        neutral: The accepted values of each argument, which leave the feature off.
 
     Raises:
         CheckpointError: An argument has a different value.
@@ -83,9 +98,9 @@ def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, .
 
 
 def legacy_run_settings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """Return the settings that are needed to run a model, apart from those of the network.
+    """Return the settings other than the network's that are needed to run a model.
 
-    They are grouped by section of `RunOptions`. Paths of tokenizer files are the ones that the run
+    They are grouped by section of `RunOptions`. The paths of tokenizer files are those that the run
     used; the files may have been moved since then.
     """
     sections = {
@@ -100,7 +115,11 @@ def legacy_run_settings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict[str, Json]]:
     """Return the settings of the network and the optimizer, by section of `RunOptions`.
 
-    Fields that the file's version did not have are left out: their defaults apply.
+    Fields that the file's version did not have are left out, so their defaults apply.
+
+    Args:
+        args: The command line in the file.
+        architecture: The kind of network (`ModelConfig.architecture`).
     """
     model = {name: args[name] for name in _MODEL_FIELDS if name in args}
     model["architecture"] = architecture
@@ -131,7 +150,10 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
 def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     """Return the number of training samples seen.
 
-    It is the saved number, or, for older files, the iterations times the batch size.
+    This is the saved number or, in older files, the iterations times the global batch size.
+
+    Raises:
+        CheckpointError: The arguments contain neither.
     """
     if "consumed_train_samples" in args:
         return int(args["consumed_train_samples"])
@@ -144,7 +166,7 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
 
 
 def consumed_tokens(args: Mapping[str, Json]) -> Json:
-    """Return the metadata about the tokens seen, which only Megatron-DeepSpeed's runs count."""
+    """Return the metadata about tokens seen, or {}. Only Megatron-DeepSpeed counts tokens."""
     tokens = args.get("consumed_train_tokens")
     return {"consumed_train_tokens": tokens} if type(tokens) is int and tokens >= 0 else {}
 
@@ -154,15 +176,15 @@ def megatron_arguments(
 ) -> argparse.Namespace:
     """Return a run's settings as Megatron 23.08's command line.
 
-    It starts with our values, most of which have Megatron's names. The fields that the checkpoint
-    kept from an older Namespace override them, and the fields that depend on the file override
-    both.
+    The result contains our values, most of which have Megatron's names. If the checkpoint was
+    converted from Megatron's files, their Namespace (`legacy_args`) overrides these values. Fields
+    that depend on the new files override both.
 
     Args:
         config: The configuration of the run that wrote the checkpoint, or for which it was made.
         meta: The checkpoint's metadata.
         rows: Rows of the vocabulary tables in the files.
-        dtype: The number format of the weights.
+        dtype: The dtype of the weights.
         data_parallel: The number of processes that hold the same weights.
     """
     values = {name: value for part in to_dict(config).values() for name, value in part.items()}
@@ -214,5 +236,5 @@ def megatron_arguments(
         "fp16": dtype == torch.float16,
         "bf16": dtype == torch.bfloat16,
     }
-    values.pop("model_type", None)  # an enum of Megatron's that its loader does not read
+    values.pop("model_type", None)  # an enum in Megatron, whose loader does not read it
     return argparse.Namespace(**values)

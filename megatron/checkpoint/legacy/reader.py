@@ -1,12 +1,12 @@
-"""Read Megatron-LM's torch files through the interface of our own checkpoints.
+"""Read Megatron-LM's torch files through the interface `Reader`.
 
-A folder contains a file for each tensor and pipeline rank (`torch_file`). All files are opened,
-which reads only the small pickled trees. Reading a tensor joins the tensor ranks' shards.
+A folder contains a file for each tensor-parallel and pipeline-parallel rank (`torch_file`). All
+files are opened, which reads only the small pickled trees. Reading a tensor joins the shards of the
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from megatron.checkpoint.legacy.arguments import (
     consumed_tokens,
     legacy_config,
     plain_arguments,
+    scalar_fields,
 )
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizers
 from megatron.checkpoint.legacy.torch_file import RankFile
@@ -47,7 +48,7 @@ class RankPart:
     is_expert: bool
 
 
-_Part = tuple[RankFile, TensorRef, int | None]  # the last one is an expert's index in the file
+_Part = tuple[RankFile, TensorRef, int | None]  # file, tensor, index of the expert in the file
 
 
 class LegacyReader(Reader):
@@ -113,7 +114,7 @@ class LegacyReader(Reader):
         self.meta = self._find_meta(first, states, warns=world.is_first)
 
     def _check_grid(self) -> None:
-        """Check that no folder is left over from a different split of the same iteration."""
+        """Check that no folder is left over from a save with a different split."""
         ranks = self._tensor_size * self._expert_size
         sizes = (self._tensor_size, len(self._files) // ranks, self._expert_size)
         names = [f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")]
@@ -161,7 +162,15 @@ class LegacyReader(Reader):
     def _add_file(
         self, file: RankFile, first: Mapping[tuple[int, int], Counter[str]]
     ) -> OptimizerState | None:
-        """Add a file's tensors, and return its optimizer state, or `None` if it cannot be read."""
+        """Add a file's tensors, and return its optimizer states, or `None` if it has none to read.
+
+        Args:
+            file: The file.
+            first: The number of layers before each (chunk, stage), per stack.
+
+        Raises:
+            CheckpointError: The file's content is not supported. The message names the file.
+        """
         try:
             list_parameters = partial(
                 legacy.list_parameters,
@@ -205,7 +214,7 @@ class LegacyReader(Reader):
             return None
 
     def _locate(self, name: str, parts: list[_Part]) -> list[RankPart]:
-        """Return a tensor's shards with the box of each in the whole tensor."""
+        """Return a tensor's shards, sorted by their offset in the whole tensor."""
         experts = 1 + max(-1 if expert is None else expert for *_, expert in parts)  # per file
         if not experts:  # all ranks of the experts have the same values
             parts = [part for part in parts if not part[0].expert_rank]
@@ -245,8 +254,7 @@ class LegacyReader(Reader):
         self, tree: Mapping[str, Any], states: Sequence[OptimizerState | None], *, warns: bool
     ) -> Json:
         released, args = self.path.name == RELEASE, self._args
-        schedule = tree.get("opt_param_scheduler", tree.get("lr_scheduler")) or {}
-        scalar = (type(None), str, int, float, bool)
+
         # A bi-encoder has a table in each of its towers, all with the same number of rows.
         tables = (name for name in self.tensors if name.endswith("embedding.word.weight"))
         weights = [name for name in tables if name.startswith("model.")]
@@ -257,7 +265,7 @@ class LegacyReader(Reader):
             "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
             "padded_vocab_size": self.global_shape(table)[0],
             "optimizer": None if released else self._optimizer_meta(states, warns=warns),
-            "schedule": {key: value for key, value in schedule.items() if type(value) in scalar},
+            "schedule": scalar_fields(tree.get("opt_param_scheduler", tree.get("lr_scheduler"))),
             "config": self._config(),
             **consumed_tokens(args),
             "legacy_args": args,
@@ -278,18 +286,18 @@ class LegacyReader(Reader):
                 warn(f"{self.path}: {why}: only the weights are read")
             return None
         steps = {
-            self._counter(file, step)
+            file.zip.number(step)
             for file, state in zip(self._files, known, strict=True)
             for step in state.steps
         }
         if len(steps) > 1:
             raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
         scale = known[0].loss_scale.items()
-        scaler = {key: self._counter(self._files[0], value) for key, value in scale}
+        scaler = {key: self._files[0].zip.number(value) for key, value in scale}
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
 
     def _why_no_states(self) -> str:
-        """Return why the folder's optimizer states are not read, or "" if it has none."""
+        """Return the reason why optimizer states are not read, or "" if the folder has none."""
         if any(torch_file.old_optimizer_files(self.path)):
             return "optimizer states in a file per data rank, as Megatron-LM 23.04 wrote them"
         if self._is_core and "optimizer" in self._files[0].tree:
@@ -298,14 +306,6 @@ class LegacyReader(Reader):
         if any("optimizer" in file.tree for file in self._files):
             return f"{torch_file.DISTRIBUTED_FILE} is missing"
         return ""
-
-    def _counter(self, file: RankFile, value: Any) -> int | float:
-        """Return a counter that was saved as a number or as a one-element tensor."""
-        if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
-            return file.zip.load(value).item()
-        if type(value) not in (int, float):
-            raise CheckpointError(f"{file.zip.path}: {show(value)} is not a counter")
-        return value
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         result = torch.empty(box.shape, dtype=self.tensors[name].dtype)
@@ -319,6 +319,6 @@ class LegacyReader(Reader):
 
 
 def _parameter_of(name: str) -> str:
-    """Return the name of the parameter that an entry or optimizer state belongs to."""
+    """Return the parameter's name, without prefix, for the name of a weight or optimizer state."""
     kind, _, rest = name.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0]

@@ -2,13 +2,13 @@
 
 A file is a zip of uncompressed records:
 
-    <top>/data.pkl      the pickled tree; tensors in it name a storage
+    <top>/data.pkl      the pickled tree, in which tensors refer to storages by key
     <top>/data/<key>    the bytes of a storage
     <top>/byteorder     "little"
 
-Records are memory-mapped, never extracted: opening costs nothing, and a name in the file is
-compared, not used as a path. Files are written one tensor at a time, whereas `torch.save` needs all
-tensors of a file in memory at once. This is the only module that may use `pickle.Pickler`.
+Records are memory-mapped, never extracted, so opening a file is cheap and names in it are never
+used as paths. Files are written one tensor at a time, whereas `torch.save` needs all tensors of a
+file in memory at once. This is the only module that may use `pickle.Pickler`.
 
 The files of a checkpoint:
 
@@ -74,7 +74,7 @@ _STORAGE_TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGES.items(
 
 
 class TorchZip:
-    """The byte ranges of a file's records, by name without the top-level folder.
+    """A file in torch.save's format, whose records are looked up without the top-level folder.
 
     Attributes:
         path: The file.
@@ -84,12 +84,12 @@ class TorchZip:
     def __init__(
         self, path: Path, *, allow_foreign: bool = False, window: memoryview | None = None
     ) -> None:
-        """Open a file, or a file that is embedded in another one.
+        """Open a file, or one that is embedded in another file.
 
         Args:
             path: The file.
             allow_foreign: Accept a file owned by another user.
-            window: The bytes of the embedded file, if `path` has been opened before.
+            window: The bytes of the embedded file, if `path` has already been opened and checked.
 
         Raises:
             CheckpointError: The file was not written by torch.save, is truncated or compressed, or
@@ -119,12 +119,16 @@ class TorchZip:
                 raise CheckpointError(f"{path}: record {name!r} occurs twice")
             self._records[name] = self._locate(info), info
         if len(tops) != 1:
-            raise CheckpointError(f"{path}: holds the records of {len(tops)} files")
+            raise CheckpointError(f"{path}: contains the records of {len(tops)} files")
         if "byteorder" in self._records and bytes(self.record("byteorder")) != b"little":
             raise CheckpointError(f"{path}: big-endian files are not supported")
 
     def _locate(self, info: zipfile.ZipInfo) -> int:
-        """Return the position of a record's first byte in the file."""
+        """Return the offset of a record's first byte in the file.
+
+        Raises:
+            CheckpointError: The record is compressed, or is not where the directory says.
+        """
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & _ENCRYPTED:
             what = f"{info.filename} is compressed or encrypted"
@@ -174,6 +178,18 @@ class TorchZip:
         flat = torch.frombuffer(data, dtype=ref.storage.dtype)
         return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
+    def number(self, value: Any) -> int | float:
+        """Return a finite number that was saved as such or as a one-element tensor.
+
+        Raises:
+            CheckpointError: The value is anything else.
+        """
+        if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
+            value = self.load(value).item()
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise CheckpointError(f"{self.path}: {show(value)} is not a finite number")
+        return value
+
     def verify(self) -> None:
         """Compare all records with their CRC-32.
 
@@ -197,7 +213,7 @@ class TorchZip:
 
 
 class _Window(io.RawIOBase):
-    """A file object over bytes in memory, which it does not copy as a whole."""
+    """A file object that reads from bytes in memory without copying all of them."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._position = data, 0
@@ -223,7 +239,11 @@ class _Window(io.RawIOBase):
 
 
 def map_file(file: IO[bytes]) -> mmap.mmap:
-    """Map a file copy-on-write, so that writing to its tensors does not change the file."""
+    """Map a file copy-on-write, so that writing to its tensors does not change the file.
+
+    Raises:
+        ValueError: The file is empty.
+    """
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
@@ -233,12 +253,12 @@ def _list_records(file: IO[bytes] | _Window) -> list[zipfile.ZipInfo]:
 
 
 def write_torch_file(path: Path, tree: Any) -> None:
-    """Write a new file that `torch.load` reads, and flush the file to disk, but not its folder.
+    """Write a new file that `torch.load` can read, and flush it to disk. The folder is not flushed.
 
     Args:
-        path: The file. Its stem is the prefix of the records' names, as with torch.save.
-        tree: Dicts, lists, tuples, scalars, argparse.Namespace, and tensors, which may be lazy:
-            each is read when its record is written.
+        path: The file. Its stem is the prefix of the record names, as with torch.save.
+        tree: Dicts, lists, tuples, scalars, argparse.Namespace and tensors. Lazy tensors are read
+            when their records are written.
 
     Raises:
         OSError: The file cannot be written.
@@ -252,8 +272,8 @@ def append_torch_file(file: IO[bytes], tree: Any, stem: str = "archive") -> None
 
     Args:
         file: The file.
-        tree: As for `write_torch_file`.
-        stem: The beginning of the records' names.
+        tree: The content, as for `write_torch_file`.
+        stem: The prefix of the record names.
 
     Raises:
         OSError: The file cannot be written.
@@ -268,7 +288,7 @@ def append_torch_file(file: IO[bytes], tree: Any, stem: str = "archive") -> None
 
 
 def write_pickle(tree: Any) -> tuple[memoryview, list[Tensor]]:
-    """Return the pickle of a tree, and the tensors to which it refers by their position."""
+    """Return the pickle of a tree, and the tensors to which the pickle refers by index."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(tree)
@@ -314,7 +334,7 @@ def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
-    """A stand-in for a tensor's bytes, stored in a separate record."""
+    """A reference to a tensor's bytes, which are stored in a separate record."""
 
     kind: Any
     key: str
@@ -350,7 +370,15 @@ class _Pickler(pickle.Pickler):
 
 @dataclass(frozen=True)
 class RankFile:
-    """The file of one rank: its position in the grid, its tree, and its tensors' bytes."""
+    """The file of one rank.
+
+    Attributes:
+        tensor_rank: The tensor-parallel rank.
+        stage: The pipeline stage.
+        zip: The records of the file, which contain the bytes of its tensors.
+        tree: The pickled tree, in which tensors are `TensorRef`s.
+        expert_rank: The expert-parallel rank.
+    """
 
     tensor_rank: int
     stage: int
@@ -360,7 +388,7 @@ class RankFile:
 
     @property
     def chunks(self) -> list[Any]:
-        """The values of `model`, or of `model0`, `model1`, ... if there are virtual stages."""
+        """The value of `model`, or the values of `model0`, `model1`, ... for virtual stages."""
         if "model0" not in self.tree:
             return [self.tree.get("model")]
         numbered = (self.tree.get(f"model{index}") for index in range(_MAX_CHUNKS))
@@ -368,7 +396,7 @@ class RankFile:
 
 
 def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
-    """Open the files of a checkpoint's folder, ordered by stage and tensor rank.
+    """Open the files in a checkpoint's folder, ordered by stage, expert rank and tensor rank.
 
     Args:
         path: The folder.
@@ -429,7 +457,7 @@ def open_distributed(file: RankFile, *, allow_foreign: bool = False) -> RankFile
 
 
 def old_optimizer_files(path: Path) -> Iterator[Path]:
-    """Return the folder's optimizer files from 23.04. They are not read."""
+    """Return a folder's optimizer files of version 23.04, which are not read."""
     return path.glob(f"mp_rank_*/{STATES_FILE_OF_23_04}")
 
 
@@ -440,5 +468,5 @@ def _open(path: Path, allow_foreign: bool) -> tuple[TorchZip, Mapping[str, Any]]
     archive.check("data.pkl")
     tree = read_pickle(bytes(archive.record("data.pkl")), str(path))
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: does not hold a dict")
+        raise CheckpointError(f"{path}: does not contain a dict")
     return archive, tree

@@ -221,7 +221,7 @@ def test_without_all_partitions_zero_3_has_no_weights(natives, tmp_path):
     ours = open_checkpoint(natives("GPT-2"))
     folder = to_deepspeed(ours, tmp_path, Form(zero=3, data=2))
     (folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="with ZeRO 3 they hold the weights"):
+    with pytest.raises(CheckpointError, match="with ZeRO 3 they contain the weights"):
         open_checkpoint(tmp_path)
 
 
