@@ -14,7 +14,7 @@ from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 from megatron.config.multi_token import MAX_DEPTHS
 
-_EPSILON = 1e-6  # for the normalization of latent vectors, whatever rms_norm_eps is
+_EPSILON = 1e-6  # `transformers` always normalizes latent vectors with this epsilon
 _SIZES = (
     rules.Key("kv_lora_rank", "kv_lora_rank"),
     rules.Key("qk_nope_head_dim", "qk_head_dim", max_value=MAX_HEADS),
@@ -56,7 +56,7 @@ def partly_rotated(size: int, rotated: int) -> rules.TensorConversion:
     Hugging Face rotates channels 2i and 2i + 1 together, whereas we rotate i and i + rotated / 2.
 
     Args:
-        size: Rows of each head.
+        size: The number of rows of each head.
         rotated: The number of rows at the end of each head that rotate.
     """
     order = rules.halves(size, range(size - rotated, size))
@@ -68,11 +68,11 @@ def partly_rotated(size: int, rotated: int) -> rules.TensorConversion:
 
 @dataclass(frozen=True)
 class DeepSeek(Mixtral):
-    """A family with latent attention, whose layers after the first few are mixtures.
+    """A family with latent attention, and mixtures in all layers after the first few.
 
     Attributes:
-        biased: Whether experts are scored by sigmoids and chosen with a bias for each (V3), rather
-            than by a softmax over all of them (V2).
+        biased: Whether experts are scored by sigmoids and chosen with a bias per expert (V3),
+            instead of by a softmax over all experts (V2).
     """
 
     mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MIXTURE)
@@ -84,13 +84,13 @@ class DeepSeek(Mixtral):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         sizes = rules.read_keys(settings, _SIZES)
-        turning = sizes["qk_pos_emb_head_dim"]
-        if turning % 2:
+        rotary_size = sizes["qk_pos_emb_head_dim"]
+        if rotary_size % 2:
             raise settings.error("qk_rope_head_dim", "channels rotate in pairs: must be even")
         for key, value in {
             "rms_norm_eps": _EPSILON,
-            "head_dim": turning,
-            "qk_head_dim": sizes["qk_head_dim"] + turning,
+            "head_dim": rotary_size,
+            "qk_head_dim": sizes["qk_head_dim"] + rotary_size,
             "num_key_value_heads": flags["num_attention_heads"],
             "rope_interleave": True,
             "moe_layer_freq": 1,
@@ -110,7 +110,7 @@ class DeepSeek(Mixtral):
             **sizes,
             multi_latent_attention=True,
             q_lora_rank=query_rank,
-            kv_channels=max(sizes["qk_head_dim"] + turning, sizes["v_head_dim"]),
+            kv_channels=max(sizes["qk_head_dim"] + rotary_size, sizes["v_head_dim"]),
             qk_layernorm=True,
         )
         if settings.values.get(_DEPTHS):
@@ -120,9 +120,13 @@ class DeepSeek(Mixtral):
         return self._read_mixture(settings, model)
 
     def without_missing_layers(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
-        """Return the network in the files, without multi-token prediction if they lack its layers.
+        """Return the network, without multi-token prediction if the files lack its layers.
 
         `transformers` drops these layers when it saves a model.
+
+        Args:
+            names: The names of the files' tensors.
+            model: The network that config.json describes.
         """
         end = f"layers.{model.num_layers}."
         if any(name.removeprefix("model.").startswith(end) for name in names):
@@ -130,10 +134,10 @@ class DeepSeek(Mixtral):
         return replace(model, mtp_num_layers=None)
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that it combines.
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order.
 
-        Layers of multi-token prediction follow the others. Each repeats the word embedding and the
-        output.
+        Layers of multi-token prediction come last. In the files, each of them repeats the word
+        embedding and the output.
         """
         yield from super().names(model)
         modules = self.modules(model)
@@ -146,7 +150,12 @@ class DeepSeek(Mixtral):
             yield "output", [f"{hf_prefix}.shared_head.head"]
 
     def _read_mixture(self, settings: Settings, model: ModelConfig) -> ModelConfig:
-        """Return the network with the settings of its mixtures of experts."""
+        """Return the network with its mixtures of experts.
+
+        Args:
+            settings: The keys of config.json.
+            model: The network with the number of experts, and otherwise dense.
+        """
         experts, layers = max(model.num_experts or (1,)), model.num_layers
         inner = settings.size("moe_intermediate_size")
         shared = settings.size("n_shared_experts")
@@ -178,9 +187,14 @@ class DeepSeek(Mixtral):
         )
 
     def _read_groups(self, settings: Settings, experts: int, chosen: int) -> dict[str, Any]:
-        """Return the flags of expert groups.
+        """Return the flags for groups of experts.
 
         V2 scores a group by its best expert, V3 by the sum of its best two.
+
+        Args:
+            settings: The keys of config.json.
+            experts: The number of experts.
+            chosen: The number of experts chosen for each token.
         """
         is_limited = self.biased
         if not self.biased:
@@ -209,7 +223,12 @@ class DeepSeek(Mixtral):
         }
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a network's config.json. If it is dense, first_k_dense_replace is num_layers."""
+        """Return the content of config.json. All layers of a dense network count as dense layers.
+
+        Args:
+            model: The network.
+            vocab: Number of rows of the word embedding.
+        """
         values = super().write(model, vocab)
         scaling = values["rope_scaling"]
         if scaling and not scaling.get("mscale", 1):
@@ -224,16 +243,16 @@ class DeepSeek(Mixtral):
         if not fits or chosen > best * (experts // groups):
             groups = best = 1
         is_limited = self.biased or groups > 1
-        turning = model.qk_pos_emb_head_dim // 2 * 2 or 2
+        rotary_size = model.qk_pos_emb_head_dim // 2 * 2 or 2
         return {
             **values,
             **{key.key: getattr(model, key.field) for key in _SIZES},
             "rms_norm_eps": _EPSILON,
             "num_key_value_heads": model.num_attention_heads,
             "q_lora_rank": model.q_lora_rank,
-            "qk_rope_head_dim": turning,
-            "head_dim": turning,
-            "qk_head_dim": model.qk_head_dim + turning,
+            "qk_rope_head_dim": rotary_size,
+            "head_dim": rotary_size,
+            "qk_head_dim": model.qk_head_dim + rotary_size,
             **({"rope_interleave": True} if self.biased else {}),
             "intermediate_size": model.ffn_hidden_size,
             "moe_intermediate_size": inner,
@@ -250,7 +269,7 @@ class DeepSeek(Mixtral):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         query: dict[str, tuple[str, ...]] = {"attention.query_up": ("self_attn.q_proj",)}
         if model.q_lora_rank is not None:
             query = {
@@ -258,13 +277,13 @@ class DeepSeek(Mixtral):
                 "attention.query_up": ("self_attn.q_b_proj",),
             }
         inherited = super().modules(model)
-        dense = {name: them for name, them in inherited.items() if name.startswith("mlp.")}
-        return {**query, **_ATTENTION, **dense, **(_BIAS if self.biased else {})}
+        mlp = {name: modules for name, modules in inherited.items() if name.startswith("mlp.")}
+        return {**query, **_ATTENTION, **mlp, **(_BIAS if self.biased else {})}
 
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         mixer = layer.mixer
         if isinstance(mixer, plans.LatentAttentionPlan):
             if module == "attention.query_up":
@@ -278,7 +297,7 @@ _METHODS = {False: "greedy", True: "group_limited_greedy"}
 
 
 def _check_yarn(rope: Settings) -> None:
-    """Refuse combinations of YaRN's keys that our flags cannot express.
+    """Refuse combinations of YaRN keys that our flags cannot express.
 
     Raises:
         CheckpointError: mscale_all_dim is given without mscale, or together with attention_factor.

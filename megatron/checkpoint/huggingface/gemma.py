@@ -28,12 +28,13 @@ _SANDWICH = {
 
 @dataclass(frozen=True)
 class Gemma(LlamaLike):
-    """A family with scaled embeddings, GeGLU and normalizations whose weights start from one.
+    """A family with scaled embeddings, GeGLU, and normalizations that scale by 1 plus the weight.
 
     Attributes:
         version: 1, 2 or 3. From version 2 on, the outputs of attention and MLP are also normalized,
-            and some layers have windows. Version 2 bounds scores. Version 3 normalizes heads and
-            uses different rotary frequencies in layers with windows.
+            and some layers have attention windows. Version 2 caps attention scores and logits.
+            Version 3 normalizes queries and keys, and uses different rotary frequencies in layers
+            with windows.
     """
 
     fixed: Mapping[str, Any] = field(
@@ -56,20 +57,20 @@ class Gemma(LlamaLike):
         if self.version == 1:
             return model
         scalar = settings.number("query_pre_attn_scalar", 256.0)
-        bounds: dict[str, Any] = {}
-        for key, usual in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
-            # Gemma 2 has bounds if the keys are missing, but none if they are null.
+        caps: dict[str, Any] = {}
+        for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+            # Gemma 2 has default caps if the keys are missing, but no caps if they are null.
             if key in settings.values or (self.version == 2 and not settings.has(key)):
-                bounds[key] = settings.number(key, usual)
+                caps[key] = settings.number(key, default)
         return replace(
             model,
-            **bounds,
+            **caps,
             norm_placement="both",
             softmax_scale=None if scalar == model.kv_channels else scalar**-0.5,
         )
 
     def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
-        """Return the flags of the attention windows."""
+        """Return the flags for attention windows."""
         if self.version == 1:
             return {}
         every = 6 if self.version == 3 else 2
@@ -79,7 +80,7 @@ class Gemma(LlamaLike):
         return read_alternating_windows(settings, layers, every=every, window=_WINDOW)
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary embeddings."""
+        """Return the flags for rotary embeddings."""
         if self.version < 3:
             return super()._read_rotation(settings)
         base = settings.number("rope_theta", 1e6)
@@ -87,7 +88,7 @@ class Gemma(LlamaLike):
         return read_rope_by_kind(settings, base, local_base)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         values = super().write(model, vocab)
         if self.version == 1:
             return {**values, "hidden_act": _GELU}
@@ -105,10 +106,10 @@ class Gemma(LlamaLike):
         return values
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         return LAYER if self.version == 1 else _SANDWICH
 
 
 def _rounded(value: float) -> int | float:
-    """Return a whole number if the value equals one up to rounding."""
+    """Return the nearest integer if the value equals it up to rounding, otherwise the value."""
     return round(value) if abs(value - round(value)) < 1e-6 * value else value

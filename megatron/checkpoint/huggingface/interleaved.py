@@ -1,6 +1,6 @@
-"""GPT-J and Cohere: attention and MLP share a normalization, and channels rotate in pairs.
+"""GPT-J and Cohere, whose attention and MLP share a normalization and run in parallel.
 
-In their files, channels 2i and 2i + 1 of a head rotate together.
+In the files of these families, channels 2i and 2i + 1 of a head rotate together.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron.checkpoint.huggingface.llama import (
     LAYER,
     LLAMA_KEYS,
     LlamaLike,
+    layer_pattern,
     read_alternating_windows,
     write_alternating_windows,
 )
@@ -48,8 +49,7 @@ _COHERE_KEYS = (
 )
 _COHERE_LAYER = {native: hf_name for native, hf_name in LAYER.items() if native != "mlp_norm"}
 _EVERY, _WINDOW = 4, 4096  # Cohere 2: every nth layer has full attention, the others a window
-# Keys in published files that `transformers` does not read, with the values that describe what it
-# computes.
+# Keys in published files that `transformers` does not read, with the only supported values.
 _DESCRIPTIONS = {
     "order_of_interleaved_layers": "local_attn_first",
     "position_embedding_type": "rope_gptj",
@@ -66,7 +66,7 @@ def interleaved(
 
     Args:
         layer: The layer.
-        conversion: The conversion apart from the order of channels.
+        conversion: The conversion of queries, keys and values without reordering of channels.
     """
     mixer = rules.attention_of(layer)
     if mixer.rotary is None:
@@ -84,7 +84,7 @@ def interleaved(
 
 
 def _norm_of_heads(layer: plans.LayerPlan) -> rules.TensorConversion:
-    """Return the conversion of the weights that normalize heads, which are [n, d] in files."""
+    """Return the conversion of the weights that normalize heads: [n, d] in files, [n d] here."""
     mixer = rules.attention_of(layer)
     order = torch.arange(mixer.head_size)
     if mixer.rotary is not None:
@@ -135,7 +135,7 @@ class GPTJ(rules.Family):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         size = model.hidden_size // model.num_attention_heads
         return {
             **super().write(model, vocab),
@@ -147,7 +147,7 @@ class GPTJ(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that make it up."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", ["transformer.wte"]
         for layer in range(model.num_layers):
             yield from rules.layer_names(f"layers.{layer}", f"transformer.h.{layer}", _J_LAYER)
@@ -157,7 +157,7 @@ class GPTJ(rules.Family):
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion for a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         conversion = super().conversion(layer, module, tensors)
         return interleaved(layer, conversion) if module == "attention.qkv" else conversion
 
@@ -169,8 +169,8 @@ class Cohere(LlamaLike):
     Command R+ also normalizes queries and keys, with separate weights for each head.
 
     Attributes:
-        has_windows: Whether most layers have windows, and only these have rotary embeddings
-            (Command R7B, Command A).
+        has_windows: Whether most layers have attention windows, and only these layers have rotary
+            embeddings (Command R7B, Command A).
     """
 
     keys: tuple[rules.Key, ...] = _COHERE_KEYS
@@ -201,11 +201,10 @@ class Cohere(LlamaLike):
         windows = layer_windows(model, model.num_layers)
         if not self.has_windows or None not in windows:
             return model
-        still = ",".join(str(int(window is None)) for window in windows)
-        return replace(model, no_rope_freq=f"[{still}]")
+        return replace(model, no_rope_freq=layer_pattern(window is None for window in windows))
 
     def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
-        """Return the flags of the attention windows."""
+        """Return the flags for attention windows."""
         if not self.has_windows:
             return {}
         if settings.has("sliding_window") and "sliding_window" not in settings.values:
@@ -215,22 +214,22 @@ class Cohere(LlamaLike):
         return read_alternating_windows(settings, layers, every=every, window=_WINDOW)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
-        more = {"use_qk_norm": model.qk_layernorm}
+        """Return the content of config.json for a network."""
+        qk_norm = {"use_qk_norm": model.qk_layernorm}
         return {
             **super().write(model, vocab),
-            **(write_alternating_windows(model, _WINDOW) if self.has_windows else more),
+            **(write_alternating_windows(model, _WINDOW) if self.has_windows else qk_norm),
             "logit_scale": model.logit_scale or 1.0,
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         return _COHERE_LAYER
 
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion for a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         conversion = super().conversion(layer, module, tensors)
         match module:
             case "attention.qkv":

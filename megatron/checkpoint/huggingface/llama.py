@@ -1,9 +1,9 @@
-"""Llama 2 and 3, and models that differ from them only in detail: Mistral, Qwen2 and Qwen3."""
+"""Llama 2 and 3, and similar models: Mistral, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +52,13 @@ class LlamaLike(rules.Family):
         qkv_bias: Whether queries, keys and values have biases.
         qk_norm: Which channels of queries and keys are normalized together: those of a "head" or of
             the whole "projection". None means that queries and keys are not normalized.
-        window: Whether config.json may limit attention to a window: in the whole "model" or in
-            some "layers". None means that it has no windows.
-        old_files: Whether config.json may lack keys that its first version did not have.
+        window: Where config.json may limit attention to a window: in the whole "model" or in some
+            "layers". None means nowhere.
+        old_files: Whether config.json may lack num_key_value_heads, as in files of early versions.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
         rotary_base: The base of the rotary frequencies if config.json does not give one.
-        tied: Whether the output shares the word embeddings' weights if config.json does not say.
-        classifies: Whether `transformers` has a class for reward models.
+        tied: Whether the output shares the word embeddings if config.json does not say.
+        classifies: Whether `transformers` has a class for the family's reward models.
     """
 
     pieces: Mapping[str, str] = field(default_factory=lambda: {_SCORE: _SCORE})
@@ -76,11 +76,11 @@ class LlamaLike(rules.Family):
 
     @property
     def reward_model(self) -> str:
-        """The `transformers` class of a reward model."""
+        """The class of a reward model in `transformers`."""
         return self.language_model.replace("ForCausalLM", "ForSequenceClassification")
 
     def architecture(self, pieces: frozenset[str]) -> str:
-        """Return the name of a model's `transformers` class."""
+        """Return the name of a model's class in `transformers`."""
         return self.reward_model if _SCORE in pieces else super().architecture(pieces)
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
@@ -114,7 +114,11 @@ class LlamaLike(rules.Family):
         )
 
     def _is_reward_model(self, settings: Settings) -> bool:
-        """Return whether config.json describes a classifier, which must have a single label."""
+        """Return whether config.json describes a reward model.
+
+        Raises:
+            CheckpointError: config.json describes a classifier with several labels.
+        """
         if not self.classifies or settings.values.get("architectures") != [self.reward_model]:
             return False
         labels, names = settings.values.get("num_labels"), settings.values.get("id2label")
@@ -129,7 +133,7 @@ class LlamaLike(rules.Family):
         return True
 
     def _read_windows(self, settings: Settings, layers: int) -> dict[str, Any]:
-        """Return the flags of the attention windows."""
+        """Return the flags for attention windows."""
         if self.window is None:
             return {}
         positions = settings.size("max_position_embeddings")
@@ -148,10 +152,10 @@ class LlamaLike(rules.Family):
         window = settings.size("sliding_window", positions)
         if limited is None:
             limited = [layer >= full_layers for layer in range(layers)]
-        return write_pattern(window, limited) if used and window < positions else {}
+        return window_flags(window, limited) if used and window < positions else {}
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary embeddings, from the keys of transformers 4 or 5."""
+        """Return the flags for rotary embeddings, from the keys of transformers 4 or 5."""
         new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
         base = settings.number("rope_theta", self.rotary_base)
         flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
@@ -159,8 +163,24 @@ class LlamaLike(rules.Family):
             flags |= read_rope(rope, settings)
         return flags
 
+    def _read_partial_rotation(self, settings: Settings, share: float) -> dict[str, Any]:
+        """Return the flags for rotary embeddings that rotate only some channels of each head.
+
+        Args:
+            settings: The keys of config.json.
+            share: The fraction of channels that rotate if config.json does not say.
+        """
+        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
+        share = settings.number("partial_rotary_factor", share)
+        share = new.number("partial_rotary_factor", share)
+        base = settings.number("rope_theta", self.rotary_base)
+        flags = {"rotary_base": new.number("rope_theta", base), "rotary_percent": share}
+        for rope in (new, old):
+            flags |= read_rope(rope, settings, share)
+        return flags
+
     def _write_windows(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the attention windows."""
+        """Return the keys for attention windows."""
         if self.window is None:
             return {}
         limited = [window is not None for window in layer_windows(model, model.num_layers)]
@@ -170,12 +190,12 @@ class LlamaLike(rules.Family):
             # Versions of `transformers` without layer_types need the number of layers with full
             # attention before the first window.
             full_layers = limited.index(True) if any(limited) else len(limited)
-            kinds = [SLIDING if one else FULL for one in limited]
+            kinds = [SLIDING if is_limited else FULL for is_limited in limited]
             keys |= {"max_window_layers": full_layers, "layer_types": kinds}
         return keys
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json with the older keys, which all versions of `transformers` read."""
+        """Return the content of config.json, with keys that all versions of `transformers` read."""
         score: dict[str, Any] = {}
         if model.reward_head:  # a model with a single label
             score = {"architectures": [self.reward_model], "num_labels": 1}
@@ -195,15 +215,15 @@ class LlamaLike(rules.Family):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         return LAYER
 
     def layer_modules(self, model: ModelConfig) -> Sequence[Mapping[str, Sequence[str]]]:
-        """Return the table of `modules` for each layer."""
+        """Return the Hugging Face modules in each layer, by our name for the module."""
         return [self.modules(model)] * model.num_layers
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that it combines."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", ["model.embed_tokens"]
         for layer, modules in enumerate(self.layer_modules(model)):
             yield from rules.layer_names(f"layers.{layer}", f"model.layers.{layer}", modules)
@@ -213,7 +233,7 @@ class LlamaLike(rules.Family):
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the keys that change rotary frequencies, or `None` if they are unchanged."""
+    """Return the value of rope_scaling, or `None` if rotary frequencies are not scaled."""
     factor = model.rotary_seq_len_interpolation_factor or 1
     if model.use_rope_scaling:
         return {
@@ -232,7 +252,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _write_yarn(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of YaRN."""
+    """Return the value of rope_scaling for YaRN."""
     keys: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": model.rotary_scaling_factor,
@@ -249,7 +269,12 @@ def _write_yarn(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
-    """Return the flags of YaRN. Without its keys, `transformers` uses the paper's values."""
+    """Return the flags for YaRN. The defaults are those of `transformers`, from the paper.
+
+    Args:
+        rope: The keys of rope_scaling or rope_parameters.
+        settings: All keys of config.json.
+    """
     positions = settings.size("max_position_embeddings")
     original = rope.size("original_max_position_embeddings", positions)
     flags: dict[str, Any] = {
@@ -278,10 +303,10 @@ def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
 
 
 def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[str, Any]:
-    """Return the flags of the rotary frequencies, apart from their base.
+    """Return the flags that scale rotary frequencies.
 
     Args:
-        rope: The keys that determine how frequencies are changed.
+        rope: The keys of rope_scaling or rope_parameters.
         settings: All keys of config.json.
         share: The fraction of a head's channels that rotates.
     """
@@ -312,7 +337,7 @@ def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[st
 
 
 def _at_least_one(rope: Settings) -> float:
-    """Return the factor by which a context is extended."""
+    """Return the key `factor`, by which the context is extended, after checking its range."""
     factor = rope.number("factor")
     if factor < 1:
         raise rope.error("factor", "must be at least 1")
@@ -320,7 +345,7 @@ def _at_least_one(rope: Settings) -> float:
 
 
 def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
-    """Return which layers layer_types limits to a window, or `None` if this key is absent.
+    """Return whether layer_types limits each layer to a window, or `None` if the key is absent.
 
     Raises:
         CheckpointError: layer_types names an unknown kind of layer, or has the wrong length.
@@ -334,60 +359,67 @@ def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
     return [kind == SLIDING for kind in kinds] if kinds else None
 
 
-def write_pattern(window: int, limited: Sequence[bool]) -> dict[str, Any]:
-    """Return the flags of windows in some layers.
+def layer_pattern(chosen: Iterable[bool]) -> str:
+    """Return the text of a flag that chooses layers, such as "[1,0,1]"."""
+    return f"[{','.join(str(int(is_chosen)) for is_chosen in chosen)}]"
+
+
+def window_flags(window: int, limited: Sequence[bool]) -> dict[str, Any]:
+    """Return the flags for attention windows in some layers.
 
     Args:
         window: The number of tokens that a token attends to, including itself.
-        limited: Which layers have the window.
+        limited: Whether each layer has the window.
     """
     if not any(limited):
         return {}
     flags = {"window_size": f"{window - 1},0"}
     if not all(limited):
-        flags["window_attn_skip_freq"] = f"[{','.join(str(int(one)) for one in limited)}]"
+        flags["window_attn_skip_freq"] = layer_pattern(limited)
     return flags
 
 
 def read_alternating_windows(
     settings: Settings, layers: int, *, every: int, window: int
 ) -> dict[str, Any]:
-    """Return the flags of windows in the layers that layer_types names, or in all but every nth.
+    """Return the flags for attention windows in the layers that layer_types chooses.
 
     Args:
         settings: The keys of config.json.
         layers: The number of layers.
-        every: n; every nth layer has full attention if there is no layer_types.
+        every: If layer_types is absent, every nth layer has full attention and the others a window;
+            this is n.
         window: The number of tokens that a token attends to, including itself, if sliding_window is
             absent.
     """
     limited = limited_layers(settings, layers)
     if limited is None:
         limited = [(layer + 1) % every > 0 for layer in range(layers)]
-    return write_pattern(settings.size("sliding_window", window), limited)
+    return window_flags(settings.size("sliding_window", window), limited)
 
 
 def write_alternating_windows(model: ModelConfig, window: int) -> dict[str, Any]:
-    """Return the keys of windows in some layers.
+    """Return the keys for attention windows in some layers.
 
     Args:
         model: The network.
         window: The value of sliding_window if no layer has a window.
     """
-    limited = [one is not None for one in layer_windows(model, model.num_layers)]
+    windows = layer_windows(model, model.num_layers)
     return {
         "sliding_window": window if model.window is None else model.window + 1,
-        "layer_types": [SLIDING if one else FULL for one in limited],
+        "layer_types": [FULL if layer_window is None else SLIDING for layer_window in windows],
     }
 
 
 def read_rope_by_kind(settings: Settings, base: float, local_base: float) -> dict[str, Any]:
-    """Return the flags of rotary embeddings that differ between kinds of layers.
+    """Return the flags for rotary embeddings that differ between full attention and windows.
 
     Args:
         settings: The keys of config.json.
-        base: The base of layers with full attention, if rope_parameters does not give it.
-        local_base: The base of layers with a window, whose frequencies may not be changed.
+        base: The base for full attention if rope_parameters does not contain it.
+        local_base: The base for windows if rope_parameters does not contain it. The frequencies of
+            layers with windows must not be scaled.
     """
     new = settings.section("rope_parameters")
     full, local = new.section(FULL), new.section(SLIDING)

@@ -1,8 +1,8 @@
-"""Llama 4's text models: attention in chunks, layers without positions, weighted expert inputs."""
+"""Llama 4's text models: chunked attention, layers without positions, weighted expert inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt_oss import DOWN
 from megatron.checkpoint.huggingface.interleaved import interleaved
-from megatron.checkpoint.huggingface.llama import FULL, LAYER
+from megatron.checkpoint.huggingface.llama import FULL, LAYER, layer_pattern
 from megatron.checkpoint.huggingface.mixtures import Mixtral
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.attention import rotary_layers
@@ -36,7 +36,7 @@ _MODULES = {
 
 
 def _join_up(parts: Sequence[Tensor]) -> Tensor:
-    """Turn [e, h, 2 f], all gates before all ups, into [e, 2, f, h]."""
+    """Convert [e, h, 2 f], with all gates before all ups, to [e, 2, f, h]."""
     return parts[0].transpose(1, 2).unflatten(1, (2, -1))
 
 
@@ -49,7 +49,7 @@ _UP = rules.TensorConversion(_join_up, _split_up)
 
 @dataclass(frozen=True)
 class Llama4(Mixtral):
-    """Llama 4 without image inputs. Its files store all experts of a layer in one tensor."""
+    """Llama 4 without image inputs, whose files store all experts of a layer in one tensor."""
 
     mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MODULES)
     fixed: Mapping[str, Any] = field(
@@ -81,7 +81,7 @@ class Llama4(Mixtral):
         has_chunks = any(rotates) and chunk < model.max_position_embeddings
         return replace(
             model,
-            no_rope_freq=None if all(rotates) else _pattern(not one for one in rotates),
+            no_rope_freq=None if all(rotates) else layer_pattern(not value for value in rotates),
             attention_chunk_size=chunk if has_chunks else None,
             attention_temperature_scale=scale if tunes and not all(rotates) else None,
             attention_temperature_floor=floor,
@@ -94,7 +94,7 @@ class Llama4(Mixtral):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json. A dense network becomes a mixture of a single expert."""
+        """Return the content of config.json. A dense network becomes a mixture of one expert."""
         rotates = rotary_layers(model, model.num_layers)
         mixtures = mixture_layers(model, model.num_layers) if model.num_experts else ()
         chosen = [layer for layer, is_mixture in enumerate(mixtures) if is_mixture]
@@ -105,21 +105,21 @@ class Llama4(Mixtral):
             "attn_temperature_tuning": model.attention_temperature_scale is not None,
             "floor_scale": model.attention_temperature_floor,
             "intermediate_size_mlp": model.ffn_hidden_size,
-            "layer_types": [_CHUNKED if one else FULL for one in rotates],
+            "layer_types": [_CHUNKED if value else FULL for value in rotates],
             "moe_layers": chosen or [*range(model.num_layers)],
-            "no_rope_layers": [int(one) for one in rotates],
+            "no_rope_layers": [*map(int, rotates)],
             "num_experts_per_tok": 1,
             "use_qk_norm": model.qk_l2_norm,
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         return {**LAYER, **self.mixture}
 
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         conversion = super().conversion(layer, module, tensors)
         match module:
             case "attention.qkv":
@@ -131,14 +131,14 @@ class Llama4(Mixtral):
         return conversion
 
 
-def _pattern(chosen: Iterable[bool]) -> str:
-    return f"[{','.join(str(int(one)) for one in chosen)}]"
-
-
 def _read_rotating(settings: Settings, layers: int) -> list[bool]:
-    """Return which layers have rotary embeddings. Only these have chunked attention.
+    """Return whether each layer has rotary embeddings and, therefore, chunked attention.
 
-    `transformers` calls the list of these layers no_rope_layers.
+    Despite its name, the key no_rope_layers is 1 for layers with rotary embeddings.
+
+    Args:
+        settings: The keys of config.json.
+        layers: The number of layers.
     """
     every = settings.size("no_rope_layer_interval", 4)
     explicit = settings.indices("no_rope_layers", 2)
@@ -155,11 +155,16 @@ def _read_rotating(settings: Settings, layers: int) -> list[bool]:
 
 
 def _read_mixtures(settings: Settings, layers: int) -> str:
-    """Return the pattern of the layers that are mixtures of experts."""
+    """Return the value of --moe-layer-freq, which chooses the layers that are mixtures.
+
+    Args:
+        settings: The keys of config.json.
+        layers: The number of layers.
+    """
     step = settings.size("interleave_moe_layer_step", 1)
     chosen = {*range(step - 1, layers, step)}
     if "moe_layers" in settings.values:
         chosen = {*settings.indices("moe_layers", layers)}
     if not chosen:
         raise settings.error("moe_layers", "at least one layer must be a mixture of experts")
-    return "1" if len(chosen) == layers else _pattern(i in chosen for i in range(layers))
+    return "1" if len(chosen) == layers else layer_pattern(i in chosen for i in range(layers))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.llama import layer_pattern
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.experts import MAX_EXPERTS
 from megatron.config.hybrid import ATTENTION, MAMBA, MIXTURE, MLP, layer_symbols, pattern_parts
@@ -19,10 +20,10 @@ from megatron.config.model import ModelConfig
 from megatron.models.recurrent_plan import MambaPlan
 
 _CONVOLUTION = 4  # tokens, as in Megatron Core
-_POSITIONS = 8192  # longest sequence of a model without attention, whose files give none
+_POSITIONS = 8192  # the context length of a model without attention, whose files do not state one
 _MAX_TOTAL_EXPERTS = 1 << 18  # experts of all layers
 _PREFIX = "backbone."
-# Keys of both families that describe training, or how the same result is computed.
+# Keys of both families that do not change what the network computes.
 _WITHOUT_EFFECT = (
     *("chunk_size", "rescale_prenorm_residual", "residual_in_fp32"),
     *("time_step_floor", "time_step_max", "time_step_min"),
@@ -68,11 +69,11 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
-    """Return the conversion of projections that files store one by one and we order by group.
+    """Return the conversion of a weight, with rows by projection in files and by group here.
 
     Args:
         groups: The number of groups.
-        widths: The rows of each projection.
+        widths: The number of rows of each projection.
     """
     shares = [width // groups for width in widths]
 
@@ -88,11 +89,13 @@ def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
 
 
 def convolution(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
-    """Return the conversion of a convolution's weight [c, 1, k] and bias [c], as in `by_group`.
+    """Return the conversion of a convolution, with channels by projection in files, by group here.
+
+    The weight is [c, 1, k] in files and [c, k] here. The bias is [c].
 
     Args:
         groups: The number of groups.
-        widths: The channels of each projection that is convolved.
+        widths: The number of channels of each convolved projection. Their sum is c.
     """
     conversion = by_group(groups, widths)
 
@@ -146,7 +149,7 @@ class Mamba2(rules.Family):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         heads, size = model.mamba_num_heads or 1, model.mamba_head_dim
         if heads * size % model.hidden_size:  # the family cannot express such heads
             heads, size = 1, model.hidden_size
@@ -161,7 +164,7 @@ class Mamba2(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that it combines."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", [f"{_PREFIX}embeddings"]
         experts = range(max(model.num_experts or (0,)))
         for layer, symbol in enumerate(layer_symbols(model.hybrid_layer_pattern)):
@@ -178,7 +181,7 @@ class Mamba2(rules.Family):
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         mixer = layer.mixer
         if isinstance(mixer, MambaPlan):
             if module == "attention.input":
@@ -241,7 +244,12 @@ class NemotronH(Mamba2):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json, with one layer for each symbol of the pattern."""
+        """Return the content of config.json, with one layer for each symbol of the pattern.
+
+        Args:
+            model: The network.
+            vocab: Number of rows of the word embedding.
+        """
         pattern = layer_symbols(model.hybrid_layer_pattern) or MAMBA * model.num_layers
         heads = model.mamba_num_heads or 1
         values = rules.Family.write(self, model, vocab)
@@ -284,7 +292,11 @@ _MIXTURE_KEYS = (
 
 
 def read_limit(settings: Settings) -> None:
-    """Check that the time steps of Mamba-2 have no limit."""
+    """Check that config.json does not limit the time steps of Mamba-2.
+
+    Raises:
+        CheckpointError: The time steps are limited.
+    """
     limit = settings.values.get("time_step_limit")
     if limit not in _NO_LIMIT:
         raise settings.error("time_step_limit", "time steps with limits are not supported")
@@ -292,12 +304,12 @@ def read_limit(settings: Settings) -> None:
 
 
 def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that both families share, and check the sizes of Mamba-2.
+    """Check the sizes of Mamba-2, and return the flags that both families share.
 
     Args:
         settings: The keys of config.json.
-        heads_key: The key with the number of heads.
-        flags: The flags that have been read.
+        heads_key: The key with the number of heads, for messages.
+        flags: The flags that have been read so far.
     """
     read_limit(settings)
     if flags["mamba_num_heads"] % flags["mamba_num_groups"]:
@@ -310,7 +322,7 @@ def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) ->
 
 
 def _read_pattern(settings: Settings) -> str:
-    """Return the symbols of the layers, from the key of newer or older files."""
+    """Return the symbol of each layer, from the key that newer or older files use."""
     symbols = {kind: symbol for symbol, kind in _KINDS.items()} | _OLD_KINDS
     kinds, text = (
         settings.strings("layers_block_type"),
@@ -335,7 +347,12 @@ def _read_pattern(settings: Settings) -> str:
 
 
 def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
-    """Return the flags of mixtures of experts, which are DeepSeek-V3's without gates."""
+    """Return the flags for mixtures of experts, which resemble DeepSeek-V3's but are not gated.
+
+    Args:
+        settings: The keys of config.json.
+        pattern: The symbol of each layer.
+    """
     if MIXTURE not in pattern:
         for key in (*_MIXTURE_KEYS, "moe_latent_size"):
             settings.must_be(key, settings.values.get(key))
@@ -367,7 +384,7 @@ def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
     return {
         **limits,
         "num_experts": (experts,),
-        "moe_layer_freq": f"[{','.join(str(int(one == MIXTURE)) for one in pattern)}]",
+        "moe_layer_freq": layer_pattern(symbol == MIXTURE for symbol in pattern),
         "moe_router_topk": chosen,
         "moe_ffn_hidden_size": settings.size("moe_intermediate_size", 7688),
         "moe_shared_expert_intermediate_size": settings.size(

@@ -1,4 +1,4 @@
-"""Mixtures of experts that otherwise resemble Llama: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
+"""Llama-like models with mixtures of experts: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.checkpoint.huggingface.llama import LlamaLike
+from megatron.checkpoint.huggingface.llama import LlamaLike, layer_pattern
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.experts import MAX_EXPERTS, mixture_layers
 from megatron.config.model import ModelConfig
@@ -32,13 +32,13 @@ _QWEN = {
 
 @dataclass(frozen=True)
 class Mixtral(LlamaLike):
-    """A family with SwiGLU mixtures in all layers, weighted by a softmax over the chosen experts.
+    """A family whose layers are all SwiGLU mixtures, with a softmax over the chosen experts.
 
     Attributes:
-        mixture: Each of our modules in a mixture, with the corresponding Hugging Face module. {} is
-            an expert's index.
+        mixture: The Hugging Face modules in a mixture, by our name for the module. {} stands for
+            the index of an expert.
         count: The key of config.json with the number of experts.
-        other_count: The key that other versions of `transformers` use for it.
+        other_count: The key that other versions of `transformers` use for the number of experts.
     """
 
     mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MIXTRAL)
@@ -51,8 +51,8 @@ class Mixtral(LlamaLike):
         maximum = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // dense.num_layers)
         is_other = self.other_count in settings.values and self.count not in settings.values
         experts = settings.size(self.other_count if is_other else self.count, None, maximum)
-        for either in (self.count, self.other_count):
-            settings.must_be(either, experts)
+        for key in (self.count, self.other_count):
+            settings.must_be(key, experts)
         return replace(
             dense,
             num_experts=(experts,),
@@ -60,7 +60,7 @@ class Mixtral(LlamaLike):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json. A dense network becomes a mixture of a single expert."""
+        """Return the content of config.json. A dense network becomes a mixture of one expert."""
         experts = max(model.num_experts or (1,))
         return {
             **super().write(model, vocab),
@@ -70,7 +70,7 @@ class Mixtral(LlamaLike):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return each of our modules in a layer with the Hugging Face modules that it combines."""
+        """Return the Hugging Face modules in a layer, by our name for the module."""
         mixture = {
             module: [
                 name.format(number)
@@ -88,7 +88,7 @@ class Mixtral(LlamaLike):
 class Olmoe(Mixtral):
     """OLMoE, which normalizes the queries of all heads together, and likewise the keys.
 
-    The normalizations are as wide as the hidden size, so a head has hidden size / heads channels.
+    The normalizations have hidden_size channels, so the head size must be hidden_size / heads.
     """
 
     mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _OLMOE)
@@ -104,7 +104,7 @@ class Olmoe(Mixtral):
         return replace(super().network(settings, flags), moe_router_pre_softmax=pre_softmax)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json. A dense network becomes a mixture of a single expert."""
+        """Return the content of config.json. A dense network becomes a mixture of one expert."""
         values = super().write(model, vocab)
         del values["head_dim"]
         return {**values, "clip_qkv": None, "norm_topk_prob": not model.moe_router_pre_softmax}
@@ -137,17 +137,17 @@ class QwenMixture(Mixtral):
         step = settings.size("decoder_sparse_step", 1)
         dense = {*settings.indices("mlp_only_layers", model.num_layers)}
         kinds = [
-            int((layer + 1) % step == 0 and layer not in dense) for layer in range(model.num_layers)
+            (layer + 1) % step == 0 and layer not in dense for layer in range(model.num_layers)
         ]
         return replace(
             model,
             moe_ffn_hidden_size=settings.size("moe_intermediate_size"),
             moe_router_pre_softmax=not settings.boolean("norm_topk_prob", False),
-            moe_layer_freq="1" if all(kinds) else f"[{','.join(map(str, kinds))}]",
+            moe_layer_freq="1" if all(kinds) else layer_pattern(kinds),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json. A dense network becomes a mixture of a single expert."""
+        """Return the content of config.json. A dense network becomes a mixture of one expert."""
         kinds = mixture_layers(model, model.num_layers) if model.num_experts else ()
         shared = {
             "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 1,

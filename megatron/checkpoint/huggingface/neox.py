@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia and StableLM: LayerNorm, partly rotated heads, parallel attention and MLP."""
+"""GPT-NeoX, Pythia and StableLM: LayerNorm, partial rotation, parallel attention and MLP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class NeoX(rules.Family):
-    """The GPT-NeoX family. Its files order queries, keys and values by head, as ours do."""
+    """The GPT-NeoX family. Its files order queries, keys and values by head, as our tensors do."""
 
     prefix: str = "gpt_neox."
     tied_head: str = "embed_out.weight"
@@ -66,7 +66,7 @@ class NeoX(rules.Family):
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         return {
             **super().write(model, vocab),
             "attention_bias": True,
@@ -78,7 +78,7 @@ class NeoX(rules.Family):
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the Hugging Face modules that make it up."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", ["gpt_neox.embed_in"]
         for layer in range(model.num_layers):
             yield from rules.layer_names(f"layers.{layer}", f"gpt_neox.layers.{layer}", _LAYER)
@@ -86,7 +86,7 @@ class NeoX(rules.Family):
         yield "output", ["embed_out"]
 
     def conversion(self, layer: Any, module: str, tensors: int) -> rules.TensorConversion:
-        """Return the conversion for a layer's module, which leaves every tensor unchanged."""
+        """Return the conversion for a module, which leaves every tensor unchanged."""
         return rules.SAME
 
 
@@ -117,18 +117,11 @@ class StableLm(LlamaLike):
         )
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary embeddings."""
-        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
-        share = settings.number("partial_rotary_factor", 0.25)
-        share = new.number("partial_rotary_factor", share)
-        base = settings.number("rope_theta", self.rotary_base)
-        flags = {"rotary_base": new.number("rope_theta", base), "rotary_percent": share}
-        for rope in (new, old):
-            flags |= read_rope(rope, settings, share)
-        return flags
+        """Return the flags for rotary embeddings."""
+        return self._read_partial_rotation(settings, 0.25)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         keys = super().write(model, vocab)
         del keys["attention_bias"]
         return {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.llama import FULL, LLAMA_KEYS, read_rope
+from megatron.checkpoint.huggingface.llama import FULL, LLAMA_KEYS, layer_pattern
 from megatron.checkpoint.huggingface.mixtures import QwenMixture
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, Settings
 from megatron.config.attention import delta_net_layers
@@ -39,7 +39,11 @@ _DELTA_NET = {
 
 
 def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
-    """Return the conversion of queries, each head followed by its gate, and of keys and values."""
+    """Return the conversion of queries, keys and values with output gates.
+
+    In the files, each head's query is followed by its gate. Here, each group has all of its
+    queries, then all of its gates, then the key and the value.
+    """
     groups, heads = mixer.kv_heads, mixer.heads // mixer.kv_heads
     by_group = rules.grouped(groups, (2 * heads, 1, 1))
 
@@ -56,7 +60,11 @@ def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
 
 
 def convolution(mixer: GatedDeltaNetPlan) -> rules.TensorConversion:
-    """Return the conversion of filters [c, 1, k] of all queries, then all keys, then all values."""
+    """Return the conversion of a convolution's weight, [c, 1, k] in files and [c, k] here.
+
+    In the files, the channels of all queries come first, then all keys, then all values. Here, they
+    are ordered by key head.
+    """
     sizes = (mixer.keys, mixer.keys, mixer.values)
     by_head = rules.grouped(mixer.key_heads, [size // mixer.key_heads for size in sizes])
     return rules.TensorConversion(
@@ -67,7 +75,7 @@ def convolution(mixer: GatedDeltaNetPlan) -> rules.TensorConversion:
 
 @dataclass(frozen=True)
 class QwenNext(QwenMixture):
-    """Qwen3-Next, whose normalizations outside delta nets have weights that start from one.
+    """Qwen3-Next. Outside delta nets, a normalization scales by 1 plus its weight.
 
     Tensors of multi-token prediction are not read. `transformers` does not read them either.
     """
@@ -111,22 +119,15 @@ class QwenNext(QwenMixture):
             model,
             **sizes,
             experimental_attention_variant="gated_delta_net",
-            linear_attention_freq=f"[{','.join(str(int(kind == _LINEAR)) for kind in kinds)}]",
+            linear_attention_freq=layer_pattern(kind == _LINEAR for kind in kinds),
         )
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of the rotary embeddings."""
-        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
-        share = settings.number("partial_rotary_factor", _ROTATING)
-        share = new.number("partial_rotary_factor", share)
-        base = settings.number("rope_theta", self.rotary_base)
-        flags = {"rotary_base": new.number("rope_theta", base), "rotary_percent": share}
-        for rope in (new, old):
-            flags |= read_rope(rope, settings, share)
-        return flags
+        """Return the flags for rotary embeddings."""
+        return self._read_partial_rotation(settings, _ROTATING)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return a config.json for a network."""
+        """Return the content of config.json for a network."""
         values = super().write(model, vocab)
         del values["qkv_bias"]
         deltas = delta_net_layers(model, model.num_layers)
@@ -137,22 +138,22 @@ class QwenNext(QwenMixture):
         }
 
     def layer_modules(self, model: ModelConfig) -> Sequence[Mapping[str, Sequence[str]]]:
-        """Return, for each layer, our modules with the Hugging Face modules that each combines."""
+        """Return the Hugging Face modules in each layer, by our name for the module."""
         modules = self.modules(model)
-        others = {name: them for name, them in modules.items() if not name.startswith("attention.")}
-        tables = (modules, {**_DELTA_NET, **others})
+        others = [name for name in modules if not name.startswith("attention.")]
+        tables = (modules, {**_DELTA_NET, **{name: modules[name] for name in others}})
         return [tables[is_delta] for is_delta in delta_net_layers(model, model.num_layers)]
 
     def conversion(
         self, layer: plans.LayerPlan, module: str, tensors: int
     ) -> rules.TensorConversion:
-        """Return the conversion of `tensors` Hugging Face tensors to a layer's module."""
+        """Return the conversion between Hugging Face tensors and the parameters of a module."""
         mixer = layer.mixer
         if isinstance(mixer, GatedDeltaNetPlan):
             match module:
                 case "attention.input":
-                    *rest, rates, decays = (width // mixer.key_heads for width in mixer.widths)
-                    return rules.grouped(mixer.key_heads, (sum(rest), rates + decays))
+                    *wide, rates, decays = (width // mixer.key_heads for width in mixer.widths)
+                    return rules.grouped(mixer.key_heads, (sum(wide), rates + decays))
                 case "attention.convolution":
                     return convolution(mixer)
         elif module == "attention.qkv":
