@@ -30,16 +30,15 @@ def check_network(
 ) -> list[str]:
     """Check that a checkpoint's network matches the run's.
 
-    The context length may grow if positions have no weights.
+    The context length may differ if the position embedding has no weights.
 
     Args:
         config: The run's configuration.
         reader: The checkpoint.
         flag: The flag that named the checkpoint.
-        finetunes: Accept differences that finetuning allows: in rotary frequencies, to which the
-            weights adapt; with --retro-add-retriever, a GPT, which becomes a Retro; with
-            --lora-rank, a network without adapters; and a language model, which becomes a reward
-            model.
+        finetunes: Accept differences that finetuning allows: other rotary frequencies, to which the
+            weights adapt; a GPT that becomes a Retro (--retro-add-retriever); new adapters
+            (--lora-rank); and a language model that becomes a reward model.
 
     Returns:
         One line for the log for each flag that changes the rotary frequencies.
@@ -80,20 +79,20 @@ def check_network(
 
 
 def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
-    """Return a line for each setting in which a checkpoint's network differs from the run's.
+    """Return a line for each network setting that differs between checkpoint and run, by setting.
 
     Args:
         model: The run's network.
         reader: The checkpoint.
     """
     saved = reader.meta["config"].get("model", {})
-    may_grow = model.position_embedding_type in WITHOUT_TABLE
+    may_differ = model.position_embedding_type in WITHOUT_TABLE
     return {
         name: _difference(f"model.{name}", getattr(model, name), saved[name])
         for name in NETWORK_FIELDS
         if name in saved
         and not _is_same(model, name, saved[name])
-        and not (may_grow and name == "max_position_embeddings")
+        and not (may_differ and name == "max_position_embeddings")
         and not is_irrelevant(model, name)
     }
 
@@ -103,7 +102,7 @@ def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
     value = getattr(model, name)
     if name == "num_experts":
         saved = from_yaml(field_at(f"model.{name}"), saved)  # a single number in older checkpoints
-    # Patterns of layers may be written in many ways.
+    # The same pattern of layers can be written in several ways.
     of_layers: Callable[[ModelConfig, int], object] | None = None
     if name in ("moe_layer_freq", "num_experts") and model.num_experts:
         of_layers = layer_experts

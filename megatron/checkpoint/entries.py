@@ -40,10 +40,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return safetensors' name for a dtype, for example "BF16".
 
     Raises:
-        ValueError: Safetensors has no name for the type.
+        ValueError: Safetensors has no such dtype.
     """
     if dtype not in _DTYPE_NAMES:
-        raise ValueError(f"checkpoints cannot hold {dtype}")
+        raise ValueError(f"checkpoints cannot store {dtype}")
     return _DTYPE_NAMES[dtype]
 
 
@@ -76,26 +76,26 @@ class Box(NamedTuple):
         return all(start >= 0 and size >= 0 and start + size <= end for start, size, end in spans)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part that both boxes cover, or None if they do not overlap."""
+        """Return the intersection of two boxes, or None if they do not overlap."""
         start = tuple(map(max, self.offset, other.offset))
         end = map(min, self.end, other.end)
         shape = tuple(stop - begin for begin, stop in zip(start, end, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that select this box from a tensor that holds `outer`."""
+        """Return the slices that select this box from a tensor that covers `outer`."""
         starts = (o - p for o, p in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(o, o + s) for o, s in zip(starts, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the state, or this process's part of it.
+    """A tensor of a run's state, or this process's part of it.
 
     Attributes:
         tensor: The values of the part, on any device.
         global_shape: The shape of the whole tensor.
-        offset: The index of the part's first element in the whole.
+        offset: The index of the part's first element in the whole tensor.
     """
 
     tensor: torch.Tensor
@@ -104,7 +104,7 @@ class Entry:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Entry:
-        """Return the entry of a tensor that this process holds completely."""
+        """Return the entry of a tensor that this process holds in full."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     @property
@@ -118,14 +118,18 @@ State = dict[str, Entry | Sequence[Entry]]
 
 
 def flatten(state: Mapping[str, Entry | Sequence[Entry]]) -> Iterator[tuple[str, Entry]]:
-    """Yield every entry with its name. A name with several entries is yielded once for each."""
+    """Yield a (name, entry) pair for every entry of a state."""
     for name, value in state.items():
         for entry in [value] if isinstance(value, Entry) else value:
             yield name, entry
 
 
 def model_state(parts: Iterable[nn.Module]) -> State:
-    """Return the parameters and the saved buffers by their name in a checkpoint."""
+    """Return this process's parameters and saved buffers, by their names in a checkpoint.
+
+    Args:
+        parts: The parts of the model that this process holds.
+    """
     parts = list(parts)
     parameters: State = {
         f"model.{name}": Entry(parameter.detach(), spec.global_shape, spec.offset)
@@ -140,6 +144,9 @@ def buffer_state(parts: Iterable[nn.Module]) -> State:
     """Return the buffers that are saved in checkpoints, such as the biases of routers.
 
     A process holds either all of a buffer or none of it.
+
+    Args:
+        parts: The parts of the model that this process holds.
     """
     return {
         f"model.{name}": Entry.whole(value.detach())
@@ -152,8 +159,8 @@ def buffer_state(parts: Iterable[nn.Module]) -> State:
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     """Return the boxes that make up elements [start, end) of a tensor in row-major order.
 
-    The boxes are in the order of the elements, and each is contiguous. A tensor of n dimensions
-    needs at most 2n - 1 of them.
+    The boxes follow the order of the elements, and each is contiguous. A tensor with n dimensions
+    needs at most 2n - 1 boxes.
     """
     if start >= end:
         return []
@@ -170,17 +177,17 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     if first == last:
         return in_row(first, head, tail)
     boxes = in_row(first, head, row_size) if head else []
-    complete = first + bool(head)  # the first row that is complete
+    complete = first + bool(head)  # the first complete row
     if complete < last:
         boxes.append(Box((complete, *(0 for _ in inner)), (last - complete, *inner)))
     return boxes + in_row(last, 0, tail)
 
 
 def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Return whether boxes fill a tensor of this shape without gaps, overlaps or overhangs.
+    """Return whether boxes tile a tensor of this shape: no gaps, no overlaps, nothing outside.
 
-    The time grows linearly with the number of boxes, however they are cut, but doubles with each
-    dimension in which a box does not span the tensor.
+    The time is linear in the number of boxes, whatever their shapes, but doubles with each
+    dimension in which some box does not span the tensor.
     """
     whole, boxes = Box.whole(global_shape), list(boxes)
     if not all(box.fits(global_shape) for box in (whole, *boxes)):
@@ -192,10 +199,10 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
         for axis, size in enumerate(global_shape)
         if any(box.shape[axis] != size for box in boxes)
     ]
-    # The function that counts how many boxes cover an index is determined by its differences along
-    # all dimensions, and these are zero except at the boxes' corners: +1 where a box starts in
-    # every dimension, with the sign flipped for each dimension in which it ends. So boxes tile the
-    # whole if and only if their corners add up to those of the whole.
+    # The number of boxes that cover an index, as a function of the index, is determined by its
+    # differences along all dimensions. These are zero except at the boxes' corners: +1 where a box
+    # starts in every dimension, with the sign flipped for each dimension in which it ends. So boxes
+    # tile the whole if and only if their corners add up to those of the whole.
     corners = Counter[tuple[int, ...]]()
     for box, count in [(whole, -1), *((box, 1) for box in boxes)]:
         spans = (((box.offset[axis], 1), (box.end[axis], -1)) for axis in cut)
@@ -208,8 +215,8 @@ def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
 class LazyTensor(torch.Tensor):
     """A tensor with a known shape and dtype that reads its values again for every operation.
 
-    A checkpoint made of such tensors can be written without ever being held in memory: a tensor's
-    values live only as long as the result of the operation that read them.
+    A checkpoint made of such tensors can be written one tensor at a time: a tensor's values stay in
+    memory only as long as the result of the operation that read them.
     """
 
     read: Callable[[], torch.Tensor]
@@ -230,8 +237,8 @@ class LazyTensor(torch.Tensor):
             shape: The shape of the values.
             dtype: The dtype of the values.
             read: Function that returns the values.
-            parts: Function that reads and returns the values part by part, in row-major order.
-                Default: in one part.
+            parts: Function that yields the values in consecutive parts, in row-major order.
+                Default: a single part.
         """
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         tensor.read = read
@@ -245,7 +252,7 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation on the values."""
+        """Read the values and run an operation on them."""
         args, kwargs = tree_map(_values, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 

@@ -1,11 +1,12 @@
-"""Find the checkpoints of a folder and the order in which to try them.
+"""Find the checkpoints in a folder, and the order in which to try them.
 
 Folders follow Megatron's layout: `latest_checkpointed_iteration.txt` names an iteration (or
 "release"), and `iter_0000100/` is that checkpoint. DeepSpeed's `latest` names `global_step100`. In
 addition, we write the following files and folders:
 
     iter_0000100/manifest.json          marks a complete checkpoint: written before the rename
-    iter_0000100/complete               the list of Megatron-LM's files that we have written
+    iter_0000100/complete               the list of the files that we wrote in Megatron-LM's or
+                                        Megatron Core's format
     iter_0000100.tmp-<unique>/          a save that did not finish; never read
     iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only if
                                         a crash left no iter_0000100
@@ -63,12 +64,12 @@ class CheckpointFolder(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The folder's name, or the name that it had before it was replaced."""
+        """The folder's name, or its original name if it was replaced."""
         return self.path.name.split(REPLACED)[0]
 
 
 def iteration_folder(iteration: int) -> str:
-    """Return Megatron's folder name: "iter_0000100" for 100."""
+    """Return Megatron's folder name for an iteration: "iter_0000100" for 100."""
     return f"iter_{iteration:07d}"
 
 
@@ -86,14 +87,14 @@ def tracker_text(folder: str) -> bytes:
 def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolder]:
     """Return all complete checkpoints in the order in which to try them.
 
-    The one that the tracker names comes first, then the older ones, newest first. Checkpoints newer
-    than the one that it names come last, newest first: they were never reported as saved, or
-    someone has moved the tracker back.
+    The checkpoint that the tracker names comes first, then older ones, then newer ones, each newest
+    first. Newer ones come last because they were never reported as saved, or someone moved the
+    tracker back. If the tracker cannot be used, all checkpoints are returned, newest first.
 
     Args:
-        root: Folder of checkpoints. If it does not exist, or has never contained a checkpoint, the
-            list is empty.
-        quiet: Do not print a warning about a damaged tracker.
+        root: Folder of checkpoints. If it does not exist, or contains no traces of a checkpoint,
+            the list is empty.
+        quiet: Do not warn if the tracker cannot be used.
 
     Raises:
         CheckpointError: There are incomplete checkpoints but no complete one.
@@ -136,7 +137,7 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolde
 
 
 def read_tracker(root: Path) -> tuple[str | None, str | None]:
-    """Return the folder that the tracker names and what is wrong with the tracker.
+    """Return the name of the folder that the tracker names, and the problem with the tracker.
 
     At least one of the two is None. Both are None if there is no tracker.
     """
@@ -153,7 +154,7 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
         text = data.decode("ascii", errors="replace")
         match = pattern.fullmatch(text)
         if len(data) > _TRACKER_BYTES or match is None:
-            content = f"it holds {text[:_TRACKER_BYTES]!r}, not an iteration"
+            content = f"it contains {text[:_TRACKER_BYTES]!r}, not an iteration"
             return None, f"{name} is damaged: {content}"
         value = match.group(1)
         return (iteration_folder(int(value)) if value.isdigit() else value), None
@@ -161,7 +162,11 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
 
 
 def scan(root: Path) -> tuple[list[CheckpointFolder], dict[str, str]]:
-    """Return the complete checkpoints, newest first, and the problems of other folders."""
+    """Return the complete checkpoints, newest first, and the problem of each incomplete one.
+
+    Raises:
+        CheckpointError: The folder cannot be listed.
+    """
     checkpoints: list[CheckpointFolder] = []
     problems: dict[str, str] = {}
     if not root.is_dir():
@@ -193,10 +198,10 @@ def scan(root: Path) -> tuple[list[CheckpointFolder], dict[str, str]]:
 
 
 def checkpoint_at(path: Path) -> CheckpointFolder | None:
-    """Return the checkpoint in a folder such as `iter_0000100` or `release`, or None without one.
+    """Return the checkpoint stored directly in a folder such as `iter_0000100`, or None.
 
     Raises:
-        CheckpointError: The folder contains two checkpoints.
+        CheckpointError: The folder contains checkpoints in two formats.
     """
     kind, problem = _classify(path) if path.is_dir() else (None, "")
     if problem.startswith(_TWO_FORMATS):
@@ -234,7 +239,7 @@ def checkpoint_of(root: Path, iteration: int) -> CheckpointFolder:
 
 
 def _classify(path: Path) -> tuple[str | None, str]:
-    """Return a checkpoint folder's format and "", or None and the reason why we do not read it."""
+    """Return a checkpoint folder's format and "", or None and the reason why it is not loaded."""
     matches = {
         "native": (path / MANIFEST).is_file(),
         "legacy": any(not child.name.endswith(_STATES) for child in path.glob("mp_rank_*")),

@@ -1,4 +1,4 @@
-"""Checkpoints read with other weights: merged with adapters, or replaced by their averages."""
+"""Readers that present other weights: merged with adapters, or replaced by their averages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _WEIGHT = ".weight"
 class AveragedReader(Reader):
     """A checkpoint that presents the averages of the weights as the weights.
 
-    Weights that were not averaged, because they are frozen or buffers, are presented as they are.
-    There are no optimizer states, because those in the files belong to the other weights.
+    Frozen weights and buffers, which are not averaged, are presented unchanged. Optimizer states
+    are left out, because they belong to the original weights.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -46,9 +46,9 @@ class AveragedReader(Reader):
         self.tensors = {n: meta for n, meta in reader.tensors.items() if n.startswith(WEIGHTS)}
         if not any(name.startswith(AVERAGES) for name in reader.tensors):
             raise CheckpointError(
-                f"--load-averaged-weights: {reader.path} holds no averages of the weights, which "
-                "--ema-decay and --lawa-interval keep in training: drop the flag, or load another "
-                "checkpoint"
+                f"--load-averaged-weights: {reader.path} has no averages of the weights, which "
+                "--ema-decay and --lawa-interval compute in training: drop the flag, or load "
+                "another checkpoint"
             )
 
     def _source(self, name: str) -> str:
@@ -56,7 +56,7 @@ class AveragedReader(Reader):
         return average if average in self._reader.tensors else name
 
     def chunks(self, name: str) -> list[Box]:
-        """Return the boxes in which to read a tensor.
+        """Return boxes that tile a tensor in row-major order.
 
         Args:
             name: The tensor's name.
@@ -81,8 +81,8 @@ def without_adapters(
 
     Args:
         reader: The opened checkpoint.
-        layers_of: Function that returns the layers of a network that have adapters, by name
-            (`adapted_layers`).
+        layers_of: Function (`adapted_layers`) that returns the layers with adapters, by name, given
+            the network and the padded vocabulary size.
     """
     saved = reader.meta["config"].get("model", {})
     if saved.get("lora_rank") is None:
@@ -93,7 +93,7 @@ def without_adapters(
 class MergedReader(Reader):
     """A checkpoint whose adapters are presented as part of the weights that they adapt.
 
-    It has no optimizer states, because those in the files belong to the adapters.
+    Optimizer states are left out, because they belong to the adapters.
     """
 
     def __init__(self, reader: Reader, layers: Mapping[str, AdaptedLayer | ExpertLinear]) -> None:
@@ -118,7 +118,7 @@ class MergedReader(Reader):
         self._layers = {f"model.{name}{_WEIGHT}": layer for name, layer in layers.items()}
 
     def chunks(self, name: str) -> list[Box]:
-        """Return the boxes in which to read a tensor; a single one for an adapted weight.
+        """Return boxes that tile a tensor in row-major order; one box for an adapted weight.
 
         Args:
             name: The tensor's name.

@@ -30,8 +30,8 @@ _STYLES = {  # the flags that list the valid values
 }
 
 _Seed = Annotated[int, Ge(0), Le((1 << 32) - 1)]
-# Megatron's schedules may contain `None` for values that a style does not need.
 _Position = Annotated[float, Ge(0), Le(float(1 << 63))]
+# Megatron's schedules contain None for values that the style does not use.
 _Samples = _Position | None
 _Nothing = Annotated[dict[str, Json], MaxLen(0)]
 
@@ -99,7 +99,7 @@ class RandomState(TypedDict):
 
 
 class LegacyArguments(TypedDict, total=False):
-    """The fields of Megatron-LM's command line that are not simply compared for equality."""
+    """The fields of Megatron-LM's command line whose types are checked."""
 
     data_path: str | list[str] | None
     train_data_path: str | list[str] | None
@@ -155,7 +155,7 @@ def check_meta(reader: Reader) -> None:
     try:
         text = json.dumps({"meta": reader.meta}).encode()  # messages begin with "meta."
         meta: Meta = validate(dict[str, Meta], text)["meta"]
-        # In a checkpoint of another program, we use only the network's settings.
+        # Only the network's settings are used from checkpoints of other programs.
         is_other = reader.format in ("legacy", "core", "deepspeed")
         known = {"model": meta["config"]["model"]} if is_other else meta["config"]
         from_dict(known, "meta.config")
@@ -182,4 +182,4 @@ def _check_schedule(meta: Meta, written_as: str) -> None:
         style, known = schedule.get(key), field_at(field).info.choices or ()
         if style is not None and style not in known:
             problem = f"meta.schedule.{key} is {style!r:.80}"
-            raise CheckpointError(f"{problem} instead of one of {', '.join(known)}")
+            raise CheckpointError(f"{problem}, not one of {', '.join(known)}")

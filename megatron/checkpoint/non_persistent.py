@@ -49,11 +49,11 @@ class NonPersistentStore:
     Args:
         root: This process's folder for these checkpoints, created if it is missing.
         run: The run's identity. Checkpoints of other runs are not touched.
-        layout: The ranks that take part.
+        layout: The layout of the ranks that take part.
         copies: The number of folders in which each file is stored, including the rank's own.
-        jump: The distance between a rank and the rank that keeps its copy; `None` for the number
-            of ranks that share a folder, so that the copy is in the next folder.
-        is_shared: Whether the folder is the same for all ranks, wherever they run.
+        jump: The distance in ranks from a rank to the one that stores its copy. `None` uses the
+            number of ranks that share a folder, which puts the copy into the next folder.
+        is_shared: Whether all ranks use the same folder, on whatever machine they run.
 
     Raises:
         StorageError: The folder of some rank cannot be created.
@@ -69,7 +69,7 @@ class NonPersistentStore:
         jump: int | None = None,
         is_shared: bool = False,
     ) -> None:
-        """Create the folders, and find out which ranks share one."""
+        """Create the folders, and determine which ranks share a folder."""
         self.root, self.run, self._layout = Path(root).absolute(), run, layout
         self._exchange = JsonExchange(layout.world)
 
@@ -103,6 +103,11 @@ class NonPersistentStore:
                 temporary.mkdir(exist_ok=True)
             return write_files(temporary, snapshot)
 
+        def check_copies() -> None:
+            failure = next(filter(None, problems), None)
+            if failure is not None:
+                raise StorageError(f"{failure.filename}: {failure.strerror}") from failure
+
         def publish() -> None:
             if not self._is_leader:
                 return
@@ -115,8 +120,7 @@ class NonPersistentStore:
         try:
             reports = exchange.on_all_ranks(write)
             problems = [self._copy(temporary, reports, jump) for jump in self._jumps]
-            failure = next(filter(None, problems), None)
-            exchange.on_all_ranks(lambda: _raise(failure))
+            exchange.on_all_ranks(check_copies)
             text = exchange.on_main(lambda: dump(manifest_of(snapshot, reports)).decode())
             exchange.on_all_ranks(publish)
         finally:
@@ -128,10 +132,10 @@ class NonPersistentStore:
         return final
 
     def _copy(self, folder: Path, reports: list[Json], jump: int) -> OSError | None:
-        """Send this rank's files `jump` ranks ahead, and store those from `jump` ranks behind.
+        """Send this rank's files to rank + `jump`, and store the files of rank - `jump`.
 
         Returns:
-            The error of this rank's disk, if any. The rank participates to the end regardless.
+            The first error of this rank's disk, or None. The transfers are completed regardless.
         """
         world = self._layout.world
         target, source = (world.rank + jump) % world.size, (world.rank - jump) % world.size
@@ -174,10 +178,10 @@ class NonPersistentStore:
         return failure
 
     def open_newest(self, after: int) -> NativeReader | None:
-        """Open the newest sound checkpoint of an iteration after `after`, if there is one.
+        """Open the newest sound checkpoint of an iteration after `after`, or return None.
 
-        Missing files are copied to each machine, and all files are verified. Checkpoints that
-        cannot be used are reported and skipped.
+        Files that a machine lacks are copied to it, and all files are verified. Checkpoints that
+        cannot be used are skipped with a warning.
         """
         machines = [
             {digest: _LocalFiles(*checkpoint) for digest, checkpoint in files.items()}
@@ -240,15 +244,15 @@ class NonPersistentStore:
     def _complete(
         self, checkpoint: _LocalFiles, present: list[set[str]], has_manifest: list[bool]
     ) -> str | None:
-        """Fetch from other machines the files of a checkpoint that this machine lacks.
+        """Copy the files of a checkpoint to the machines that lack them. Collective.
 
         Args:
             checkpoint: The checkpoint.
-            present: The names of the files that each rank's machine has.
-            has_manifest: Whether each rank's machine has the manifest.
+            present: The names of the files that each rank's machine has, by rank.
+            has_manifest: Whether each rank's machine has the manifest, by rank.
 
         Returns:
-            The error of this rank's disk, if there was one.
+            The last error of this rank's disk, or None.
         """
         folder, rank = self.root / iteration_folder(checkpoint.iteration), self._layout.world.rank
         leaders = sorted({self._folder_ids.index(folder_id) for folder_id in self._folder_ids})
@@ -289,7 +293,11 @@ class NonPersistentStore:
         return problem
 
     def _open(self, iteration: int, problem: str | None) -> tuple[NativeReader | None, str | None]:
-        """Open a complete checkpoint, verify this rank's share of it, and return any problem."""
+        """Open a checkpoint and verify this rank's share of it, unless `problem` is set.
+
+        Returns:
+            The reader and None, or None and the problem.
+        """
         path = self.root / iteration_folder(iteration)
         try:
             if problem is None:
@@ -314,11 +322,6 @@ class _LocalFiles(NamedTuple):
     iteration: int
     present: list[str]
     sizes: dict[str, int]
-
-
-def _raise(failure: OSError | None) -> None:
-    if failure is not None:
-        raise StorageError(f"{failure.filename}: {failure.strerror}") from failure
 
 
 def _size(path: Path) -> int:

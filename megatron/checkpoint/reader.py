@@ -1,4 +1,4 @@
-"""Read any part of any tensor of a checkpoint, and fill a run's tensors from it."""
+"""Read any part of any tensor in a checkpoint, and restore a run's tensors from a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TABLES = (
 
 
 class TensorMeta(NamedTuple):
-    """The shape and the dtype of a whole tensor in a checkpoint."""
+    """The shape and dtype of a whole tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class TensorMeta(NamedTuple):
 
 
 class Reader(ABC):
-    """An opened checkpoint, as training and tools read it, whatever its format on disk.
+    """The common interface of opened checkpoints, whatever their format on disk.
 
     Attributes:
         format: "native", "legacy", "core", "deepspeed" or "hf".
@@ -56,7 +56,7 @@ class Reader(ABC):
         iteration: Training steps taken.
         meta: Metadata that the run saved with its tensors. `LegacyReader` and `HFReader` document
             the metadata that they derive from files of other programs.
-        tensors: The metadata of all tensors, by name.
+        tensors: The shape and dtype of every tensor, by name.
         allow_foreign: Whether files owned by other users are accepted
             (--allow-foreign-checkpoints), including those that are read later from the same folder.
     """
@@ -79,7 +79,7 @@ class Reader(ABC):
             CheckpointError: There is no tensor with this name.
         """
         if name not in self.tensors:
-            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
+            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         return self.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -101,8 +101,8 @@ class Reader(ABC):
 
         Args:
             name: The tensor's name.
-            box: The part. None returns all of it.
-            global_shape: The shape that the whole tensor should have. None accepts any.
+            box: The part to read. None reads the whole tensor.
+            global_shape: The shape that the whole tensor must have. None accepts any.
 
         Raises:
             CheckpointError: There is no such tensor, or the whole tensor has a different shape.
@@ -117,9 +117,9 @@ class Reader(ABC):
         return self._read(name, part)
 
     def chunks(self, name: str) -> list[Box]:
-        """Return boxes that tile a tensor in row-major order, to be read one after another.
+        """Return boxes that tile a tensor in row-major order.
 
-        A caller that reads a tensor chunk by chunk has only one of them in memory at a time.
+        A caller that reads the tensor box by box needs memory for only one box at a time.
 
         Args:
             name: The tensor's name.
@@ -127,7 +127,7 @@ class Reader(ABC):
         return [Box.whole(self.global_shape(name))]
 
     def read_chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor in the parts that `chunks` returns, reading one at a time.
+        """Read and yield the parts of a tensor, one for each box in `chunks(name)`.
 
         Args:
             name: The tensor's name.
@@ -137,14 +137,14 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a part that lies inside the tensor."""
+        """Read a box that lies inside the tensor."""
 
 
 class NativeReader(Reader):
     """A checkpoint that `store.write_checkpoint` wrote.
 
-    Opening it checks the manifest and the file sizes; `verify` checks every byte. As long as the
-    reader exists, another job's `--keep-latest` does not delete the checkpoint.
+    Opening it checks the manifest and the file sizes; `verify` checks every byte. While the reader
+    exists, no other job's `--keep-latest` deletes the checkpoint.
     """
 
     format = "native"
@@ -157,7 +157,8 @@ class NativeReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: The manifest or the size of a file is wrong.
+            CheckpointError: The manifest is invalid, or a file is missing, refused or has the
+                wrong size.
         """
         self.path, self.allow_foreign = path, allow_foreign
         try:
@@ -179,13 +180,13 @@ class NativeReader(Reader):
     def verify(
         self, rank: int = 0, ranks: int = 1, *, only: Callable[[str], bool] = lambda name: True
     ) -> None:
-        """Verify the digests, and check the files' content against the manifest.
+        """Compare the tensors' bytes with their digests, and the files' headers with the manifest.
 
         Args:
             rank: Index of the share to verify.
             ranks: Number of shares into which the work is divided.
-            only: A function that returns whether to verify the tensor with a given name. Headers
-                are always verified.
+            only: A function that returns whether to verify the tensor with this name. Headers are
+                always verified.
 
         Raises:
             CheckpointError: The bytes of a tensor have changed, or its position, shape or dtype in
@@ -233,7 +234,7 @@ class NativeReader(Reader):
                 raise
 
     def _check_header(self, file: str, expected: Mapping[str, Placement]) -> None:
-        """Check that a file's header, which other programs rely on, agrees with the manifest."""
+        """Check that a file's header, which other programs rely on, matches the manifest."""
         actual = self._files[file].header()
 
         def describe(placement: Placement) -> str:
@@ -245,12 +246,14 @@ class NativeReader(Reader):
             if actual.get(key) != placement:
                 description = describe(actual[key]) if key in actual else "no tensor with this name"
                 raise CheckpointError(
-                    f"{file}: holds {description} where {MANIFEST} says {describe(placement)}: "
+                    f"{file}: contains {description} where {MANIFEST} says {describe(placement)}: "
                     f"{key}"
                 )
         unlisted = actual.keys() - expected.keys()
         if unlisted:
-            raise CheckpointError(f"{file}: holds {min(unlisted)}, which {MANIFEST} does not name")
+            raise CheckpointError(
+                f"{file}: contains {min(unlisted)}, which {MANIFEST} does not list"
+            )
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         tensor = self.manifest.tensors[name]
@@ -294,12 +297,13 @@ class PaddedReader(Reader):
     Megatron-LM pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size,
     so the number of rows in its files differs from ours and from file to file.
 
-    Rows of the file beyond `rows` are left out. Rows that the file lacks belong to no entry, but
-    take part in the softmax. In a weight (its fp32 master, its average), these rows are the mean of
-    the entries' rows; in the optimizer's moments, they are zero. The logit of a mean row is the
-    mean logit, whose exponential is at most the mean of the exponentials (Jensen): a padding entry
-    gets no more than an even share of the probability. A row of zeros has the logit 0 and would get
-    nearly all of GPT-2's probability, because GPT-2's other logits are far below 0.
+    Rows of the file beyond `rows` are left out. Rows that the file lacks belong to no vocabulary
+    entry, but take part in the softmax. In a weight (its fp32 master, its average), these rows are
+    the mean of the entries' rows; in the optimizer's moments, they are zero. The logit of a mean
+    row is the mean logit, whose exponential is at most the mean of the exponentials (Jensen's
+    inequality), so a padding row gets no more than an even share of the probability. A row of zeros
+    has the logit 0 and would get nearly all of GPT-2's probability, because GPT-2's other logits
+    are far below 0.
     """
 
     def __init__(self, reader: Reader, *, rows: int, entries: int) -> None:
@@ -308,7 +312,7 @@ class PaddedReader(Reader):
         Args:
             reader: The opened checkpoint.
             rows: Number of rows that the vocabulary tables should have.
-            entries: Number of the tokenizer's entries.
+            entries: Number of entries in the tokenizer's vocabulary.
 
         Raises:
             CheckpointError: The checkpoint has fewer rows than the tokenizer has entries.
@@ -329,7 +333,7 @@ class PaddedReader(Reader):
             self.tensors[name] = TensorMeta((rows, *width), dtype)
 
     def chunks(self, name: str) -> list[Box]:
-        """Return the boxes in which to read a tensor; a single one for a vocabulary table.
+        """Return boxes that tile a tensor in row-major order; one box for a vocabulary table.
 
         Args:
             name: The tensor's name.
@@ -351,9 +355,9 @@ class PaddedReader(Reader):
         return part
 
     def _mean_row(self, name: str) -> torch.Tensor:
-        """Return the mean [h] of the entries' rows (for a bias, the mean []) in fp32.
+        """Return the fp32 mean [h] of the entries' rows, or the mean [] of a bias.
 
-        The table is read in chunks of rows, because no rank holds all of it.
+        The table is read in chunks of rows, because no rank has memory for all of it.
         """
         stored = self._reader.tensors[name].shape
         total = torch.zeros(stored[1:], dtype=torch.float64)
@@ -365,7 +369,7 @@ class PaddedReader(Reader):
 
 
 def is_vocabulary_table(name: str) -> bool:
-    """Return whether a tensor is a vocabulary table or an optimizer state of one."""
+    """Return whether a tensor is a vocabulary table, or an optimizer state or average of one."""
     return name.partition(".")[2].startswith(_TABLES)
 
 
@@ -379,18 +383,19 @@ def restore(
 ) -> None:
     """Copy the checkpoint's values into the entries' tensors, in place.
 
-    Everything is checked before anything is changed.
+    Names, shapes and dtypes are checked before anything is changed.
 
     Args:
         reader: The opened checkpoint.
         entries: The tensors to fill; each rank passes its own.
-        prefixes: Prefixes ("model.") under which every tensor of the checkpoint must have an entry.
-            Use this only on ranks that hold the whole model, not with pipeline parallelism.
+        prefixes: Prefixes (such as "model.") under which every tensor of the checkpoint must have
+            an entry. Pass them only on ranks that hold the whole model, not with pipeline
+            parallelism.
         cast: Allow a different dtype in the checkpoint.
         cast_prefixes: Prefixes under which a different dtype is allowed even without `cast`.
 
     Raises:
-        CheckpointError: Tensors are missing, left over, or have a different shape or type. The
+        CheckpointError: Tensors are missing or unexpected, or have a different shape or dtype. The
             message lists them, and nothing has been changed.
     """
     problems = find_problems(
@@ -401,7 +406,8 @@ def restore(
         raise CheckpointError(
             f"{reader.path} does not fit this run: " + "; ".join(problems[:SHOWN]) + more
         )
-    # A native checkpoint's values are read from disk when they are copied: copy several at a time.
+    # A native checkpoint's values are read from disk only when they are copied, so copy several
+    # at a time.
     copying: deque[Future[None]] = deque()
     buffers = StagingBuffers(shard.PIECE)
     with ThreadPoolExecutor(shard.THREADS) as pool:
@@ -444,7 +450,7 @@ def find_problems(
     cast: bool = False,
     cast_prefixes: tuple[str, ...] = (),
 ) -> list[str]:
-    """Return the problems that keep the checkpoint from filling the entries, without reading it.
+    """Return the reasons why `restore` would refuse a checkpoint, without reading its tensors.
 
     Args:
         reader: The opened checkpoint.
@@ -454,7 +460,7 @@ def find_problems(
         cast_prefixes: Prefixes under which a different dtype is allowed even without `cast`.
 
     Returns:
-        One line for each problem.
+        One line for each tensor that is missing, unexpected, or has a different shape or dtype.
     """
     stored, under = reader.tensors, tuple(prefixes)
     problems = [f"{name} is missing" for name in sorted(entries.keys() - stored.keys())]

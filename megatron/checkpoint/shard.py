@@ -1,13 +1,14 @@
-"""Tensors in a safetensors file, hashed from memory while they are written.
+"""Write tensors to a safetensors file, hashing them in memory while they are written.
 
 Layout of the file: 8 bytes with the header's length (little-endian), the JSON header, the tensors
-without gaps. The header is hashed, and so is each tensor. Together with the file's size, these
-digests cover every byte. The bytes in memory are hashed, not the ones read back from disk, so a
-failed write does not pass verification later.
+without gaps. The header and each tensor have a digest. Together with the file's size, these digests
+cover every byte. The digests are computed from the bytes in memory, not from bytes read back from
+disk, so a failed write does not pass verification later.
 
 Each thread writes and hashes a tensor chunk by chunk. CPU tensors are used in place. GPU tensors
-pass through a small pinned buffer: the next chunk is copied while one is written. So a save takes
-only as long as writing and hashing do, and its memory does not grow with the checkpoint.
+pass through a small pinned buffer: the next chunk is copied while the current one is written. A
+save therefore takes only as long as writing and hashing do, and the memory that it needs does not
+grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Placement:
 
     Attributes:
         dtype: Safetensors' name for the dtype.
-        shape: The shape of the part that the file contains.
-        start: The offset of the first byte in the file.
-        size: The number of bytes.
+        shape: The shape of the tensor in this file, which may be part of a larger one.
+        start: The offset of its first byte in the file.
+        size: Its size in bytes.
     """
 
     dtype: str
@@ -51,18 +52,21 @@ class Placement:
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the SHA-256 of some bytes, in hexadecimal."""
+    """Return the SHA-256 digest of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def plan_shard(
     tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Placement]]:
-    """Return the header's bytes and every tensor's position, given the names, types and shapes.
+    """Return the header of a file with these tensors, and the position of each tensor in the file.
 
     Args:
-        tensors: The tensors by name.
-        metadata: Safetensors' `__metadata__`, which other programs expect in such files.
+        tensors: The tensors by name. Only names, dtypes and shapes are used, not values.
+        metadata: Safetensors' `__metadata__`, which some other programs require.
+
+    Raises:
+        ValueError: Safetensors does not support the dtype of a tensor.
     """
     # Put the widest types first, so that every tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -80,10 +84,10 @@ def plan_shard(
 
 
 def parse_header(data: bytes) -> dict[str, Placement]:
-    """Parse a header, and return the position of every tensor in the file.
+    """Parse a header and return the position of each tensor in the file.
 
     Raises:
-        ValueError: The bytes are not a header, or a name occurs twice in it.
+        ValueError: The bytes are not a header, or the header contains a name twice.
     """
     if len(data) < 8 or int.from_bytes(data[:8], "little") != len(data) - 8:
         raise ValueError(
@@ -119,23 +123,21 @@ def write_shard(
     placements: Mapping[str, Placement],
     threads: int = THREADS,
 ) -> dict[str, str]:
-    """Write the tensors to a new file as planned, flush it, and return their digests by name.
+    """Write tensors to a new file, flush it to disk, and return the tensors' SHA-256 by name.
 
     Args:
         path: The file, which must not exist.
-        tensors: The tensors that were planned.
-        header: The planned header.
-        placements: The planned positions of the tensors.
+        tensors: The tensors by name, as passed to `plan_shard`.
+        header: The header that `plan_shard` returned.
+        placements: The positions that `plan_shard` returned.
         threads: Number of tensors written at a time.
 
     Raises:
         OSError: Writing failed in one of the threads, so the file is incomplete.
     """
-    # Write the largest first, so that the threads finish at about the same time.
-    order, buffers = (
-        sorted(placements, key=lambda name: -placements[name].size),
-        StagingBuffers(PIECE),
-    )
+    # Write the largest tensors first, so that the threads finish at about the same time.
+    order = sorted(placements, key=lambda name: -placements[name].size)
+    buffers = StagingBuffers(PIECE)
     with create(path, buffering=0) as file:
         descriptor = file.fileno()
         _write_at(descriptor, memoryview(header), 0)
@@ -155,7 +157,7 @@ def write_shard(
 
 
 def _pieces(tensor: torch.Tensor, buffers: StagingBuffers) -> Iterable[memoryview]:
-    """Return a tensor's bytes in row-major order in host memory, in chunks.
+    """Return an iterable over a tensor's bytes in row-major order, as chunks in host memory.
 
     Each chunk is valid until the next one is requested.
     """
@@ -171,14 +173,14 @@ def _cut(data: memoryview) -> Iterable[memoryview]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as a 1-D byte tensor."""
+    """Return a 1-D uint8 view of a contiguous tensor's memory."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes in row-major order.
+    """Return a tensor's bytes in row-major order, in host memory.
 
-    They are copied only if the tensor is not contiguous or is on another device.
+    They are copied only if the tensor is not contiguous or not on the CPU.
     """
     return bytes_of(tensor.detach().to("cpu").contiguous()).numpy().data
 

@@ -51,10 +51,11 @@ class Snapshot:
 
     Attributes:
         iteration: Training steps taken.
-        plan: The plan of the parts that each rank writes.
-        tensors: This rank's share of the plan, which must not change until it is written.
+        plan: Which rank writes which parts.
+        tensors: The tensors that this rank writes, by key in its files. They must not change until
+            they are written.
         meta: A JSON value; rank 0's is saved.
-        layout: The ranks that take part.
+        layout: The layout of the ranks that take part.
     """
 
     iteration: int
@@ -65,20 +66,30 @@ class Snapshot:
 
     @classmethod
     def take(cls, iteration: int, entries: State, meta: Json, layout: Layout) -> Snapshot:
-        """Plan which rank writes which of the entries. Collective over all ranks of `layout`.
+        """Plan a checkpoint of the ranks' entries. Collective over all ranks of `layout`.
+
+        Args:
+            iteration: Training steps taken.
+            entries: This rank's entries.
+            meta: A JSON value; rank 0's is saved.
+            layout: The layout of the ranks that take part.
 
         Raises:
-            ValueError: The ranks' entries do not add up to whole tensors.
+            ValueError: The ranks' entries do not tile the tensors, or disagree on a dtype or shape.
         """
         plan = plan_save(entries, layout)
         return cls(iteration, plan, share_of(plan, entries, layout.world.rank), meta, layout)
 
 
 def plan_save(entries: State, layout: Layout) -> SavePlan:
-    """Plan which rank writes which entries. Collective.
+    """Plan which rank writes which entries. Collective over all ranks of `layout`.
+
+    Args:
+        entries: This rank's entries.
+        layout: The layout of the ranks that take part.
 
     Raises:
-        ValueError: The ranks' entries do not add up to whole tensors.
+        ValueError: The ranks' entries do not tile the tensors, or disagree on a dtype or shape.
     """
     return make_plan(JsonExchange(layout.world).gather(describe(entries)))
 
@@ -92,9 +103,9 @@ def write_checkpoint(
 ) -> Path:
     """Write and publish a checkpoint, and return its folder. Collective over the layout's ranks.
 
-    If several ranks hold the same part of a tensor (data-parallel copies), one of them writes it. A
-    complete checkpoint of the same iteration is replaced: it is set aside, and deleted once the new
-    one is published.
+    If several ranks hold the same part of a tensor (data-parallel replicas), one of them writes it.
+    An existing checkpoint of the same iteration is replaced: it is renamed, and deleted once the
+    new one is published.
 
     Args:
         root: Folder of checkpoints, created if it is missing.
@@ -106,6 +117,7 @@ def write_checkpoint(
     Raises:
         StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
             tracker is unchanged, and temporary files are removed.
+        CheckpointError: The folder contains this iteration's checkpoint in another format.
     """
     exchange, reports = JsonExchange(snapshot.layout.world), list[Json]()
 
@@ -127,20 +139,26 @@ def write_folder(
     keep: RetentionPolicy | None,
     check: Check,
 ) -> Path:
-    """Write a checkpoint's folder, of any format, following the module's protocol. Collective.
+    """Write a checkpoint in any format, following the protocol of this module. Collective.
 
     Args:
         root: Folder of checkpoints, created if it is missing.
-        folder: The checkpoint's name, `iter_0000100` or `release`.
+        folder: The name of the checkpoint's folder, `iter_0000100` or `release`.
         exchange: The ranks that take part.
         size: Size of the folder in bytes.
-        fill: Function that writes and flushes the files into a temporary folder, on all ranks.
-        last_file: The file that rank 0 writes after all others, and its content.
+        fill: Function that writes and flushes files in a temporary folder. All ranks call it.
+        last_file: The name of the file that rank 0 writes after all others, and a function that
+            returns its content, given the temporary folder.
         keep: Which older checkpoints to keep. None keeps all of them.
         check: A check that rank 0 runs on the folder before publishing it.
 
     Returns:
-        The folder's path.
+        The path of the checkpoint's folder.
+
+    Raises:
+        StorageError: A file cannot be written, or there is not enough space. Nothing is published,
+            and temporary files are removed.
+        CheckpointError: A native checkpoint would replace one in another format.
     """
     root = Path(root).absolute()
     previous = find.read_tracker(root)[0] if exchange.is_main else None
@@ -170,10 +188,10 @@ def write_folder(
 
 
 def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
-    """Tidy up, check that there is room for `size` bytes, and create the temporary folder.
+    """Remove leftovers, check that `size` bytes are free, and create the temporary folder.
 
-    A native checkpoint replaces only native ones. A checkpoint in Megatron-LM's format may replace
-    any checkpoint.
+    A native checkpoint replaces only native ones. A checkpoint in another format may replace any
+    checkpoint.
     """
     final = root / folder
     with durable.storage_errors(root):
@@ -184,7 +202,7 @@ def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
         is_replaceable = not owns_manifest or (final / MANIFEST).exists()
         if final.exists() and not is_replaceable and any(final.iterdir()):
             reason = "a checkpoint that this program did not write and will not replace"
-            raise CheckpointError(f"{final} holds {reason}: give another folder to --save")
+            raise CheckpointError(f"{final} contains {reason}: give another folder to --save")
         free = shutil.disk_usage(root).free
         if free < size + _RESERVE:
             what = f"the checkpoint needs {size:,} bytes, and {_RESERVE:,} bytes must stay free"
@@ -196,9 +214,9 @@ def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed runs left behind: temporary folders and replaced checkpoints.
+    """Remove temporary folders and replaced checkpoints that interrupted saves left behind.
 
-    A replaced checkpoint gets its name back if its replacement was never published.
+    A replaced checkpoint is renamed back if its replacement was never published.
     """
     for path in list(root.iterdir()):
         if not path.name.startswith(("iter_", find.RELEASE, find.TRACKER)):
@@ -214,7 +232,15 @@ def remove_leftovers(root: Path) -> None:
 
 
 def write_files(folder: Path, snapshot: Snapshot) -> Json:
-    """Write this rank's files concurrently and return a description of their content."""
+    """Write this rank's files concurrently, and return their sizes and digests.
+
+    Returns:
+        `files`: size, header size (both in bytes) and header SHA-256 by file name. `tensors`:
+        first byte, size in bytes and SHA-256 by key.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
     files = files_of(snapshot.plan, snapshot.layout.world.rank)
     if not files:
         return {"files": {}, "tensors": {}}
@@ -246,7 +272,12 @@ def write_files(folder: Path, snapshot: Snapshot) -> Json:
 
 
 def manifest_of(snapshot: Snapshot, reports: list[Json]) -> Manifest:
-    """Return a checkpoint's manifest, given the ranks' reports of the files that they wrote."""
+    """Return a checkpoint's manifest.
+
+    Args:
+        snapshot: Any rank's share of the checkpoint.
+        reports: The result of `write_files` on each rank, in rank order.
+    """
     plan, layout = snapshot.plan, snapshot.layout
     files = {name: FileInfo(*info) for report in reports for name, info in report["files"].items()}
     tensors = {}
@@ -262,9 +293,9 @@ def manifest_of(snapshot: Snapshot, reports: list[Json]) -> Manifest:
 
 
 def _publish(root: Path, temporary: Path, folder: str, check: Check) -> None:
-    """Give a complete folder its name, then update the tracker. Each step is flushed to disk.
+    """Rename a complete folder to its final name, then update the tracker, flushing each step.
 
-    If a step fails, the checkpoint that had the name before gets it back.
+    If the rename fails, the previous checkpoint of that name is restored.
     """
     final, replaced = root / folder, None
     durable.check_unpublished(check, temporary, final)
@@ -287,11 +318,11 @@ def _publish(root: Path, temporary: Path, folder: str, check: Check) -> None:
 
 
 def state_of(reader: Reader, *, keep_optimizer: bool, averages: bool = False) -> State:
-    """Return a checkpoint's parameters. A parameter is read only when it is about to be written.
+    """Return a checkpoint's weights as lazy tensors, each read only when it is written.
 
     Args:
         reader: The opened checkpoint.
-        keep_optimizer: Also return the optimizer's states and fp8 histories.
+        keep_optimizer: Also return the optimizer states and fp8 histories.
         averages: Also return averages of the weights.
     """
     prefixes: tuple[str, ...] = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
@@ -315,12 +346,12 @@ def convert_to_native(
 
     Args:
         reader: The opened checkpoint. Its vocabulary tables determine the padded vocabulary size.
-        root: Folder of checkpoints.
+        root: Folder of checkpoints, created if it is missing.
         config: Configuration to store in the checkpoint.
         extra: Additional keys for the checkpoint's metadata.
-        keep_optimizer: Also write the optimizer's states, averages of the weights, and the
-            schedule's position.
-        check: Check to run on the checkpoint before publishing it.
+        keep_optimizer: Also write the optimizer states, averages of the weights, and the position
+            in the schedule.
+        check: A check to run on the checkpoint before publishing it.
 
     Returns:
         The checkpoint's folder.

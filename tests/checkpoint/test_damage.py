@@ -217,14 +217,20 @@ def _turn(tensors):
 @pytest.mark.parametrize(
     ("forge", "message"),
     [
-        (_exchange, r"rank_00000(_\d)?.safetensors: holds .* where manifest.json says F32 .* at"),
+        (
+            _exchange,
+            r"rank_00000(_\d)?.safetensors: contains .* where manifest.json says F32 .* at",
+        ),
         (
             lambda t: t.update({"model.a": t.pop(FORGED)}),
             r"no tensor with this name where .*: model.a",
         ),
-        (lambda t: t[FORGED].update(dtype="I32"), r"holds F32 \[32, 8\] at .* says I32 \[32, 8\]"),
-        (_turn, r"holds F32 \[32, 8\] at byte \d+ where manifest.json says F32 \[8, 32\]"),
-        (lambda t: t.pop("empty"), "holds empty, which manifest.json does not name"),
+        (
+            lambda t: t[FORGED].update(dtype="I32"),
+            r"contains F32 \[32, 8\] at .* says I32 \[32, 8\]",
+        ),
+        (_turn, r"contains F32 \[32, 8\] at byte \d+ where manifest.json says F32 \[8, 32\]"),
+        (lambda t: t.pop("empty"), "contains empty, which manifest.json does not list"),
     ],
 )
 def test_a_forged_manifest_must_say_what_its_files_hold(
@@ -280,11 +286,11 @@ def test_a_header_gives_each_tensor_one_place():
         ),
         (
             lambda m: m.update(schedule={"num_steps": 4, "lr_decay_style": "polynomial"}),
-            "meta.schedule.lr_decay_style is 'polynomial' instead of one of constant, linear",
+            "meta.schedule.lr_decay_style is 'polynomial', not one of constant, linear",
         ),
         (
             lambda m: m.update(schedule={"num_steps": 4, "wd_incr_style": "x"}),
-            "meta.schedule.wd_incr_style is 'x' instead of one of ",
+            "meta.schedule.wd_incr_style is 'x', not one of ",
         ),
         (lambda m: m.update(notices="x"), "meta.notices: "),
         (lambda m: m.update(legacy_args={"data_path": 1}), "meta.legacy_args.data_path"),

@@ -222,7 +222,7 @@ def test_inference_and_export_of_the_average(tmp_path):
 def test_a_checkpoint_without_an_average_is_refused(tmp_path):
     save = ["--save", str(tmp_path), "--save-interval", "6"]
     train_toy(Layout.single(), [*PLAIN, *save])
-    with pytest.raises(CheckpointError, match="--load-averaged-weights: .* holds no averages"):
+    with pytest.raises(CheckpointError, match="--load-averaged-weights: .* has no averages"):
         build_toy(
             Layout.single(),
             [*PLAIN, "--load", str(tmp_path), "--load-averaged-weights", "--finetune"],

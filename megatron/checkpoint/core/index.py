@@ -1,4 +1,4 @@
-"""Read `.metadata`, which says where in the files each box of each tensor is stored."""
+"""Read `.metadata`, which lists the file and byte range of every chunk of every tensor."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _NAMES: dict[tuple[str, str], Factory] = {
         )
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): record_class("_StorageInfo"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"): Factory("format", lambda one: Opaque("format", (one,))),
-    ("torch.serialization", "_get_layout"): Factory("layout", lambda one: Opaque("layout", (one,))),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Factory("format", lambda arg: Opaque("format", (arg,))),
+    ("torch.serialization", "_get_layout"): Factory("layout", lambda arg: Opaque("layout", (arg,))),
     ("torch", "Size"): SIZE,
 }
 
@@ -63,7 +63,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint. Its chunks fill it without gaps or overlaps."""
+    """A tensor in the checkpoint, which its chunks tile without gaps or overlaps."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,10 +71,10 @@ class StoredTensor:
 
 
 class Index:
-    """The tensors of a folder by Megatron Core's names, and the mapped files that hold them.
+    """The tensors in a folder, and the memory-mapped files that contain them.
 
     Attributes:
-        tensors: The tensors.
+        tensors: The tensors by Megatron Core's names.
     """
 
     def __init__(self, folder: Path, *, allow_foreign: bool = False) -> None:
@@ -85,7 +85,7 @@ class Index:
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A file is missing, damaged or refused, or contradicts another.
+            CheckpointError: A file is missing, damaged or refused, or contradicts another file.
         """
         self._folder, path = folder, folder / INDEX
         try:
@@ -110,7 +110,7 @@ class Index:
         Args:
             name: The tensor's name.
             chunk: One of its chunks.
-            verify: Compare the bytes with their CRC-32.
+            verify: Compare the chunk's bytes with their CRC-32.
 
         Raises:
             CheckpointError: The bytes are damaged, or contain a different tensor.
@@ -125,8 +125,8 @@ class Index:
                 raise CheckpointError(f"{path}: {len(tree):,} bytes of structure")
             ref = read_pickle(bytes(tree), str(path))
             stored = self.tensors[name]
-            is_it = isinstance(ref, TensorRef) and ref.storage.dtype == stored.dtype
-            if not is_it or ref.shape != chunk.box.shape:
+            has_dtype = isinstance(ref, TensorRef) and ref.storage.dtype == stored.dtype
+            if not has_dtype or ref.shape != chunk.box.shape:
                 raise CheckpointError(f"{path}: damaged: not the tensor that {INDEX} names")
             if verify:
                 blob.check(f"data/{ref.storage.key}")

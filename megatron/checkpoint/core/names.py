@@ -121,11 +121,7 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def parameter_of(name: str) -> str | None:
-    """Return Core's name of the parameter that an optimizer state belongs to.
-
-    Args:
-        name: The name of a tensor on disk. The result is `None` if it is not an optimizer state.
-    """
+    """Return the parameter's name in the name of an optimizer state; `None` for other names."""
     match = _STATE.fullmatch(name)
     return match[2] if match else None
 

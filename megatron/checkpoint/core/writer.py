@@ -1,8 +1,8 @@
 """Write a run's state, or any checkpoint, in Megatron Core's format `torch_dist`.
 
-Every rank writes its own parts of tensors, as the plan of a native checkpoint assigns them, into
-files `__<rank>_<n>.distcp`. Rank 0 adds the index and everything that is not a tensor of the
-network. All files are published following the protocol of `store`.
+Every rank writes the parts of tensors that the plan of a native checkpoint assigns to it into files
+`__<rank>_<n>.distcp`. Rank 0 adds the index and everything that is not a tensor of the network. All
+files are published following the protocol of `store`.
 
 Megatron Core also expects objects that are not tensors: the extra state of each linear layer, which
 is `None` without Transformer Engine's delayed scaling, and the states of its generators after
@@ -90,7 +90,7 @@ class CoreSaver:
         check: Check = None,
         folder: str | None = None,
     ) -> Path:
-        """Save a state, as `store.write_checkpoint` does, and return the checkpoint's folder.
+        """Save a run's state, as `store.write_checkpoint` does, and return the checkpoint's folder.
 
         Collective over all ranks of the snapshot's layout.
 
@@ -147,10 +147,16 @@ def convert_to_core(
 
 
 class CoreFiles:
-    """The content of a checkpoint's files."""
+    """The content of the files of a checkpoint in Megatron Core's format.
+
+    Attributes:
+        config: The configuration of the checkpoint's run.
+        snapshot: This rank's share of the checkpoint.
+        locations: The locations at which each of our tensors is stored, by our name.
+    """
 
     def __init__(self, config: ModelRun, snapshot: Snapshot) -> None:
-        """Plan where each tensor goes.
+        """Plan where each tensor is stored.
 
         Args:
             config: The configuration of the checkpoint's run.
@@ -185,8 +191,7 @@ class CoreFiles:
             depths_own_norms=mixtures[-1] and self._is_engine,
         )
         names = [name for name in plan.parts if name.startswith((WEIGHTS, STATES))]
-        # Where each tensor goes. The distributed optimizer also stores fp32 weights, as their own
-        # masters.
+        # The distributed optimizer stores an fp32 weight twice: also as its own master.
         self.locations = {name: [scheme.locate(name, plan.shapes[name])] for name in names}
         for name in names if self._shards_states and snapshot.meta.get("optimizer") else ():
             state = f"{STATES}{name.removeprefix(WEIGHTS)}"
@@ -197,7 +202,8 @@ class CoreFiles:
         """Write and flush this rank's files.
 
         Returns:
-            The name, offset and shape of each chunk, its file, byte offset and number of bytes.
+            For each chunk: Core's name for the tensor, the chunk's offset and shape in the tensor,
+            its file, its first byte in the file, and its size in bytes.
 
         Raises:
             StorageError: A file cannot be written.
@@ -228,7 +234,7 @@ class CoreFiles:
 
         Args:
             folder: The checkpoint's folder.
-            reports: What `write_tensors` returned on each rank.
+            reports: The result of `write_tensors` on each rank, in rank order.
 
         Raises:
             StorageError: A file cannot be written.
@@ -264,7 +270,7 @@ class CoreFiles:
 
     @cached_property
     def objects(self) -> dict[str, Any]:
-        """The objects other than tensors that Megatron Core expects, by its names for them."""
+        """The objects other than tensors that Megatron Core expects, by Megatron Core's names."""
         objects: dict[str, Any] = {}
         for native, (location, *_) in self.locations.items():
             if not native.startswith(WEIGHTS):
@@ -288,7 +294,7 @@ class CoreFiles:
         return objects | ({} if self.config.checkpoint.no_save_rng else self._random_states())
 
     def _random_states(self) -> dict[str, Any]:
-        """Return the generators' states of each rank of Megatron Core's grid."""
+        """Return the random generator states of each rank in Megatron Core's grid, by name."""
         parallel, snapshot = self.config.parallel, self.snapshot
         saved_seed = (snapshot.meta.get("rng") or {}).get("seed")
         seed = self.config.training.seed if saved_seed is None else saved_seed
@@ -343,29 +349,37 @@ class CoreFiles:
         return tree
 
     def _optimizer(self) -> dict[Any, Any]:
-        """Return optimizers' settings and counters. Expert-parallel experts have their own."""
+        """Return the settings and counters of the optimizer.
+
+        With expert parallelism, experts have a separate optimizer, and the result is a dict of both
+        by index.
+        """
         meta, plan = self.snapshot.meta, self.snapshot.plan
-        divided = self.config.parallel.expert_model_parallel_size > 1
+        has_expert_groups = self.config.parallel.expert_model_parallel_size > 1
         # For experts (True) and other parameters (False): whether each parameter has weight decay.
         groups = defaultdict[bool, list[bool]](list)
         for name in self.locations:
             if name.startswith(WEIGHTS) and not name.endswith("expert_bias"):
                 decays = not name.endswith("bias") and len(plan.shapes[name]) > 1
-                groups[divided and ".mlp.experts." in name].append(decays)
+                groups[has_expert_groups and ".mlp.experts." in name].append(decays)
         optimizers = {}
-        for index, (is_expert, decay) in enumerate(sorted(groups.items())):
+        for index, (is_expert, all_decays) in enumerate(sorted(groups.items())):
             settings = [
                 group_settings(self.config, meta, decays=decays)
                 | {"is_expert_parallel": is_expert, "is_decoupled_lr": False}
                 | {"default_config": True, "max_lr": meta["schedule"].get("max_lr")}
                 | {"min_lr": meta["schedule"].get("min_lr")}
-                for decays in sorted(set(decay), reverse=True)
+                for decays in sorted(set(all_decays), reverse=True)
             ]
             optimizers[index] = self._counted(settings)
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
     def _counted(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an optimizer's state dict as its class in Megatron Core stores it."""
+        """Return an optimizer's state dict in the layout of its class in Megatron Core.
+
+        Args:
+            groups: The settings of the optimizer's parameter groups.
+        """
         counters, scaler = self.snapshot.meta["optimizer"], {}
         scale = counters.get("loss_scale")
         if scale:
@@ -380,6 +394,11 @@ class CoreFiles:
 
 
 def _shard_name(name: str, indices: Sequence[tuple[int, int]]) -> str:
-    """Return Megatron Core's name for one object in a grid of objects."""
+    """Return Megatron Core's name for one object in a grid of objects.
+
+    Args:
+        name: The name of the grid.
+        indices: The object's index and the grid's size in each dimension.
+    """
     position, size = (".".join(map(str, axis)) for axis in zip(*indices, strict=True))
     return f"{name}/shard_{position}_{size}"

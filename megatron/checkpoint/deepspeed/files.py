@@ -1,4 +1,4 @@
-"""Find the files of a DeepSpeed checkpoint and read their pickled trees."""
+"""Find the files of a DeepSpeed checkpoint, and read their pickled trees."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_FILES = 1 << 20
 
 
 def _typed(function: Any, kind: Any, args: Any, *_: Any) -> TensorRef:
-    """Return a tensor without the attributes that it was saved with."""
+    """Return a tensor without the attributes with which it was saved."""
     if type(function) is not Factory or function.name != "tensor" or kind != "torch.Tensor":
         raise ValueError("an unknown kind of tensor")
     result: TensorRef = function.call(*args)
@@ -47,7 +47,7 @@ def _enum(name: str) -> Factory:
     return Factory(name, lambda *args: Opaque(name, args))
 
 
-# Our stand-ins for the only names that these files may use.
+# The only global names that these files may use, with our stand-ins for them.
 _NAMES: dict[tuple[str, str], Any] = {
     **NAMES,
     ("torch", "Tensor"): "torch.Tensor",
@@ -79,16 +79,16 @@ class StateFile:
 
 @dataclass
 class Files:
-    """The files of a folder.
+    """The files in a folder.
 
     Attributes:
-        models: A file with the command line, by model-parallel rank.
+        models: The file with the command line, by model-parallel rank.
         partitioned: Whether the weights are only in the partitions of ZeRO 3.
-        layers: The layers of a PipelineModule, by layer and tensor rank.
-        experts: The files of experts, by layer of the stage, expert and model-parallel rank.
-        states: Partitions of the optimizer, by model-parallel and data-parallel rank.
-        expert_states: Optimizer states of a mixture without ZeRO, by model-parallel and
-            expert-parallel rank.
+        layers: The layers of a PipelineModule, by (layer, tensor rank).
+        experts: The weights of experts, by (layer in the stage, expert, model-parallel rank).
+        states: The partitions of the optimizer, by (model-parallel rank, data-parallel rank).
+        expert_states: The optimizer states of a mixture without ZeRO, by (model-parallel rank,
+            expert-parallel rank).
     """
 
     models: dict[int, StateFile] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
             files.partitioned = True
             partitions.add((indices[1], indices[0]))
             if indices[0]:
-                continue  # holds no weights; the rest repeats rank 0's file
+                continue  # the file has no weights, and otherwise repeats rank 0's
         opened = open_file(file, allow_foreign=allow_foreign)
         tables: dict[str, dict[Any, StateFile]] = {
             "layer": files.layers,
@@ -176,5 +176,5 @@ def open_file(path: Path, *, allow_foreign: bool = False) -> StateFile:
     archive.check("data.pkl")
     tree = read_pickle(bytes(archive.record("data.pkl")), str(path), names=_NAMES)
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: does not hold a dict")
+        raise CheckpointError(f"{path}: does not contain a dict")
     return StateFile(archive, tree)

@@ -43,13 +43,13 @@ _MAX_NAMES = 200_000
 
 
 class Destination(NamedTuple):
-    """Where a parameter belongs.
+    """Our parameter that corresponds to one of DeepSpeed's.
 
     Attributes:
-        name: Our name.
-        dense: The name that the parameter would have in a dense layer, which determines how rows
-            are ordered and split.
-        expert: The expert's index in our tensor's first dimension; `None` for other parameters.
+        name: Our name for the parameter.
+        dense: Our name for the corresponding parameter of a dense layer, which determines row order
+            and split.
+        expert: The expert's index in the first dimension of our tensor; `None` outside experts.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Destination(NamedTuple):
 
 
 def flatten(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts with their joined names.
+    """Yield (dotted name, leaf) for nested dicts.
 
     Raises:
         CheckpointError: The tree is deeper or larger than any model's.
@@ -70,19 +70,23 @@ def flatten(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, 
         raise CheckpointError(f"{prefix or 'module'} has more entries than any model")
     for key, value in tree.items():
         if type(key) is not str:
-            raise CheckpointError(f"{prefix or 'module'} holds a name that is not a string")
+            raise CheckpointError(f"{prefix or 'module'} contains a name that is not a string")
         yield from flatten(value, f"{prefix}.{key}" if prefix else key, depth + 1)
 
 
 def first_layer(names: Iterable[str]) -> int:
-    """Return the index of the first transformer layer in a PipelineModule."""
+    """Return the index of the first transformer layer in a PipelineModule, or 0 without one.
+
+    Args:
+        names: The names of parameters in the files.
+    """
     matches = (_IN_PIPELINE.fullmatch(name) for name in names)
     layers = (int(match[1]) for match in matches if match and match[2] == _FIRST_OF_LAYER)
     return min(layers, default=0)
 
 
 def whole_name(name: str, first: int) -> str:
-    """Return the name that a parameter has in a model without a PipelineModule.
+    """Return a parameter's name in a model without a PipelineModule.
 
     Args:
         name: The name in the file.
@@ -104,7 +108,7 @@ def whole_name(name: str, first: int) -> str:
 
 
 def local_expert(name: str) -> int | None:
-    """Return the index of the expert in a parameter's name, or `None` for other parameters."""
+    """Return the index of the expert in a parameter's name, or `None` outside experts."""
     match = _EXPERT.fullmatch(name)
     return int(match[2]) if match else None
 
@@ -113,7 +117,7 @@ def shift_expert(name: str, by: int) -> str:
     """Return a parameter's name with `by` added to the index of its expert, if it has one.
 
     Args:
-        name: A name with the index of the expert among those of its process.
+        name: A name in which the expert is numbered within its process.
         by: The global index of the process's first expert.
     """
     match = _EXPERT.fullmatch(name)
@@ -121,7 +125,7 @@ def shift_expert(name: str, by: int) -> str:
 
 
 def is_gate(name: str) -> bool:
-    """Return whether a parameter is the gate that chooses among experts."""
+    """Return whether a parameter is the gate of a mixture, which chooses experts."""
     return name.endswith(f".{_GATE}")
 
 
@@ -135,12 +139,15 @@ def is_copy(name: str) -> bool:
 
 
 def is_derived(name: str) -> bool:
-    """Return whether an entry of the tree follows from the flags and is not a parameter."""
+    """Return whether an entry of the tree is derived from the flags and not a parameter."""
     return name.endswith(("_extra_state", "inv_freq"))
 
 
 def destination_of(name: str) -> Destination:
-    """Return where a parameter belongs, given its name in a whole model.
+    """Return our parameter that corresponds to one of DeepSpeed's.
+
+    Args:
+        name: DeepSpeed's name in a whole model (`whole_name`).
 
     Raises:
         CheckpointError: Our networks have no such parameter.

@@ -1,11 +1,11 @@
 """Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
-PEFT names an adapter's tensors after the module of `transformers` that it adapts. If the module
-computes several of our projections at once, its adapter combines the adapters of those projections
-(`peft_slices`), and adapter_config.json lists its rank and alpha as exceptions (`rank_pattern`,
-`alpha_pattern`). The adapters of a mixture's experts are stacked in two matrices
+PEFT names the tensors of an adapter after the module of `transformers` that it adapts. If the
+module computes several of our projections at once, its adapter combines the adapters of those
+projections (`peft_slices`), and adapter_config.json lists its rank and alpha as exceptions
+(`rank_pattern`, `alpha_pattern`). The adapters of a mixture's experts are stacked in two matrices
 (`target_parameters`): A [experts * rank, in], B [out, rank * experts]. The head of a reward model
-is trained in full alongside the adapters, and is in the same file (`modules_to_save`).
+is trained in full alongside the adapters, and is stored in the same file (`modules_to_save`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 
 
 class PeftTensor(NamedTuple):
-    """The tensor in PEFT's files that contains one of ours.
+    """A tensor in PEFT's files, as the location of one of our tensors.
 
     Attributes:
-        name: PEFT's name for it.
+        name: PEFT's name for the tensor.
         meta: The shape and dtype of our tensor.
-        adapter_slice: The part of PEFT's adapter that corresponds to ours; `None` for the head of
-            a reward model.
+        adapter_slice: The part of PEFT's adapter that corresponds to our adapter; `None` for the
+            head of a reward model.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PeftTensor(NamedTuple):
     adapter_slice: AdapterSlice | None = None
 
     def to_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return our tensor in PEFT's layout, if PEFT's tensor combines no others with it.
+        """Convert our tensor to PEFT's layout, if PEFT does not combine it with other tensors.
 
         Args:
             tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
@@ -69,7 +69,7 @@ _LAYER = re.compile(r".*?layers\.\d+\.")
 _EXPERTS = "mlp.experts"  # the module of transformers 5 in which all experts share a weight
 _PREFIX = "base_model.model."
 _ROUTER = ".router.adapter."  # in our names; in transformers 5, most routers are not linear layers
-_ROUTERS = ("gate.weight", "router.weight")  # the ends of their names in `transformers`
+_ROUTERS = ("gate.weight", "router.weight")  # how names of routers end in `transformers`
 _HEAD = "score"  # the head of a reward model, both here and in PEFT
 _UNUSED_HEADS = ("classifier",)  # PEFT adds these to modules_to_save for other models
 # PEFT also writes the frozen weight of an adapted output layer.
@@ -101,11 +101,12 @@ def peft_names(
     Args:
         model: The network with adapters.
         layers: Its layers that have adapters, by name.
-        family: The family whose modules PEFT's names refer to.
-        rows: Rows of the word embedding.
+        family: The family whose module names PEFT uses.
+        rows: Number of rows of the word embedding.
 
     Raises:
-        CheckpointError: A module of the family contains only a part of a projection.
+        CheckpointError: A module of the family contains only a part of a projection, or PEFT does
+            not support its experts.
     """
     peft_tensors: dict[str, PeftTensor] = {}
     rules = {rule.name: rule for rule in family.rules(plain_network(model), rows)}
@@ -139,20 +140,20 @@ def peft_names(
 
 
 def _module(name: str, family: Family) -> str:
-    """Return the name that `transformers` gives to a module in a family's files."""
+    """Return the name of a module in `transformers`, given its name in a family's files."""
     if family.module_prefix is None or not name.startswith(family.prefix):
         return name
     return f"{family.module_prefix}{name.removeprefix(family.prefix)}"
 
 
 def tensor_names(path: Path, *, allow_foreign: bool = False) -> frozenset[str]:
-    """Return PEFT's names for the tensors in a folder, or none if its file is missing.
+    """Return the names of the tensors in a folder of PEFT's files; empty if the file is missing.
 
     Raises:
-        CheckpointError: The file is damaged, or may not be used.
+        CheckpointError: The file is damaged or refused.
     """
     if not (path / ADAPTER).is_file():
-        return frozenset()  # the reader says what is missing
+        return frozenset()  # `PeftReader` reports missing files
     return frozenset(MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header())
 
 
@@ -164,14 +165,16 @@ def family_in(
     *,
     base: str | None = None,
 ) -> Family:
-    """Return the family whose modules PEFT's files name, among those that can express a network.
+    """Return the family that can express a network and matches the module names in PEFT's files.
+
+    If there is none, return the first family that can express the network.
 
     Args:
-        tensor_names: PEFT's names for the tensors.
+        tensor_names: The names of the tensors in PEFT's files.
         model: The network with adapters.
         layers: Its layers that have adapters, by name.
-        rows: Rows of the word embedding.
-        base: The family of the model that is adapted, if known.
+        rows: Number of rows of the word embedding.
+        base: The family of the adapted model, which is tried first, if known.
 
     Raises:
         CheckpointError: No family can express the network.
@@ -194,14 +197,14 @@ def family_in(
 def _experts_module(
     layer: str, hf_module: str, layers: Mapping[str, AdaptedLayer | ExpertLinear]
 ) -> str:
-    """Return the name under which PEFT adapts a weight of all experts.
+    """Return the name of PEFT's module that adapts a weight of all experts.
 
-    PEFT wraps the module of the experts once for each weight, the last one outermost.
+    PEFT wraps the module of the experts once for each weight; the wrapper of the last is outermost.
 
     Args:
         layer: Our name for the layer.
         hf_module: The Hugging Face module of its first tensor.
-        layers: The layers that have adapters.
+        layers: The layers that have adapters, by name.
     """
     match = _LAYER.match(hf_module)
     assert match is not None
@@ -210,12 +213,12 @@ def _experts_module(
 
 
 def _is_stacked(shape: Sequence[int]) -> bool:
-    """Return whether an adapter's tensor has an entry for each expert."""
+    """Return whether a tensor of this shape belongs to an adapter of experts."""
     return len(shape) > 2
 
 
 def _flat(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return an adapter's tensor as the matrix that PEFT stores, but with our order of rows.
+    """Return an adapter's tensor in the shape that PEFT stores, but with our order of rows.
 
     Args:
         tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
@@ -229,7 +232,7 @@ def _flat(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _peft_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that PEFT's tensor has."""
+    """Return the shape of PEFT's tensor, given our name and shape of a tensor."""
     return tuple(_flat(torch.empty(shape, device="meta"), _kind_of(name)).shape)
 
 
@@ -238,12 +241,7 @@ def _kind_of(name: str) -> str:
 
 
 def _target_of(name: str, peft_name: str) -> str:
-    """Return the module, or the weight of experts, that one of PEFT's tensors adapts.
-
-    Args:
-        name: Our name for an adapter's tensor.
-        peft_name: PEFT's name.
-    """
+    """Return the name of the module or parameter that a tensor adapts, given both of its names."""
     module = peft_name.removeprefix(_PREFIX).rpartition(".lora_")[0]
     if _ROUTER in name:
         return f"{module}.weight"
@@ -259,14 +257,13 @@ class PeftReader(Reader):
     Args:
         path: The folder.
         model: The network with adapters.
-        names: Names and shapes of the network's adapters (`peft_names`).
-        remedy: What the user should do about an adapter for another network. Default: give the
-            training flags that fit the files.
+        names: The network's adapters in PEFT's files (`peft_names`).
+        remedy: The remedy in messages about an adapter for another network. Default: to pass the
+            training flags that match the files.
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The files are missing or damaged, or their adapter does not fit the
-            network.
+        CheckpointError: The files are missing or damaged, or the adapter does not fit the network.
     """
 
     format = "peft"
@@ -281,10 +278,10 @@ class PeftReader(Reader):
         remedy: str | None = None,
         allow_foreign: bool = False,
     ) -> None:
-        """Check every setting, name and shape, without reading any tensor."""
+        """Open the files, and check every setting, name and shape without reading any tensor."""
         self.path, self.allow_foreign = path, allow_foreign
         if not (path / ADAPTER_CONFIG).is_file():
-            problem = "holds no adapter" if path.is_dir() else "does not exist"
+            problem = "contains no adapter" if path.is_dir() else "does not exist"
             raise CheckpointError(
                 f"--load-adapter {path} {problem}: give a folder with {ADAPTER_CONFIG} and "
                 f"{ADAPTER}"
@@ -325,8 +322,9 @@ class PeftReader(Reader):
             expected[:1] = shape[:1]
         if peft.adapter_slice is not None and kind in _AXIS and len(shape) == 2:
             axis = _AXIS[kind]
-            times, rest = divmod(shape[axis], expected[axis])
-            if not rest and times <= peft.adapter_slice.projections:  # of several projections
+            # The rank in the file is that of all of the module's projections together.
+            projections, remainder = divmod(shape[axis], expected[axis])
+            if not remainder and projections <= peft.adapter_slice.projections:
                 expected[axis] = shape[axis]
         if list(shape) != expected:
             raise CheckpointError(
@@ -337,7 +335,7 @@ class PeftReader(Reader):
     def _check_scale(
         self, settings: dict[str, Any], model: ModelConfig, name: str, peft: PeftTensor
     ) -> None:
-        """Check that a tensor's rank matches the settings, and its scale that of our adapters."""
+        """Check a tensor's rank against the settings, and the settings' scale against the run's."""
         target = _target_of(name, peft.name)
         rank = _in_pattern(settings, "rank_pattern", target, settings.get("r", 8))
         alpha = _in_pattern(settings, "alpha_pattern", target, settings.get("lora_alpha", 8))
@@ -409,7 +407,7 @@ class PeftReader(Reader):
         return whole[box.slices_in(Box.whole(tuple(whole.shape)))]
 
     def _block(self, name: str) -> int:
-        """Return which block of a module's rank a projection uses.
+        """Return the index of the block of a module's rank that a projection uses.
 
         Raises:
             CheckpointError: The projection uses several blocks.
@@ -428,7 +426,7 @@ class PeftReader(Reader):
         return used[0] if used else min(peft.adapter_slice.index, len(blocks) - 1)
 
     def _check_unadapted_rows(self, peft: PeftTensor) -> None:
-        """Refuse a module's B that changes rows of projections without an adapter in this run."""
+        """Refuse a module's B that adapts projections that have no adapter in this run."""
         part = peft.adapter_slice
         assert part is not None
         if part.index > 0 or part.adapted == part.projections:
@@ -446,7 +444,7 @@ class PeftReader(Reader):
 
 
 def _in_pattern(settings: dict[str, Any], key: str, target: str, default: Any) -> Any:
-    """Return a module's rank or alpha: its exception in the settings, or the default."""
+    """Return a module's rank or alpha: the exception in the pattern, or the default."""
     for name, value in (settings.get(key) or {}).items():
         if target == name or target.endswith(f".{name}"):
             return value
@@ -454,12 +452,9 @@ def _in_pattern(settings: dict[str, Any], key: str, target: str, default: Any) -
 
 
 def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> dict[str, Any]:
-    """Return the content of adapter_config.json.
+    """Return the content of adapter_config.json, after checking that we support its settings.
 
-    Args:
-        path: The folder of PEFT's files.
-        allow_foreign: Accept files owned by other users.
-        has_head: Whether the adapter may come with the head of a reward model.
+    `has_head` allows the head of a reward model in the files.
 
     Raises:
         CheckpointError: The file cannot be read, or has a setting that we do not support.
@@ -498,7 +493,7 @@ def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> 
 def network_with(
     path: Path, model: ModelConfig, *, allow_foreign: bool = False
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Return a network with adapters of the sizes that PEFT's files have, on every layer.
+    """Return a network with adapters on every layer, of the rank and kind in PEFT's files.
 
     Args:
         path: The folder of PEFT's files.
@@ -506,7 +501,7 @@ def network_with(
         allow_foreign: Accept files owned by other users.
 
     Returns:
-        The network, and the weights of experts that have adapters (`target_parameters`).
+        The network, and the names of adapted weights of experts and routers (`target_parameters`).
 
     Raises:
         CheckpointError: The settings cannot be read, or are not supported.
@@ -527,8 +522,9 @@ def network_with(
     for key, value, kinds in (("r", rank, (int,)), ("lora_alpha", alpha, (int, float))):
         if type(value) not in kinds or not 0 < value < math.inf:
             raise CheckpointError(
-                f"{path / ADAPTER_CONFIG}: {key} is {value!s:.40}: give a positive "
-                f"{'whole ' * (float not in kinds)}number, or export the adapter again"
+                f"{path / ADAPTER_CONFIG}: {key} is {value!s:.40}, not a positive "
+                f"{'integer' if float not in kinds else 'number'}: correct it, or export the "
+                "adapter again"
             )
     adapted = replace(
         model,
@@ -542,12 +538,15 @@ def network_with(
 
 
 def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> PeftNames:
-    """Return the names of the projections for which PEFT's files contain any tensor.
+    """Return the tensors of the adapters that are at least partly in PEFT's files.
 
     Args:
         path: The folder of PEFT's files.
-        names: Names and shapes of adapters of all projections (`peft_names`).
+        names: The tensors of the adapters of all projections (`peft_names`).
         allow_foreign: Accept files owned by other users.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or refused.
     """
     header = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header()
     adapted = {name.rpartition(".")[0] for name, peft in names.items() if peft.name in header}
@@ -555,7 +554,7 @@ def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> Pe
 
 
 def _remedy(settings: dict[str, Any]) -> str:
-    """Return the flags that give an adapter the settings of PEFT's configuration."""
+    """Return the remedy in messages: the flags that match the settings in PEFT's files."""
     names = set()
     for key in ("target_modules", "target_parameters"):
         targets = settings.get(key)
@@ -586,7 +585,8 @@ class AdapterExport:
     Attributes:
         reader: The checkpoint.
         model: The network with adapters.
-        names: Names and shapes of the adapters (`peft_names`).
+        names: The network's adapters in PEFT's files (`peft_names`).
+        single: The name of the file.
     """
 
     reader: Reader
@@ -595,7 +595,7 @@ class AdapterExport:
     single: ClassVar[str] = ADAPTER
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Return the tensors by name. Each is read only when it is written."""
+        """Return the tensors by PEFT's name. Each is read only when it is written."""
         members = defaultdict(list)
         for own_names, peft in self.names.items():
             members[peft.name].append(own_names)
@@ -609,7 +609,7 @@ class AdapterExport:
         }
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the PEFT tensor that contains one of ours."""
+        """Return the shape of the tensor in PEFT's files that contains one of our tensors."""
         adapter_slice, kind = self.names[name].adapter_slice, _kind_of(name)
         shape = list(_peft_shape(name, self.names[name].meta.shape))
         if adapter_slice is not None and kind != "a":
@@ -636,7 +636,7 @@ class AdapterExport:
         """Return the content of adapter_config.json.
 
         Args:
-            base: The folder of the model that the adapter changes, if known.
+            base: The folder of the adapted model, if known.
         """
         model, rank = self.model, self.model.lora_rank
         assert rank is not None
@@ -649,7 +649,7 @@ class AdapterExport:
             "base_model_name_or_path": base,
             "r": rank,
             "lora_alpha": alpha,
-            # A module with the adapters of several projections has the same scale as they do.
+            # The adapter of a module with several projections has the same scale as theirs.
             "rank_pattern": {name: rank * count for name, count in counts.items()},
             "alpha_pattern": {
                 name: alpha * (math.sqrt(count) if model.use_rslora else count)
@@ -667,9 +667,10 @@ class AdapterExport:
         }
 
     def _counts(self) -> dict[str, int]:
-        """Return, for each module whose adapter combines several of ours, their number.
+        """Return the number of adapters that each module's adapter combines, if more than one.
 
-        A name may be a suffix that the modules of all layers share.
+        Modules are named by the last part of their name if the number is the same in all layers,
+        otherwise by their full name.
         """
         by_suffix: dict[str, dict[str, int]] = defaultdict(dict)
         for own_name, peft in self.names.items():
@@ -683,10 +684,9 @@ class AdapterExport:
         return {name: count for name, count in counts_by_name.items() if count > 1}
 
     def _targets(self, *, names_parameters: bool) -> list[str] | None:
-        """Return the suffixes of adapted modules' names, or whole names if layers differ.
+        """Return the names of the adapted modules or parameters, or `None` if there are none.
 
-        Args:
-            names_parameters: Whether to name weights of experts and routers instead of modules.
+        The names are suffixes if all layers are adapted alike, otherwise full names.
         """
         by_suffix = defaultdict(set)
         for own_name, peft in self.names.items():

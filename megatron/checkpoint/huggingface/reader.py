@@ -1,4 +1,4 @@
-"""Read a Hugging Face folder through the interface of our own checkpoints."""
+"""Read a Hugging Face folder through the interface `Reader`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.config.yaml_file import to_dict
 from megatron.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# Names of tensors that contain all experts of a layer. Such files cannot be read.
+# Names of tensors that contain all experts of a layer, which most families do not have.
 _FUSED_EXPERTS = re.compile(r".*\.experts\.(?!\d+\.).*")
 # The first BERT files call the weight and bias of a normalization gamma and beta.
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -47,34 +47,36 @@ class _FileTensor:
         return self.placement.shape
 
     def load(self) -> torch.Tensor:
-        """Return the values, mapped from the file. They are read when they are used."""
+        """Return the tensor, mapped from the file and read when it is used."""
         return self.file.tensor(self.placement)
 
 
 class HFReader(Reader):
     """A Hugging Face folder of a known family, with its tensors under our names.
 
-    `meta` contains the network's configuration and a description of the folder.
+    `meta` contains iteration and consumed_train_samples (both 0), padded_vocab_size, config (the
+    network), and huggingface (the family, and whether tensor names lack its prefix).
 
     Attributes:
         family: The family of the model.
-        vocab: Rows of the word embedding.
+        vocab: Number of rows of the word embedding.
         bare_names: Whether tensor names in the files lack the family's prefix.
-        architecture: The `transformers` class of the folder's model.
+        architecture: The model's class in `transformers`.
     """
 
     format = "hf"
     iteration = 0
 
     def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
-        """Check every name, shape and type against config.json, without reading any tensor.
+        """Open a folder, and check every name, shape and dtype against config.json.
 
         Args:
             path: The folder.
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A tensor or key is missing, unknown or contradicts config.json.
+            CheckpointError: A file is missing or refused, a key of config.json is missing or not
+                supported, or the tensors contradict config.json.
         """
         self.path, self.allow_foreign = path, allow_foreign
         shards = find_shards(path, allow_foreign=allow_foreign)
@@ -101,7 +103,7 @@ class HFReader(Reader):
             rule for rule in rules if any(self._name(n) in self._files for n in rule.hf_names)
         ]
         self._rules: dict[str, ParameterRule] = {}
-        self._copies: dict[str, str] = {}  # copies, with the tensors that they repeat
+        self._copies: dict[str, str] = {}  # for each copy, the tensor that it repeats
         for rule in present_rules(rules, present):
             original = self._rules.setdefault(rule.name, rule)
             if original is not rule:
@@ -121,13 +123,14 @@ class HFReader(Reader):
                     "tensor"
                 )
         for name, source in self._copies.items():
-            if name in self._files and not self._is_copy(name, source):
+            if name in self._files and not torch.equal(
+                self._files[name].load(), self._files[source].load()
+            ):
                 raise CheckpointError(
-                    f"{path}: {name} differs from {source}, but must be a copy of it: our "
-                    "networks share one tensor for both"
+                    f"{path}: {name} differs from {source}, but must be a copy of it, because our "
+                    "networks have a single tensor for both"
                 )
-        family, bare = self.family.name, self.bare_names
-        origin = {"family": family, "bare_names": bare}
+        origin = {"family": self.family.name, "bare_names": self.bare_names}
         self.meta = {
             "iteration": self.iteration,
             "consumed_train_samples": 0,
@@ -143,7 +146,7 @@ class HFReader(Reader):
         return self._rules[name].join(load, box, self.dtype(name))
 
     def chunks(self, name: str) -> list[Box]:
-        """Return one box for each expert if experts have separate tensors, otherwise a single box.
+        """Return a box for each expert if experts have separate tensors, otherwise a single box.
 
         Args:
             name: The tensor's name.
@@ -161,7 +164,7 @@ class HFReader(Reader):
         fused = [name for name in sorted(self._files) if _FUSED_EXPERTS.fullmatch(name)]
         if fused and any(rule.experts for rule in self._rules.values()):
             raise CheckpointError(
-                f"{self.path}: {fused[0]} holds all experts of a layer, but in the files of this "
+                f"{self.path}: {fused[0]} contains all experts of a layer, but in files of this "
                 "family each expert has its own tensors: save the model again with "
                 "save_pretrained of transformers"
             )
@@ -203,15 +206,16 @@ class HFReader(Reader):
             embedding is not None and torch.equal(tensor.load(), embedding.load())
         )
 
-    def _is_copy(self, name: str, original: str) -> bool:
-        """Return whether two tensors of the files have the same values."""
-        return torch.equal(self._files[name].load(), self._files[original].load())
-
 
 def _open_shards(
     folder: Path, shards: Mapping[str, Path], allow_foreign: bool
 ) -> dict[str, _FileTensor]:
-    """Return all tensors of the files by their current names.
+    """Return all tensors in the files by name, with the current names of old BERT parameters.
+
+    Args:
+        folder: The folder, for messages.
+        shards: The file of each tensor, as `find_shards` returns it.
+        allow_foreign: Accept files owned by other users.
 
     Raises:
         CheckpointError: The tensors differ from those in the index.

@@ -1,10 +1,9 @@
-"""Plan how Megatron-LM 23.08 stores each parameter: in which files, how split, and by which name.
+"""Plan where Megatron-LM 23.08 stores each parameter: its files, its split and its name.
 
 A file's parameters are in the order in which Megatron registers them, because its optimizer numbers
 them in this order. If a T5's decoder begins on a later stage
 (`--pipeline-model-parallel-split-rank`), that stage has a copy of all embeddings. The last stage
-has a copy of the word embeddings for the output, unless it is the stage on which the decoder
-begins.
+has a copy of the word embeddings for the output, unless the decoder begins on it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class FileParameter:
     """A parameter in a file.
 
     Attributes:
-        path: Keys under `model`, outermost first.
+        path: The keys that lead to the parameter in the file's `model`, outermost first.
         name: Our name for the parameter.
         box: The part of our parameter that the file contains.
     """
@@ -56,7 +55,7 @@ class FilePlan:
         folder: The rank's folder, `mp_rank_TT` or `mp_rank_TT_PPP`.
         tensor_rank: The tensor-parallel rank.
         stage: The pipeline stage.
-        chunks: The parameters of each of the stage's virtual stages.
+        chunks: The parameters of each virtual stage of the stage.
     """
 
     folder: str
@@ -71,7 +70,7 @@ class FilePlan:
 
 
 def plan_files(
-    shapes: Shapes, parts: list[ModelPart], split: ParallelOptions, order: names.Arrangement
+    shapes: Shapes, parts: list[ModelPart], split: ParallelOptions, arrangement: names.Arrangement
 ) -> list[FilePlan]:
     """Plan the files of a checkpoint, ordered by stage and tensor rank.
 
@@ -80,7 +79,7 @@ def plan_files(
         parts: The model's parts, first to last. Each stage has the same number of parts, and all
             parts have the same number of layers.
         split: The numbers of tensor-parallel ranks and pipeline stages.
-        order: The files' order of rows.
+        arrangement: The row order and the splits of parameters in the files.
 
     Raises:
         CheckpointError: Megatron's model lacks a parameter, or a parameter cannot be split this
@@ -94,7 +93,7 @@ def plan_files(
         for rank in range(tensor):
             chunks = tuple(
                 tuple(
-                    FileParameter(path, name, _box(name, shapes[name], order, rank, tensor))
+                    FileParameter(path, name, _box(name, shapes[name], arrangement, rank, tensor))
                     for name, path in _parameter_paths(shapes, part, encoder)
                     if name in shapes
                 )
@@ -133,9 +132,8 @@ def _parameter_paths(
     has_embedding = part.embedding or (encoder > 0 and part.layers.start == encoder)
     if has_embedding:
         yield from outside(names.EMBEDDINGS)
-    stacks = [
-        ("", part.layers, part.head)
-    ]  # prefix of names, layers in this part, whether the stack ends in this part
+    # Each stack: prefix of names, layers in this part, whether the stack ends in this part.
+    stacks = [("", part.layers, part.head)]
     if encoder:
         encoder_layers, decoder_layers = part.halves(encoder)
         stacks = [
@@ -170,7 +168,11 @@ def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:
 def _box(
     name: str, shape: tuple[int, ...], arrangement: names.Arrangement, rank: int, ranks: int
 ) -> Box:
-    """Return the box of a tensor-parallel rank's shard in a parameter."""
+    """Return the box of a parameter that a tensor-parallel rank stores.
+
+    Raises:
+        CheckpointError: The ranks cannot split the parameter evenly.
+    """
     dim = arrangement.split_dim(name)
     if dim is None:
         return Box.whole(shape)

@@ -1,8 +1,8 @@
-"""Megatron's parameters under our names, and how its files split and order them.
+"""Megatron's parameters under our names, and their splits and row orders in Megatron's files.
 
 The reader supports GPT, BERT, T5 and Retro trees of v1.0 to 23.08 and of the Llama-2 fork, and the
-flat trees of Megatron Core (GPT), which its `torch` format has used since 2023. A layer's number in
-a file counts from the first layer of its stage, or of its virtual stage.
+flat trees of Megatron Core (GPT), which its `torch` format has used since 2023. The number of a
+layer in a file counts from the first layer of its stage or virtual stage.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from megatron.errors import CheckpointError
 
 KINDS = ("weight", "bias")
 
-# Our modules with Megatron's names: first the name in 23.08, then the names in older versions, the
-# fork and Megatron Core. They are listed in the order in which Megatron registers them. In files
-# from Transformer Engine, a linear layer contains the weights of the normalization before it.
+# Our modules with Megatron's names: first the name in 23.08, then the names in older versions, in
+# the Llama-2 fork and in Megatron Core. They are listed in the order in which Megatron registers
+# them. In files from Transformer Engine, a linear layer contains the weights of the normalization
+# before it.
 Modules = dict[str, tuple[str, ...]]
 EMBEDDINGS: Modules = {
     "embedding.word": ("embedding.word_embeddings",),
@@ -47,8 +48,8 @@ LAYER: Modules = {
     "mlp_norm": _NORM,
     **_MLP,
 }
-# A T5's decoder layer attends to the encoder output before its MLP, and some layers of a Retro to
-# neighbors or chunks.
+# A T5's decoder layers attend to the encoder output before the MLP; some layers of a Retro attend
+# to neighbors or chunks.
 DECODER_LAYER: Modules = {
     **_ATTENTION,
     "cross_norm": _NORM,
@@ -103,7 +104,7 @@ _ONLY_KIND |= {megatron[0]: "weight" for megatron in EMBEDDINGS.values()}
 
 
 def parameters_of(modules: Modules) -> dict[str, list[str]]:
-    """Return our names for the modules' parameters, with Megatron's names for them."""
+    """Return Megatron's names for the parameters of modules, by our name."""
     return {
         f"{native}.{kind}": [f"{name}.{kind}" for name in megatron]
         for native, megatron in modules.items()
@@ -122,10 +123,10 @@ _READ_LAYERS = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a file, in Megatron's order.
+    """A parameter in a file.
 
     Attributes:
-        name: Our name; None for the copy of tied word embeddings that the last stage holds.
+        name: Our name; None for the last stage's copy of tied word embeddings.
         tensor: Reference to the values.
         is_decayed: Whether Megatron applies weight decay to the parameter.
         expert: The index of the expert in the file, if the parameter belongs to an expert.
@@ -138,7 +139,7 @@ class Parameter:
 
 
 def is_core(model: Any) -> bool:
-    """Return whether a file's `model` is Megatron Core's: one flat dict with all names."""
+    """Return whether a file's `model` is in Megatron Core's layout: one flat dict of all names."""
     tops = ("decoder.", "embedding.")
     return isinstance(model, dict) and any(str(key).startswith(tops) for key in model)
 
@@ -226,7 +227,11 @@ def list_parameters(
 
 
 def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
-    """Return our name for a parameter of Megatron Core, and its expert's index in the file.
+    """Return our name for a parameter of Megatron Core, and the index of its expert, if any.
+
+    Args:
+        path: Megatron Core's name. Its layers and experts are numbered within the file.
+        first: The index of the stage's first layer.
 
     Raises:
         CheckpointError: Our networks have no such parameter.
@@ -243,7 +248,11 @@ def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
 
 
 def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree older than Megatron Core, by dotted path, in a fixed order."""
+    """Yield (dotted path, leaf) for a tree older than Megatron Core, in a fixed order.
+
+    Raises:
+        CheckpointError: The tree is not that of a supported model.
+    """
     if not isinstance(model, dict) or not isinstance(model.get("language_model"), dict):
         problem = "not a GPT, BERT, T5 or Retro file of Megatron-LM up to 23.08"
         raise CheckpointError(f"no `language_model`: {problem}")
@@ -255,7 +264,9 @@ def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
     )
     if unknown:
         names = ", ".join(unknown)
-        raise CheckpointError(f"it holds {names}: only GPT, BERT, T5 and Retro files are supported")
+        raise CheckpointError(
+            f"it contains {names}: only GPT, BERT, T5 and Retro files are supported"
+        )
     language = {"encoder": language.get("transformer", {}), **language}
     for tree, tops in ((language, language_keys), (model, model_keys)):
         for top in tops:
@@ -263,7 +274,7 @@ def _flatten_nested(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts by dotted path, no deeper than a model's tree."""
+    """Yield (dotted path, leaf) for nested dicts, refusing trees deeper than any model's."""
     if not isinstance(tree, dict):
         yield path, tree
         return
@@ -271,12 +282,12 @@ def _flatten(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
         raise CheckpointError(f"{path} has more entries than any model")
     for key, value in tree.items():
         if type(key) is not str:
-            raise CheckpointError(f"{path} holds a name that is not a string")
+            raise CheckpointError(f"{path} contains a name that is not a string")
         yield from _flatten(value, f"{path}.{key}" if path else key, depth + 1)
 
 
 def _cross_attention_paths(leaves: Iterable[tuple[str, Any]]) -> set[str]:
-    """Return the path of each layer with cross-attention."""
+    """Return the paths of the layers with cross-attention."""
     matches = (_CROSSING.match(path) for path, _ in leaves)
     return {match[1] for match in matches if match}
 
@@ -289,7 +300,7 @@ def native_name(
     is_first: bool,
     crossing: Collection[str] = (),
 ) -> str | None:
-    """Return our name for a parameter, or None for a copy that a later stage holds.
+    """Return our name for a parameter, or None for a later stage's copy of an embedding.
 
     Args:
         path: Megatron's name.
@@ -333,10 +344,10 @@ def native_name(
 
 
 def megatron_path(name: str, first_layer: int, *, crosses: bool = False) -> tuple[str, ...]:
-    """Return the keys under which Megatron 23.08 keeps a parameter in a file's `model`.
+    """Return the keys that lead to a parameter in a file's `model` in Megatron 23.08.
 
     Args:
-        name: Our name for a parameter that Megatron also has.
+        name: Our name for the parameter, which must exist in Megatron.
         first_layer: The index of the stage's first layer.
         crosses: Whether the parameter belongs to a layer with cross-attention.
     """
@@ -359,7 +370,7 @@ def megatron_path(name: str, first_layer: int, *, crosses: bool = False) -> tupl
 
 
 def count_layers(model: Any) -> Counter[str]:
-    """Return the number of layers in a file's `model`, or in one of its towers, per stack."""
+    """Return the number of layers in a file's `model`, or in its first tower, by stack."""
     for tower in towers_of(model)[:1]:
         return count_layers(model[tower])
     if is_core(model):
@@ -377,7 +388,7 @@ def count_layers(model: Any) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The rules for converting Megatron's order of rows to ours.
+    """The rules for converting Megatron's row orders and splits to ours.
 
     Attributes:
         version: The file's `checkpoint_version`.
@@ -413,7 +424,14 @@ class Arrangement:
         return split.flatten(0, 2)
 
     def split_dim(self, name: str) -> int | None:
-        """Return the dimension of our tensor that ranks split, or None if each holds all of it."""
+        """Return the dimension that tensor-parallel ranks split, or None if each has a full copy.
+
+        Args:
+            name: Our name for the parameter.
+
+        Returns:
+            A dimension of our tensor, as `arrange` returns it.
+        """
         module, _, kind = _LAYER_PREFIX.sub("", name).rpartition(".")
         module = _EXPERT_PATH.sub("mlp.", module)
         if module in _SPLIT_OUTPUTS:

@@ -1,14 +1,14 @@
-"""Find which optimizer state in a file belongs to which parameter.
+"""Match the optimizer states in Megatron-LM's files to parameters.
 
 Megatron's optimizer numbers parameters by group: first those with weight decay, then biases and
-other 1-D parameters, each group in the model's order. 16-bit runs keep fp32 masters in the same
+other 1-D parameters, each group in the model's order. 16-bit runs store fp32 masters in the same
 order.
 
-The distributed optimizer of 23.06 and 23.08 keeps its states in `distrib_optim.pt`: three flat fp32
-tensors, `param`, `exp_avg` and `exp_avg_sq`, for every virtual stage and gradient type. They hold
-all parameters of the stage in reverse order of registration, padded at the end to a multiple of the
-data-parallel size. The Llama-2 fork, and Megatron from late 2023, cut them into buckets: a list of
-tensors, each padded.
+The distributed optimizer of 23.06 and 23.08 stores its states in `distrib_optim.pt`: three flat
+fp32 tensors, `param`, `exp_avg` and `exp_avg_sq`, for every virtual stage and gradient dtype. Each
+contains all parameters of the stage in reverse order of registration, padded at the end to a
+multiple of the data-parallel size. The Llama-2 fork, and Megatron from late 2023, split each of
+them into buckets: a list of tensors, each padded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.checkpoint.legacy.names import Parameter
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
 from megatron.errors import CheckpointError
 
-# The kinds of state, by Megatron's key: those of an optimizer's state, then those of flat tensors.
+# Our names for the kinds of optimizer states, by Megatron's key. FLAT_KINDS is for flat tensors.
 STATE_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
 FLAT_KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -37,8 +37,8 @@ class OptimizerState:
     """An optimizer's tensors and counters in one file.
 
     Attributes:
-        tensors: The states by name, such as "<our parameter>.exp_avg", and by the index of the
-            expert in the file, if they belong to an expert.
+        tensors: The states by name, such as "<our parameter>.exp_avg", and index of the expert in
+            the file (None outside experts).
         steps: All step counts in the file, as numbers or scalar tensors. They should agree.
         loss_scale: The file's `grad_scaler`, or empty if it has none.
     """
@@ -48,14 +48,20 @@ class OptimizerState:
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def add(self, parameter: Parameter, kind: str, tensor: Any) -> None:
-        """Add a parameter's state. A different shape proves that the order is wrong.
+        """Add a state of a parameter.
+
+        Args:
+            parameter: The parameter.
+            kind: Our name for the kind of state, such as "exp_avg".
+            tensor: The state.
 
         Raises:
-            CheckpointError: The state and the parameter have different shapes.
+            CheckpointError: The state and the parameter differ in shape, so states and parameters
+                were not matched in the right order.
         """
         if not isinstance(tensor, TensorRef) or tensor.shape != parameter.tensor.shape:
             raise CheckpointError(f"{kind} of {parameter.name} does not have the parameter's shape")
-        if parameter.name is not None:  # a tied copy's state equals the one on the first stage
+        if parameter.name is not None:  # the state of a tied copy equals that of the original
             self.tensors[f"{parameter.name}.{kind}", parameter.expert] = tensor
 
 
@@ -67,10 +73,20 @@ def _counters(optimizer: Mapping[str, Any], groups: Sequence[Any]) -> OptimizerS
 
 
 def read_optimizers(optimizer: Any, parameters: Sequence[Parameter]) -> OptimizerState | None:
-    """Return the state in a file's `optimizer`, as `read_optimizer` does.
+    """Return the states in a file's `optimizer`, which may be a list of two optimizers.
 
     If Megatron Core distributes experts over processes, they have a separate optimizer, the second
-    in a list.
+    in the list.
+
+    Args:
+        optimizer: The tree `optimizer` of the file.
+        parameters: The parameters in the file, in the model's order.
+
+    Returns:
+        The states, or None if they are in another file or were not saved.
+
+    Raises:
+        CheckpointError: The number or the shapes of states do not match the parameters.
     """
     parameters = [
         parameter for parameter in parameters if not str(parameter.name).endswith("expert_bias")
@@ -90,7 +106,7 @@ def read_optimizers(optimizer: Any, parameters: Sequence[Parameter]) -> Optimize
 
 
 def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> OptimizerState | None:
-    """Return the state in a file's `optimizer`, or None if it is in another file or was not saved.
+    """Return the states in a single `optimizer`, or None if they are elsewhere or were not saved.
 
     Raises:
         CheckpointError: The number or the shapes of states do not match the parameters.
@@ -99,7 +115,7 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
         return None
     torch_state = optimizer.get("optimizer", optimizer.get("optimizer_state_dict", optimizer))
     if not isinstance(torch_state, dict) or not isinstance(torch_state.get("state"), dict):
-        return None  # the distributed optimizer keeps its state in distrib_optim.pt
+        return None  # the distributed optimizer stores its states in distrib_optim.pt
     groups = torch_state.get("param_groups", [])
     by_decay = [
         [parameter for parameter in parameters if parameter.is_decayed is decays]
@@ -149,7 +165,7 @@ def _with_masters(
 def read_distributed(
     optimizer: Any, flat: Mapping[Any, Any], chunks: Sequence[Sequence[Parameter]]
 ) -> OptimizerState:
-    """Return the state in a rank's `distrib_optim.pt`.
+    """Return the states in a rank's `distrib_optim.pt`.
 
     Args:
         optimizer: The tree `optimizer` of the rank's other file, which contains the counters.
@@ -157,7 +173,7 @@ def read_distributed(
         chunks: The parameters of each virtual stage, in the model's order.
 
     Raises:
-        CheckpointError: Flat tensors are missing, or too short for the parameters.
+        CheckpointError: Flat tensors are missing, or their lengths do not match the parameters.
     """
     optimizer = optimizer if isinstance(optimizer, dict) else {}
     inner = optimizer.get("optimizer")
@@ -169,24 +185,24 @@ def read_distributed(
         (states,) = by_type.values()
         shapes = [parameter.tensor.shape for parameter in parameters]
         for key, kind in FLAT_KINDS.items():
-            for parameter, window in zip(parameters, _find(states.get(key), shapes), strict=True):
+            for parameter, window in zip(parameters, _split(states.get(key), shapes), strict=True):
                 in_16_bits = parameter.tensor.storage.dtype != torch.float32
                 if kind != "master" or in_16_bits:  # an fp32 weight is its own master
                     result.add(parameter, kind, window)
     return result
 
 
-def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
-    """Return references to each parameter's values in a flat tensor of a file, or in its buckets.
+def _split(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
+    """Return references to each parameter's values in a flat tensor, or in its buckets.
 
     A parameter that does not fit into the current bucket begins the next one.
 
     Args:
-        flat: A tensor of the file, or a list of them.
+        flat: A 1-D tensor of the file, or a list of such buckets.
         shapes: The shapes of the parameters, in order of registration.
 
     Raises:
-        CheckpointError: `flat` is not a flat tensor, or its length does not match the parameters.
+        CheckpointError: A bucket is not a 1-D tensor, or the lengths do not match the parameters.
     """
     buckets = flat if isinstance(flat, list) else [flat]
     if not all(isinstance(bucket, TensorRef) and len(bucket.shape) == 1 for bucket in buckets):
@@ -208,11 +224,12 @@ def _find(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[TensorRef]:
 
 
 def flat_tensor(parts: Sequence[Tensor], data_parallel: int) -> LazyTensor:
-    """Return the flat tensor of a stage, which is assembled only when it is read.
+    """Return the flat fp32 tensor of a stage, which is assembled only when it is read.
 
     Args:
         parts: The states of the parameters, in order of registration.
-        data_parallel: The number of processes that share the tensor.
+        data_parallel: The number of processes that share the tensor. Its length is padded to a
+            multiple of this number.
     """
     total = sum(part.numel() for part in parts)
     padded = -(-total // data_parallel) * data_parallel

@@ -1,15 +1,15 @@
 """Read a checkpoint's pickle into plain records.
 
-Nothing here uses the `pickle` module. A small machine runs the byte code itself: it knows the
+Nothing here uses the `pickle` module. A small virtual machine interprets the pickle: it knows the
 instructions that checkpoints use, builds only dicts, lists, tuples, scalars and the records below,
-and refuses everything else. A name in the file is looked up in a table of our own functions, and
-nothing that a file names is imported or called.
+and refuses everything else. A name in the file is looked up in a table of our own functions.
+Nothing that a file names is imported or called.
 
-A hostile file cannot hang or crash the reader either. The work is bounded: bytes, instructions, the
+A hostile file cannot hang or crash the reader either. There are limits on bytes, instructions, the
 sizes of integers, and the items that calls copy. Dict keys are strings and small integers, or flat
 tuples of them, because hashing nested tuples takes time exponential in their depth. A finished tree
 contains no cycle, and its depth and its number of values are limited, counting a shared value each
-time it occurs. So code that walks the tree may use recursion.
+time it occurs. Code that walks the tree may therefore use recursion.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ STORAGES = {
 
 
 class RefusedError(Exception):
-    """An error for a file that asks for something that no checkpoint needs."""
+    """An error for a pickle that contains something that no checkpoint needs."""
 
 
 def show(value: Any) -> str:
-    """Return a value for a message, or only its type if it is not a scalar.
+    """Return text for a value in a message: a scalar's value, or the type of any other value.
 
-    A small pickle can encode an endless container.
+    Containers are not printed, because a small pickle can encode an endless one.
     """
     if value is None or type(value) in (str, int, float, bool):
         return repr(value)[:80]
@@ -60,11 +60,17 @@ def show(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Factory:
-    """A stand-in for a global name that the file calls: one of our own functions."""
+    """A function of ours that stands in for a global name that a pickle calls.
+
+    Attributes:
+        name: A name for messages.
+        call: The function.
+        is_class: Whether the pickle may create objects of this class and set their state.
+    """
 
     name: str
     call: Callable[..., Any]
-    is_class: bool = False  # whether the file may create objects of this class and fill them
+    is_class: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,13 @@ class StorageType:
 
 @dataclass(frozen=True)
 class StorageRef:
-    """A storage in the container: its record's key and the number of elements that it claims."""
+    """A reference to a storage.
+
+    Attributes:
+        dtype: The dtype of its elements.
+        key: The key of its record in the file.
+        numel: The number of elements according to the pickle.
+    """
 
     dtype: torch.dtype
     key: str
@@ -85,7 +97,14 @@ class StorageRef:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor as a window into a storage; its bytes are not read."""
+    """A reference to a tensor: a strided view of a storage whose bytes have not been read.
+
+    Attributes:
+        storage: The storage.
+        offset: The index of the tensor's first element in the storage.
+        shape: The tensor's shape.
+        stride: The tensor's strides, in elements.
+    """
 
     storage: StorageRef
     offset: int
@@ -95,7 +114,12 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value of a class that we do not have, such as an enum member."""
+    """A value of a class that this program does not have, such as an enum member.
+
+    Attributes:
+        name: The name of the class.
+        args: The arguments with which it was created.
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -105,12 +129,17 @@ class Namespace:
     """A stand-in for argparse.Namespace: the command line of the run that wrote the file."""
 
     def __init__(self) -> None:
-        """Create an empty namespace, which the file fills once."""
+        """Create an empty namespace, whose fields the pickle sets once."""
         self.fields: dict[str, Any] = {}
 
 
 class Record:
-    """A stand-in for an object: the name of its class, and its state, which the file sets once."""
+    """A stand-in for an object.
+
+    Attributes:
+        kind: The name of its class.
+        state: Its state, which the pickle sets once.
+    """
 
     def __init__(self, kind: str) -> None:
         """Create a record without a state."""
@@ -127,7 +156,11 @@ class Array:
 
 
 def record_class(kind: str) -> Factory:
-    """Return a stand-in for a class whose objects are read as `Record`s."""
+    """Return a stand-in for a class, whose objects are read as `Record`s.
+
+    Args:
+        kind: The name of the class.
+    """
     return Factory(kind, lambda: Record(kind), is_class=True)
 
 
@@ -138,17 +171,18 @@ def read_pickle(
     names: Mapping[tuple[str, str], Any] | None = None,
     max_instructions: int = MAX_INSTRUCTIONS,
 ) -> Any:
-    """Return the tree in `data`: dicts, lists, tuples, scalars and the records above.
+    """Return the tree in a pickle: dicts, lists, tuples, scalars and the records above.
 
     Args:
         data: The pickle.
         source: The file's name, for messages.
-        names: Our stand-ins for the only names that the file may use, in addition to the number
-            types of torch. `None` stands for the names that torch.save uses.
+        names: The only global names that the pickle may use, with our stand-ins for them. The
+            dtypes of torch are always allowed. `None` allows the names that torch.save uses
+            (`NAMES`), and Megatron's own classes, whose objects are read as `Opaque`.
         max_instructions: The maximum number of instructions to run.
 
     Raises:
-        CheckpointError: The pickle is damaged, or asks for something that no checkpoint needs.
+        CheckpointError: The pickle is damaged, or contains something that no checkpoint needs.
     """
     try:
         if len(data) > MAX_BYTES:
@@ -159,15 +193,15 @@ def read_pickle(
     except RefusedError as error:
         raise CheckpointError(f"{source}: refused, nothing in it was run: {error}") from None
     except Exception as error:
-        # A broken pickle can make the machine fail in any way, for example on an empty stack, as
-        # can one that calls our functions with unsuitable arguments.
+        # A broken pickle, or one that calls our functions with unsuitable arguments, can raise any
+        # exception in the machine, for example because the stack is empty.
         raise CheckpointError(
             f"{source}: refused, nothing in it was run: {type(error).__name__}: {str(error)[:200]}"
         ) from None
 
 
 class _Machine:
-    """The stack and the memo of a pickle that is being read."""
+    """A virtual machine that interprets a pickle: its stack, marks and memo."""
 
     def __init__(self, names: Mapping[tuple[str, str], Any] | None, max_instructions: int) -> None:
         self._names, self._limit = names, max_instructions
@@ -229,24 +263,24 @@ class _Machine:
         self._stack[-1].extend(values)
 
     def set_items(self, flat: list[Any]) -> None:
-        """Set items of the dict on the stack from key, value, key, value, ..."""
+        """Update the dict on the stack with alternating keys and values."""
         if type(self._stack[-1]) not in (dict, StateDict):
             raise RefusedError(f"an item for {show(self._stack[-1])}")
         self._stack[-1].update(_checked_items(zip(flat[::2], flat[1::2], strict=True)))
 
     def call(self) -> None:
-        """Call one of our functions with a tuple of arguments."""
+        """Pop a function of ours and its arguments, and push the result of the call."""
         target, args = self.take(2)
         if type(target) is not Factory or type(args) is not tuple:
             raise RefusedError(f"a call of {show(target)}")
         # Each call may copy its arguments, and a short loop can repeat it with the same long ones.
-        self._copied += sum(len(one) for one in args if isinstance(one, str | list | tuple))
+        self._copied += sum(len(arg) for arg in args if isinstance(arg, str | list | tuple))
         if self._copied > MAX_ITEMS:
             raise RefusedError(f"calls with more than {MAX_ITEMS:,} items")
         self._stack.append(target.call(*args))
 
     def find(self, module: Any, name: Any) -> None:
-        """Push our stand-in for a global name in the file."""
+        """Push our stand-in for a global name in the pickle."""
         if type(module) is not str or type(name) is not str:
             raise RefusedError("a name that is not a string")
         self._stack.append(_find(module, name, self._names))
@@ -320,14 +354,14 @@ def _checked_items(pairs: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def _find(module: str, name: str, names: Mapping[tuple[str, str], Any] | None) -> Any:
-    """Return our stand-in for a global name in the file."""
+    """Return our stand-in for a global name in the pickle."""
     # Use vars(): getattr on torch would import some modules.
     if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
         return f"torch.{name}"
     known = NAMES if names is None else names
     if (module, name) in known:
         return known[module, name]
-    # These are enums and similar classes of Megatron. The name is enough; nothing is imported.
+    # Megatron's enums and similar classes: the name is enough, and nothing is imported.
     if names is None and module.partition(".")[0] == "megatron" and name.isidentifier():
         return Factory(name, lambda *args: Opaque(name, args))
     kind = "checkpoint" if names is None else "such file"
@@ -395,11 +429,11 @@ def _sizes(value: Any) -> tuple[int, ...]:
         raise RefusedError("a shape that is not a tuple")
     if len(value) > MAX_DIMENSIONS:
         raise RefusedError(f"a tensor of {len(value):,} dimensions")
-    return tuple(_size(one) for one in value)
+    return tuple(_size(item) for item in value)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> TensorRef:
-    """Return a window into a storage, after checking that it fits inside."""
+    """Return a reference to a tensor, after checking that the tensor fits into its storage."""
     if type(storage) is not StorageRef:
         raise RefusedError("a tensor without a storage")
     ref = TensorRef(storage, _size(offset), _sizes(shape), _sizes(stride))
@@ -426,20 +460,14 @@ def _ordered_dict(*args: Any) -> StateDict:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """Return bytes that Python 3 stores as text in pickle protocols before 3."""
+    """Return the bytes that pickle protocols before 3 store as latin1 text."""
     if type(text) is not str or encoding != "latin1":
         raise RefusedError("bytes in an encoding other than latin1")
     return text.encode("latin1")
 
 
-def _tuple(values: Any) -> tuple[Any, ...]:
-    if type(values) not in (tuple, list):
-        raise RefusedError("a torch.Size that is not made from a list")
-    return tuple(values)
-
-
 _ARRAY = Factory("ndarray", lambda *_: Array())
-SIZE = Factory("size", _tuple)
+SIZE = Factory("size", _sizes)
 # Our stand-ins for the names that torch.save uses.
 NAMES: dict[tuple[str, str], Any] = {
     **{

@@ -114,7 +114,7 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="have several types"):
         HFReader(_folder(tmp_path / "half", half))
     fused = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(CheckpointError, match=rf"{fused} holds all experts .* save_pretrained"):
+    with pytest.raises(CheckpointError, match=rf"{fused} contains all experts .* save_pretrained"):
         HFReader(_folder(tmp_path / "fused", {**_without(""), fused: torch.zeros(6, 44, HIDDEN)}))
 
 

@@ -465,5 +465,5 @@ def test_an_adapter_of_another_base_is_refused(copy, tmp_path):
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no adapter"):
+    with pytest.raises(CheckpointError, match="contains no adapter"):
         build_toy(Layout.single(), [*_words("some"), "--load-adapter", str(tmp_path)])
