@@ -13,8 +13,8 @@ from megatron.config.experts import layer_experts
 from megatron.config.fields import from_yaml
 from megatron.config.model import (
     NETWORK_FIELDS,
-    ROTARY_SPEED,
-    WITHOUT_TABLE,
+    ROTARY_FREQUENCIES,
+    UNLEARNED_POSITIONS,
     ModelConfig,
     is_irrelevant,
 )
@@ -58,7 +58,7 @@ def check_network(
         and not (gets_adapters and name in ADAPTER_FIELDS)
         and not (gets_reward and name == "reward_head")
     }
-    speeds = [line for name, line in differing.items() if name in ROTARY_SPEED]
+    speeds = [line for name, line in differing.items() if name in ROTARY_FREQUENCIES]
     if finetunes and len(speeds) == len(differing):
         reason = "the rotary frequencies differ from those that the weights were trained with"
         return [f"  --finetune: {line}: {reason}" for line in speeds]
@@ -86,7 +86,7 @@ def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
         reader: The checkpoint.
     """
     saved = reader.meta["config"].get("model", {})
-    may_differ = model.position_embedding_type in WITHOUT_TABLE
+    may_differ = model.position_embedding_type in UNLEARNED_POSITIONS
     return {
         name: _difference(f"model.{name}", getattr(model, name), saved[name])
         for name in NETWORK_FIELDS

@@ -126,10 +126,10 @@ class SelfAttentionOptions:
         rotary_scaling_factor: Factor of YaRN and of dynamic NTK: the desired context length divided
             by the training context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
-        yarn_beta_fast: YaRN does not change frequencies that turn at least this many times within
-            the training context.
-        yarn_beta_slow: YaRN divides frequencies that turn at most this many times within the
-            training context by the full factor.
+        yarn_beta_fast: YaRN does not change frequencies that complete at least this many rotations
+            within the training context.
+        yarn_beta_slow: YaRN divides frequencies that complete at most this many rotations within
+            the training context by the full factor.
         yarn_correction_range_round_to_int: Round the channels at which --yarn-beta-fast and
             --yarn-beta-slow are reached to whole numbers.
         mscale: YaRN multiplies queries and keys by m(--mscale) / m(--mscale-all-dim), where m(x) is
@@ -197,8 +197,8 @@ class SelfAttentionOptions:
     yarn_original_max_position_embeddings: int | None = flag(
         None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_YARN
     )
-    yarn_beta_fast: float = flag(32.0, unit="turns", above=0, requires=_YARN)
-    yarn_beta_slow: float = flag(1.0, unit="turns", above=0, requires=_YARN)
+    yarn_beta_fast: float = flag(32.0, unit="rotations", above=0, requires=_YARN)
+    yarn_beta_slow: float = flag(1.0, unit="rotations", above=0, requires=_YARN)
     yarn_correction_range_round_to_int: bool = flag(True, requires=_YARN)
     mscale: float = flag(1.0, at_least=0, requires=_YARN)
     mscale_all_dim: float = flag(0.0, at_least=0, requires=_YARN)

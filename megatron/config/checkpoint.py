@@ -41,7 +41,7 @@ def _non_persistent_type(text: str) -> str:
 # Conditions for the flags below, used as their `needs` or `requires`.
 _LOADS = Requirement(lambda run: run.checkpoint.load is not None, "--load")
 _SAVES = Requirement(lambda run: run.checkpoint.save is not None, "--save")
-_OFTEN = Requirement(
+_NON_PERSISTENT = Requirement(
     lambda run: run.checkpoint.non_persistent_save_interval is not None,
     "--non-persistent-save-interval",
 )
@@ -53,7 +53,7 @@ _LOCAL = Requirement(
     lambda run: run.checkpoint.non_persistent_ckpt_type == "local",
     "--non-persistent-ckpt-type local",
 )
-_COPIED = Requirement(lambda run: run.checkpoint.replication, "--replication")
+_REPLICATED = Requirement(lambda run: run.checkpoint.replication, "--replication")
 _FOR_CORE = Requirement(
     lambda run: run.checkpoint.ckpt_format == "torch_dist", "--ckpt-format torch_dist"
 )
@@ -140,13 +140,13 @@ class CheckpointConfig:
         None, unit="iterations", at_least=1, requires=_SAVES
     )
     non_persistent_ckpt_type: str | None = flag(
-        None, choices=("global", "local"), convert=_non_persistent_type, needs=_OFTEN
+        None, choices=("global", "local"), convert=_non_persistent_type, needs=_NON_PERSISTENT
     )
     non_persistent_global_ckpt_dir: str | None = flag(None, requires=_GLOBAL)
     non_persistent_local_ckpt_dir: str | None = flag(None, requires=_LOCAL)
     replication: bool = flag(False, requires=_LOCAL)
-    replication_jump: int | None = flag(None, unit="ranks", at_least=1, requires=_COPIED)
-    replication_factor: int = flag(2, unit="machines", at_least=2, requires=_COPIED)
+    replication_jump: int | None = flag(None, unit="ranks", at_least=1, requires=_REPLICATED)
+    replication_factor: int = flag(2, unit="machines", at_least=2, requires=_REPLICATED)
     no_save_optim: bool = flag(False, needs=_SAVES)
     no_save_rng: bool = flag(False, needs=_SAVES)
     load: str | None = flag(None, is_common=True)

@@ -35,7 +35,7 @@ _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 _DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _STEPS = "gradient_accumulation_steps"
 # Keys whose values are copied to a field.
-_SAME = {
+_COPIED_KEYS = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
     "gradient_clipping": "optimizer.clip_grad",
@@ -270,7 +270,7 @@ def _settings(
 
     The value is `None` if the file leaves it to the flags.
     """
-    for key, field_path in _SAME.items():
+    for key, field_path in _COPIED_KEYS.items():
         if key in keys:
             yield key, field_path, keys[key]
     yield from _precision(keys, sources, findings)

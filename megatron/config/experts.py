@@ -32,15 +32,15 @@ _GATED = Requirement(
     lambda run: run.model.num_experts and run.model.moe_router_gating == "deepspeed",
     "--moe-router-gating deepspeed",
 )
-_GATED_TO_ONE = Requirement(
+_GATED_TOP_1 = Requirement(
     lambda run: _GATED.is_met(run) and run.model.moe_router_topk == 1,
     "--moe-router-gating deepspeed --moe-router-topk 1",
 )
-_GATED_TO_TWO = Requirement(
+_GATED_TOP_2 = Requirement(
     lambda run: _GATED.is_met(run) and run.model.moe_router_topk == 2,
     "--moe-router-gating deepspeed --moe-router-topk 2",
 )
-_TO_ONE = Requirement(
+_TOP_1 = Requirement(
     lambda run: run.model.num_experts and run.model.moe_router_topk == 1,
     "--num-experts with --moe-router-topk 1",
 )
@@ -132,16 +132,16 @@ class ExpertOptions:
     moe_router_gating: str = flag("core", choices=("core", "deepspeed"), needs=_MIXTURE)
     noisy_gate_policy: str | None = flag(None, choices=("RSample", "Jitter"), requires=_GATED)
     moe_top2_2nd_expert_sampling: bool = flag(
-        True, off="--disable-moe-top2-2nd-expert-sampling", needs=_GATED_TO_TWO
+        True, off="--disable-moe-top2-2nd-expert-sampling", needs=_GATED_TOP_2
     )
-    moe_use_rts: bool = flag(True, needs=_GATED_TO_ONE)
+    moe_use_rts: bool = flag(True, needs=_GATED_TOP_1)
     moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=_MIXTURE)
     moe_router_bias: bool = flag(False, needs=_MIXTURE)
     moe_router_score_function: str = flag(
         "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), needs=_MIXTURE
     )
     moe_router_pre_softmax: bool = flag(False, needs=_MIXTURE)
-    moe_apply_probs_on_input: bool = flag(False, requires=_TO_ONE)
+    moe_apply_probs_on_input: bool = flag(False, requires=_TOP_1)
     moe_router_num_groups: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
     moe_router_group_topk: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
     moe_router_group_score_topk: int | None = flag(

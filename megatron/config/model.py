@@ -95,8 +95,8 @@ class DenseOptions:
         use_rope_scaling: Lower the rotary frequencies as Llama 3.1 does (original context length
             8192).
         rope_scaling_factor: Factor by which --use-rope-scaling divides the lowest frequencies.
-        rope_high_freq_factor: Frequencies that turn at least this many times within 8192 tokens are
-            not changed by --use-rope-scaling (1 in Llama 4).
+        rope_high_freq_factor: Frequencies that complete at least this many rotations within 8192
+            tokens are not changed by --use-rope-scaling (1 in Llama 4).
         make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this times the
             tensor-parallel size.
         normalization: Normalization before each block.
@@ -205,7 +205,7 @@ class DenseOptions:
     rotary_seq_len_interpolation_factor: float | None = flag(None, at_least=1, needs=_ROTARY)
     use_rope_scaling: bool = flag(False, requires=_ROTARY)
     rope_scaling_factor: float = flag(8.0, above=0, needs=_SCALED)
-    rope_high_freq_factor: float = flag(4.0, unit="turns", at_least=1, needs=_SCALED)
+    rope_high_freq_factor: float = flag(4.0, unit="rotations", at_least=1, needs=_SCALED)
     make_vocab_size_divisible_by: int = flag(128, unit="entries", at_least=1, at_most=MAX_IDS)
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, names="--norm-epsilon --layernorm-epsilon", above=0)
@@ -452,7 +452,7 @@ NETWORK_FIELDS = tuple(
 # Fields that set the frequencies of rotary embeddings. Finetuning may change them, for example for
 # a longer context. --rotary-percent is not among them: channels that were never rotated carry no
 # positions.
-ROTARY_SPEED = (
+ROTARY_FREQUENCIES = (
     "rotary_base",
     "window_rotary_base",
     "rotary_seq_len_interpolation_factor",
@@ -476,7 +476,7 @@ _MLP_FIELDS = (  # fields of MLPs and experts
     *("glu_linear_offset", "activation_func_clamp_value"),
 )
 # Position types without weights, for sequences of any length.
-WITHOUT_TABLE = ("rope", "alibi", "none")
+UNLEARNED_POSITIONS = ("rope", "alibi", "none")
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:

@@ -28,10 +28,10 @@ _SCALE = 1 / STATE_BLOCK
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + _SCALE, "fp8": 1 + _SCALE}
 """Bytes per element of each format of optimizer states, including scales."""
 _MOMENTS = tuple(STATE_BYTES)
-_AWARE = Requirement(
+_PRECISION_AWARE = Requirement(
     lambda run: run.optimizer.use_precision_aware_optimizer, "--use-precision-aware-optimizer"
 )
-_PACKED = Requirement(
+_LOW_PRECISION = Requirement(
     lambda run: any(getattr(run.optimizer, name) != "fp32" for name in FORMAT_FIELDS),
     "--exp-avg-dtype, --exp-avg-sq-dtype, --main-params-dtype or --main-grads-dtype",
 )
@@ -132,11 +132,11 @@ class OptimizerConfig:
         "blockwise", choices=("blockwise", "duplicated", "distributed"), needs=_MUON
     )
     muon_scalar_optimizer: str = flag("adam", choices=("adam",), needs=_MUON)
-    use_precision_aware_optimizer: bool = flag(False, needs=_PACKED)
-    exp_avg_dtype: str = flag("fp32", choices=_MOMENTS, requires=_AWARE)
-    exp_avg_sq_dtype: str = flag("fp32", choices=_MOMENTS, requires=_AWARE)
-    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), requires=_AWARE)
-    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), requires=_AWARE)
+    use_precision_aware_optimizer: bool = flag(False, needs=_LOW_PRECISION)
+    exp_avg_dtype: str = flag("fp32", choices=_MOMENTS, requires=_PRECISION_AWARE)
+    exp_avg_sq_dtype: str = flag("fp32", choices=_MOMENTS, requires=_PRECISION_AWARE)
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), requires=_PRECISION_AWARE)
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), requires=_PRECISION_AWARE)
     ema_decay: float | None = flag(None, above=0, below=1)
     lawa_interval: int | None = flag(None, unit="updates", at_least=1)
     lawa_window: int = flag(5, unit="snapshots", at_least=2, requires=_LAWA)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.fields import MAX_LAYERS, Requirement, flag
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_SHARES_SEQUENCES = Requirement(
+_CONTEXT_PARALLEL = Requirement(
     lambda run: run.parallel.context_parallel_size > 1,
     "--context-parallel-size: sequences are not split",
 )
@@ -110,7 +110,7 @@ class ParallelOptions:
     pipeline_model_parallel_split_rank: int | None = flag(None, unit="stage", only_for=("t5",))
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
-    cp_comm_type: str = flag("p2p", choices=("p2p", "a2a"), needs=_SHARES_SEQUENCES)
+    cp_comm_type: str = flag("p2p", choices=("p2p", "a2a"), needs=_CONTEXT_PARALLEL)
     sequence_parallel: bool = False
     async_tensor_model_parallel_allreduce: bool = True
     tp_comm_overlap: bool = False

@@ -20,7 +20,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.data_files import DATA_FILES, read_data_files, read_retro_workdir
 from megatron.config.fields import Field, FlagInfo, by_spelling, fields_of
-from megatron.config.model import ROTARY_SPEED, WITHOUT_TABLE, with_article
+from megatron.config.model import ROTARY_FREQUENCIES, UNLEARNED_POSITIONS, with_article
 from megatron.config.other_flags import explain, other_flags, translate
 from megatron.config.resolve import forget_derived, longest_sequence, resolve
 from megatron.config.run import (
@@ -454,12 +454,12 @@ def _keep_requested_length(
     requested_length = max(
         config.model.max_position_embeddings or 0, longest_sequence(config.data) or 0
     )
-    if kind in WITHOUT_TABLE and saved_length is not None and requested_length > saved_length:
+    if kind in UNLEARNED_POSITIONS and saved_length is not None and requested_length > saved_length:
         values.pop(path)
         findings.notices.append(
             f"--max-position-embeddings {requested_length}: longer than the checkpoint's "
             f"{saved_length}; positions of --position-embedding-type {kind} have no weights"
         )
     if config.checkpoint.finetune:
-        for path in {f"model.{name}" for name in ROTARY_SPEED} & set(given):
+        for path in {f"model.{name}" for name in ROTARY_FREQUENCIES} & set(given):
             values.pop(path, None)

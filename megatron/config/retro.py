@@ -16,7 +16,7 @@ _RETRO = ("retro",)
 _CYCLIC = Requirement(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 # Every third layer attends to neighbors, from the first such layer on. Megatron-LM places the first
 # one at layer 6 in models of up to 15 layers, and at layer 9 in others.
-_FIRST_OF_FEW, _FIRST_OF_MANY, _FEW, _STEP = 6, 9, 15, 3
+_FIRST_IN_SHALLOW, _FIRST_IN_DEEP, _MAX_SHALLOW, _STEP = 6, 9, 15, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def is_retriever_parameter(name: str) -> bool:
 
 def retro_layers(num_layers: int) -> range:
     """Return the indices, from 0, of the layers that attend to neighbors."""
-    first = _FIRST_OF_FEW if num_layers <= _FEW else _FIRST_OF_MANY
+    first = _FIRST_IN_SHALLOW if num_layers <= _MAX_SHALLOW else _FIRST_IN_DEEP
     return range(first - 1, num_layers, _STEP)
 
 

@@ -27,8 +27,8 @@ def muon(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     tensor = config.parallel.tensor_model_parallel_size
     groups = model.num_query_groups if model.group_query_attention else None
-    in_parts = optimizer.muon_tp_mode != "duplicated" and optimizer.muon_split_qkv
-    if in_parts and groups and groups < tensor:
+    splits_qkv = optimizer.muon_tp_mode != "duplicated" and optimizer.muon_split_qkv
+    if splits_qkv and groups and groups < tensor:
         yield (
             f"--muon-tp-mode {optimizer.muon_tp_mode} with --num-query-groups {groups} and "
             f"--tensor-model-parallel-size {tensor}: a process has no whole group of queries, keys "
@@ -42,7 +42,7 @@ def mup(config: RunOptions, world_size: int) -> Iterator[str]:
     if not model.use_mup:
         return
     parallel = config.parallel
-    by_ring = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p"
+    is_ring = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p"
     for given, why, remedy in (
         (
             "--optimizer sgd" * (optimizer.optimizer == "sgd"),
@@ -82,7 +82,7 @@ def mup(config: RunOptions, world_size: int) -> Iterator[str]:
             "drop one of the two",
         ),
         (
-            "--cp-comm-type p2p" * by_ring,
+            "--cp-comm-type p2p" * is_ring,
             "a ring does not scale the attention scores",
             "use --cp-comm-type a2a",
         ),

@@ -112,13 +112,13 @@ def excluded(config: RunOptions, flag_text: str, exclusions: Exclusions) -> Iter
         exclusions: The values that the flag allows.
     """
     values = flatten(config)
-    for path, (passing, reason) in exclusions.items():
-        if values[path] in passing:
+    for path, (allowed, reason) in exclusions.items():
+        if values[path] in allowed:
             continue
         field = field_at(path)
-        needed = field.spell(next(iter(passing)))
-        if needed and values[path] == field.default:  # there may be no flag to drop
-            yield f"{flag_text} requires {needed}: {reason}: add it"
+        required = field.spell(next(iter(allowed)))
+        if required and values[path] == field.default:  # there may be no flag to drop
+            yield f"{flag_text} requires {required}: {reason}: add it"
         else:
             flag = field.spell(values[path])
             yield f"{flag_text} cannot be combined with {flag}: {reason}: drop one of them"
@@ -204,12 +204,12 @@ def tensor_parallel(config: RunOptions, world_size: int) -> Iterator[str]:
             f"values are not divisible by --tensor-model-parallel-size {tensor}: use "
             f"{divisors(rows)}"
         )
-    part = tensor * context
-    if parallel.sequence_parallel and length and length > 0 and length % part:
+    shards = tensor * context
+    if parallel.sequence_parallel and length and length > 0 and length % shards:
         yield (
             f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tensor} x "
-            f"--context-parallel-size {context} = {part}, as --sequence-parallel requires: use "
-            f"{near_multiples(length, part)}"
+            f"--context-parallel-size {context} = {shards}, as --sequence-parallel requires: use "
+            f"{near_multiples(length, shards)}"
         )
 
 
@@ -225,11 +225,11 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     yield from excluded(config, flag, _NOT_WITH_EXPERTS)
     if min(ranks, parts, tensor, parallel.pipeline_model_parallel_size) < 1:
         return  # `bounds` reports it
-    divides = gcd(*counts)
-    if divides % ranks:
+    common = gcd(*counts)
+    if common % ranks:
         yield (
             f"{flag} is not divisible by --expert-model-parallel-size {ranks}: use "
-            f"{divisors(divides)}"
+            f"{divisors(common)}"
         )
     if parts not in (1, tensor):
         yield (
@@ -401,7 +401,7 @@ def graphs(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
-def device(config: RunOptions, device: Device, neighbors: int) -> Iterator[str]:
+def device(config: RunOptions, device: Device, local_world_size: int) -> Iterator[str]:
     """Yield a line for each flag that the device does not support.
 
     This rule is not in `checks.RULES`, because those also apply to a dry run for other machines.
@@ -409,7 +409,7 @@ def device(config: RunOptions, device: Device, neighbors: int) -> Iterator[str]:
     Args:
         config: The run.
         device: The device of one of its processes.
-        neighbors: The number of processes on this machine, including this one.
+        local_world_size: The number of processes on this machine.
     """
     graphs, fp8 = config.training.cuda_graph_impl, config.precision.fp8_format
     tensor = config.parallel.tensor_model_parallel_size
@@ -431,9 +431,9 @@ def device(config: RunOptions, device: Device, neighbors: int) -> Iterator[str]:
             f"--fp8-format {fp8} with --num-experts: PyTorch's grouped 8-bit products run only on "
             f"Hopper GPUs (H100, H200), and this is a {device.name}: drop --fp8-format"
         )
-    if config.parallel.tp_comm_overlap and neighbors % tensor:
+    if config.parallel.tp_comm_overlap and local_world_size % tensor:
         yield (
             f"--tp-comm-overlap: --tensor-model-parallel-size {tensor} does not divide the "
-            f"{neighbors} process(es) of a machine, and only GPUs of one machine map each "
+            f"{local_world_size} process(es) of a machine, and only GPUs of one machine map each "
             "other's memory: drop the flag"
         )

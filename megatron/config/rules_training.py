@@ -25,12 +25,12 @@ _MAX_PASSES = 2**20  # per update, because a pipeline's schedule lists all of th
 def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if the global batch does not divide over micro-batches and processes."""
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
-    copies = data_parallel_size(config, world_size)
-    if micro and micro > 0 and total and total > 0 and total % (micro * copies):
-        step = micro * copies
+    replicas = data_parallel_size(config, world_size)
+    if micro and micro > 0 and total and total > 0 and total % (micro * replicas):
+        step = micro * replicas
         yield (
             f"--global-batch-size {total} is not divisible by --micro-batch-size {micro} x "
-            f"{copies} data-parallel process(es) = {step}: use {near_multiples(total, step)}"
+            f"{replicas} data-parallel process(es) = {step}: use {near_multiples(total, step)}"
         )
 
 
@@ -130,11 +130,11 @@ def _lengths_in_tokens(config: RunOptions) -> Iterator[str]:
 
 def skipped_iterations(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in --iterations-to-skip."""
-    below = [number for number in config.training.iterations_to_skip or () if number < 0]
-    if below:
+    negative = [number for number in config.training.iterations_to_skip or () if number < 0]
+    if negative:
         yield (
-            f"--iterations-to-skip {' '.join(map(str, below))}: iterations are counted from 0: use "
-            "the number in the log minus 1"
+            f"--iterations-to-skip {' '.join(map(str, negative))}: iterations are counted from 0: "
+            "use the number in the log minus 1"
         )
 
 
@@ -270,18 +270,18 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
         if not end or training.skip_train:
             continue
         source = f"--lr-decay-{unit} {end}" if decay is not None else f"--train-{unit} {end}"
-        anneal = None if unit == "tokens" else getattr(schedule, f"lr_wsd_decay_{unit}")
+        final_decay = None if unit == "tokens" else getattr(schedule, f"lr_wsd_decay_{unit}")
         if warmup > 0 and warmup >= end:
             yield f"--lr-warmup-{unit} {warmup} must be less than {source}: lower it"
-        elif anneal is not None and schedule.lr_decay_style == "WSD":
-            flag, first = f"--lr-wsd-decay-{unit} {anneal}", f"--lr-warmup-{unit} {warmup}"
+        elif final_decay is not None and schedule.lr_decay_style == "WSD":
+            flag, first = f"--lr-wsd-decay-{unit} {final_decay}", f"--lr-warmup-{unit} {warmup}"
             total: float = warmup
             if fraction is not None and 0 <= fraction < 1:
                 total = round(fraction * end, 6)  # rounded, so that 0.07 x 100 is not more than 7
                 first = f"--lr-warmup-fraction {fraction:g} ({total:.10g} {unit})"
-            if anneal > end:
+            if final_decay > end:
                 yield f"{flag} must be at most {source}: lower it"
-            elif total + anneal > end:
+            elif total + final_decay > end:
                 both = f"{first} and {flag}"
                 yield f"{both} overlap: lower one of them, so that both fit into {source}"
 
@@ -486,9 +486,9 @@ def passes(config: RunOptions, world_size: int) -> Iterator[str]:
     micro, batch = config.training.micro_batch_size, config.training.global_batch_size
     if not micro or not batch or micro < 1:
         return
-    each = micro * data_parallel_size(config, world_size)
-    if batch // each > _MAX_PASSES:
+    step = micro * data_parallel_size(config, world_size)
+    if batch // step > _MAX_PASSES:
         yield (
-            f"--global-batch-size {batch} gives each process {batch // each} micro-batches per "
-            f"update: use at most {_MAX_PASSES * each}, or a larger --micro-batch-size"
+            f"--global-batch-size {batch} gives each process {batch // step} micro-batches per "
+            f"update: use at most {_MAX_PASSES * step}, or a larger --micro-batch-size"
         )

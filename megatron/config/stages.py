@@ -49,8 +49,8 @@ class ModelPart:
             encoder: The number of layers of the whole encoder, which come first.
         """
         start, stop = self.layers.start, self.layers.stop
-        below = range(max(start, encoder) - encoder, max(stop, encoder) - encoder)
-        return range(start, min(stop, encoder)), below
+        decoder_layers = range(max(start, encoder) - encoder, max(stop, encoder) - encoder)
+        return range(start, min(stop, encoder)), decoder_layers
 
 
 def whole_model(num_layers: int) -> ModelPart:
@@ -328,14 +328,14 @@ def _fixed_ends(
             f"single virtual stage only: use {LAYOUT_FLAG}"
         )
     first, last = ([] if (n := getattr(config, name)) is None else [n] for name in _ENDS)
-    rest, others = num_layers - sum(first + last), stages - len(first + last)
-    if rest < 0 or rest % max(others, 1) or (rest and not others):
+    remaining, others = num_layers - sum(first + last), stages - len(first + last)
+    if remaining < 0 or remaining % max(others, 1) or (remaining and not others):
         raise ConfigError(
-            f"{given} leaves {rest} of {layers_text} for the other {others} stages of "
+            f"{given} leaves {remaining} of {layers_text} for the other {others} stages of "
             f"--pipeline-model-parallel-size {stages}, which does not divide evenly: choose "
             f"other numbers, or set the layers of each stage with {LAYOUT_FLAG}"
         )
-    return [*first, *[rest // max(others, 1)] * others, *last]
+    return [*first, *[remaining // max(others, 1)] * others, *last]
 
 
 def parse_layout(text: str, num_layers: int, stages: int, layers_text: str) -> list[int]:

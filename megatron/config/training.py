@@ -10,7 +10,7 @@ from megatron.config.fields import MAX_WIDTH, Requirement, flag
 TOKEN_ARCHITECTURES = ("gpt", "bert", "retro")
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_COUNTED = Requirement(
+_MASKS_TOKENS = Requirement(
     lambda run: (
         run.model.architecture not in ("gpt", "retro")
         or run.data.eod_mask_loss
@@ -26,7 +26,7 @@ _SKIPS = Requirement(lambda run: run.training.on_nonfinite == "skip", "--on-nonf
 _FINDS_SPIKES = Requirement(
     lambda run: run.training.on_spike != "none", "--on-spike skip or --on-spike rewind"
 )
-_COLLECTS = Requirement(lambda run: run.training.manual_gc, "--manual-gc")
+_MANUAL_GC = Requirement(lambda run: run.training.manual_gc, "--manual-gc")
 _FULL = Requirement(
     lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
 )
@@ -41,7 +41,7 @@ _OFFLOADS = Requirement(
 _RECORDS = Requirement(
     lambda run: run.training.cuda_graph_impl == "local", "--cuda-graph-impl local"
 )
-_DRY = Requirement(lambda run: run.training.dry_run, "--dry-run")
+_DRY_RUN = Requirement(lambda run: run.training.dry_run, "--dry-run")
 
 
 RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
@@ -137,7 +137,7 @@ class TrainingOptions:
     )
     global_batch_size: int | None = flag(None, unit="samples", is_common=True, at_least=1)
     rampup_batch_size: tuple[int, ...] | None = None
-    calculate_per_token_loss: bool = flag(False, needs=_COUNTED)
+    calculate_per_token_loss: bool = flag(False, needs=_MASKS_TOKENS)
     train_iters: int | None = flag(
         None, unit="iterations", required="required unless --train-samples is given", at_least=0
     )
@@ -173,15 +173,15 @@ class TrainingOptions:
         None, unit="iterations", at_least=1
     )
     manual_gc: bool = True
-    manual_gc_interval: int = flag(100, unit="iterations", at_least=0, needs=_COLLECTS)
+    manual_gc_interval: int = flag(100, unit="iterations", at_least=0, needs=_MANUAL_GC)
     empty_unused_memory_level: int = flag(0, choices=(0, 1, 2))
     cuda_graph_impl: str = flag(
         "auto", choices=("auto", "none", "local", "transformer_engine", "full_iteration")
     )
     cuda_graph_warmup_steps: int = flag(3, unit="iterations", requires=_RECORDS)
     dry_run: bool = False
-    dry_run_world_size: int | None = flag(None, unit="processes", at_least=1, requires=_DRY)
-    dry_run_memory_gib: float | None = flag(None, unit="GiB", above=0, requires=_DRY)
+    dry_run_world_size: int | None = flag(None, unit="processes", at_least=1, requires=_DRY_RUN)
+    dry_run_memory_gib: float | None = flag(None, unit="GiB", above=0, requires=_DRY_RUN)
 
     @property
     def has_count(self) -> bool:

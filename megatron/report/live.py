@@ -30,8 +30,8 @@ from megatron.inference.server.settings import ServerLimits
 from megatron.report.page import as_json, page_data, render
 from megatron.report.sources import open_runs
 
-_PAUSE = 1.0  # seconds between two reads of the files, for any number of open pages...
-_REST = 5.0  # ...or this many times the duration of the last read, if that is longer
+_MIN_PAUSE = 1.0  # seconds between two reads of the files, for any number of open pages...
+_PAUSE_FACTOR = 5.0  # ...or this many times the duration of the last read, if that is longer
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -67,7 +67,7 @@ class LiveRuns:
                     histories = [source.history for source in self._sources]
                     self._data = await run_in_threadpool(lambda: as_json(page_data(histories)))
                 finished = time.monotonic()
-                self._next_read = finished + max(_PAUSE, _REST * (finished - started))
+                self._next_read = finished + max(_MIN_PAUSE, _PAUSE_FACTOR * (finished - started))
         return self._data, f'"{self._started}-{self._version}"'
 
     def _read(self) -> bool:

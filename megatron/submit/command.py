@@ -188,7 +188,7 @@ def render(run: Description, target: str) -> str:
         volumes=volumes(run),
         mounts=",".join(run.job.volume),
         saved=EXIT_SAVED_ON_SIGNAL,
-        hopeless=_FATAL_EXIT_CODES,
+        fatal=_FATAL_EXIT_CODES,
         hosts=hosts,
         mpi_hosts=",".join(f"{host.name}:{run.job.processes}" for host in hosts),
         cwd=str(Path.cwd()),

@@ -163,8 +163,8 @@ def test_exit_codes_decide_what_a_job_does_next() -> None:
     kinds = [kind for kind in kinds if issubclass(kind, errors.UserError)]
     kinds.remove(errors.UserError)
     of_machines = {errors.HangError, errors.SuspiciousResultError, errors.TransientFaultError}
-    hopeless = {kind.exit_code for kind in kinds} - {kind.exit_code for kind in of_machines}
-    assert set(by_code) == hopeless - {errors.OutputClosedError.exit_code}
+    fatal = {kind.exit_code for kind in kinds} - {kind.exit_code for kind in of_machines}
+    assert set(by_code) == fatal - {errors.OutputClosedError.exit_code}
 
 
 def test_a_debug_pod_has_what_the_job_has() -> None:
