@@ -109,7 +109,7 @@ class CorpusBlock(PipelineStep):
 
         Args:
             data: The documents from the previous block. The first block of a stage ignores it.
-            rank: The number of the task, which is the number of its piece.
+            rank: The number of the task. If each piece has a task, it is the number of the piece.
             world_size: The number of tasks.
 
         Returns:
@@ -123,7 +123,7 @@ class PieceReader(CorpusBlock):
 
     Args:
         pieces: All pieces of the input.
-        plan: The plan, for the keys of texts and names.
+        plan: The plan, which sets the keys of a document's text and name.
     """
 
     def __init__(self, pieces: list[Piece], plan: CorpusPlan) -> None:
@@ -350,7 +350,7 @@ class OverlapCutter(CorpusBlock):
     def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield all documents, split at the cuts.
 
-        A document is marked as dropped if nothing remains of it, or too many parts.
+        A document is marked as dropped if no parts, or too many parts, remain.
         """
         with np.load(self.file) as stored:
             ngrams = TaskNgrams({int(size): stored[size] for size in stored.files})

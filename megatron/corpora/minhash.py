@@ -164,7 +164,14 @@ def _pairs_by_band(
 
 
 def _candidates(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pair each document with the first and with the previous document that has the same key."""
+    """Pair each document with the first and the previous document that have the same key.
+
+    Args:
+        keys: The key of each document, `[documents]`.
+
+    Returns:
+        The indices of the first and the second document of each pair, `[pairs]` each.
+    """
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     same = np.zeros(len(keys), np.bool_)

@@ -224,7 +224,7 @@ def plan_from_dict(data: Any, source: str) -> CorpusPlan:
 
     Args:
         data: The values, as returned by `CorpusPlan.to_dict`. Missing values get their defaults.
-        source: The file name to show in messages.
+        source: The name of the file, for messages.
 
     Raises:
         ConfigError: A step or key is unknown, or a value is invalid.

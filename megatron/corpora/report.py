@@ -104,7 +104,11 @@ def as_text(summary: dict[str, Any]) -> str:
 
 
 def measured_seconds(logs: Path) -> dict[str, float]:
-    """Return the seconds spent in each block by name, summed over all pieces and processes."""
+    """Return the time spent in each block, in seconds, summed over all tasks, by block name.
+
+    Args:
+        logs: The folder of datatrove's logs, with a subfolder for each stage.
+    """
     seconds: dict[str, float] = {}
     for file in sorted(logs.glob("*/stats/*.json")):
         for block in json.loads(file.read_bytes()):

@@ -118,7 +118,7 @@ def read_piece(piece: Piece, plan: CorpusPlan) -> Iterator[RawRecord]:
 
     Args:
         piece: The files and ranges to read.
-        plan: The plan, for the keys of texts and names.
+        plan: The plan, which sets the keys of a document's text and name.
 
     Raises:
         DataError: A file is damaged.

@@ -211,7 +211,7 @@ def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
 
 
 def _original_fields(line: JsonLine) -> str:
-    """Serialize the fields that `annotate` did not add. Unlike values, NaN equals NaN as text."""
+    """Serialize the fields that `annotate` did not add, so that equal NaN values compare equal."""
     fields = {key: value for key, value in line.fields.items() if key not in _ADDED_FIELDS}
     return json.dumps(fields, sort_keys=True)
 

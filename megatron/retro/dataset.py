@@ -34,17 +34,19 @@ Ids = NDArray[np.int64]
 
 
 class NeighborRows(Protocol):
-    """A table of each chunk's neighbors, as rows of the database."""
+    """A table of each chunk's k neighbors, as rows of the database. A missing neighbor is -1."""
 
     def __len__(self) -> int:
         """Return the number of chunks."""
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return the neighbors of chunks `start` to `stop - 1`, or -1, `[stop - start, k]`."""
+        """Return the neighbors of chunks `start` to `stop - 1`, `[stop - start, k]`."""
 
 
 class NeighborTable:
     """A memory-mapped table of each chunk's neighbors, as rows of the database, nearest first.
+
+    A missing neighbor is -1.
 
     Args:
         blocks: All blocks of a split's table, in order.
@@ -90,7 +92,7 @@ class NeighborTable:
                 texts.check(array[rows, : self._num_neighbors], f"{block.path}: ")
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return the neighbors of chunks `start` to `stop - 1`, or -1, `[stop - start, k]`."""
+        """Return the neighbors of chunks `start` to `stop - 1`, `[stop - start, k]`."""
         slices = [
             array[max(start - first, 0) : max(stop - first, 0), : self._num_neighbors]
             for array, (first, end) in zip(self._arrays, pairwise(self._starts), strict=True)
@@ -116,7 +118,7 @@ class ShuffledNeighbors:
         return len(self.table)
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return neighbors of chunks far from the given range, or -1, `[stop - start, k]`."""
+        """Return the neighbors of chunks far from the given range, `[stop - start, k]`."""
         count = len(self.table)
         # With the golden ratio, the distance is no whole number or simple fraction of the passes
         # over the data.
@@ -142,7 +144,7 @@ class NeighborArray:
         return len(self.neighbors)
 
     def rows(self, start: int, stop: int) -> Ids:
-        """Return the neighbors of chunks `start` to `stop - 1`, or -1, `[stop - start, k]`."""
+        """Return the neighbors of chunks `start` to `stop - 1`, `[stop - start, k]`."""
         return self.neighbors[start:stop]
 
 

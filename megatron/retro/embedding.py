@@ -309,7 +309,7 @@ class _Texts(list[NDArray[Any]]):
     description = ""
 
     def __getitem__(self, i: Any) -> Any:
-        """Return the only sentence of sample `i`, and its length."""
+        """Return the only sentence of text `i`, and its number of tokens."""
         sentence = super().__getitem__(i)
         return [sentence], len(sentence)
 

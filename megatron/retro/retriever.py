@@ -45,10 +45,13 @@ class Retriever:
         self.texts, self._tokenizer = texts, tokenizer
 
     def find(self, chunks: Ids) -> Ids:
-        """Return the neighbors of chunks `[l, m]` as database rows `[l, k]`, nearest first, or -1.
+        """Find the neighbors of chunks.
 
         Args:
             chunks: The tokens of the chunks, padded with EOD, `[l, m]`.
+
+        Returns:
+            The neighbors of each chunk as database rows, nearest first, or -1, `[l, k]`.
         """
         vectors = self._embedder.embed(DecodedChunks(chunks, self._tokenizer))
         return self._searcher.search(vectors)

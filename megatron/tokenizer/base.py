@@ -118,7 +118,7 @@ class Tokenizer(ABC):
         return self.tokenize_batch(texts)
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_with_special` and the characters that each id covers.
+        """Tokenize a text like `tokenize_with_special`, and find the characters of each token.
 
         Returns:
             The token ids, and the start and end (exclusive) of each token in characters,
@@ -154,7 +154,7 @@ class Tokenizer(ABC):
         return [self.eos] if self.has_t5_sentinels else []
 
     def fingerprint(self) -> str:
-        """Return a string that identifies the files and options, to compare with a checkpoint's."""
+        """Return a string that identifies the files and options, as stored in checkpoints."""
         return f"{self.kind}:{self._digest}"
 
     def special_ids(self, *names: str) -> frozenset[int]:
@@ -203,7 +203,7 @@ class ByteTokenizer(Tokenizer):
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_with_special` and the characters that each id covers."""
+        """Return the ids from `tokenize_with_special` and their character spans, `[tokens, 2]`."""
         import numpy as np
 
         ids = self.tokenize_with_special(text)

@@ -196,6 +196,9 @@ class ChatTemplate:
             inputs: Other variables of the template, such as `tools` and `documents`.
             add_generation_prompt: Whether the text ends with the beginning of the model's answer.
 
+        Returns:
+            The text, and the start and end (exclusive) of each span in characters.
+
         Raises:
             DataError: The template refuses these messages.
         """
@@ -327,7 +330,7 @@ def _added_text(template: ChatTemplate, chat: Chat, index: int, text: str) -> Sp
 
 
 def _mismatch(part: str, text: str, start: str) -> DataError:
-    """Return the error for a text that does not begin with `start`, its first messages' text."""
+    """Return the error for a template that writes messages differently when more follow."""
     index = len(commonprefix([text, start]))
     return DataError(
         f"the chat template writes {part} differently when more messages follow "

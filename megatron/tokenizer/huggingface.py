@@ -95,7 +95,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_with_special` and the characters that each id covers."""
+        """Return the ids from `tokenize_with_special` and their character spans, `[tokens, 2]`."""
         import numpy as np
 
         encoded = self._tokenizer.encode(text, add_special_tokens=False)

@@ -77,13 +77,13 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return {**ids, "eod": ids["eos"]} if "eos" in ids else ids
 
     def _model_special_ids(self) -> dict[str, int]:
-        """Return the ids of `pad`, `bos` and `eos`, as far as the model has them."""
+        """Return the ids of those of `pad`, `bos` and `eos` that the model has."""
         model = self._model
         ids = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
         return {name: index for name, index in ids.items() if index >= 0}
 
     def _append(self, entries: list[str]) -> None:
-        """Append entries to the vocabulary unless present, and recognize all of them in text."""
+        """Add entries that the vocabulary lacks, and recognize all of the entries in text."""
         for entry in entries:
             self._vocab.setdefault(entry, len(self._vocab))
         self._appended_entries = {self._vocab[entry]: entry for entry in entries}
@@ -104,7 +104,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return list(self.tokenize_spans(text)[0])
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
-        """Return the ids from `tokenize_with_special` and the characters that each id covers.
+        """Return the ids from `tokenize_with_special` and their character spans, `[tokens, 2]`.
 
         The segments between special tokens are tokenized as in `transformers` 5. The model puts a
         space before the text unless it already begins with one. If tokenizer_config.json has

@@ -1,7 +1,7 @@
 """Tokenizers that match the longest vocabulary entry: BERT's WordPiece and Yuan's tokenizer.
 
-BERT's tokenizer splits text at spaces and punctuation first. The tokenizer of the Chinese Yuan
-models segments text with jieba first.
+Before matching, BERT's tokenizer splits a text at spaces and punctuation, and the tokenizer of the
+Chinese Yuan models segments it with jieba.
 """
 
 from __future__ import annotations
