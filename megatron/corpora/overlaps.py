@@ -66,9 +66,9 @@ class TaskNgrams:
             words = split_words(data[first:last])
             lengths = np.bincount(words.documents, minlength=words.batch)[words.documents]
             is_first = np.append(True, words.documents[1:] != words.documents[:-1])
-            for size, (hashes, whole) in zip(sizes, hash_ngrams_of(words, sizes), strict=True):
+            for size, (hashes, is_full) in zip(sizes, hash_ngrams_of(words, sizes), strict=True):
                 is_selected = (
-                    whole if size == longest else is_first[: len(whole)] & (lengths == size)
+                    is_full if size == longest else is_first[: len(is_full)] & (lengths == size)
                 )
                 collected[size].append(hashes[is_selected])
         unique = {
@@ -85,8 +85,8 @@ class TaskNgrams:
         for first, last in batches(data):
             words = split_words(data[first:last])
             sizes = list(self.hashes)
-            for size, (hashes, whole) in zip(sizes, hash_ngrams_of(words, sizes), strict=True):
-                (candidates,) = np.nonzero(whole & self._filter[hashes >> self._shift])
+            for size, (hashes, is_full) in zip(sizes, hash_ngrams_of(words, sizes), strict=True):
+                (candidates,) = np.nonzero(is_full & self._filter[hashes >> self._shift])
                 ngrams = self.hashes[size]
                 positions = np.minimum(np.searchsorted(ngrams, hashes[candidates]), len(ngrams) - 1)
                 for word in candidates[ngrams[positions] == hashes[candidates]].tolist():

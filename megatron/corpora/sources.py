@@ -29,7 +29,7 @@ from megatron.errors import DataError
 from megatron.extras import packages_of
 
 ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
-_WHOLE = (*PACKED_SUFFIXES, ".parquet", ".txt", *ARCHIVES)  # files that are never split
+_NEVER_SPLIT = (*PACKED_SUFFIXES, ".parquet", ".txt", *ARCHIVES)
 _SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 256 << 20
 _PIECES = 64  # the number of pieces for an input between 64 MiB and 16 GiB
 _PAGES = ("text/html", "application/xhtml+xml")
@@ -99,7 +99,7 @@ def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
     parts: list[FilePart] = []
     size = 0
     for path in paths:
-        if path.lower().endswith(_WHOLE):
+        if path.lower().endswith(_NEVER_SPLIT):
             file_parts = [FilePart(path, 0, -1)]
         else:
             blocks = read_blocks([path], ["text"], target_size)

@@ -25,15 +25,15 @@ _STRIDE = 0xD6E8FEB86659FD93  # the factor between the words of an n-gram
 _MASK = (1 << 64) - 1
 _BATCH_BYTES = 1 << 18  # arrays with 8 bytes per byte of text fit in a core's cache
 
-_PUNCTUATION, _WIDE, _REST = 1, 2, 4
+_PUNCTUATION, _WIDE, _WORD = 1, 2, 4
 
 
 def _classes() -> NDArray[np.uint8]:
     """Return the class of each byte. Bytes of class 0 separate words."""
     table = np.full(256, 0, np.uint8)
     for byte in (*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0x5F):
-        table[byte] = _REST
-    table[0x80:0xE0] = _REST
+        table[byte] = _WORD
+    table[0x80:0xE0] = _WORD
     table[0xE0:] = _WIDE
     table[0xE2] = _PUNCTUATION
     return table
@@ -55,7 +55,10 @@ _CLASSES = _classes()
 # The value of each byte, in lower case. Values begin at 1, so that every byte changes the hash.
 _LOWER = np.arange(1, 257, dtype=np.uint64)
 _LOWER[0x41:0x5B] += 0x20
-_UP, _DOWN = _powers(_BASE, _BATCH_BYTES), _powers(pow(_BASE, -1, 1 << 64), _BATCH_BYTES)
+_POWERS, _INVERSE_POWERS = (
+    _powers(_BASE, _BATCH_BYTES),
+    _powers(pow(_BASE, -1, 1 << 64), _BATCH_BYTES),
+)
 
 
 class Words(NamedTuple):
@@ -127,14 +130,14 @@ def split_words(texts: Sequence[bytes]) -> Words:
 def _hash_words(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> U64:
     values = _LOWER[data]
     if len(data) <= _BATCH_BYTES:
-        up, down = _UP[: len(data)], _DOWN
+        powers, inverse_powers = _POWERS[: len(data)], _INVERSE_POWERS
     else:  # a single document larger than a batch
-        up = _powers(_BASE, len(data))
-        down = _powers(pow(_BASE, -1, 1 << 64), len(data))
+        powers = _powers(_BASE, len(data))
+        inverse_powers = _powers(pow(_BASE, -1, 1 << 64), len(data))
     running = np.empty(len(data) + 1, np.uint64)
     running[0] = 0
-    np.cumsum(values * up, out=running[1:])
-    return mix((running[ends] - running[starts]) * down[starts])
+    np.cumsum(values * powers, out=running[1:])
+    return mix((running[ends] - running[starts]) * inverse_powers[starts])
 
 
 def count_words(texts: Sequence[bytes]) -> NDArray[np.int64]:
@@ -174,13 +177,13 @@ def hash_ngrams(words: Words, size: int) -> tuple[U64, NDArray[np.bool_]]:
 def hash_ngrams_of(words: Words, sizes: Sequence[int]) -> Iterator[tuple[U64, NDArray[np.bool_]]]:
     """Yield the result of `hash_ngrams` for each of several ascending sizes in a single pass."""
     total = words.hashes.copy()
-    whole = np.ones(len(total), np.bool_)
+    is_full = np.ones(len(total), np.bool_)
     for size in range(1, max(sizes) + 1):
         if size > 1:
             step, count = size - 1, max(len(total) - size + 1, 0)
-            whole[count:] = False
-            whole[:count] = words.documents[step:] == words.documents[:count]
+            is_full[count:] = False
+            is_full[:count] = words.documents[step:] == words.documents[:count]
             factor = np.uint64(pow(_STRIDE, step, 1 << 64))
-            total[:count] += np.where(whole[:count], words.hashes[step:] * factor, np.uint64(0))
+            total[:count] += np.where(is_full[:count], words.hashes[step:] * factor, np.uint64(0))
         if size in sizes:
-            yield mix(total), whole.copy()
+            yield mix(total), is_full.copy()

@@ -133,7 +133,7 @@ def missing_blocks(
 
 
 def blocks_to_do(
-    blocks: Sequence[TableBlock], contents: Contents, world: Axis, what: str = ""
+    blocks: Sequence[TableBlock], contents: Contents, world: Axis, label: str = ""
 ) -> Iterator[TableBlock]:
     """Yield the missing blocks that this process must write. Collective.
 
@@ -144,10 +144,10 @@ def blocks_to_do(
         blocks: All blocks of a table.
         contents: The data sets that each block must contain.
         world: The processes that share the folder.
-        what: The label of the progress bar, or "" for no bar.
+        label: The label of the progress bar, or "" for no bar.
     """
     missing = missing_blocks(blocks, contents, world)
-    with _bar(blocks, missing, what if world.is_first else "") as advance:
+    with _bar(blocks, missing, label if world.is_first else "") as advance:
         for first in range(0, len(missing), world.size):
             if first + world.rank < len(missing):
                 yield missing[first + world.rank]
@@ -157,17 +157,17 @@ def blocks_to_do(
 
 @contextmanager
 def _bar(
-    blocks: Sequence[TableBlock], missing: Sequence[TableBlock], what: str
+    blocks: Sequence[TableBlock], missing: Sequence[TableBlock], label: str
 ) -> Iterator[Callable[[int], object]]:
     """Yield a function that advances a progress bar by a given number of rows."""
-    if not what or not missing:
+    if not label or not missing:
         yield lambda rows: None
         return
     from tqdm import tqdm
 
     total = sum(block.rows for block in blocks)
     done = total - sum(block.rows for block in missing)
-    with tqdm(total=total, initial=done, desc=what, unit=" rows", dynamic_ncols=True) as bar:
+    with tqdm(total=total, initial=done, desc=label, unit=" rows", dynamic_ncols=True) as bar:
         yield bar.update
 
 
@@ -308,9 +308,7 @@ def open_hdf5(path: Path, expected: Mapping[str, DataSet]) -> Iterator[dict[str,
         file = h5py.File(path, "r")
     with file:
         with _damage_as_data_error(path):
-            sets = {
-                name: _checked_dataset(path, file, name, want) for name, want in expected.items()
-            }
+            sets = {name: _checked_dataset(path, file, name, expected[name]) for name in expected}
         with _damage_as_data_error(path):
             yield sets
 
@@ -341,11 +339,11 @@ def _checked_dataset(path: Path, file: h5py.File, name: str, expected: DataSet) 
         length in (actual, None) for actual, length in zip(dataset.shape, shape, strict=True)
     )
     if dataset.dtype != dtype or not (fits or (expected.may_be_flat and dataset.shape == (0,))):
-        wanted_shape = "x".join("any" if length is None else str(length) for length in shape)
+        expected_shape = "x".join("any" if length is None else str(length) for length in shape)
         actual = "x".join(map(str, dataset.shape))
         raise DataError(
-            f"{path}: {name!r} has {actual} values of {dataset.dtype}, expected {wanted_shape} of "
-            f"{dtype}"
+            f"{path}: {name!r} has {actual} values of {dataset.dtype}, expected "
+            f"{expected_shape} of {dtype}"
         )
     # A compressed data set of a few bytes, or one stored elsewhere, could fill the memory.
     stored = dataset.id.get_storage_size()

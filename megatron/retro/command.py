@@ -89,7 +89,7 @@ def parse(args: Sequence[str], world_size: int) -> ParsedRun:
             name=PROGRAM,
             extra=RETRO_SECTIONS,
             find_start=_start,
-            rules=[*(rule for rule in RULES if rule not in _SKIPPED_RULES), _whole_networks],
+            rules=[*(rule for rule in RULES if rule not in _SKIPPED_RULES), _no_model_parallelism],
             check_extra=find_mistakes,
         ),
     )
@@ -128,7 +128,7 @@ def _network(given: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in saved.items() if path.startswith("model.")}
 
 
-def _whole_networks(config: RunOptions, world_size: int) -> Iterator[str]:
+def _no_model_parallelism(config: RunOptions, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     for flag, size in (
         ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size),

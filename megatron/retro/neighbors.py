@@ -217,8 +217,8 @@ class Searcher:
             DataError: The index contains a chunk that is not in the database.
         """
         with faiss_threads(self._threads):
-            _, found = self._index.search(vectors, self._options.queried)
-        ids: Ids = found
+            _, labels = self._index.search(vectors, self._options.queried)
+        ids: Ids = labels
         if ids.max(initial=NO_NEIGHBOR) >= len(self._database):
             raise DataError(
                 f"the index contains chunk {ids.max()}, but the database has only "

@@ -91,8 +91,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text, recognizing appended special tokens."""
         if not self._appended_entries:
-            whole: list[int] = self._model.encode_as_ids(text)
-            return whole
+            plain: list[int] = self._model.encode_as_ids(text)
+            return plain
         ids: list[int] = []
         # With one group, split() returns text and special tokens alternately.
         for i, part in enumerate(self._appended_pattern.split(text)):
