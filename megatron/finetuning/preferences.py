@@ -299,7 +299,7 @@ def run_documents(
         layout: The ranks of this process.
 
     Returns:
-        Hidden states, or the log-probability of each segment if the part is the last one.
+        Hidden states [s, b, h], or the sums of each segment if the part is the last one.
     """
     result = run_part(part, batch, hidden, tokenizer, layout)
     if not part.part.head:
@@ -318,6 +318,10 @@ def run_part(
         hidden: The previous part's output; `None` for the first part.
         tokenizer: The run's tokenizer.
         layout: The ranks of this process.
+
+    Returns:
+        Hidden states [s, b, h]; from the last part, the loss of each token or, with a reward head,
+        its score, fp32 [b, s].
     """
     full = make_batch(batch, eod=tokenizer.eod)
     local = context_part(full, layout.context)

@@ -108,7 +108,7 @@ def load_teacher(
     *,
     flag: str = "--teacher-load",
 ) -> GPTTeacher:
-    """Load a second GPT, split over the same processes as the run's own.
+    """Load a second GPT model, split over the same processes as the run's own.
 
     Tensor and context ranks split the teacher as they split the run's model. The teacher has as
     many pipeline parts as the student, but its layers are divided as evenly as possible, even if
