@@ -1,6 +1,6 @@
 """Checkpoints: atomic, verified native files, and the formats of other programs.
 
-A state is a dict of `Entry` by name: "model.layers.0.attention.qkv.weight",
+A state is a dict of `Entry` by native name, such as "model.layers.0.attention.qkv.weight" or
 "optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry records which part of the whole tensor
 it contains, so a checkpoint can be loaded by a run that splits the model differently.
 

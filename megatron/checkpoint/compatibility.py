@@ -79,7 +79,7 @@ def check_network(
 
 
 def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
-    """Return a line for each network setting that differs between checkpoint and run, by setting.
+    """Describe each network setting that differs between checkpoint and run, by field name.
 
     Args:
         model: The run's network.

@@ -1,13 +1,14 @@
 """Frequent checkpoints on the machines' own disks or in their memory, or in a shared folder.
 
-A machine may be lost together with its folder. Each machine has a native checkpoint folder with the
-files of its own ranks, copies of some other ranks' files, and the manifest of the whole checkpoint.
+A machine may be lost together with its folder. Each machine's checkpoint folder therefore contains
+the files of its own ranks, copies of some other ranks' files, and the manifest of the whole
+checkpoint.
 The files have digests like those of every checkpoint. When a run starts, the processes exchange
 lists of the files that they have. The newest checkpoint whose files all exist somewhere is
 completed on every machine, and is then read like any other.
 
-    DIR/iter_0000120/manifest.json               the whole checkpoint's, the same on all machines
-    DIR/iter_0000120/rank_00003.safetensors      the file of a rank of this machine, or a copy
+    DIR/iter_0000120/manifest.json            the manifest of the whole checkpoint
+    DIR/iter_0000120/rank_00003.safetensors   the file of a rank on this machine, or a copy
 """
 
 from __future__ import annotations

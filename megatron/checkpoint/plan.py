@@ -38,7 +38,7 @@ class SavePlan:
     """The files and tensors of a checkpoint to write. Every rank has the same plan.
 
     Attributes:
-        dtypes: The safetensors type name of every tensor.
+        dtypes: Safetensors' name for the dtype of every tensor.
         shapes: The global shape of every tensor.
         parts: The parts of every tensor, which tile it.
     """
@@ -49,7 +49,7 @@ class SavePlan:
 
     @property
     def total_bytes(self) -> int:
-        """The size of all tensors in bytes."""
+        """The total size of all tensors in bytes."""
         return sum(_bytes(self.dtypes[name], math.prod(self.shapes[name])) for name in self.parts)
 
     def keyed(self, name: str) -> Iterator[tuple[str, Part]]:

@@ -185,7 +185,7 @@ def _is_as_written(folder: Path) -> bool:
 def _lock(descriptor: int, kind: int) -> bool:
     """Take the lock if it is free, and return whether it was.
 
-    Without support for locks, return True.
+    Return True if the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

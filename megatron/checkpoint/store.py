@@ -1,12 +1,12 @@
 """Write a checkpoint completely and durably, or not at all.
 
-The order of the steps makes a save safe. All files go into a temporary folder and are flushed;
-every rank learns every rank's result; the manifest is written last; one rename publishes the
-folder; only then does the tracker name it. If a process is killed at any point, the previous
-checkpoint is unchanged and the tracker still names it.
+The order of the steps makes a save safe. All files are written to a temporary folder and flushed;
+all ranks exchange their results; the manifest is written last; one rename publishes the folder; the
+tracker is updated only then. If a process is killed at any point, the previous checkpoint is
+unchanged and the tracker still names it.
 
 Only one job at a time may save into a folder (`lock.save_lock`), because a save removes the files
-that killed ones left behind.
+that interrupted saves left behind.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ never read.
 
 Modules:
     index      `.metadata` as plain records, checked against the files
-    names      Megatron Core's parameter names and ours
+    names      Megatron Core's parameter names and native names
     arguments  Megatron Core's command line and our settings
     reader     such a folder through the interface `Reader`
     writer     write any checkpoint, or a run's state, as such a folder

@@ -102,7 +102,7 @@ def core_arguments(
         config: The configuration of the run that wrote the checkpoint, or for which it was made.
         meta: The checkpoint's metadata.
         rows: Rows of the vocabulary tables in the files.
-        dtype: The number format of the weights.
+        dtype: The dtype of the weights.
         data_parallel: The number of processes that hold the same weights.
     """
     args = megatron_arguments(config, meta, rows=rows, dtype=dtype, data_parallel=data_parallel)

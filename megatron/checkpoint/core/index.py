@@ -53,7 +53,14 @@ _NAMES: dict[tuple[str, str], Factory] = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and the byte range of a file to which torch.save wrote its values."""
+    """A box of a tensor, and the byte range of a file to which torch.save wrote its values.
+
+    Attributes:
+        box: The box.
+        file: The file's name.
+        start: The offset of the first byte in the file.
+        length: The number of bytes.
+    """
 
     box: Box
     file: str

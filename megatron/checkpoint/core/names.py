@@ -1,4 +1,4 @@
-"""Translate between Megatron Core's parameter names on disk and ours.
+"""Translate between Megatron Core's parameter names on disk and native names.
 
 If all layers are alike, they share a tensor whose first dimension is the layer
 (`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each layer has its own tensor
@@ -90,9 +90,9 @@ class NativeName(NamedTuple):
 
     Attributes:
         prefix: "model." or "optimizer.".
-        parameter: Our name for the parameter, without the prefix and the layer.
+        parameter: The native name of the parameter, without the prefix and the layer.
         suffix: "" for a parameter, or the kind of an optimizer state such as ".exp_avg".
-        layer: The index of its layer; `None` outside layers.
+        layer: The index of the layer; `None` outside layers.
         is_stacked: Whether the first dimension of the tensor on disk is the layer.
         gate_dim: The dimension of our tensor that separates gate and up if the MLP is gated;
             `None` for other parameters.
@@ -106,7 +106,7 @@ class NativeName(NamedTuple):
     gate_dim: int | None = None
 
     def name(self, layer: int | None) -> str:
-        """Return our full name for the tensor, or for one layer of it.
+        """Return the full native name of the tensor, or of one layer of it.
 
         Args:
             layer: The index of the layer; `None` outside layers.
@@ -121,7 +121,7 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def parameter_of(name: str) -> str | None:
-    """Return the parameter's name in the name of an optimizer state; `None` for other names."""
+    """Extract the parameter's name from the name of an optimizer state, or return `None`."""
     match = _STATE.fullmatch(name)
     return match[2] if match else None
 
@@ -154,7 +154,7 @@ def native_name(name: str) -> NativeName | None:
 
 
 def _gate_dim(parameter: str) -> int | None:
-    """Return the dimension that separates gate and up in a layer's parameter, if it has both."""
+    """Return the dimension of our tensor that separates gate and up, or `None` if none does."""
     return _GATED.get(parameter.rpartition(".")[0])
 
 
@@ -164,8 +164,8 @@ class Location:
 
     Attributes:
         name: Megatron Core's name for the tensor that contains ours.
-        layer: Our index in the first dimension of Core's tensor, or `None` if that tensor does not
-            stack layers.
+        layer: The index of our layer in the first dimension of Core's tensor, or `None` if Core's
+            tensor does not stack layers.
         gate_dim: The dimension of our tensor that separates gate and up, or `None`.
         shape: The shape of our tensor.
     """
@@ -235,7 +235,7 @@ class NamingScheme:
         """Return where one of our tensors is stored. This is the inverse of `native_name`.
 
         Args:
-            name: Our full name for the tensor.
+            name: The full native name of the tensor.
             shape: The shape of our tensor.
 
         Raises:

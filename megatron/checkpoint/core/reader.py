@@ -51,7 +51,7 @@ class Source(names.Location):
 
 
 class CoreReader(Reader):
-    """A checkpoint of Megatron Core's GPT in its `torch_dist` format, under our names.
+    """A checkpoint of Megatron Core's GPT in its `torch_dist` format, under native names.
 
     `meta` has the same keys as `LegacyReader.meta`.
     """

@@ -152,7 +152,7 @@ class CoreFiles:
     Attributes:
         config: The configuration of the checkpoint's run.
         snapshot: This rank's share of the checkpoint.
-        locations: The locations at which each of our tensors is stored, by our name.
+        locations: The locations at which each of our tensors is stored, by native name.
     """
 
     def __init__(self, config: ModelRun, snapshot: Snapshot) -> None:

@@ -12,7 +12,7 @@ A folder `global_step100` contains files written by torch.save. T is the model-p
 
 Modules:
     files      the files in a folder, opened and sorted by kind
-    names      DeepSpeed's parameter names and ours
+    names      DeepSpeed's parameter names and native names
     states     which elements of which flat partition belong to which parameter
     arguments  Megatron-DeepSpeed's command line, converted to our settings
     reader     such a folder through the interface `Reader`

@@ -1,10 +1,11 @@
-"""DeepSpeed's parameter names and ours.
+"""DeepSpeed's parameter names and native names.
 
-All names are converted to those of a whole model, "language_model.encoder.layers.3.mlp...":
+Names in files are first converted to those of a whole model, such as
+"language_model.encoder.layers.3.mlp...". A file contains either
 
-    nested dicts         joined by dots
-    a PipelineModule     "5.mlp..." for the layer in layer_05-*.pt, "tied_modules.embed..." for
-                         embeddings that the output shares
+    nested dicts         whose keys are joined by dots, or
+    a PipelineModule     with the names "5.mlp..." for the layer in layer_05-*.pt, and
+                         "tied_modules.embed..." for embeddings that the output shares
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Destination(NamedTuple):
     """Our parameter that corresponds to one of DeepSpeed's.
 
     Attributes:
-        name: Our name for the parameter.
-        dense: Our name for the corresponding parameter of a dense layer, which determines row order
-            and split.
+        name: The native name of the parameter.
+        dense: The native name of the corresponding parameter in a dense layer, which determines row
+            order and split.
         expert: The expert's index in the first dimension of our tensor; `None` outside experts.
     """
 

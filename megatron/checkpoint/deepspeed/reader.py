@@ -52,8 +52,8 @@ class TensorPart:
 
     Attributes:
         value: The elements as stored in the files.
-        dense: Our name for the corresponding parameter of a dense layer, which determines row order
-            and split.
+        dense: The native name of the corresponding parameter in a dense layer, which determines row
+            order and split.
         box: The box that the elements cover in the whole tensor.
     """
 
@@ -63,7 +63,7 @@ class TensorPart:
 
 
 class DeepSpeedReader(Reader):
-    """A checkpoint of Megatron-DeepSpeed's GPT, dense or a mixture, under our names.
+    """A checkpoint of Megatron-DeepSpeed's GPT, dense or a mixture, under native names.
 
     `meta` has the same keys as `LegacyReader.meta`, and `notices`: one line for everything that
     cannot be read or will behave differently.
@@ -201,7 +201,7 @@ class DeepSpeedReader(Reader):
         """Return the weights of a model-parallel rank by their names in a whole model.
 
         All layers of a PipelineModule are assigned to the first stage, because their files do not
-        say which stage held them.
+        say to which stage they belonged.
         """
         file, weights = self._files.models[rank], dict[str, Value]()
         if self._files.partitioned:
@@ -414,7 +414,7 @@ class DeepSpeedReader(Reader):
         """Return the parts of a tensor, after checking that they tile it.
 
         Args:
-            name: Our name for the tensor.
+            name: The native name of the tensor.
             values: The value and the dense name of each part, by (expert, tensor rank). The expert
                 is -1 outside experts.
         """

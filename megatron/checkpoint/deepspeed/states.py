@@ -163,8 +163,8 @@ def _steps_of_groups(
 ) -> list[tuple[TorchZip, Any]]:
     """Return the step counts of an optimizer's groups, if its states have none.
 
-    Apex's FusedAdam counts steps by group. DeepSpeed's counts them by state, and the counts of its
-    groups stay at 0.
+    Apex's FusedAdam counts steps by group. DeepSpeed's optimizers count steps by state, and leave
+    the counts of groups at 0.
     """
     if any(isinstance(item, dict) and "step" in item for item in state.values()):
         return []

@@ -84,11 +84,11 @@ class _Shared(rules.Family):
         return super().read(Settings(values, settings.path))
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face module in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return _LAYER
 
     def names(self, model: ModelConfig) -> rules.Names:
-        """Yield each of our modules with the corresponding Hugging Face module, in file order."""
+        """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", ["transformer.word_embeddings"]
         yield "embedding.norm", ["transformer.word_embeddings_layernorm"]
         modules = self.modules(model)
@@ -198,7 +198,7 @@ class Falcon(_Shared):
         )
 
     def _positions(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags for positions. With ALiBi, keys of rotary embeddings have no effect."""
+        """Return the flags for position embeddings. With ALiBi, rotary keys have no effect."""
         new = settings.section("rope_parameters")
         base = settings.number("rope_theta", 10000.0)
         flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
@@ -230,7 +230,7 @@ class Falcon(_Shared):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face module in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         if model.parallel_residual and not model.shared_parallel_norm:
             return {**_LAYER, "attention_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
         return _LAYER

@@ -154,7 +154,7 @@ class DeepSeek(Mixtral):
 
         Args:
             settings: The keys of config.json.
-            model: The network with the number of experts, and otherwise dense.
+            model: The network, whose mixtures have no settings yet but the number of experts.
         """
         experts, layers = max(model.num_experts or (1,)), model.num_layers
         inner = settings.size("moe_intermediate_size")
@@ -223,7 +223,9 @@ class DeepSeek(Mixtral):
         }
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return the content of config.json. All layers of a dense network count as dense layers.
+        """Return the content of config.json for a network.
+
+        For a dense network, first_k_dense_replace is the number of layers.
 
         Args:
             model: The network.
@@ -269,7 +271,7 @@ class DeepSeek(Mixtral):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         query: dict[str, tuple[str, ...]] = {"attention.query_up": ("self_attn.q_proj",)}
         if model.q_lora_rank is not None:
             query = {

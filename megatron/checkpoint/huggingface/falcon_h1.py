@@ -138,5 +138,5 @@ class FalconH1(LlamaLike):
         return super().conversion(layer, module, tensors)
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return _LAYER

@@ -100,8 +100,8 @@ def family_for(model: ModelConfig, vocab: int, model_type: str | None) -> Family
         model_type: The requested `model_type`. None accepts any.
 
     Raises:
-        CheckpointError: The requested family, or any, cannot express the network. The message says
-            why, for each family.
+        CheckpointError: The requested family cannot express the network, or none can. The message
+            says why, for each family.
     """
     known = families()
     candidates = [known[model_type]] if model_type else list(known.values())

@@ -69,7 +69,7 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]:
-    """Return the file of each tensor by tensor name, or {"": file} for a file without an index.
+    """Return the file of each tensor by tensor name, or {"": file} if there is no index.
 
     Args:
         folder: The folder.

@@ -106,7 +106,7 @@ class Gemma(LlamaLike):
         return values
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return LAYER if self.version == 1 else _SANDWICH
 
 

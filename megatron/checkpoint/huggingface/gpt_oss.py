@@ -105,7 +105,7 @@ class GptOss(Mixtral):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return {**LAYER, **self.mixture}
 
     def tensor_name(self, module: str, kind: str) -> str:

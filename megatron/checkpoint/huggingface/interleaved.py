@@ -84,7 +84,7 @@ def interleaved(
 
 
 def _norm_of_heads(layer: plans.LayerPlan) -> rules.TensorConversion:
-    """Return the conversion of the weights that normalize heads: [n, d] in files, [n d] here."""
+    """Return the conversion of a query or key norm's weight: [n, d] in files, [n d] here."""
     mixer = rules.attention_of(layer)
     order = torch.arange(mixer.head_size)
     if mixer.rotary is not None:
@@ -223,7 +223,7 @@ class Cohere(LlamaLike):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return _COHERE_LAYER
 
     def conversion(

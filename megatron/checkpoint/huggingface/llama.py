@@ -215,11 +215,11 @@ class LlamaLike(rules.Family):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return LAYER
 
     def layer_modules(self, model: ModelConfig) -> Sequence[Mapping[str, Sequence[str]]]:
-        """Return the Hugging Face modules in each layer, by our name for the module."""
+        """Return the Hugging Face modules in each layer, by native module name."""
         return [self.modules(model)] * model.num_layers
 
     def names(self, model: ModelConfig) -> rules.Names:
@@ -317,7 +317,7 @@ def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[st
     kinds = {"default": "", "linear": "l", "llama3": "3", "yarn": "y", "dynamic": "d"}
     match rope.choice(kind_key, kinds, "default"):
         case "l":
-            flags["rotary_seq_len_interpolation_factor"] = _at_least_one(rope)
+            flags["rotary_seq_len_interpolation_factor"] = _read_factor(rope)
         case "3":
             for key, value in _LLAMA3.items():
                 rope.must_be(key, value)
@@ -331,13 +331,13 @@ def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[st
         case "y":
             flags |= _read_yarn(rope, settings)
         case "d":
-            flags |= {"rope_type": "dynamic", "rotary_scaling_factor": _at_least_one(rope)}
+            flags |= {"rope_type": "dynamic", "rotary_scaling_factor": _read_factor(rope)}
     rope.refuse_unread_keys()
     return flags
 
 
-def _at_least_one(rope: Settings) -> float:
-    """Return the key `factor`, by which the context is extended, after checking its range."""
+def _read_factor(rope: Settings) -> float:
+    """Read `factor`, by which the context is extended. It must be at least 1."""
     factor = rope.number("factor")
     if factor < 1:
         raise rope.error("factor", "must be at least 1")
@@ -345,7 +345,9 @@ def _at_least_one(rope: Settings) -> float:
 
 
 def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
-    """Return whether layer_types limits each layer to a window, or `None` if the key is absent.
+    """Return, for each layer, whether layer_types limits it to a window.
+
+    Return `None` if the key is absent.
 
     Raises:
         CheckpointError: layer_types names an unknown kind of layer, or has the wrong length.
@@ -387,8 +389,8 @@ def read_alternating_windows(
     Args:
         settings: The keys of config.json.
         layers: The number of layers.
-        every: If layer_types is absent, every nth layer has full attention and the others a window;
-            this is n.
+        every: If layer_types is absent, each layer whose number (from 1) is divisible by `every`
+            has full attention, and the others have a window.
         window: The number of tokens that a token attends to, including itself, if sliding_window is
             absent.
     """

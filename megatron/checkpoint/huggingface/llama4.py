@@ -113,7 +113,7 @@ class Llama4(Mixtral):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return {**LAYER, **self.mixture}
 
     def conversion(
@@ -132,7 +132,7 @@ class Llama4(Mixtral):
 
 
 def _read_rotating(settings: Settings, layers: int) -> list[bool]:
-    """Return whether each layer has rotary embeddings and, therefore, chunked attention.
+    """Return, for each layer, whether it has rotary embeddings and hence chunked attention.
 
     Despite its name, the key no_rope_layers is 1 for layers with rotary embeddings.
 

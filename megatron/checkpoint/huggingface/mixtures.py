@@ -35,7 +35,7 @@ class Mixtral(LlamaLike):
     """A family whose layers are all SwiGLU mixtures, with a softmax over the chosen experts.
 
     Attributes:
-        mixture: The Hugging Face modules in a mixture, by our name for the module. {} stands for
+        mixture: The Hugging Face modules in a mixture, by native module name. {} stands for
             the index of an expert.
         count: The key of config.json with the number of experts.
         other_count: The key that other versions of `transformers` use for the number of experts.
@@ -70,7 +70,7 @@ class Mixtral(LlamaLike):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         mixture = {
             module: [
                 name.format(number)

@@ -73,5 +73,5 @@ class Olmo(LlamaLike):
         return {**values, **write_alternating_windows(model, _WINDOW), "rope_parameters": kinds}
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return _MODULES

@@ -37,7 +37,7 @@ from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 
 
 class PeftTensor(NamedTuple):
-    """A tensor in PEFT's files, as the location of one of our tensors.
+    """The tensor in PEFT's files that contains one of our tensors.
 
     Attributes:
         name: PEFT's name for the tensor.
@@ -63,12 +63,12 @@ class PeftTensor(NamedTuple):
         return join(kind, {self.adapter_slice: tensor}, None)
 
 
-PeftNames = Mapping[str, PeftTensor]  # by our name
+PeftNames = Mapping[str, PeftTensor]  # by native name
 
 _LAYER = re.compile(r".*?layers\.\d+\.")
 _EXPERTS = "mlp.experts"  # the module of transformers 5 in which all experts share a weight
 _PREFIX = "base_model.model."
-_ROUTER = ".router.adapter."  # in our names; in transformers 5, most routers are not linear layers
+_ROUTER = ".router.adapter."  # in native names; mostly not a linear layer in transformers 5
 _ROUTERS = ("gate.weight", "router.weight")  # how names of routers end in `transformers`
 _HEAD = "score"  # the head of a reward model, both here and in PEFT
 _UNUSED_HEADS = ("classifier",)  # PEFT adds these to modules_to_save for other models
@@ -94,7 +94,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 def peft_names(
     model: ModelConfig, layers: Mapping[str, AdaptedLayer | ExpertLinear], family: Family, rows: int
 ) -> PeftNames:
-    """Return the tensor in PEFT's files for each tensor of our adapters, by our name.
+    """Return the tensor in PEFT's files for each tensor of our adapters, by native name.
 
     The head of a reward model is included.
 
@@ -202,7 +202,7 @@ def _experts_module(
     PEFT wraps the module of the experts once for each weight; the wrapper of the last is outermost.
 
     Args:
-        layer: Our name for the layer.
+        layer: The native name of the layer.
         hf_module: The Hugging Face module of its first tensor.
         layers: The layers that have adapters, by name.
     """
@@ -232,7 +232,7 @@ def _flat(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _peft_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of PEFT's tensor, given our name and shape of a tensor."""
+    """Return the shape in which PEFT stores a tensor, given its native name and shape."""
     return tuple(_flat(torch.empty(shape, device="meta"), _kind_of(name)).shape)
 
 
@@ -241,7 +241,7 @@ def _kind_of(name: str) -> str:
 
 
 def _target_of(name: str, peft_name: str) -> str:
-    """Return the name of the module or parameter that a tensor adapts, given both of its names."""
+    """Return the module or parameter that a tensor adapts, given its native and PEFT's name."""
     module = peft_name.removeprefix(_PREFIX).rpartition(".lora_")[0]
     if _ROUTER in name:
         return f"{module}.weight"
@@ -252,7 +252,7 @@ def _target_of(name: str, peft_name: str) -> str:
 
 
 class PeftReader(Reader):
-    """PEFT's files of an adapter, with their tensors under our names.
+    """PEFT's files of an adapter, with their tensors under native names.
 
     Args:
         path: The folder.
@@ -407,7 +407,7 @@ class PeftReader(Reader):
         return whole[box.slices_in(Box.whole(tuple(whole.shape)))]
 
     def _block(self, name: str) -> int:
-        """Return the index of the block of a module's rank that a projection uses.
+        """Return which block of the module's rank dimension a projection uses.
 
         Raises:
             CheckpointError: The projection uses several blocks.
@@ -426,7 +426,7 @@ class PeftReader(Reader):
         return used[0] if used else min(peft.adapter_slice.index, len(blocks) - 1)
 
     def _check_unadapted_rows(self, peft: PeftTensor) -> None:
-        """Refuse a module's B that adapts projections that have no adapter in this run."""
+        """Refuse a B matrix that adapts projections without an adapter in this run."""
         part = peft.adapter_slice
         assert part is not None
         if part.index > 0 or part.adapted == part.projections:

@@ -29,7 +29,7 @@ _JOINED = rules.TensorConversion(
 
 
 def joined_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
-    """Return the conversion of a tensor with all queries, then all keys, then all values."""
+    """Return the conversion of a tensor that contains all queries, all keys, then all values."""
     by_group = rules.grouped(mixer.kv_heads, (mixer.heads // mixer.kv_heads, 1, 1))
     sizes = [mixer.query, *[mixer.kv_heads * mixer.head_size] * 2]
     return rules.TensorConversion(
@@ -77,7 +77,7 @@ def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[st
 
 @dataclass(frozen=True)
 class Phi(LlamaLike):
-    """Phi-3 and Phi-4, in some of which only part of each head rotates."""
+    """Phi-3 and Phi-4. In some of these models, only part of each head rotates."""
 
     old_files: bool = True
     window: str | None = "model"
@@ -126,7 +126,7 @@ class Phi(LlamaLike):
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
-        """Return the Hugging Face modules in a layer, by our name for the module."""
+        """Return the Hugging Face modules in a layer, by native module name."""
         return _MODULES
 
     def conversion(

@@ -138,7 +138,7 @@ class QwenNext(QwenMixture):
         }
 
     def layer_modules(self, model: ModelConfig) -> Sequence[Mapping[str, Sequence[str]]]:
-        """Return the Hugging Face modules in each layer, by our name for the module."""
+        """Return the Hugging Face modules in each layer, by native module name."""
         modules = self.modules(model)
         others = [name for name in modules if not name.startswith("attention.")]
         tables = (modules, {**_DELTA_NET, **{name: modules[name] for name in others}})

@@ -52,7 +52,7 @@ class _FileTensor:
 
 
 class HFReader(Reader):
-    """A Hugging Face folder of a known family, with its tensors under our names.
+    """A Hugging Face folder of a known family, with its tensors under native names.
 
     `meta` contains iteration and consumed_train_samples (both 0), padded_vocab_size, config (the
     network), and huggingface (the family, and whether tensor names lack its prefix).
@@ -210,7 +210,7 @@ class HFReader(Reader):
 def _open_shards(
     folder: Path, shards: Mapping[str, Path], allow_foreign: bool
 ) -> dict[str, _FileTensor]:
-    """Return all tensors in the files by name, with the current names of old BERT parameters.
+    """Return all tensors in the files by name, renaming old BERT parameters to their current names.
 
     Args:
         folder: The folder, for messages.

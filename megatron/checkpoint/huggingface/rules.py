@@ -1,7 +1,7 @@
-"""Rules for converting between Hugging Face tensors and our parameters, and the base of families.
+"""Rules for converting between Hugging Face tensors and our parameters; the class `Family`.
 
-In this package, "our" tensors, modules and names are those of this program. A family's module has a
-table that maps each of our modules to Hugging Face modules. The shapes follow from the network's
+In this package, "our" tensors and modules and "native" names are those of this program. Each family
+has a table that maps our modules to Hugging Face modules. The shapes follow from the network's
 plan, and the conversion (a `TensorConversion`) from the kind of parameter. A conversion only
 rearranges values, so `join` and `split` are exact inverses.
 """
@@ -118,7 +118,7 @@ class ParameterRule:
     """The correspondence between one of our parameters and Hugging Face tensors.
 
     Attributes:
-        name: Our name for the parameter.
+        name: The native name of the parameter.
         shape: The shape of our parameter.
         hf_names: Names of the corresponding Hugging Face tensors, expert by expert.
         conversion: The conversion between these tensors and our parameter, or one expert's slice of
@@ -150,7 +150,7 @@ class ParameterRule:
         """Return the box of the parameter that a part covers.
 
         Args:
-            part: The index of the part: of the expert, if experts have separate tensors.
+            part: The index of the part (of the expert, if experts have separate tensors).
         """
         if not self.experts:
             return Box.whole(self.shape)
@@ -163,7 +163,7 @@ class ParameterRule:
         return [tuple(part.shape) for part in parts] * self.parts
 
     def join(self, load: Callable[[str], Tensor], box: Box, dtype: torch.dtype) -> Tensor:
-        """Return a box of our parameter. Only the tensors of experts in the box are read.
+        """Return the values in a box of our parameter, reading only the tensors of its experts.
 
         Args:
             load: Function that returns the Hugging Face tensor with a given name.
@@ -188,7 +188,7 @@ class ParameterRule:
         return result
 
     def split(self, read: Callable[[Box], Tensor], index: int) -> Tensor:
-        """Return one of the Hugging Face tensors. Only its expert is read.
+        """Return one of the Hugging Face tensors, reading only the expert that it belongs to.
 
         Args:
             read: Function that returns a box of our parameter.
@@ -405,7 +405,7 @@ class Family(ABC):
 
         Args:
             layer: The layer that contains the module.
-            module: Our name for the module in the layer.
+            module: The native name of the module in the layer.
             tensors: The number of Hugging Face tensors that a parameter combines.
         """
         if module == "attention.qkv":
@@ -419,7 +419,7 @@ class Family(ABC):
 
 
 def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
-    """Return the plan of each layer by our name for the layer, such as "layers.3"."""
+    """Return the plan of each layer by native name, such as "layers.3"."""
     first = plan.encoder_layers  # the decoder's first layer, if there is a decoder
     stacks = {"": plan.layers}
     if first:
@@ -433,7 +433,7 @@ def layers_of(plan: plans.ModelPlan) -> dict[str, plans.LayerPlan]:
 
 
 def parameter_shapes(plan: plans.ModelPlan) -> dict[str, Shape]:
-    """Return the shapes of a network's parameters by our name."""
+    """Return the shapes of a network's parameters by native name."""
     table, hidden, modules = plan.embedding, plan.hidden, dict[str, dict[str, Shape]]()
     rows = {"word": table.vocabulary, "position": table.positions, "token_type": table.token_types}
     for kind, count in rows.items():
@@ -643,9 +643,9 @@ def layer_names(prefix: str, hf_prefix: str, modules: Mapping[str, Sequence[str]
     """Yield each of our modules in a layer with the corresponding Hugging Face modules.
 
     Args:
-        prefix: Our name for the layer.
+        prefix: The native name of the layer.
         hf_prefix: The Hugging Face name of the layer.
-        modules: The names of Hugging Face modules in the layer, by our name for the module.
+        modules: The names of Hugging Face modules in the layer, by native module name.
     """
     for module, names in modules.items():
         yield f"{prefix}.{module}", [f"{hf_prefix}.{name}" for name in names]

@@ -153,7 +153,7 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     This is the saved number or, in older files, the iterations times the global batch size.
 
     Raises:
-        CheckpointError: The arguments contain neither.
+        CheckpointError: The arguments do not say how many samples were seen.
     """
     if "consumed_train_samples" in args:
         return int(args["consumed_train_samples"])

@@ -33,7 +33,7 @@ class FileParameter:
 
     Attributes:
         path: The keys that lead to the parameter in the file's `model`, outermost first.
-        name: Our name for the parameter.
+        name: The native name of the parameter.
         box: The part of our parameter that the file contains.
     """
 
@@ -75,7 +75,7 @@ def plan_files(
     """Plan the files of a checkpoint, ordered by stage and tensor rank.
 
     Args:
-        shapes: The shapes of all parameters, by our names without "model.".
+        shapes: The shapes of all parameters, by native name without "model.".
         parts: The model's parts, first to last. Each stage has the same number of parts, and all
             parts have the same number of layers.
         split: The numbers of tensor-parallel ranks and pipeline stages.
@@ -124,7 +124,7 @@ def _check(shapes: Shapes, parts: list[ModelPart], stages: int, encoder: int) ->
 def _parameter_paths(
     shapes: Shapes, part: ModelPart, encoder: int
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield our name and Megatron's path for each possible parameter, in Megatron's order."""
+    """Yield (native name, Megatron's path) for each possible parameter, in Megatron's order."""
 
     def outside(modules: names.Modules) -> Iterator[tuple[str, tuple[str, ...]]]:
         return ((name, names.megatron_path(name, 0)) for name in names.parameters_of(modules))
@@ -157,7 +157,7 @@ def _parameter_paths(
 
 
 def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:
-    """Yield our names for the layers of the neighbor encoder inside a Retro layer."""
+    """Yield the native name of each layer of the neighbor encoder in a Retro layer."""
     for index in itertools.count():
         name = f"{layer}.retriever.{index}"
         if f"{name}.attention_norm.weight" not in shapes:

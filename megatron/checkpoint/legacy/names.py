@@ -1,4 +1,4 @@
-"""Megatron's parameters under our names, and their splits and row orders in Megatron's files.
+"""Megatron's parameters under native names, and their splits and row orders in Megatron's files.
 
 The reader supports GPT, BERT, T5 and Retro trees of v1.0 to 23.08 and of the Llama-2 fork, and the
 flat trees of Megatron Core (GPT), which its `torch` format has used since 2023. The number of a
@@ -104,7 +104,7 @@ _ONLY_KIND |= {megatron[0]: "weight" for megatron in EMBEDDINGS.values()}
 
 
 def parameters_of(modules: Modules) -> dict[str, list[str]]:
-    """Return Megatron's names for the parameters of modules, by our name."""
+    """Return Megatron's names for the parameters of modules, by native name."""
     return {
         f"{native}.{kind}": [f"{name}.{kind}" for name in megatron]
         for native, megatron in modules.items()
@@ -126,7 +126,7 @@ class Parameter:
     """A parameter in a file.
 
     Attributes:
-        name: Our name; None for the last stage's copy of tied word embeddings.
+        name: The native name; None for the last stage's copy of tied word embeddings.
         tensor: Reference to the values.
         is_decayed: Whether Megatron applies weight decay to the parameter.
         expert: The index of the expert in the file, if the parameter belongs to an expert.
@@ -145,7 +145,7 @@ def is_core(model: Any) -> bool:
 
 
 def towers_of(model: Any) -> list[str]:
-    """Return the names of the towers in a file's `model`, in Megatron's order, if it has any.
+    """Return the names of the towers in a file's `model`, in Megatron's order, or [] without any.
 
     A bi-encoder's tree contains the tree of a BERT model for each tower.
     """
@@ -227,7 +227,7 @@ def list_parameters(
 
 
 def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
-    """Return our name for a parameter of Megatron Core, and the index of its expert, if any.
+    """Return the native name of a parameter of Megatron Core, and the index of its expert, if any.
 
     Args:
         path: Megatron Core's name. Its layers and experts are numbered within the file.
@@ -300,7 +300,7 @@ def native_name(
     is_first: bool,
     crossing: Collection[str] = (),
 ) -> str | None:
-    """Return our name for a parameter, or None for a later stage's copy of an embedding.
+    """Return the native name of a parameter, or None for a later stage's copy of an embedding.
 
     Args:
         path: Megatron's name.
@@ -347,7 +347,7 @@ def megatron_path(name: str, first_layer: int, *, crosses: bool = False) -> tupl
     """Return the keys that lead to a parameter in a file's `model` in Megatron 23.08.
 
     Args:
-        name: Our name for the parameter, which must exist in Megatron.
+        name: The native name of the parameter, which must exist in Megatron.
         first_layer: The index of the stage's first layer.
         crosses: Whether the parameter belongs to a layer with cross-attention.
     """
@@ -427,7 +427,7 @@ class Arrangement:
         """Return the dimension that tensor-parallel ranks split, or None if each has a full copy.
 
         Args:
-            name: Our name for the parameter.
+            name: The native name of the parameter.
 
         Returns:
             A dimension of our tensor, as `arrange` returns it.

@@ -27,7 +27,7 @@ from megatron.checkpoint.legacy.names import Parameter
 from megatron.checkpoint.legacy.unpickler import TensorRef, show
 from megatron.errors import CheckpointError
 
-# Our names for the kinds of optimizer states, by Megatron's key. FLAT_KINDS is for flat tensors.
+# Native names of the kinds of optimizer states, by Megatron's key. FLAT_KINDS is for flat tensors.
 STATE_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
 FLAT_KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -52,7 +52,7 @@ class OptimizerState:
 
         Args:
             parameter: The parameter.
-            kind: Our name for the kind of state, such as "exp_avg".
+            kind: The native name of the kind of state, such as "exp_avg".
             tensor: The state.
 
         Raises:

@@ -52,7 +52,7 @@ _Part = tuple[RankFile, TensorRef, int | None]  # file, tensor, index of the exp
 
 
 class LegacyReader(Reader):
-    """A checkpoint of Megatron-LM under our names.
+    """A checkpoint of Megatron-LM under native names.
 
     It may be a GPT, BERT, T5, Retro or bi-encoder of v1.0 to 23.08, a GPT of the Llama-2 fork, or
     the weights of Megatron Core's GPT in its `torch` format.

@@ -74,7 +74,7 @@ _STORAGE_TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGES.items(
 
 
 class TorchZip:
-    """A file in torch.save's format, whose records are looked up without the top-level folder.
+    """A file in torch.save's format. The names of its records leave out the top-level folder.
 
     Attributes:
         path: The file.
@@ -179,10 +179,10 @@ class TorchZip:
         return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
     def number(self, value: Any) -> int | float:
-        """Return a finite number that was saved as such or as a one-element tensor.
+        """Return a finite number that was saved as a number or as a one-element tensor.
 
         Raises:
-            CheckpointError: The value is anything else.
+            CheckpointError: The value is neither.
         """
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             value = self.load(value).item()

@@ -269,7 +269,7 @@ class _Machine:
         self._stack[-1].update(_checked_items(zip(flat[::2], flat[1::2], strict=True)))
 
     def call(self) -> None:
-        """Pop a function of ours and its arguments, and push the result of the call."""
+        """Pop a `Factory` and its arguments, call it, and push the result."""
         target, args = self.take(2)
         if type(target) is not Factory or type(args) is not tuple:
             raise RefusedError(f"a call of {show(target)}")

@@ -367,7 +367,7 @@ def group_settings(config: ModelRun, meta: Json, *, decays: bool) -> dict[str, A
 
 
 def _name(parameter: FileParameter, kind: str | None = None) -> str:
-    """Return our name for a parameter, or for an optimizer state of it."""
+    """Return the native name of a parameter, or of one of its optimizer states."""
     return f"{WEIGHTS}{parameter.name}" if kind is None else f"{STATES}{parameter.name}.{kind}"
 
 
