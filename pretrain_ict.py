@@ -43,7 +43,7 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 
 
 class ICTRecipe:
-    """The inverse cloze task: a sentence must find the block of text that it was taken from."""
+    """The inverse cloze task: match a sentence with the block of text from which it was taken."""
 
     program = "pretrain_ict.py"
     architecture = "ict"
@@ -98,7 +98,7 @@ class ICTRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Mapping[str, Tensor]:
-        """Return the loss and the accuracies of finding each block among those of all ranks."""
+        """Return the retrieval loss and accuracies over the blocks of all data-parallel ranks."""
         vectors = part(
             batch["query_tokens"],
             batch["query_pad_mask"].bool(),

@@ -1,4 +1,4 @@
-"""Measure what the corpus pipeline finds, and its speed compared with other programs.
+"""Measure precision, recall and speed of the corpus pipeline, compared with other programs.
 
     python tools/benchmark_corpora.py --out docs/benchmarks/corpora.md
 
@@ -90,8 +90,12 @@ def run(options: argparse.Namespace) -> None:
 def _write(out: str | None, section: str, *, keeps_proof: bool) -> None:
     """Print a section, or replace the section of this kind in the page `out`.
 
-    The page has a section of measurements and one that proves equal bytes. `keeps_proof` says
-    whether the latter is kept.
+    The page has a section of measurements, and a section that proves equal bytes.
+
+    Args:
+        out: The page, or `None` to print the section.
+        section: The text of the section.
+        keeps_proof: Whether the section has measurements, so that the proof in the page is kept.
     """
     if out is None:
         print(section)

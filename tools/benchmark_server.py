@@ -102,7 +102,7 @@ class Answer:
 
 @dataclass
 class Load:
-    """A load of clients, each of which sends its next request when the previous one is answered.
+    """A load generator whose clients send their next request when the previous one is answered.
 
     Attributes:
         host: Name or address of the server.

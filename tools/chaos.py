@@ -4,8 +4,9 @@ r"""Run a training command under random faults, and judge from its outputs wheth
         torchrun --nproc-per-node 4 --max-restarts 1000 pretrain_gpt.py --config run.yaml \
         --save runs/a --load runs/a --metrics-jsonl runs/a/metrics.jsonl
 
-The command must name --save, --load and --metrics-jsonl. It is restarted until it exits with 0, as
-by a scheduler. Each fault hits a random rank at a random time, until --hours have passed:
+The command must name --save, --load and --metrics-jsonl. Like a scheduler, this tool restarts the
+command until it exits with 0. Each fault hits a random rank at a random time, until --hours have
+passed:
 
     kill      SIGKILL
     stop      SIGSTOP without SIGCONT: other ranks must notice, so the last running rank is spared

@@ -3,7 +3,7 @@
     python tools/compare_layouts.py --out docs/layouts.md --overwrite
 
 This takes about half an hour on two CPU cores, with up to eight gloo processes and no GPU. The
-layouts and the comparison are those of `tests/parity`.
+layouts and the comparison are defined in `tests/parity`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Each row really kills processes, fills disks, damages files or mounts attacks, in forked processes,
 and counts how often the promise held. The table names the seeds of the random choices. The rows are
-those of `tests/reliability/scoreboard`; the tests try them fewer times.
+defined in `tests/reliability/scoreboard`; the tests run fewer trials of them.
 """
 
 from __future__ import annotations

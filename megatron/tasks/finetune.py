@@ -327,7 +327,7 @@ class EpochEvaluation(Callback):
 
     Args:
         ends: The updates, counted from 1, that end an epoch.
-        evaluate: The function that evaluates. It is collective.
+        evaluate: A collective function that evaluates the run.
     """
 
     def __init__(self, ends: Set[int], evaluate: Callable[[Run], object]) -> None:

@@ -84,7 +84,11 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Metrics | None:
-    """Load the model, run the harness, report, and return the metrics on rank 0. Collective."""
+    """Load the model, run the harness, report, and return the metrics on rank 0. Collective.
+
+    Raises:
+        UserError: The checkpoint or the data is invalid, or a task is unknown.
+    """
     config = parsed.config
     options, task_options = parsed.extra
     folder = config.checkpoint.load
@@ -208,7 +212,7 @@ class GenerationRequest:
     """A prompt and the settings for its continuation.
 
     Attributes:
-        prompt: The tokens of the prompt. They are cut at the front if they do not fit the window.
+        prompt: The token ids of the prompt, cut at the front if it does not fit the window.
         max_new_tokens: The maximum number of tokens to generate.
         until: Stop sequences, which are not part of the answer.
         temperature: The sampling temperature. 0 always selects the most likely token.

@@ -293,7 +293,11 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
 
 
 def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Metrics:
-    """Load the model, score the data, report, and return the metrics. Collective."""
+    """Load the model, score the data, report, and return the metrics. Collective.
+
+    Raises:
+        UserError: The checkpoint or the data is invalid, or the results cannot be written.
+    """
     config = parsed.config
     options, task_options = parsed.extra
     assert config.checkpoint.load is not None

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Run this process's share of the task that `--task` names, and return the exit code.
 
     Args:
-        argv: The command line. The default is that of this process.
+        argv: The command-line arguments. The default is `sys.argv[1:]`.
         program: The name of the program, for the help text.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -61,7 +61,7 @@ def megatron_line(
 
 
 def results_path(requested: str | None, folder: str, task: str, iteration: int) -> Path:
-    """Return the path of the results: that of --results, or one in the checkpoint folder."""
+    """Return the path that --results names, or the default path in the checkpoint folder."""
     if requested is not None:
         return Path(requested)
     return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"

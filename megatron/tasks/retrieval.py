@@ -220,7 +220,10 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Me
     """Embed the passages, search them for all questions, and report. Collective.
 
     Returns:
-        The metrics on rank 0; empty on other ranks.
+        The metrics on rank 0, and an empty dictionary on other ranks.
+
+    Raises:
+        UserError: The checkpoint or a file is invalid, or the results cannot be written.
     """
     config, (_, task_options, texts) = parsed.config, parsed.extra
     loaded = load_towers(config, texts.retriever_seq_length, device, layout)

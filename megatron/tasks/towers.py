@@ -253,7 +253,7 @@ class TrainingQuestions:
 
 
 class TowersRecipe:
-    """A recipe in which a question must find its passage among those of all questions."""
+    """A recipe that trains towers to match each question with its own passage."""
 
     program = PROGRAM
     architecture = "ict"
@@ -308,7 +308,7 @@ class TowersRecipe:
         tokenizer: Tokenizer,
         layout: Layout,
     ) -> Mapping[str, Tensor]:
-        """Return the loss and the accuracy of finding each passage among those of all ranks."""
+        """Return the retrieval loss and accuracy over the passages of all data-parallel ranks."""
         # The correct passages come first, as in Megatron-LM.
         passages, mask = (
             batch[f"context_{name}"].transpose(0, 1).flatten(0, 1)

@@ -1,4 +1,4 @@
-r"""Embed texts: compute one vector for each with a BERT or a Hugging Face sentence encoder.
+r"""Compute a vector for each text with a BERT or a Hugging Face sentence encoder.
 
     python tools/bert_embedding/main.py --input texts.jsonl --load runs/bert --output-dir vectors
     torchrun --nproc-per-node 8 tools/bert_embedding/main.py --input texts.jsonl \

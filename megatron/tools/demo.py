@@ -103,10 +103,10 @@ def write_standard_library(path: Path, *, in_lines: bool) -> None:
 
 
 def check_input(source: Path) -> None:
-    """Read the whole input before anything is written or moved.
+    """Check the whole input, before anything is written or moved.
 
     Raises:
-        DataError: A line is bad, or there are fewer than two documents.
+        DataError: A line is invalid, or there are fewer than two documents.
     """
     from megatron.data.text_input import find_inputs, parse_block, read_blocks
 
@@ -120,9 +120,9 @@ def check_input(source: Path) -> None:
 
 
 def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Create the folder `out`, after renaming that of an earlier run with the same settings.
+    """Create the folder `out`, and rename the folder of an earlier run with the same settings.
 
-    With `overwrite`, remove the files of an earlier demo instead.
+    With `overwrite`, remove the files of an earlier demo from the folder instead.
 
     Raises:
         ConfigError: `out` contains anything else, and `overwrite` is false.
@@ -234,7 +234,7 @@ def split_of(documents: int) -> tuple[str, int]:
 
 
 def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Validation:
-    """Compute statistics of the validation documents: those of `dataset` from index `first` on."""
+    """Compute statistics of the validation documents, which begin at index `first` of `dataset`."""
     import numpy as np
     from tokenizers import Tokenizer
 

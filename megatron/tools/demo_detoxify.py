@@ -1,10 +1,10 @@
 """Run all steps of detoxification on a small scale: `megatron detoxify demo`.
 
-A small GPT learns made-up texts, some of them with rude sentences. It generates its own texts, a
-classifier that knows the rude words scores them, and the GPT is trained further on the half with
-the lowest scores. The table at the end compares the result with the original GPT. The demo needs no
-network and no GPU and takes about a minute. Every step prints its command, so that you can repeat
-it by hand.
+A small GPT is trained on made-up texts, some of them with rude sentences. The GPT then generates
+texts, a classifier that knows the rude words scores them, and the GPT is trained further on the
+half with the lowest scores. The table at the end compares the result with the original GPT. The
+demo needs no network and no GPU, and takes about a minute. Every step prints its command, so that
+you can repeat it by hand.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run all steps.
+    """Run all steps of the demo.
 
     Raises:
-        ConfigError: The folder is not empty, or transformers is not installed.
+        ConfigError: The folder is not empty, or the package transformers is not installed.
         StorageError: The folder cannot be written.
     """
     start = time.perf_counter()
@@ -177,7 +177,7 @@ def write_texts(out: Path) -> None:
 def write_classifier(folder: Path) -> None:
     """Write a Hugging Face text classifier that recognizes the rude words of the demo.
 
-    It is a one-layer BERT, trained for a few seconds on texts with and without these words.
+    The classifier is a one-layer BERT, trained for a few seconds on texts with and without them.
 
     Raises:
         ConfigError: The package transformers is not installed.

@@ -45,8 +45,8 @@ class Kind:
         global_batch: The number of samples per update.
         iterations: The default number of updates.
         title: The title of the last step, which shows what the model can do.
-        inference_command: A function that returns the command and the flags of the last step. Its
-            argument is the texts of validation documents, or `None` if the text is source code.
+        inference_command: A function that returns the command and the flags of the last step, given
+            validation texts, or `None` if the text is source code.
         next_steps: A function that returns instructions for using the model, given the demo's
             folder.
         blocks: The flags for the structure of the layers.

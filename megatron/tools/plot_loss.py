@@ -98,9 +98,8 @@ def read_validation(path: Path, flag: str) -> dict[str, Points]:
 def smoothed(points: Points) -> Points:
     """Smooth a curve without lag by fitting a straight line around each point.
 
-    Each value is that of the least-squares line through the neighboring points, which are about 7%
-    of all points, and fewer at the ends. A running average would lie above a steadily falling
-    curve.
+    Each value is on the least-squares line through the neighboring points, about 7% of all points
+    and fewer at the ends. A running average would lie above a steadily falling curve.
     """
     import numpy as np
 

@@ -96,7 +96,7 @@ def run_process(
         timeout: Seconds after which the run is ended.
 
     Returns:
-        The seconds from the launch to the arrival of each line of output, with the line.
+        Each line of output as (seconds from the launch to its arrival, line).
 
     Raises:
         BenchmarkError: The run took too long or failed. The message has its last lines.
@@ -117,7 +117,7 @@ def run_process(
 def run_to_end(
     command: Sequence[str], *, timeout: float, folder: Path | None = None, **environment: str
 ) -> tuple[list[tuple[float, str]], int | None]:
-    """Run a command, and end all of its processes, whatever its result.
+    """Run a command to its end or timeout, and leave none of its processes running.
 
     Args:
         command: The command and its arguments.
@@ -126,8 +126,8 @@ def run_to_end(
         environment: Environment variables to set unless they are already set.
 
     Returns:
-        The seconds from the launch to the arrival of each line of output, with the line; and the
-        exit code, or `None` if the run timed out.
+        Each line of output as (seconds from the launch to its arrival, line); and the exit code, or
+        `None` if the run timed out.
     """
     lines: list[tuple[float, str]] = []
     start = time.perf_counter()

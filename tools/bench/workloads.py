@@ -171,7 +171,7 @@ def training_flags(
 
 
 def read_flags(flags: Sequence[str], gpus: int) -> RunConfig:
-    """Return the configuration that these flags describe. The default is one iteration.
+    """Return the configuration of a run with these flags, for one iteration by default.
 
     Raises:
         ConfigError: A flag is invalid.

@@ -50,7 +50,7 @@ def operations(library: KernelLibrary, device: torch.device) -> list[Operation]:
 def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size: int) -> Operation:
     """Define the loss of 16-bit logits.
 
-    Gradients go to new memory, which takes as long as reusing that of the logits.
+    The gradient is written to new memory, which takes as long as overwriting the logits.
     """
 
     def make_inputs() -> Inputs:
@@ -120,7 +120,10 @@ def chunked_cross_entropy(
 
 
 def adam(library: KernelLibrary, device: torch.device, size: int) -> Operation:
-    """Define AdamW with fp32 states and bf16 weights in 64 tensors: 30 bytes per parameter."""
+    """Define AdamW with fp32 states and bf16 weights in 64 tensors.
+
+    The update moves 30 bytes per parameter.
+    """
 
     def make_inputs() -> Inputs:
         return [

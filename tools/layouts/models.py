@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BenchmarkLayout:
-    """A row of the table.
+    """A layout to measure.
 
     Attributes:
         processes: Number of GPUs.

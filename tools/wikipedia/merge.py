@@ -2,7 +2,7 @@
 
     python tools/wikipedia/merge.py articles --output wikipedia.jsonl
 
-It also accepts folders that WikiExtractor wrote with --json (AA/wiki_00 and so on).
+Folders that WikiExtractor wrote with --json (AA/wiki_00 and so on) are also accepted.
 """
 
 from __future__ import annotations

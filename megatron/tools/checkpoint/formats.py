@@ -423,7 +423,7 @@ def _read(path: str, field: str) -> bytes:
 
 
 def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> TokenizerConfig:
-    """Return the tokenizer settings in the flags. They equal the defaults if no flag is given.
+    """Return the tokenizer settings from the flags, or the defaults if no flag is given.
 
     Raises:
         ConfigError: The tokenizer cannot be built from these settings.
