@@ -49,7 +49,7 @@ class BertRecipe:
     head = LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the names of the losses: of tokens and, with a binary head, of segment order."""
+        """Return the names of the token loss and, with a binary head, the segment order loss."""
         return ("lm loss", "sop loss") if config.model.bert_binary_head else ("lm loss",)
 
     def build_part(

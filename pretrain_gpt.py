@@ -210,7 +210,7 @@ class GPTRecipe:
 
 
 def ahead_names(depths: int | None) -> tuple[str, ...]:
-    """Return Megatron Core's names of the losses of multi-token prediction."""
+    """Return Megatron Core's names for the losses of multi-token prediction."""
     return tuple(f"mtp_{depth + 1} loss" for depth in range(depths or 0))
 
 

@@ -50,7 +50,7 @@ class ICTRecipe:
     head = RETRIEVAL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return Megatron-LM's names of the loss and of the requested accuracies."""
+        """Return Megatron-LM's names for the loss and the requested accuracies."""
         chosen = config.retriever.retriever_report_topk_accuracies
         return ("loss", *(f"top{k}_acc" for k in chosen))
 

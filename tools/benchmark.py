@@ -233,7 +233,7 @@ def run_once(plan: Plan, checkout: Checkout, number: int, result: Result, *, pro
 
 
 def _with_peak_memory(metrics: Path, measured: RunMeasurements) -> RunMeasurements:
-    """Use the memory peaks of the whole run, because the log has only the first ones."""
+    """Replace the memory peaks with those of the whole run, because the log has only the first."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
     def peak(tag: str, logged: int) -> int:

@@ -119,7 +119,7 @@ _HEAD = [
 
 
 def _build(*args: str) -> float:
-    """Run build_corpus.py with two workers and return its seconds, including start-up."""
+    """Run build_corpus.py with two workers, and return the seconds, including start-up."""
     command = [sys.executable, str(HERE / "build_corpus.py"), *args, "--workers", _WORKERS]
     started = time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

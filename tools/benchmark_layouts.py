@@ -8,8 +8,8 @@ GPUs than are available are skipped, and their rows say so. The row of a failed 
 Each row is written as soon as its run ends. Flags after `--` are added to every run and override
 the run's own flags.
 
-To check the planner, measure the layouts that it wrote. The last lines of the output then compare
-the layout that it predicts to be fastest with the one that is fastest:
+To check the planner, measure the layouts that it wrote. The last lines of the output then say how
+much slower the planner's best layout is than the fastest one:
 
     megatron plan --gpus 2xH200 --global-batch 16 --top 20 --jsonl plan.jsonl -- FLAGS
     python tools/benchmark_layouts.py --plan plan.jsonl --budget 280 --out table.md

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure Retro's training step compared with a GPT that has the same layers.
+r"""Measure Retro's training step compared with a GPT that has the same layers.
 
     python tools/benchmark_retro_training.py                       # workload S in bf16, on a GPU
     python tools/benchmark_retro_training.py --workload demo --layers 9 --precision fp32 \
@@ -63,7 +63,7 @@ def make_folder(
     Args:
         workdir: The folder.
         corpus: Prefix of the corpus. Each document ends with an end-of-document token.
-        flags: The flags for training, without its length and evaluations.
+        flags: The flags of the run, except those for length and evaluation.
         iterations: The number of iterations.
         vocabulary: The vocabulary size of the tokenizer.
         chunk: The number of tokens in a chunk.

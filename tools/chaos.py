@@ -133,7 +133,7 @@ class JobProcess(NamedTuple):
 
 
 class Job:
-    """One start of the command, and all processes that it starts."""
+    """A started command, with all of its processes."""
 
     def __init__(self, plan: Plan) -> None:
         """Start the command."""
@@ -149,7 +149,7 @@ class Job:
             )
 
     def processes(self) -> dict[int, JobProcess]:
-        """Return the running processes by their ids."""
+        """Return the running processes of the job by process id."""
         processes = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):

@@ -151,13 +151,13 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def cells(case: LayoutCase, difference: Difference, where: str) -> list[str]:
-    """Return the cells of the row of a layout."""
+    """Return the table cells for a layout."""
     numbers = (f"{difference.loss:.1e}", f"{difference.norm:.1e}")
     return [case.name, str(case.processes), _as_code(case.shown_flags), *numbers, where]
 
 
 def mixture_cells(case: MixtureCase, differences: Mapping[str, float], where: str) -> list[str]:
-    """Return the cells of the row of a layout of a mixture."""
+    """Return the table cells for a layout of a mixture."""
     loss = max(
         difference for name, difference in differences.items() if name not in ("norm", "biases")
     )

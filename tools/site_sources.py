@@ -23,7 +23,7 @@ _HEAD = "---\ntitle: {title}\nsearch:\n  exclude: true\n---\n\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each file or folder outside docs/ to which pages, old or new, link."""
+    """Add pages for files and folders outside docs/ that are linked, directly or indirectly."""
     pending = [_DOCS / file.src_uri for file in files.documentation_pages()]
     seen = set(pending)
     while pending:

@@ -362,7 +362,7 @@ def _response_prompt(
 
 
 def word_splitter() -> Callable[[str], list[str]]:
-    """Return NLTK's `word_tokenize` for English, which also separates punctuation.
+    """Return a function like NLTK's `word_tokenize` for English, which also separates punctuation.
 
     Raises:
         ConfigError: The data of Punkt, which detects the ends of sentences, is not installed.
@@ -423,7 +423,7 @@ def ask_server(url: str, length: int, text: str) -> str:
 
 
 def measure(options: TaskConfig, task_options: DialogueConfig) -> Metrics:
-    """Print Megatron-LM's line and a table, write --results if given, and return the metrics.
+    """Compare generated with expected texts, report the metrics, and return them.
 
     Raises:
         DataError: The files cannot be read or do not match.

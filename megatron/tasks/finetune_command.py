@@ -354,7 +354,7 @@ def _check_head(reader: Reader, target: Target, source: str, *, only_evaluates: 
 def _required(config: RunOptions, world_size: int) -> Iterator[str]:
     if config.model.num_layers is None:
         yield "--pretrained-checkpoint is required: give the folder of a pretrained BERT"
-    else:  # the checkpoint names its tokenizer, unless it is an old one
+    else:  # the checkpoint names its tokenizer, unless the checkpoint is old
         yield from rules_model.required(config, world_size)
         yield from rules_data.tokenizer(config, world_size)
 

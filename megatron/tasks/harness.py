@@ -163,8 +163,8 @@ def _run_harness(model: LM, task_options: HarnessConfig) -> dict[str, Any]:
     names = list(task_options.lm_eval_tasks or ())
     manager = TaskManager(include_path=task_options.lm_eval_include_path, include_defaults=False)
     if _unknown(names, manager):
-        # Read the harness's own tasks only if needed, because their thousands of files take many
-        # seconds.
+        # Read the harness's own tasks only if needed, because reading their thousands of files
+        # takes many seconds.
         manager = TaskManager(include_path=task_options.lm_eval_include_path)
     unknown = _unknown(names, manager)
     if unknown:

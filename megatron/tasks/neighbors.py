@@ -1,7 +1,7 @@
-"""Perplexity of a Retro model with correct neighbors, with neighbors of other chunks, and without.
+"""Perplexity of a Retro model with correct neighbors, neighbors of other chunks, or no neighbors.
 
 The samples are the validation samples of the working folder, whose neighbors are stored, or any
-texts, whose neighbors are searched in the index.
+texts, whose neighbors are looked up in the index.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def read_passages(path: str) -> Iterator[Passage]:
     """Yield the passages of --evidence-data-path. The first line is a header.
 
     Raises:
-        DataError: The file cannot be read, has no passages, or a line lacks one of three columns.
+        DataError: The file cannot be read or has no passages, or a line does not have a number, a
+            text and a title.
     """
     count = -1
     for count, (where, row) in enumerate(_rows(path, "--evidence-data-path")):
@@ -97,7 +98,8 @@ def read_questions(path: str, flag: str) -> list[Question]:
     The answers are a list in the notation of Python or JSON, which is parsed and never executed.
 
     Raises:
-        DataError: The file cannot be read, has no questions, or a line has no list of answers.
+        DataError: The file cannot be read or has no questions, or a line does not have a question
+            and a list of answers.
     """
     questions = []
     for where, row in _rows(path, flag):

@@ -26,7 +26,7 @@ from megatron.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megatron.retro.embedding import EmbedderOptions
 
-_ORIGIN_FILE = "made_from.json"  # the file in --output-dir that records what the vectors are from
+_ORIGIN_FILE = "made_from.json"  # the file in --output-dir that records the sources of the vectors
 
 
 def build_parser() -> ToolParser:

@@ -268,5 +268,5 @@ def draw(changes_by_width: Mapping[int, Changes], output: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool with a command line and return its exit code."""
+    """Run the tool and return its exit code."""
     return run_command(lambda: run(build_parser().read(argv)))

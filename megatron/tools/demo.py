@@ -47,8 +47,8 @@ OUTPUTS = (
     *("retro.jsonl", "gpt.jsonl"),
     *("base", "conversations.jsonl*", "held-out.jsonl*", "answers.jsonl"),
 )
-CHAT = "chat"  # its demo has its own steps, in megatron/tools/demo_chat.py
-RETRO = "retro"  # its demo has its own steps, in megatron/tools/demo_retro.py
+CHAT = "chat"  # the steps of this demo are in megatron/tools/demo_chat.py
+RETRO = "retro"  # the steps of this demo are in megatron/tools/demo_retro.py
 # Folders that contain only tables, tests or code that is not part of the standard library.
 NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"),

@@ -59,7 +59,7 @@ _TEMPLATE = """\
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Generate conversations of one question and one answer. Every call returns the same ones.
+    """Generate conversations of one question and one answer. The result is always the same.
 
     Args:
         count: The number of conversations. All questions are different.

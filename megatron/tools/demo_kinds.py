@@ -19,7 +19,7 @@ _BLOCKS = "--position-embedding-type rope --normalization RMSNorm --swiglu --dis
 _LAYERS = "--num-layers 4 --seq-length 128 --max-position-embeddings 128"
 # Each token uses two of eight experts, each half as wide as the GPT's MLP: the same work per token.
 _EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 160 --moe-aux-loss-coeff 1e-2"
-# The settings that a small model keeps from a recipe's network. Its sizes are those of a demo.
+# The settings that a small model keeps from a recipe's network. The sizes are those of a demo.
 _KEPT_FIELDS = (
     *("position_embedding_type", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias"),
     *("untie_embeddings_and_output_weights", "qk_layernorm", "squared_relu"),

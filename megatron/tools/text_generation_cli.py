@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Server:
-    """A text generation server."""
+    """A client of a text generation server."""
 
     def __init__(self, address: str, token_file: str | None, timeout: float) -> None:
         """Check the address.

@@ -102,9 +102,9 @@ def run_line(name: str, number: int, measured: RunMeasurements, tokens: float) -
 
 
 def summary(result: Result) -> dict[str, float]:
-    """Return the best, median and worst medians, other times, and memory peaks of all runs.
+    """Summarize all runs: step times and start-up times in seconds, and memory peaks in bytes.
 
-    Times are in seconds and memory is in bytes.
+    The best, median and worst run are those by median step time.
     """
     medians = [run.median for run in result.runs]
     return {

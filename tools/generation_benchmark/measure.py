@@ -30,7 +30,7 @@ _BLOCK = 16
 
 
 class EngineBenchmark:
-    """A model, with a new engine for each measurement."""
+    """A benchmark of one model, with a new engine for each measurement."""
 
     def __init__(
         self,

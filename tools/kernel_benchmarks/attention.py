@@ -209,7 +209,7 @@ def _attention(
         backward_bytes=2 * size,
         make_inputs=make_inputs,
         ours=ours,
-        eager=None,  # it would store every score
+        eager=None,  # eager attention would store every score
         libraries=libraries or {},
         forward_products=products,
         backward_products=int(products * BACKWARD_PRODUCTS),

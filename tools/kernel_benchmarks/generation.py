@@ -66,7 +66,7 @@ def paged_attention(
 def row_product(
     multiply: RowProduct | None, device: torch.device, rows: int, outer: int, inner: int
 ) -> Operation:
-    """Define a matrix product whose rows are bitwise independent of the other rows."""
+    """Define a matrix product in which each row is bitwise independent of all other rows."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         assert multiply is not None, "`missing` has checked this"

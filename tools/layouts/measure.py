@@ -110,7 +110,7 @@ def error_line(log: str, code: int) -> str:
 def read_measurement(
     config: RunConfig, processes: int, log: str, records: Sequence[dict[str, Any]]
 ) -> Measurement:
-    """Return the numbers of a finished run."""
+    """Return the measurements of a finished run, from its output and its metrics file."""
     steps = [record for record in records if "lm loss" in record]
     num_warmup = len(steps) // 3
     seconds = median(record["iteration-time"] for record in steps[num_warmup:])

@@ -108,7 +108,7 @@ def loss_difference(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Compare the layout with the shortest predicted time with the fastest one, as text.
+    """Describe how the planner's best layout compares with the fastest measured layout.
 
     The result is empty if no row with a prediction was measured.
     """

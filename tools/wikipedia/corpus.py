@@ -76,7 +76,7 @@ def make(options: argparse.Namespace) -> None:
                 "Train a tokenizer",
                 ["megatron", "data", "tokenizer", "--input", str(corpus), "--kind", "bpe"]
                 + ["--vocab-size", str(options.vocab_size), "--output-dir", str(tokenizer.parent)]
-                + ["--overwrite"],  # a killed run may have left a part of it
+                + ["--overwrite"],  # a killed run may have left an incomplete tokenizer
             )
     run_step(
         "Turn the text into token ids",

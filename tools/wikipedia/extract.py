@@ -191,7 +191,7 @@ def report(total: Counter[str]) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Extract a dump."""
+    """Extract a dump, and print how many articles were extracted and dropped."""
     durable.expect_no_file("--output", [options.output], overwrite=False)
     if not options.dump.is_file():
         raise ConfigError(

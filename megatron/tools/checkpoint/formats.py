@@ -151,12 +151,10 @@ def _wrong_loader(options: argparse.Namespace, path: Path, kind: str) -> Checkpo
 
 
 def load_checkpoint(options: argparse.Namespace) -> SourceModel:
-    """Open the newest checkpoint in --load-dir, in the native or one of Megatron's formats.
-
-    Files of Megatron-LM, Megatron Core and DeepSpeed are supported.
+    """Open the newest checkpoint in --load-dir: native, Megatron-LM, Megatron Core or DeepSpeed.
 
     Raises:
-        CheckpointError: The folder has no checkpoint, or one of another format than --loader.
+        CheckpointError: The folder has no checkpoint, or its format needs a different --loader.
     """
     folder = options.load_dir
     reader = None

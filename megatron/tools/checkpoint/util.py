@@ -201,7 +201,7 @@ def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> It
 
 
 def _verify(source: formats.SourceModel, options: argparse.Namespace, written: Path) -> str:
-    """Compare the checkpoint in `written`, its temporary path, with the source."""
+    """Compare the checkpoint at the temporary path `written` with the source."""
     from megatron.checkpoint.loading import open_checkpoint
 
     if options.saver == "hf":

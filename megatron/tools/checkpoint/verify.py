@@ -306,7 +306,7 @@ def transformers_model(reader: HFReader) -> Any:
             raise CheckpointError(f"--verify: transformers cannot load the tensors: {loading}")
         return model.float()
     has_own_head = family.head_follows_files and family.tied_head in state
-    if has_own_head:  # `transformers` first ties it, regardless of config.json
+    if has_own_head:  # `transformers` first ties the head, regardless of config.json
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     missing, unexpected = model.load_state_dict(state, strict=False)
