@@ -113,16 +113,18 @@ class GPTRecipe:
             barrier=layout.wait_for_all,
             unit=config.training.samples_per_unit,
         )
-        length, how = config.data.seq_length, (config.tokenizer, tokenizer)
+        length, pair = config.data.seq_length, (config.tokenizer, tokenizer)
         if config.preferences.preference_loss is not None:
             raise ConfigError(
                 f"--preference-loss {config.preferences.preference_loss}: pretrain_gpt.py does not "
                 "train on preferences: run finetune.py or megatron finetune"
             )
         if config.finetuning.sft:
-            return build_chat_datasets(request, config.finetuning, seq_length=length, tokenizer=how)
+            return build_chat_datasets(
+                request, config.finetuning, seq_length=length, tokenizer=pair
+            )
         return build_gpt_datasets(
-            request, seq_length=length, vocab_size=tokenizer.vocab_size, tokenizer=how
+            request, seq_length=length, vocab_size=tokenizer.vocab_size, tokenizer=pair
         )
 
     def epoch_samples(self, config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> int:
@@ -159,7 +161,7 @@ class GPTRecipe:
             local,
             documents,
             counted,
-            tuple(context_part(one, layout.context) for one in ahead),
+            tuple(context_part(shifted, layout.context) for shifted in ahead),
             tuple(map(_count, ahead)),
         )
 
@@ -193,8 +195,8 @@ class GPTRecipe:
             hidden,
             loss_mask=local.loss_mask,
             ahead=[
-                DepthInputs(one.tokens, one.position_ids, one.labels, one.loss_mask)
-                for one in inputs.ahead
+                DepthInputs(shifted.tokens, shifted.position_ids, shifted.labels, shifted.loss_mask)
+                for shifted in inputs.ahead
             ],
         )
         if not part.part.head:

@@ -181,9 +181,9 @@ def run(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code, which is 1 if a run failed."""
-    options = build_parser().read(words)
+    options = build_parser().read(arguments)
 
     def work() -> int:
         if options.list:

@@ -66,7 +66,7 @@ def build_parser() -> ToolParser:
         type=int,
         help="Number of heads instead of their size, so that wider networks have larger heads.",
     )
-    add("words", nargs="*", metavar="-- FLAGS", help="Flags of pretrain_gpt.py.")
+    add("run_flags", nargs="*", metavar="-- FLAGS", help="Flags of pretrain_gpt.py.")
     return parser
 
 
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"width {width}: done", flush=True)
     powers = fit_powers(changes_by_width)
     print("\n".join(table_lines(changes_by_width, powers)))
-    content = {"flags": options.words, "changes": changes_by_width, "powers": powers}
+    content = {"flags": options.run_flags, "changes": changes_by_width, "powers": powers}
     with writing_to("--output", folder):
         replace_file(files[0], json.dumps(content, indent=1).encode() + b"\n")
     draw(changes_by_width, files[1])
@@ -126,7 +126,7 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in ("steps", "seeds"):
         if getattr(options, name) < 1:
             problems.append(f"--{name} {getattr(options, name)}: must be at least 1")
-    for arg in options.words:
+    for arg in options.run_flags:
         if arg.partition("=")[0] in _OWN_FLAGS:
             problems.append(f"{arg}: the check sets it: drop it")
     if options.output.suffix.lower() in PLOT_SUFFIXES:
@@ -146,7 +146,7 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
         seed: The run's --seed.
     """
     heads = options.heads or width // options.head_size
-    args = [*_START, "--seed", str(seed), *options.words]
+    args = [*_START, "--seed", str(seed), *options.run_flags]
     if "--use-mup" in args and "--mup-base-hidden-size" not in args:
         args += ["--mup-base-hidden-size", str(options.widths[0])]
     args += ["--hidden-size", str(width), "--num-attention-heads", str(heads)]

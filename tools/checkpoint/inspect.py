@@ -30,9 +30,9 @@ DIFFERENT = 1  # exit code
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["diff"]:
-        return _diff(words[1:])
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["diff"]:
+        return _diff(arguments[1:])
     parser = ToolParser("inspect.py", __doc__)
     parser.add_argument("folder", type=Path, help="Folder of checkpoints.")
     text = "Compare sizes only, instead of reading every byte and comparing digests."
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "Also list all tensors and the metadata."
     parser.add_argument("--details", action="store_true", help=text)
     parser.add_trust()
-    args = parser.read(words)
+    args = parser.read(arguments)
 
     def work() -> int:
         from megatron.checkpoint.inspection import summarize
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(work)
 
 
-def _diff(words: Sequence[str]) -> int:
+def _diff(arguments: Sequence[str]) -> int:
     parser = ToolParser("inspect.py diff", "Show how two checkpoints of any format differ.")
     parser.add_argument("one", type=Path, help="Checkpoint, or folder of checkpoints.")
     parser.add_argument("other", type=Path, help="Checkpoint or folder to compare it with.")
@@ -66,7 +66,7 @@ def _diff(words: Sequence[str]) -> int:
     parser.add_argument("--only", default="", metavar="PREFIX", help=text)
     parser.add_argument("--no-verify", action="store_true", help="Do not compare digests first.")
     parser.add_trust()
-    args = parser.read(words)
+    args = parser.read(arguments)
 
     def work() -> int:
         from megatron.checkpoint.inspection import compare

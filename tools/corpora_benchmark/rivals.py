@@ -91,11 +91,11 @@ def datasketch(source: Path, output: Path) -> None:
 
 def text_dedup(source: Path, output: Path) -> None:
     """Run text-dedup's MinHash command with its faster hash."""
-    words = ["--path", "json", "--data_dir", str(source), "--split", "train", "--column", "text"]
-    words += ["--cache_dir", str(output / "cache"), "--output", str(output / "kept")]
-    words += ["--num_proc", str(WORKERS), "--hash_func", "xxh3", "--threshold", "0.6"]
-    words += ["--batch_size", "10000"]
-    subprocess.run([sys.executable, "-m", "text_dedup.minhash", *words], check=True)
+    flags = ["--path", "json", "--data_dir", str(source), "--split", "train", "--column", "text"]
+    flags += ["--cache_dir", str(output / "cache"), "--output", str(output / "kept")]
+    flags += ["--num_proc", str(WORKERS), "--hash_func", "xxh3", "--threshold", "0.6"]
+    flags += ["--batch_size", "10000"]
+    subprocess.run([sys.executable, "-m", "text_dedup.minhash", *flags], check=True)
 
 
 BASELINES: dict[str, Callable[[Path, Path], None]] = {
@@ -109,5 +109,5 @@ if __name__ == "__main__":
     parser.add_argument("program", choices=BASELINES)
     parser.add_argument("source", type=Path, help="Folder with .jsonl files.")
     parser.add_argument("output", type=Path, help="New folder.")
-    given = parser.read()
-    BASELINES[given.program](given.source, given.output)
+    options = parser.read()
+    BASELINES[options.program](options.source, options.output)
