@@ -31,7 +31,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
 from tools.bench import report
@@ -137,9 +137,8 @@ def make_plan(options: argparse.Namespace, extra_flags: Sequence[str]) -> Plan:
     Raises:
         ConfigError: A flag or its value is invalid.
     """
-    for name in ("gpus", "iterations", "warmup", "repeat"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1")
+    if problems := minimum_problems(options, gpus=1, iterations=1, warmup=1, repeat=1):
+        raise ConfigError(problems)
     for name in ("ceiling_seconds", "timeout"):
         if not getattr(options, name) > 0:  # also refuses NaN
             flag = name.replace("_", "-")

@@ -33,7 +33,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import exit_immediately, run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import replace_file
 from megatron.errors import ConfigError
 
@@ -64,8 +64,10 @@ def run(options: argparse.Namespace) -> None:
     """Measure, and write the page.
 
     Raises:
-        ConfigError: ../shared/data is missing.
+        ConfigError: ../shared/data is missing, or a number is too small.
     """
+    if problems := minimum_problems(options, repeats=1, seed=0):
+        raise ConfigError(problems)
     from tests.corpora.planted import FULL, SHARED, SMALL, plant
 
     if not options.small and not SHARED.is_dir():

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.errors import ConfigError
 from tools.bench.launch import entry_command, measure, run_process
 from tools.bench.workloads import (
@@ -83,10 +83,8 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
         ConfigError: A number is below 1, or a flag is invalid.
     """
     names = ("gpus", "seq_length", "document_tokens", "iterations", "warmup", "repeat")
-    for name in names:
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(options, name)}: give at least 1")
+    if problems := minimum_problems(options, **dict.fromkeys(names, 1)):
+        raise ConfigError(problems)
     # Report mistakes before writing the corpus.
     read_flags(_flags(options, Path("none")), options.gpus)
     folder = options.output.resolve()

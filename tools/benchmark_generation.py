@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError
 
@@ -44,12 +44,9 @@ def run(options: argparse.Namespace) -> None:
         ConfigError: A flag is invalid, the output exists, the model is too large for a CPU, or its
             context window is too short for the requested lengths.
     """
-    for flag, value, minimum in (
-        ("--adapters", options.adapters, 0),
-        ("--adapter-rank", options.adapter_rank, 1),
-    ):
-        if value < minimum:
-            raise ConfigError(f"{flag} {value}: give {minimum} or more")
+    minimums = {"batch": 1, "prompt": 1, "new": 1, "prefill_length": 1, "prefill_tokens": 1}
+    if problems := minimum_problems(options, adapters=0, adapter_rank=1, **minimums):
+        raise ConfigError(problems)
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
     import torch

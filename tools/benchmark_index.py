@@ -20,11 +20,16 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
+from megatron.errors import ConfigError
 
 
 def main() -> None:
-    """Print the time of each index in seconds, as the best of several runs."""
+    """Print the time of each index in seconds, as the best of several runs.
+
+    Raises:
+        ConfigError: A number is too small.
+    """
     parser = ToolParser("benchmark_index.py", __doc__)
     parser.add_argument("--tokens", type=float, default=1e9, help="Tokens in the corpus.")
     parser.add_argument("--documents", type=float, default=1e6, help="Documents in the corpus.")
@@ -38,6 +43,9 @@ def main() -> None:
         "--repeat", type=int, default=5, help="Number of runs; the best one counts."
     )
     args = parser.read()
+    minimums = {"documents": 1, "sentences": 1, "seq_length": 1, "repeat": 1}
+    if problems := minimum_problems(args, tokens=2, **minimums):
+        raise ConfigError(problems)
     if args.sentences:
         time_sentence_map(int(args.sentences), int(args.documents), args.seq_length, args.repeat)
     else:

@@ -20,7 +20,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
+from megatron.errors import ConfigError
 
 _FIRST = 20
 
@@ -41,7 +42,14 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print the speed for each number of processes."""
+    """Measure and print the speed for each number of processes.
+
+    Raises:
+        UserError: A number is too small, or the data or the tokenizer cannot be read.
+    """
+    minimums = {"seq_length": 1, "micro_batch_size": 1, "batches": 1, "workers": 0}
+    if problems := minimum_problems(options, **minimums):
+        raise ConfigError(problems)
     from megatron.config.data import DataConfig, TokenizerConfig
     from megatron.data.datasets import DataRequest
     from megatron.data.gpt import build_gpt_datasets

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.errors import ConfigError
 from tools.bench.workloads import write_corpus
 
@@ -33,7 +33,15 @@ if TYPE_CHECKING:
     from megatron.data.sample import SampleDataset
 
 _SEED = 1234
-_COUNTS = ("seq_length", "document_tokens", "documents", "micro_batch_size", "batches")
+_MINIMUMS = {
+    "seq_length": 4,
+    "document_tokens": 1,
+    "documents": 2,
+    "vocab_size": 2,
+    "micro_batch_size": 1,
+    "batches": 1,
+    "workers": 0,
+}
 
 
 def build_parser() -> ToolParser:
@@ -121,10 +129,8 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     """
     from megatron.data.loader import SingleSampler, build_loader
 
-    for name, minimum in {**dict.fromkeys(_COUNTS, 1), "documents": 2, "seq_length": 4}.items():
-        if getattr(options, name) < minimum:
-            flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise ConfigError(f"{flag}: give at least {minimum}")
+    if problems := minimum_problems(options, **_MINIMUMS):
+        raise ConfigError(problems)
     options.output.mkdir(parents=True, exist_ok=True)
     options.documents -= options.documents % 2  # two per pair
     micro_batch, rates = options.micro_batch_size, {}

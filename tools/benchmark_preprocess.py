@@ -26,8 +26,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
-from megatron.errors import DataError
+from megatron.config.arguments import ToolParser, minimum_problems
+from megatron.errors import ConfigError, DataError
 
 _TOOL = Path(__file__).resolve().with_name("preprocess_data.py")
 _DOCUMENT_CHARACTERS = 4050
@@ -51,8 +51,11 @@ def run(options: argparse.Namespace) -> None:
     """Measure and print the speeds.
 
     Raises:
+        ConfigError: A number is too small.
         DataError: There is no text.
     """
+    if problems := minimum_problems(options, repeat=1, workers=1):
+        raise ConfigError(problems)
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
         documents = _write_corpus(corpus, options.text, int(options.megabytes * 1e6))

@@ -26,7 +26,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
+from megatron.errors import ConfigError
 
 _VOCABULARY = 30522  # entries of BERT's own vocabulary
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -67,7 +68,15 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print the speeds."""
+    """Measure and print the speeds.
+
+    Raises:
+        ConfigError: A number is too small.
+    """
+    minimums = {"layers": 1, "hidden_size": 1, "heads": 1, "chunks": 1, "tokens": 1}
+    minimums |= {"max_length": 3, "batch_size": 1, "vectors": 0, "queries": 1, "nprobe": 1}
+    if problems := minimum_problems(options, threads=1, **minimums):
+        raise ConfigError(problems)
     from megatron.device import Device
 
     device = Device.pick()

@@ -25,7 +25,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import print_line, run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
+from megatron.errors import ConfigError
 from tools.bench.launch import entry_command, measure, run_process
 from tools.bench.workloads import PRECISIONS, WORKLOADS, corpus_prefix, training_flags
 
@@ -117,7 +118,13 @@ def make_folder(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure both networks and print a table."""
+    """Measure both networks and print a table.
+
+    Raises:
+        UserError: A number is too small, or a run fails.
+    """
+    if problems := minimum_problems(options, iterations=1, warmup=1):
+        raise ConfigError(problems)
     from megatron.config import parse_config
     from megatron.models.arithmetic import count_parameters, flops_per_token
     from megatron.models.plans import model_plan

@@ -26,8 +26,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
-from megatron.errors import UserError
+from megatron.config.arguments import ToolParser, minimum_problems
+from megatron.errors import ConfigError, UserError
 
 _HOSTILE_CLIENT = """
 import http.client, json
@@ -51,8 +51,11 @@ def run(options: argparse.Namespace) -> int:
     """Measure once, print the results, and return 1 if a request failed.
 
     Raises:
-        UserError: The address is not HOST:PORT.
+        UserError: The address is not HOST:PORT, or a number is too small.
     """
+    minimums = {"clients": 1, "requests": 1, "tokens": 1, "prompt_words": 1, "hostile": 0}
+    if problems := minimum_problems(options, **minimums):
+        raise ConfigError(problems)
     host, _, port = options.server.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"{options.server}: give HOST:PORT, for example localhost:5000")

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
 
@@ -78,16 +78,7 @@ def build_parser() -> ToolParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    problems = [
-        f"--{name.replace('_', '-')} {value}: give at least {minimum}"
-        for name, minimum in (
-            ("parts", 1),
-            ("documents_per_part", 1),
-            ("vocab_size", 1),
-            ("eod_id", 0),
-        )
-        if (value := getattr(options, name)) is not None and value < minimum
-    ]
+    problems = minimum_problems(options, parts=1, documents_per_part=1, vocab_size=1, eod_id=0)
     if options.parts is not None and options.documents_per_part is not None:
         problems.append("--parts and --documents-per-part: give only one of them")
     if problems:

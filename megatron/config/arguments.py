@@ -222,6 +222,23 @@ def add_max_line_mb(group: Any) -> None:
     )
 
 
+def minimum_problems(options: argparse.Namespace, **minimums: float) -> list[str]:
+    """Return an error message for each flag whose value, or one of them, is too small.
+
+    Args:
+        options: The command line.
+        minimums: The smallest allowed value by the flag's name. Flags without a value are skipped.
+    """
+    problems = []
+    for name, minimum in minimums.items():
+        value = getattr(options, name)
+        values = value if isinstance(value, list) else [value]
+        if any(item is not None and not item >= minimum for item in values):  # also rejects NaN
+            text = " ".join(f"{item:g}" for item in values)
+            problems.append(f"--{name.replace('_', '-')} {text}: give at least {minimum:g}")
+    return problems
+
+
 def from_values(config_type: type[Config], values_by_name: Mapping[str, Any]) -> Config:
     """Return an instance of a dataclass from values by field name, with defaults for the others."""
     kind: type = config_type

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.command import print_line, run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import replace_file, writing_to
 from megatron.errors import ConfigError, DataError
 
@@ -89,10 +89,8 @@ def run(options: argparse.Namespace) -> None:
         UserError: A flag is invalid, a file or the checkpoint cannot be read, or the output cannot
             be written.
     """
-    for flag in ("block_size", "batch_size"):
-        if getattr(options, flag) < 1:
-            name = f"--{flag.replace('_', '-')}"
-            raise ConfigError(f"{name} {getattr(options, flag)}: give at least 1")
+    if problems := minimum_problems(options, block_size=1, batch_size=1):
+        raise ConfigError(problems)
     if not 0 <= options.mask_prob <= 1:
         raise ConfigError(f"--mask-prob {options.mask_prob}: give a number from 0 to 1")
     from megatron.data.text_input import find_inputs

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.errors import ConfigError
 from megatron.tools import demo, plot_loss, preprocess_data
 from tests.repository import entry_points, name
+from tools import (
+    benchmark_corpora,
+    benchmark_generation,
+    benchmark_loader,
+    benchmark_preprocess,
+    benchmark_retro,
+    benchmark_retro_training,
+    benchmark_server,
+)
 
 
 def _parser() -> ToolParser:
@@ -82,3 +91,75 @@ def test_every_tool_reads_its_command_line_so():
         with pytest.raises(SystemExit) as left:
             tool.main(["--titel", "x"])
         assert left.value.code == ConfigError.exit_code
+
+
+def test_every_number_below_its_minimum_is_reported():
+    parser = _parser()
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[8])
+    given = parser.read(["x", "--number", "nan", "--batch-size", "1", "0"])
+    assert minimum_problems(given, number=0.5, batch_size=1, text=1) == [
+        "--number nan: give at least 0.5",
+        "--batch-size 1 0: give at least 1",
+    ]
+    assert minimum_problems(parser.read(["x", "--number", "0.5"]), number=0.5, batch_size=8) == []
+
+
+_GPT2 = ["--vocab-file", "v", "--merge-file", "m"]
+
+
+@pytest.mark.parametrize(
+    ("run", "parser", "args", "problem"),
+    [
+        (
+            benchmark_server.run,
+            benchmark_server._parser,
+            ["localhost:1", "--prompt-words", "0"],
+            "--prompt-words 0: give at least 1",
+        ),
+        (
+            benchmark_server.run,
+            benchmark_server._parser,
+            ["localhost:1", "--clients", "0"],
+            "--clients 0: give at least 1",
+        ),
+        (
+            benchmark_generation.run,
+            benchmark_generation._parser,
+            ["--new", "0"],
+            "--new 0: give at least 1",
+        ),
+        (
+            benchmark_loader.run,
+            benchmark_loader.build_parser,
+            ["--data-path", "x", *_GPT2, "--workers", "-1"],
+            "--workers -1: give at least 0",
+        ),
+        (
+            benchmark_preprocess.run,
+            benchmark_preprocess.build_parser,
+            [*_GPT2, "--repeat", "0"],
+            "--repeat 0: give at least 1",
+        ),
+        (
+            benchmark_retro.run,
+            benchmark_retro.build_parser,
+            ["--nprobe", "16", "0"],
+            "--nprobe 16 0: give at least 1",
+        ),
+        (
+            benchmark_retro_training.run,
+            benchmark_retro_training.build_parser,
+            ["--iterations", "0"],
+            "--iterations 0: give at least 1",
+        ),
+        (
+            benchmark_corpora.run,
+            benchmark_corpora.build_parser,
+            ["--repeats", "0"],
+            "--repeats 0: give at least 1",
+        ),
+    ],
+)
+def test_benchmarks_refuse_numbers_with_which_they_measure_nothing(run, parser, args, problem):
+    with pytest.raises(ConfigError, match=f"^{problem}$"):
+        run(parser().read(args))
