@@ -233,7 +233,7 @@ def padding_token(tokenizer: Tokenizer) -> int:
 def packed_members(dataset: SampleDataset | None) -> list[PackedDataset]:
     """Return the packed datasets in a split, which may be a blend; empty if there are none."""
     if isinstance(dataset, BlendedDataset):
-        return [found for member in dataset.datasets for found in packed_members(member)]
+        return [member for each in dataset.datasets for member in packed_members(each)]
     return [dataset] if isinstance(dataset, PackedDataset) else []
 
 

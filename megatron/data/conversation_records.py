@@ -140,7 +140,11 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
         return [_chat(_messages(record, "messages"), record)]
     prompt_key, answer_keys = "prompt", ("chosen", "rejected") if preferences else ("completion",)
     if preferences and record.get("chosen") is None:
-        prompt_key, answer_keys, record = "input", _OPENAI_ANSWERS, _from_openai(record)
+        conversation = record["input"]
+        if not isinstance(conversation, dict) or "messages" not in conversation:
+            raise ValueError("'input' has no messages: write {\"messages\": [...]}")
+        prompt_key, answer_keys = "input", _OPENAI_ANSWERS
+        record = {**record, "input": conversation["messages"], "tools": conversation.get("tools")}
     elif preferences and all(isinstance(record[key], dict) for key in answer_keys):
         record = _with_single_messages(record)
     # UltraFeedback's prompts are strings, while both of its answers are lists of messages.
@@ -190,14 +194,6 @@ def _text(record: Record, key: str) -> str:
     if not value or value.isspace():
         raise ValueError(f"{key!r} is empty: write a text, or remove the line")
     return value
-
-
-def _from_openai(record: Record) -> Record:
-    """Return an OpenAI preference whose messages and tools are outside its `input` object."""
-    conversation = record["input"]
-    if not isinstance(conversation, dict) or "messages" not in conversation:
-        raise ValueError("'input' has no messages: write {\"messages\": [...]}")
-    return {**record, "input": conversation["messages"], "tools": conversation.get("tools")}
 
 
 def _with_single_messages(record: Record) -> Record:

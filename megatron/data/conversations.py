@@ -510,8 +510,8 @@ def _blocks(files: Sequence[str]) -> Iterator[TextBlock]:
     for file in files:
         columns = list(COLUMNS)
         if file.lower().endswith(".parquet"):
-            found = parquet_columns(file)
-            columns = [name for name in COLUMNS if name in found] or found
+            available = parquet_columns(file)
+            columns = [name for name in COLUMNS if name in available] or available
         yield from read_blocks([file], columns, _BLOCK_BYTES)
 
 

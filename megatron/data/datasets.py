@@ -84,7 +84,7 @@ class DatasetPart(NamedTuple):
 
     Attributes:
         split: The split: train, valid or test.
-        data: The whole dataset: an indexed one, or TFRecords if the kind of sample reads them.
+        data: The whole dataset: an `IndexedDataset`, or another source for this kind of sample.
         bounds: The part's first document and its end (exclusive).
         num_samples: The number of samples that the split needs from this part.
     """
@@ -118,7 +118,7 @@ class DataSource(Protocol):
 
     @property
     def prefix(self) -> str:
-        """The path in the entry."""
+        """The path of the data, as given in the flag."""
 
     @property
     def size(self) -> int:
@@ -509,8 +509,8 @@ class BlendIndex(NamedTuple):
 def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
     """Return weights divided by their sum, `[d]`.
 
-    As in Megatron, they are divided twice, first by Python's sum and then by numpy's, because the
-    last bit breaks ties.
+    As in Megatron, the weights are divided twice, first by Python's sum and then by numpy's,
+    because the last bit breaks ties.
     """
     total = sum(weights, 0.0)
     shares = np.array([weight / total for weight in weights], np.float64)

@@ -92,7 +92,7 @@ class TitledDocuments(NamedTuple):
 def build_block_map(plan: BlockMapPlan, text: TitledDocuments) -> NDArray[Any]:
     """Build the map, `[n, 4]`, with at least `plan.num_samples` rows.
 
-    Its type is uint32, or uint64 for 2^32 or more sentences.
+    The dtype is uint32, or uint64 for 2^32 or more sentences.
 
     Args:
         plan: The settings of the map.

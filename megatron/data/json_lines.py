@@ -74,7 +74,7 @@ def read_objects(path: Path, flag: str, end: int | None = None) -> Iterator[Json
 
 
 def save_or_check_settings(
-    path: Path, settings: Mapping[str, Setting], num_lines: int, made: str
+    path: Path, settings: Mapping[str, Setting], num_lines: int, origin: str
 ) -> None:
     """Save the settings next to a new file, or compare them with those of an existing file.
 
@@ -86,8 +86,7 @@ def save_or_check_settings(
         path: The file.
         settings: The settings with which further lines will be produced.
         num_lines: The number of lines in the file.
-        made: A phrase that begins with a plural noun and says how the lines were produced, such
-            as "samples were drawn".
+        origin: How the lines were produced, as a plural noun and a verb: "samples were drawn".
 
     Raises:
         StorageError: The lines were produced with different settings. The message lists the flags
@@ -102,7 +101,7 @@ def save_or_check_settings(
             return
         if not settings_path.exists():
             print(
-                f"WARNING: {settings_path} is missing: cannot check whether the existing {made} "
+                f"WARNING: {settings_path} is missing: cannot check whether the existing {origin} "
                 "with the same settings",
                 flush=True,
             )
@@ -110,7 +109,7 @@ def save_or_check_settings(
         saved = json_object(settings_path.read_bytes())
     if not saved:
         raise StorageError(
-            f"{settings_path} does not contain the settings of {made.partition(' ')[0]}: remove "
+            f"{settings_path} does not contain the settings of {origin.partition(' ')[0]}: remove "
             "it, or name another file"
         )
     differing = [
@@ -120,7 +119,7 @@ def save_or_check_settings(
     ]
     if differing:
         raise StorageError(
-            f"{path}: its {num_lines} {made} with different settings:\n  "
+            f"{path}: its {num_lines} {origin} with different settings:\n  "
             + "\n  ".join(differing)
             + "\nuse the earlier values, name another file, or remove this one (to continue "
             f"anyway, remove only {settings_path.name})"

@@ -65,7 +65,7 @@ class _Sampler:
 
     @property
     def block(self) -> int:
-        """The number of samples in one micro-batch of every process."""
+        """The number of samples in a block: one micro-batch of every process."""
         return self.micro_batch * self.size
 
 

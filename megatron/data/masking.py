@@ -1,7 +1,7 @@
 """Selection of the tokens to mask in a BERT or T5 sample: spans of whole words.
 
 Both models choose tokens in the same way. They differ in the length of a span and in its
-replacement. A word consists of a token and the `##` pieces that continue it. It is masked as a
+replacement. A word consists of a token and the `##` pieces that continue it. A word is masked as a
 whole or not at all. Random draws are in the same order as in Megatron-LM, so the same tokens are
 masked.
 """

@@ -101,7 +101,7 @@ class _Positions(NamedTuple):
 def build_sentence_map(plan: SentenceMapPlan, text: DocumentSentences) -> NDArray[Any]:
     """Build the map, `[n, 3]`, with at least `plan.num_samples` rows.
 
-    Its type is uint32, or uint64 for 2^32 or more sentences.
+    The dtype is uint32, or uint64 for 2^32 or more sentences.
 
     Args:
         plan: The settings of the map.
@@ -137,7 +137,7 @@ def _find_positions(plan: SentenceMapPlan, text: DocumentSentences) -> _Position
 
 
 def _rows_in_order(plan: SentenceMapPlan, positions: _Positions) -> Iterator[NDArray[np.int64]]:
-    """Yield the rows of whole passes over the documents, `[rows, 3]`, until there are enough."""
+    """Yield the rows of whole passes, `[rows, 3]`, until there are `plan.num_samples` rows."""
     position = num_rows = 0
     for draws in mt19937(plan.seed, _DRAWS):
         targets = np.full(len(draws), plan.max_length, np.int64)

@@ -29,7 +29,7 @@ from megatron.tokenizer.base import Tokenizer
 # The number of tokens of the encoder's sequence that text may not use. Megatron reserves two, for
 # [CLS] and [SEP], but does not write them. T5's own samples need one, for [EOS].
 _RESERVED_TOKENS = 2
-_MAX_SPAN_WORDS = 10  # words
+_MAX_SPAN_WORDS = 10
 _SPAN_END_PROB = 0.2  # the probability that a span ends after a word
 
 

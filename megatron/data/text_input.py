@@ -304,10 +304,10 @@ def _suffix(path: str) -> str | None:
     for packed in PACKED_SUFFIXES:
         name = name.removesuffix(packed)
     known = (*_JSON_SUFFIXES, _PARQUET, _TEXT)
-    found = next((suffix for suffix in known if name.endswith(suffix)), None)
-    may_be_json = found is None and ("." not in name or name.endswith(_SAMPLES))
+    known_suffix = next((suffix for suffix in known if name.endswith(suffix)), None)
+    may_be_json = known_suffix is None and ("." not in name or name.endswith(_SAMPLES))
     is_json = may_be_json and _begins_with_an_object(path)
-    return _JSON_SUFFIXES[0] if is_json else found
+    return _JSON_SUFFIXES[0] if is_json else known_suffix
 
 
 def _begins_with_an_object(path: str) -> bool:

@@ -303,11 +303,11 @@ class TextDataset:
         buffered: deque[tuple[RowPosition, NDArray[Any]]] = deque()
         num_buffered = 0
         for block_position, tokens in self._blocks(stream, position):
-            rest = tokens[begin.token :] if block_position[1:3] == begin[1:3] else tokens
-            if not len(rest):
+            unread = tokens[begin.token :] if block_position[1:3] == begin[1:3] else tokens
+            if not len(unread):
                 continue
-            buffered.append((block_position._replace(token=len(tokens) - len(rest)), rest))
-            num_buffered += len(rest)
+            buffered.append((block_position._replace(token=len(tokens) - len(unread)), unread))
+            num_buffered += len(unread)
             while num_buffered > self.seq_length:
                 parts, missing = [], self.seq_length + 1
                 for _, part in buffered:

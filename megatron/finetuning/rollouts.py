@@ -296,7 +296,7 @@ class Rollouts(Extras):
 
     def begin(self, run: Run) -> None:
         """Make the run train on batches that the model generates. Collective."""
-        self._generator = AnswerGenerator(run, at_once=self._at_once)
+        self._generator = AnswerGenerator(run, max_concurrent=self._at_once)
         self._sampling = replace(self._sampling, stop_tokens=self._generator.ends, logprobs=True)
         run.train_batches = self._batches(run)
 

@@ -26,8 +26,8 @@ from megatron.parallel.journal import Journal
 from megatron.processes.launch import Launch, write_error_file
 from megatron.processes.watchdog import CRASHED, GRACE, LOST, Watchdog, ranks_text
 
-_LOOK_SECONDS = 1.0  # between checks for the kill switch, which is often on a shared file system
-_PATIENCE = 3  # pressing Ctrl-C this many times ends the process immediately
+_POLL_SECONDS = 1.0  # between checks for the kill switch, which is often on a shared file system
+_MAX_INTERRUPTS = 3  # pressing Ctrl-C this many times ends the process immediately
 
 
 def report(error: Exception, launch: Launch) -> None:
@@ -62,17 +62,22 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     Only the first process to fail prints its error. Errors that other processes raise because that
     process is gone add no information.
 
+    Args:
+        error: The error.
+        launch: The ranks of this process.
+        journal: The record of this process's progress.
+        watchdog: The watchdog, which notifies the other processes.
+
     Returns:
         The exception for this process to raise, with the exit code that all processes share.
     """
     is_user_error = isinstance(error, UserError)
     code = exit_code_of(error)
-    place = journal.position  # its iteration is 0 before training and in programs that do not train
-    position = (
-        f"iteration {place.iteration}, {place.operation}" if place.iteration else place.operation
-    )
+    _, iteration, operation = journal.position
+    # The iteration is 0 before training and in programs that do not train.
+    position = f"iteration {iteration}, {operation}" if iteration else str(operation)
     message = first_line(error)
-    # Communication fails when the other process is gone. It may have announced why.
+    # Communication fails if another process is gone, which may have announced why.
     blames_peer = not is_user_error and (
         isinstance(error, dist.DistError) or journal.waits_for is not None
     )
@@ -120,7 +125,7 @@ class ExitRequest:
         self._minutes = duration_minutes
         self._deadline = time.monotonic() + 60.0 * (duration_minutes or 0)
         self._kill_switch = kill_switch
-        self._next_look = -math.inf
+        self._next_poll = -math.inf
         self._is_switched = False
         self._handles_signals = handle_signals
         for signum in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
@@ -139,7 +144,7 @@ class ExitRequest:
         self._signal = signal.Signals(signum).name
         if signum == signal.SIGINT:
             self._interrupts += 1
-            if self._interrupts >= _PATIENCE:
+            if self._interrupts >= _MAX_INTERRUPTS:
                 raise KeyboardInterrupt
 
     @property
@@ -147,7 +152,7 @@ class ExitRequest:
         """Whether a signal asked this process to exit."""
         return self._signal is not None
 
-    def log_is_unread(self) -> None:
+    def report_unread_log(self) -> None:
         """Request an exit because nobody reads this process's log anymore."""
         self._is_unread = True
 
@@ -162,8 +167,8 @@ class ExitRequest:
     def is_requested(self) -> bool:
         """Whether this process has been asked to exit. Other processes may not know yet."""
         now = time.monotonic()
-        if self._kill_switch is not None and not self._is_switched and now >= self._next_look:
-            self._next_look = now + _LOOK_SECONDS
+        if self._kill_switch is not None and not self._is_switched and now >= self._next_poll:
+            self._next_poll = now + _POLL_SECONDS
             self._is_switched = os.path.exists(self._kill_switch)  # False if it cannot be read
         return self.code != EXIT_OK or self._is_late or self._is_switched
 

@@ -51,7 +51,7 @@ _FLIPPED = {
 
 
 class InjectedFaultError(Exception):
-    """The exception that the fault "exception" raises."""
+    """Raised by the fault "exception"."""
 
 
 class FaultyJournal(Journal):
@@ -74,7 +74,11 @@ class FaultyJournal(Journal):
 
     def enter(self, operation: object) -> None:
         """Record that the process is in `operation`, and trigger the faults that are due."""
-        self._slow_down()
+        if self._factor > 1.0:  # a fault prolongs the operation that is ending
+            if self._marks is not None:
+                torch.accelerator.synchronize()
+            own_seconds = time.monotonic() - self._since - self._waited
+            time.sleep(max(0.0, own_seconds) * (self._factor - 1.0))
         super().enter(operation)
         if self.iteration > self._last_iteration:
             self._last_iteration = self.iteration
@@ -111,14 +115,6 @@ class FaultyJournal(Journal):
         with super().joining(kind, ranks):
             yield
         self._waited += time.monotonic() - self._waits_since
-
-    def _slow_down(self) -> None:
-        """Prolong the operation that is ending, if a fault slows it down by a factor."""
-        if self._factor > 1.0:
-            if self._marks is not None:
-                torch.accelerator.synchronize()
-            own_seconds = time.monotonic() - self._since - self._waited
-            time.sleep(max(0.0, own_seconds) * (self._factor - 1.0))
 
     def attach(self, modules: list[nn.Module]) -> None:
         """Attach the faults that corrupt values to these modules of the model."""

@@ -22,7 +22,7 @@ WORLD_SIZE_ENV = "WORLD_SIZE"
 _END_SIGNAL_ENV = "MEGATRON_LAUNCHER_SIGNAL"  # the signal on which our launcher stops restarting
 _LAUNCHER_ENV = "MEGATRON_LAUNCHER_PID"
 SAVED = signal.SIGUSR1  # tells our launcher that the run has saved because of a signal
-_SEARCHED_ENV = "PYTHONPATH"  # where Python looks for modules
+_PYTHON_PATH_ENV = "PYTHONPATH"  # where Python looks for modules
 _SLURM_TASK_ENV = "SLURM_PROCID"
 _GET_ADDRESS = 0x8915  # ioctl SIOCGIFADDR
 
@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def machine(self) -> range:
-        """The ranks on this machine, up to this rank if the launcher does not give a count."""
+        """The ranks on this machine; ranks up to this one if the launcher does not count them."""
         first = self.rank - self.local_rank
         return range(first, first + max(self.local_world_size, self.local_rank + 1))
 
@@ -110,7 +110,7 @@ def is_launched() -> bool:
 
 
 def bare_task() -> int:
-    """Return this task's index from SLURM or mpirun, or 0 if another launcher is used.
+    """Return the index that SLURM or mpirun gave this task, or 0 if it has another launcher.
 
     Raises:
         ConfigError: The variable is not a number.
@@ -163,7 +163,8 @@ def prefix_log_lines() -> None:
 def write_error_file(text: str) -> None:
     """Pass the reason for this process's failure to torchrun, for its final report.
 
-    Without it the report ends with "To enable traceback see ...", 40 lines below our message.
+    Without this text, the report ends with "To enable traceback see ...", 40 lines below our
+    message.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -181,24 +182,24 @@ def announce_launcher(signum: signal.Signals) -> None:
 @contextmanager
 def module_search_path(folders: Sequence[str]) -> Iterator[None]:
     """Add `folders` to the module search path of Python processes started inside the block."""
-    previous = os.environ.get(_SEARCHED_ENV)
-    os.environ[_SEARCHED_ENV] = os.pathsep.join([*folders, *filter(None, [previous])])
+    previous = python_path()
+    os.environ[_PYTHON_PATH_ENV] = os.pathsep.join([*folders, *filter(None, [previous])])
     try:
         yield
     finally:
-        restore_module_search_path(previous)
+        set_python_path(previous)
 
 
-def restore_module_search_path(folders: str | None) -> None:
+def set_python_path(folders: str | None) -> None:
     """Set PYTHONPATH, or remove it if `folders` is `None`."""
-    os.environ.pop(_SEARCHED_ENV, None)
+    os.environ.pop(_PYTHON_PATH_ENV, None)
     if folders is not None:
-        os.environ[_SEARCHED_ENV] = folders
+        os.environ[_PYTHON_PATH_ENV] = folders
 
 
-def searched_folders() -> str | None:
+def python_path() -> str | None:
     """Return the value of PYTHONPATH, or `None` if it is not set."""
-    return os.environ.get(_SEARCHED_ENV)
+    return os.environ.get(_PYTHON_PATH_ENV)
 
 
 def end_launcher(launch: Launch) -> None:

@@ -33,18 +33,18 @@ from megatron.processes.launch import (
 )
 from megatron.processes.watchdog import ranks_text
 
-_TURN = 2.0  # seconds for rank 0 to print an error before other ranks exit
+_PRINT_SECONDS = 2.0  # the time for rank 0 to print an error before other ranks exit
 
 
 def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
-    """Read this process's ranks, run its work, and report an error of the user.
+    """Read this process's ranks, run its work, and report any mistake of the user.
 
     Args:
         arguments: The command line, which may contain --use-mpi.
         work: The job, a function that returns an exit code.
 
     Returns:
-        The exit code of the work, or of the error, whose message is printed once for all
+        The exit code of the work or of a `UserError`, whose message is printed once for all
         processes; 130 if Ctrl-C interrupts the work.
 
     Raises:
@@ -66,7 +66,8 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         if launch.rank == 0 or not isinstance(reported, ConfigError):
             report(reported, launch)
         else:
-            time.sleep(_TURN)  # torchrun ends all processes when the first exits: let rank 0 print
+            # torchrun ends all processes when the first exits: let rank 0 print.
+            time.sleep(_PRINT_SECONDS)
         return reported.exit_code
 
 
@@ -121,7 +122,11 @@ def processes(
         for fault in config.reliability.faults
         if fault.rank == launch.rank and fault.attempt in (None, launch.restart_count)
     ]
-    hang_files = _hang_files(config, launch)
+    save, dump_folder = config.checkpoint.save, config.reliability.flight_recorder_dump_path
+    hang_files = None if save is None else HangFiles(Path(save) / "hang", launch.rank)
+    if dump_folder is not None:
+        record_collectives(config.reliability.flight_recorder_trace_buffer_size)
+        hang_files = HangFiles(Path(dump_folder), launch.rank)
     with process_group(
         config.parallel, launch, device, at_end, unmet, record, faults, hang_files
     ) as layout:
@@ -143,21 +148,12 @@ def _shared_gpus(processes: int) -> Iterator[str]:
         )
 
 
-def _hang_files(config: RunConfig, launch: Launch) -> HangFiles | None:
-    """Return where this process reports a hang. Make NCCL record collectives if requested."""
-    options, save = config.reliability, config.checkpoint.save
-    if options.flight_recorder_dump_path is not None:
-        record_collectives(options.flight_recorder_trace_buffer_size)
-        return HangFiles(Path(options.flight_recorder_dump_path), launch.rank)
-    return None if save is None else HangFiles(Path(save) / "hang", launch.rank)
-
-
 def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
     """Check that either all processes have the fused kernels or none does. Collective.
 
     Raises:
-        ConfigError: Only some processes have them. Plain and fused kernels draw different dropout
-            masks from the same seed, so replicated values would differ.
+        ConfigError: Only some processes have the fused kernels. Plain and fused kernels draw
+            different dropout masks from the same seed, so replicated values would differ.
     """
     fused = torch.zeros(world.size, dtype=torch.int32)
     fused[world.rank] = kernels.library is not None

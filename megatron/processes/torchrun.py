@@ -4,10 +4,10 @@
 
 This command takes torchrun's flags. With --max-restarts, ranks restart without importing their
 modules again (`warm`). torchrun itself exits with 1 whatever happened, so a scheduler cannot tell a
-run that saved and wants to continue (3) from one with a wrong flag (9). On SIGTERM it also kills
-the ranks after 30 seconds, which is too short for a large checkpoint. Here SIGTERM goes to the
-ranks, which save and exit together, and the scheduler's own limit decides how long that may take.
-In that case they are not restarted, whatever --max-restarts says.
+run that saved and can continue (exit code 3) from one with a wrong flag (9). On SIGTERM, torchrun
+also kills the ranks after 30 seconds, which is too short for a large checkpoint. This command
+passes SIGTERM on to the ranks, which save and exit together. They have as much time as the
+scheduler allows, and are not restarted, whatever --max-restarts says.
 """
 
 from __future__ import annotations

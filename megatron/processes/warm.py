@@ -24,11 +24,7 @@ from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
 
 from megatron.environment import without_matrix_threads
-from megatron.processes.launch import (
-    module_search_path,
-    restore_module_search_path,
-    searched_folders,
-)
+from megatron.processes.launch import module_search_path, python_path, set_python_path
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _SERVER = b"multiprocessing.forkserver"  # in the command line of the server and its forks
@@ -50,7 +46,7 @@ def start_warm(arguments: argparse.Namespace) -> None:
     source = _source_of(name, kind)
     if source is None:  # the ranks report this
         return
-    previous = searched_folders() or ""
+    previous = python_path() or ""
     without_matrix_threads()  # the server must have no threads
     forkserver.set_forkserver_preload(_imports_of(source))
     with module_search_path(
@@ -66,7 +62,9 @@ def ranks() -> list[int]:
     """Return the process ids of the ranks that this launcher has started and not yet reaped."""
     pids = []
     for pid in _children_of(os.getpid()):
-        command = _command_of(pid)
+        command = b""
+        with suppress(OSError):  # the process has just ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
         if _SERVER in command:
             pids += _children_of(pid)
         elif b"multiprocessing.resource_tracker" not in command:
@@ -80,12 +78,6 @@ def _children_of(pid: int) -> list[int]:
         with suppress(OSError):
             children += [int(child) for child in path.read_text().split()]
     return children
-
-
-def _command_of(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 def _source_of(name: str, kind: str) -> Path | None:
@@ -121,7 +113,7 @@ def _run(kind: str, name: str, folders: str, argv: Sequence[str]) -> None:
     """
     done = threading.Event()
     threading.Thread(target=_follow_launcher, args=(done,), daemon=True).start()
-    restore_module_search_path(folders or None)
+    set_python_path(folders or None)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [name, *argv]
     try:

@@ -100,7 +100,8 @@ class State:
         wait: The communication that the process is waiting for, if any.
         device_is_behind: Whether the process is waiting for its device, which may itself be waiting
             for a communication.
-        started: The number of collectives started so far, by the ranks of their group.
+        started: The number of collectives that the process has started in each group, keyed by the
+            global ranks of the group.
         source: The current position in the source code.
     """
 
@@ -146,11 +147,11 @@ def explain(
         rank: absent_ranks(state, rank, states, silent) for rank, state in waiting.items()
     }
     missing = frozenset().union(*absent_by_rank.values()) - absent_by_rank.keys()
-    awaited = [rank for rank, absent in absent_by_rank.items() if absent & missing]
-    awaited = awaited or list(absent_by_rank)
+    blocked = [rank for rank, absent in absent_by_rank.items() if absent & missing]
+    blocked = blocked or list(absent_by_rank)
     # Positions are comparable between ranks of one pipeline stage.
     earliest = min(
-        awaited,
+        blocked,
         key=lambda rank: (waiting[rank].iteration, waiting[rank].operation_count),
         default=None,
     )
@@ -175,7 +176,14 @@ def explain(
 def absent_ranks(
     state: State, rank: int, states: Mapping[int, State | None], silent: frozenset[int]
 ) -> frozenset[int]:
-    """Return the ranks that a waiting process appears to be waiting for."""
+    """Return the ranks that a waiting process appears to be waiting for.
+
+    Args:
+        state: The state of the waiting process.
+        rank: The rank of the waiting process.
+        states: The last state of each rank, or `None` for a rank that never published one.
+        silent: The ranks that no longer publish their state.
+    """
     if state.wait is not None and state.wait.number is None:  # a message, not a collective
         return frozenset(state.wait.ranks)
     if state.wait is not None:
@@ -345,7 +353,7 @@ class Watchdog:
         )
 
     def begin_end(self) -> None:
-        """Set a deadline for the end of the process groups, unless one is already set."""
+        """Set a deadline for closing the process groups, unless a deadline is already set."""
         if self._deadline is None:
             limit = f"{self._seconds:g} s (--distributed-timeout-minutes {self._seconds / 60:g})"
             text = f"[rank {self._rank}] error: hang: the run is over, but its process groups did "
@@ -405,7 +413,11 @@ class Watchdog:
                 self._publish()
                 if not self._has_verdict():
                     if self._claim is not None:
-                        self._announce(self._claim)
+                        code, reason, blames_peer = self._claim
+                        silent = self._survey()[1] if blames_peer else frozenset[int]()
+                        if not self._has_verdict():
+                            self._is_author = self._publish_verdict(code, reason(silent), silent)
+                            self._has_verdict()
                     elif self._is_hanging:
                         self._explain_hang()
                     elif time.monotonic() - self._since >= 2 * BEAT:
@@ -434,12 +446,6 @@ class Watchdog:
                 self._exit(verdict.code, self.exit_message(verdict))
         self._last_answer = time.monotonic()
         return self._verdict is not None
-
-    def _announce(self, claim: _Claim) -> None:
-        silent = self._survey()[1] if claim.blames_peer else frozenset[int]()
-        if not self._has_verdict():
-            self._is_author = self._publish_verdict(claim.code, claim.reason(silent), silent)
-            self._has_verdict()
 
     def _publish_verdict(self, code: int, reason: str, missing: frozenset[int]) -> bool:
         """Publish this verdict unless there is one already, and return whether it was published."""
@@ -473,10 +479,10 @@ class Watchdog:
         """
         if not ended:
             return
-        place = self._journal.position
+        position = self._journal.position
         reason = (
             f"{ranks_text(ended)} ended without reporting an error, in iteration "
-            f"{place.iteration}, {place.operation}"
+            f"{position.iteration}, {position.operation}"
         )
         if self._publish_verdict(CRASHED, reason, ended):
             print_to_stderr(f"[rank {self._rank}] error: {reason}: {LOST}")
@@ -512,7 +518,12 @@ class Watchdog:
             if rank == self._rank or not self._store.check([key]):
                 continue
             pid, _, namespace = self._store.get(key).decode().partition(" ")
-            if namespace == _process_namespace() and not _is_alive(int(pid)):
+            if namespace != _process_namespace():
+                continue
+            state = "X"
+            with suppress(OSError):
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state in "ZX":  # a zombie has ended too
                 ended.append(rank)
         return frozenset(ended)
 
@@ -524,12 +535,12 @@ class Watchdog:
         }
 
     def _state(self) -> State:
-        journal, place = self._journal, self._journal.position
+        journal, position = self._journal, self._journal.position
         return State(
             beat=self._beat,
-            iteration=place.iteration,
-            operation=str(place.operation),
-            operation_count=place.number,
+            iteration=position.iteration,
+            operation=str(position.operation),
+            operation_count=position.number,
             wait=self._wait(),
             device_is_behind=journal.device_is_behind,
             started=dict(journal.started),
@@ -539,8 +550,8 @@ class Watchdog:
     def _wait(self) -> Wait | None:
         """Return the communication that the main thread is waiting for, if any.
 
-        Some calls wait before the journal knows of a communication: the first one of a group, and
-        those that form groups. They are recognized by the thread's position.
+        Two kinds of calls wait before the journal knows of a communication: the first communication
+        of a group, and calls that form groups. They are recognized by the thread's position.
         """
         transfer = self._journal.waits_for
         if transfer is not None:
@@ -634,14 +645,6 @@ def _process_namespace() -> str:
     return ""
 
 
-def _is_alive(pid: int) -> bool:
-    """Return whether a process on this machine is running. A zombie is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def source_of(frame: FrameType | None) -> str:
     """Return a thread's position: the innermost line of our code outside the communication code.
 
@@ -652,7 +655,7 @@ def source_of(frame: FrameType | None) -> str:
     own_code = [entry for entry in stack if entry[0].is_relative_to(_PACKAGE)]
     own_code = [entry for entry in own_code if entry[0].name not in _COMMUNICATION_FILES] or stack
     if not own_code:
-        return "an unknown place"
+        return "an unknown position"
     positions = [own_code[0]]
     if own_code[0] is not stack[0] and stack[0][0].name not in _COMMUNICATION_FILES:
         positions.append(stack[0])

@@ -4,14 +4,14 @@ The modules, in the order in which a run uses them:
 
     recipe                   what a `pretrain_*.py` supplies: model, data and loss
     pretrain                 the run as a whole: build, show the panel, train, evaluate
-    build, gradient_sharing  builds `run.Run`, which all modules below use
+    build, gradient_sharing  construction of `run.Run`, which all modules below use
     batches, curriculum      the number and the length of the samples in each update
     panel, expert_plan       the start-up panel
     loop                     repeats updates and calls the callbacks around them, in order
     step                     one update: averages gradients, changes weights, reads losses
     spikes                   finds losses and gradient norms that are far too large
     rerun                    computes suspicious updates again
-    passes, recorded_passes  runs micro-batches through the model, in the order of a schedule
+    passes, recorded_passes  passes of micro-batches through the model, ordered by a schedule
     expert_load              the number of tokens that each expert received
     timers                   clocks for updates, pipeline operations and saves
     evaluation               the loss on held-out samples

@@ -161,7 +161,7 @@ class BatchPlan:
     def _updates_of(self, batch: int, consumed: int) -> int:
         """Return how many ramp-up updates of `batch` samples follow `consumed` samples.
 
-        It uses bisection, because the ramp-up may have very many updates and must be rounded as
+        This uses bisection, because the ramp-up may have very many updates and must be rounded as
         `global_batch_at` rounds it.
         """
         assert self.rampup is not None
@@ -184,8 +184,8 @@ def samples_needed(config: RunConfig, train_iterations: int, start: Progress) ->
     batch, evaluation = config.training.global_batch_size, config.evaluation
     train = config.training.train_samples
     if train is None:
-        left = train_iterations - start.iteration
-        train = max(train_iterations * batch, start.consumed_samples + left * batch)
+        remaining = train_iterations - start.iteration
+        train = max(train_iterations * batch, start.consumed_samples + remaining * batch)
     evaluations = train_iterations // evaluation.eval_interval + 1
     one_evaluation = evaluation.eval_iters * batch
     return train, evaluations * one_evaluation, one_evaluation
@@ -194,8 +194,8 @@ def samples_needed(config: RunConfig, train_iterations: int, start: Progress) ->
 def evaluation_position(run: Run, iteration: int) -> int:
     """Return the number of validation samples consumed by evaluations up to an iteration.
 
-    It depends on the iteration and the flags alone, so a run resumed with the same flags evaluates
-    on the samples that the uninterrupted run would have used.
+    The result depends on the iteration and the flags alone, so a run resumed with the same flags
+    evaluates on the samples that the uninterrupted run would have used.
     """
     done = evaluations_until(run.config, iteration)
     return done * run.config.evaluation.eval_iters * run.batches.global_batch

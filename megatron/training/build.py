@@ -278,7 +278,9 @@ def _new_forward(
     return DirectForward(recipe.forward)
 
 
-def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) -> Exchange | None:
+def new_exchange(
+    config: RunConfig, layout: Layout, device: Device, sequences: int
+) -> Exchange | None:
     """Return the exchange that overlaps tensor-parallel communication with matrix products.
 
     Collective over the tensor ranks, which are on one machine. The result is `None` if overlap is
@@ -288,7 +290,7 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
         config: The run's configuration.
         layout: The grid of processes as this process sees it.
         device: The device on which this process computes.
-        texts: The number of sequences in a sample.
+        sequences: The number of sequences in a sample.
 
     Raises:
         ConfigError: The ranks' GPUs cannot map each other's memory.
@@ -297,7 +299,7 @@ def new_exchange(config: RunConfig, layout: Layout, device: Device, texts: int) 
         return None
     if not device.is_gpu:
         return GroupExchange(layout.tensor)
-    message = largest_message(config, layout, texts)
+    message = largest_message(config, layout, sequences)
     try:
         return _map_memory(config, layout.tensor, device, message)
     except RuntimeError as error:
@@ -342,7 +344,7 @@ def _map_memory(
 
 
 def _connect(
-    config: RunConfig, layout: Layout, device: Device, chunks: int, texts: int
+    config: RunConfig, layout: Layout, device: Device, chunks: int, sequences: int
 ) -> PipelineChannel | None:
     """Return the channel to the neighboring stages, or `None` without a pipeline. Collective.
 
@@ -351,7 +353,7 @@ def _connect(
         layout: The grid of processes as this process sees it.
         device: The device on which this process computes.
         chunks: The number of model parts on each stage.
-        texts: The number of sequences in a sample.
+        sequences: The number of sequences in a sample.
     """
     if layout.pipeline.size == 1:
         return None
@@ -360,7 +362,7 @@ def _connect(
         ring=chunks > 1,
         device=device.torch_device,
         dtype=config.precision.stream_dtype,
-        shape=message_shape(config, layout, config.data.sample_tokens, texts),
+        shape=message_shape(config, layout, config.data.sample_tokens, sequences),
     )
 
 

@@ -449,7 +449,7 @@ def _saved_progress(config: RunConfig, reader: Reader) -> Progress:
     progress, meta = Progress(dropout_seed=config.training.seed), reader.meta
     progress.iteration = meta["iteration"]
     progress.consumed_samples = meta["consumed_train_samples"]
-    # Only runs whose samples all have the same length saved no count of tokens.
+    # Without a count of tokens, all samples of the run had the same length.
     length = meta["config"].get("data", {}).get("seq_length") or config.data.seq_length
     tokens = meta.get("consumed_train_tokens", meta["consumed_train_samples"] * length)
     progress.consumed_tokens = int(tokens)
@@ -527,7 +527,7 @@ def _updated_state(
 
 
 def _continue_updates(run: Run, reader: Reader) -> None:
-    """Continue training with the loaded tensors: restore the optimizer's counters and limits."""
+    """Restore the optimizer's counters, fp8 scales and spike limits after loading the tensors."""
     run.optimizer.reload_masters(include_16_bit=False)
     run.optimizer.load_scalars(reader.meta["optimizer"])
     run.amax_history.after_loading()

@@ -108,9 +108,9 @@ def lengths_of(config: RunConfig) -> Lengths | None:
 
 
 def updates_of_length(lengths: Lengths, update: int) -> int | None:
-    """Return how many updates, from this one on, have its length; `None` if all of them do.
+    """Return the number of updates from `update` on with its length, or `None` for all updates.
 
-    It uses bisection, because a curriculum may have very many updates.
+    This uses bisection, because a curriculum may have very many updates.
     """
     if update >= lengths.final_update:
         return None

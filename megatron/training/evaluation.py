@@ -43,8 +43,8 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
         for name, value in losses.items():
             totals[name] = totals.get(name, 0.0) + weight * value
     # Without files of logits for held-out samples, a distilled model has only one of its losses.
-    lacking = totals.keys() - passes.losses.keys() if passes.losses else set()
-    return {name: total / (weights or 1.0) for name, total in totals.items() if name not in lacking}
+    missing = totals.keys() - passes.losses.keys() if passes.losses else set()
+    return {name: total / (weights or 1.0) for name, total in totals.items() if name not in missing}
 
 
 def evaluate_and_report(

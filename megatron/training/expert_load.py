@@ -76,8 +76,8 @@ class ExpertLoad:
 
     Attributes:
         layers: For each mixture layer, by 0-based index, the tokens of each expert divided by an
-            even share, `[experts]`: 1 if all experts have the same number of tokens, 0 for one
-            without tokens.
+            even share, `[experts]`: 1 if all experts have the same number of tokens, 0 for an
+            expert without tokens.
     """
 
     layers: dict[int, NDArray[np.float64]]
@@ -122,7 +122,7 @@ class ExpertLoad:
                 overloaded.append(f"layer {layer}: {_first(names)}")
         warnings = []
         if idle:
-            warnings.append(f"experts without a token since the last log line: {'; '.join(idle)}")
+            warnings.append(f"experts without tokens since the last log line: {'; '.join(idle)}")
         if overloaded:
             warnings.append(
                 f"experts with more than {OVERLOADED:g} even shares of the tokens: "

@@ -1,6 +1,6 @@
 """The plan of a mixture's experts: which processes hold them, and how many bytes they exchange.
 
-It follows from the flags alone, so it can be printed for any number of processes.
+The plan follows from the flags alone, so it can be printed for any number of processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ExchangePlan:
 
 
 def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> ExchangePlan:
-    """Plan the exchange of a mixture layer.
+    """Plan the exchange of tokens in a mixture layer.
 
     Args:
         config: The run's configuration.
@@ -114,7 +114,7 @@ def expert_rows(
     exchange = plan_exchange(config, mixture, world_size)
     experts = mixture.router.experts
     expert_range = f"{experts}" if min_experts == experts else f"{min_experts} to {experts}"
-    placement = f"{expert_range} in each of {count} layers, {mixture.router.chosen} for a token"
+    placement = f"{expert_range} in each of {count} layers, {mixture.router.chosen} per token"
     if exchange.local == experts:
         return [("experts", f"{placement}, all of them on each process")]
     sent = exchange.bytes * micro_batches
@@ -129,7 +129,7 @@ def expert_rows(
             "exchange of tokens",
             f"a token goes to {exchange.mean_destinations:.2f} other processes if all experts are "
             f"chosen equally often, and to at most {exchange.max_destinations}; a process sends "
-            f"{amount(exchange.bytes)} for a layer and micro-batch, {amount(sent)} for a layer and "
+            f"{amount(exchange.bytes)} per layer and micro-batch, {amount(sent)} per layer and "
             f"iteration, {amount(sent * layers)} for {layers} layers",
         ),
     ]

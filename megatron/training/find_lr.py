@@ -27,7 +27,7 @@ from megatron.errors import ConfigError, DataError
 _MIN_ITERATIONS = 30  # fewer points do not distinguish a trend from noise
 _NOISE_FACTOR = 4.0  # a fall or rise counts if it is this many times the noise of a smoothed value
 _RISE = 0.1  # the loss counts as rising above its minimum plus this fraction of its fall
-_SHARE = 10.0  # a long run uses the rate with the lowest loss, divided by this
+_SAFETY_FACTOR = 10.0  # a long run uses the rate with the lowest loss, divided by this
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,8 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
             record = json.loads(line)
             if "lm loss" in record:
                 losses[record["iteration"]] = float(record["lm loss"])
-                rates[record["iteration"] + 1] = float(
-                    record["learning-rate"]
-                )  # rate of the next update
+                # The metrics of an iteration contain the rate of the next one.
+                rates[record["iteration"] + 1] = float(record["learning-rate"])
     missing = [iteration for iteration in range(1, iterations + 1) if iteration not in losses]
     if missing:
         raise DataError(
@@ -261,15 +260,15 @@ def analyze_curve(curve: RateCurve) -> RangeTestResult:
         return RangeTestResult(None, _NO_RISE.format(rates[-1]), rates[lowest], None, smoothed)
     rising = rates[risen[0] if risen else finite]
     reason = _FOUND.format(smoothed[0], smoothed[lowest], rates[lowest], rising)
-    return RangeTestResult(rates[lowest] / _SHARE, reason, rates[lowest], rising, smoothed)
+    return RangeTestResult(rates[lowest] / _SAFETY_FACTOR, reason, rates[lowest], rising, smoothed)
 
 
-_DIVERGES = "the loss is not finite soon after the first rate {:.1e}: lower --min-lr"
+_DIVERGES = "the loss diverges soon after the first rate {:.1e}: lower --min-lr"
 _NO_FALL = (
     "the loss falls by {:.3g}, but only a fall of more than {:.3g} would stand out from its "
     "noise: give more --iterations, a larger batch, or a larger --max-lr"
 )
-_NO_RISE = "the loss does not rise up to {:.1e}, so the limit is not in sight: raise --max-lr"
+_NO_RISE = "the loss does not rise again before the last rate {:.1e}: raise --max-lr"
 _FOUND = (
     "the loss falls from {:.3f} to {:.3f} at the rate {:.1e}, and has risen at {:.1e}; a "
     "tenth of the rate with the lowest loss leaves room for a long run"

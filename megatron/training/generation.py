@@ -45,14 +45,14 @@ class GeneratedAnswer(NamedTuple):
 
 
 class AnswerGenerator:
-    """A generator of answers from a run's own model. Every method is collective over `copy`.
+    """A generator of answers from a run's own model. Every method is collective over `replica`.
 
     Args:
         run: The run.
-        copy: The processes that choose the same tokens. If all processes answer the same prompts,
-            this is the world, and experts may be divided over data-parallel ranks. `None` means one
-            copy of the model, so that each data-parallel rank may answer different prompts.
-        at_once: The maximum number of answers to generate concurrently. Further prompts wait,
+        replica: The processes that answer the same prompts together. If this is the world, experts
+            may be divided over data-parallel ranks. `None` means one replica of the model, so that
+            each data-parallel rank may answer different prompts.
+        max_concurrent: The maximum number of answers to generate at a time. Further prompts wait,
             because each answer needs memory for its keys and values.
 
     Attributes:
@@ -60,13 +60,14 @@ class AnswerGenerator:
             end-of-turn token.
     """
 
-    def __init__(self, run: Run, *, copy: Axis | None = None, at_once: int = 256) -> None:
+    def __init__(self, run: Run, *, replica: Axis | None = None, max_concurrent: int = 256) -> None:
         """Find the chat template and the tokens that end an answer. Collective.
 
         Raises:
             ConfigError: The chat template cannot be used.
         """
-        self._run, self._copy, self._at_once = run, copy or replica_ranks(run.layout), at_once
+        self._run, self._max_concurrent = run, max_concurrent
+        self._replica = replica or replica_ranks(run.layout)
         *earlier, part = cast(Sequence[GPTModel], run.parts)  # a rule refuses other networks
         self._model = Loaded(part, run.tokenizer, run.config, 0, run.layout, earlier_parts=earlier)
         self._channel = stage_channel(self._model, run.device)
@@ -106,7 +107,7 @@ class AnswerGenerator:
         trains = run.parts[0].training
         for part in run.parts:
             part.eval()
-        max_sequences = max(1, min(len(requests), self._at_once))
+        max_sequences = max(1, min(len(requests), self._max_concurrent))
         cache_tokens = [
             -(-min(len(prompt) + sampling.max_new_tokens, positions) // _BLOCK) * _BLOCK
             for _, prompt, sampling in requests
@@ -119,7 +120,7 @@ class AnswerGenerator:
             graphs=False,
         )
         engine = build_engine(
-            self._model, run.device, options, replica=self._copy, channel=self._channel
+            self._model, run.device, options, replica=self._replica, channel=self._channel
         )
         answers = {name: GeneratedAnswer([], []) for name, _, _ in requests}
         for name, prompt, sampling in requests:

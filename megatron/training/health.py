@@ -1,9 +1,9 @@
 """A test of a run's machines: speed, results, links, disk, clock and versions of each rank.
 
-`megatron health` runs it, and so does training with --health-check. It takes less than 10 s. All
-ranks compute at the same time, as in training. A rank is named if it is slower than the others by
-more than a given factor, if its results, clock or versions differ, or if it computes the same
-product twice with different results.
+`megatron health` runs the test, and so does training with --health-check. It takes less than 10 s.
+All ranks compute at the same time, as in training. A rank is reported if it is slower than the
+others by more than a given factor, if its results, clock or versions differ, or if it computes the
+same product twice with different results.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
 
     On a CPU, time during which other processes had the cores does not count.
     """
-    work()  # libraries choose their kernels
+    work()  # a warm-up, in which libraries choose their kernels
     device.synchronize()
     fastest, deadline, ready = float("inf"), time.perf_counter() + _SECONDS, ReadyClock()
     while True:
@@ -266,16 +266,17 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
     ]
     # CPUs of different machines may add up in different orders.
     kinds = [row.device if row.device != "CPU" else row.host for row in rows]
-    lines += _odd("results", [str(row.digest) for row in rows], kinds, rows)
+    lines += _differing("results", [str(row.digest) for row in rows], kinds, rows)
     median = statistics.median(row.clock for row in rows)
     lines += [
-        f"rank {rank} (on {row.host}): its clock is {row.clock - median:+.1f} s from the others'"
+        f"the clock of rank {rank} (on {row.host}) is {abs(row.clock - median):.1f} s "
+        f"{'ahead of' if row.clock > median else 'behind'} the others"
         for rank, row in enumerate(rows)
         if abs(row.clock - median) > _MAX_CLOCK_SECONDS
     ]
     for name in dict.fromkeys(name for row in rows for name in row.versions):
         versions = [row.versions.get(name, "none") for row in rows]
-        lines += _odd(f"version of {name}", versions, ["all"] * len(rows), rows)
+        lines += _differing(f"version of {name}", versions, ["all"] * len(rows), rows)
     return lines
 
 
@@ -299,7 +300,7 @@ def _slow(
             yield index, statistics.median(peers)
 
 
-def _odd(
+def _differing(
     quantity: str, values: Sequence[str], kinds: Sequence[str], rows: Sequence[Health]
 ) -> Iterable[str]:
     """Yield a line for each kind of rank in which some ranks differ from the majority.
@@ -315,12 +316,12 @@ def _odd(
         usual, count = Counter(values[rank] for rank in ranks).most_common(1)[0]
         if count == len(ranks):
             continue
-        odd = [rank for rank in ranks if values[rank] != usual]
-        hosts = ", ".join(dict.fromkeys(rows[rank].host for rank in odd))
-        odd_values = ", ".join(dict.fromkeys(values[rank] for rank in odd))
-        usual_ranks = ranks_text(frozenset(ranks) - set(odd))
-        text = f"{ranks_text(odd)} (on {hosts}): different {quantity} from {usual_ranks}"
-        yield f"{text}: {odd_values} instead of {usual}"
+        minority = [rank for rank in ranks if values[rank] != usual]
+        hosts = ", ".join(dict.fromkeys(rows[rank].host for rank in minority))
+        minority_values = ", ".join(dict.fromkeys(values[rank] for rank in minority))
+        majority = ranks_text(frozenset(ranks) - set(minority))
+        text = f"{ranks_text(minority)} (on {hosts}): different {quantity} from {majority}"
+        yield f"{text}: {minority_values} instead of {usual}"
 
 
 def health_table(rows: Sequence[Health]) -> str:

@@ -55,7 +55,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     callbacks += [SkippedUpdates(scalars, checkpoints, non_persistent), Goodput(), scalars]
     if config.training.check_weight_hash_across_dp_replicas_interval:
         callbacks.append(ReplicaHashes())
-    callbacks += _of_each_iteration(run, scalars)
+    callbacks += _iteration_callbacks(run, scalars)
     callbacks.append(LogLine())
     if run.is_log_rank and sys.stderr.isatty():
         callbacks.append(ProgressBar())
@@ -74,7 +74,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     return callbacks, scalars
 
 
-def _of_each_iteration(run: Run, scalars: Scalars) -> list[Callback]:
+def _iteration_callbacks(run: Run, scalars: Scalars) -> list[Callback]:
     """Return the callbacks whose time counts as part of an iteration."""
     config = run.config
     callbacks: list[Callback] = []

@@ -74,15 +74,15 @@ def _describe_data(run: Run) -> str:
     samples_name = "answers" if preferences.trains_on_labels else samples_name
     source = samples_name if run.config.finetuning.sft else source
     source = "generated tokens (--mock-data)" if data.mock_data else source
-    of_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
+    is_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
     sizes = ", ".join(
         f"{name} {0 if split is None else len(split):,}"
         for name, split in zip(("training", "validation", "test"), run.datasets, strict=True)
-        if split or not of_task
+        if split or not is_task
     )
-    texts = run.recipe.head.sequences
+    sequences = run.recipe.head.sequences
     lengths = [length for length in (data.seq_length, data.decoder_seq_length) if length]
-    lengths_text = f"{texts} x " * (texts > 1) + " + ".join(map(str, lengths))
+    lengths_text = f"{sequences} x " * (sequences > 1) + " + ".join(map(str, lengths))
     separates_documents = data.reset_attention_mask and not run.config.finetuning.sft
     packing = ", 100% full, with separate documents" if separates_documents else ""
     return f"{source}; samples of {lengths_text} tokens{packing}{sizes and ': '}{sizes}"

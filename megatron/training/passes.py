@@ -48,7 +48,7 @@ def schedule_of(run: Run, micro_batches: int, *, trains: bool = True) -> Schedul
 
 
 def message_shape(
-    config: RunConfig, layout: Layout, tokens: int, texts: int
+    config: RunConfig, layout: Layout, tokens: int, sequences: int
 ) -> tuple[int, int, int]:
     """Return the shape of a message between pipeline stages: this rank's shard of `[s, b, h]`.
 
@@ -58,12 +58,12 @@ def message_shape(
         config: The run's configuration.
         layout: The grid of processes as this process sees it.
         tokens: The number of tokens that the model reads from a sample.
-        texts: The number of sequences in a sample.
+        sequences: The number of sequences in a sample.
     """
-    sequence = (tokens + config.model.neighbor_tokens(tokens)) // layout.context.size
+    length = (tokens + config.model.neighbor_tokens(tokens)) // layout.context.size
     if config.parallel.sequence_parallel:
-        sequence //= layout.tensor.size
-    return sequence, config.training.micro_batch_size * texts, config.model.hidden_size
+        length //= layout.tensor.size
+    return length, config.training.micro_batch_size * sequences, config.model.hidden_size
 
 
 class Passes:
@@ -214,18 +214,14 @@ class Passes:
             is_last = micro_batch == self._count - 1
             result = self._forward(run.parts[chunk], *inputs, is_last=is_last)
         if self._records:
-            self._record_fingerprint(chunk, result)
+            outputs = [result] if isinstance(result, Tensor) else list(result.values())
+            with torch.no_grad():
+                norms = [torch.linalg.vector_norm(x.detach(), dtype=torch.float32) for x in outputs]
+                part = chunk * run.layout.pipeline.size + run.layout.pipeline.rank
+                self.fingerprints.setdefault(part, []).append(torch.stack(norms).sum().square())
         if isinstance(result, Tensor):
             return result
         return self._record(result, micro_batch)
-
-    def _record_fingerprint(self, chunk: int, result: Tensor | Mapping[str, Tensor]) -> None:
-        """Record a fingerprint of a pass's output."""
-        outputs = [result] if isinstance(result, Tensor) else list(result.values())
-        with torch.no_grad():
-            norms = [torch.linalg.vector_norm(x.detach(), dtype=torch.float32) for x in outputs]
-            part = chunk * self._run.layout.pipeline.size + self._run.layout.pipeline.rank
-            self.fingerprints.setdefault(part, []).append(torch.stack(norms).sum().square())
 
     def _record(self, terms: Mapping[str, Tensor], micro_batch: int) -> Tensor:
         for name, value in terms.items():

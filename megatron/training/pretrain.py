@@ -193,7 +193,7 @@ def pretrain(
             from megatron.processes.faults import attach_faults  # other runs do not load this code
 
             attach_faults(layout.journal, run.parts)
-        stack.enter_context(surviving_closed_output(run.exit.log_is_unread))
+        stack.enter_context(surviving_closed_output(run.exit.report_unread_log))
         at_end.callback(run.forward.release)
         _warn_of_newer(run)
         extras.begin(run)

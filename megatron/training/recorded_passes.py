@@ -4,10 +4,10 @@ A GPU then receives all kernels of each pass in one call (a CUDA graph). In smal
 takes longer to launch a kernel than the kernel takes to run.
 
 The recordings cover the passes of the whole model, from a micro-batch in fixed memory to its
-losses, and from gradients of the losses to those of the weights. Everything around them works as it
-does without recordings: the seed (which a replay reads again), the losses' sum and scale, gradients
-shared with other processes, the update. Every result is therefore bitwise identical to the result
-without recordings.
+losses, and from gradients of the losses to gradients of the weights. Everything else works as it
+does without recordings: the seed (which a replay reads again), the sum and scale of the losses,
+gradients shared with other processes, and the update. Every result is therefore bitwise identical
+to the result without recordings.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from megatron.training.run import Run
 from megatron.training.spikes import NORM
 
 _TOLERANCE = 0.01  # relative; a GPU may add up the same values in a different order
-_NOWHERE = 2**31 - 1  # an index after the last part of the model
+_NO_PART = 2**31 - 1  # an index after the last part of the model
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def first_to_differ(
     output changes, the gradients of the faulty stage and of all stages before it change.
 
     Args:
-        forward: For each rank, the first part of the model whose output changed, or `_NOWHERE`.
+        forward: For each rank, the first part of the model whose output changed, or `_NO_PART`.
         backward: For each rank, whether its own gradients changed.
         stages: The pipeline stage of each rank.
     """
-    if min(forward) < _NOWHERE:
+    if min(forward) < _NO_PART:
         return [rank for rank, part in enumerate(forward) if part == min(forward)]
     changed = [rank for rank, has_changed in enumerate(backward) if has_changed]
     last = max((stages[rank] for rank in changed), default=0)
@@ -213,7 +213,7 @@ class Reruns:
         parts = [
             part for part, values in outputs.items() if self._differ(values, outputs_again[part])
         ]
-        local = [min(parts, default=_NOWHERE), int(self._differ(gradients, gradients_again))]
+        local = [min(parts, default=_NO_PART), int(self._differ(gradients, gradients_again))]
         table = all_gather(torch.tensor([local]), self._run.layout.world)
         return table[:, 0].tolist(), table[:, 1].bool().tolist()
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from megatron.config.training import TrainingConfig
 
 NORM = "grad norm"
-_OF_NORMAL = 1.4826  # the standard deviation of normal values over their median deviation
+_STD_OVER_MAD = 1.4826  # standard deviation over median absolute deviation of normal values
 # Minimum spread as a fraction of the median, so that small deviations from nearly constant values
 # are not spikes.
 _MIN_SPREAD = 0.01
@@ -42,7 +42,7 @@ class SpikeWatch:
         if len(values) < self._window:
             return math.inf
         median = statistics.median(values)
-        spread = _OF_NORMAL * statistics.median(abs(value - median) for value in values)
+        spread = _STD_OVER_MAD * statistics.median(abs(value - median) for value in values)
         threshold = self._norm_threshold if name == NORM else self._loss_threshold
         return median + threshold * max(spread, _MIN_SPREAD * abs(median))
 

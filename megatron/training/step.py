@@ -198,17 +198,17 @@ class Updates:
     def _work(self, samples: int, length: int | None) -> dict[str, Any]:
         """Return the numbers of tokens and FLOPs of an update, by their names in `StepOutcome`."""
         data = self._run.config.data
-        sequence = length or data.seq_length
-        if sequence not in self._flops_per_token:
-            self._flops_per_token[sequence] = flops_per_token(
+        seq_length = length or data.seq_length
+        if seq_length not in self._flops_per_token:
+            self._flops_per_token[seq_length] = flops_per_token(
                 self._run.plan,
-                sequence,
+                seq_length,
                 data.decoder_seq_length,
                 trains_adapters=self._run.config.model.lora_rank is not None,
             )
-        texts = samples * self._run.recipe.head.sequences
-        tokens = texts * (sequence + data.decoder_tokens)
-        return {"tokens": tokens, "flops": tokens * self._flops_per_token[sequence]}
+        sequences = samples * self._run.recipe.head.sequences
+        tokens = sequences * (seq_length + data.decoder_tokens)
+        return {"tokens": tokens, "flops": tokens * self._flops_per_token[seq_length]}
 
 
 def _watch_spikes(run: Run, result: StepResult, losses: Mapping[str, float]) -> str:

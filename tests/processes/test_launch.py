@@ -119,7 +119,7 @@ def test_one_of_several_tasks_of_slurm_does_not_train_alone(monkeypatch, step):
 
 @pytest.mark.parametrize("task", [0, 1, 3])
 def test_only_the_first_task_of_slurm_prints_the_error(monkeypatch, capsys, task):
-    monkeypatch.setattr("megatron.processes.process._TURN", 0.0)
+    monkeypatch.setattr("megatron.processes.process._PRINT_SECONDS", 0.0)
     monkeypatch.setenv("SLURM_PROCID", str(task))
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert run_process([], lambda launch: 0) == ConfigError.exit_code

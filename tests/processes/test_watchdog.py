@@ -333,10 +333,12 @@ def test_a_report_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 0: alive in iteration 0, start-up, at watchdog.py" in report
 
 
-def test_a_thread_outside_of_the_package_has_a_place_too() -> None:
-    place = watchdog.source_of(sys._getframe())
-    assert re.fullmatch(r"test_watchdog.py:\d+ in test_a_thread_outside_of_the_package\w+", place)
-    assert watchdog.source_of(None) == "an unknown place"
+def test_a_thread_outside_of_the_package_has_a_position_too() -> None:
+    position = watchdog.source_of(sys._getframe())
+    assert re.fullmatch(
+        r"test_watchdog.py:\d+ in test_a_thread_outside_of_the_package\w+", position
+    )
+    assert watchdog.source_of(None) == "an unknown position"
 
 
 def test_a_call_that_forms_a_group_is_a_communication(tmp_path: Path) -> None:

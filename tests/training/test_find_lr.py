@@ -84,10 +84,13 @@ def test_a_curve_that_ends_in_nan_has_risen_there() -> None:
         (_curve(lambda power: 6.0), "the loss falls by 0"),
         (_curve(lambda power: 6.0 + power), "the loss falls by 0"),
         (_curve(lambda power: 6.0 - 0.1 * (power > -3), noise=0.5), "the loss falls by 0."),
-        (_curve(lambda power: 6.0 - 0.5 * power), "the loss does not rise up to 1.0e+00"),
+        (
+            _curve(lambda power: 6.0 - 0.5 * power),
+            "the loss does not rise again before the last rate 1.0e+00",
+        ),
         (
             RateCurve(_RATES, [5.0, 5.0, *[math.inf] * 118]),
-            "the loss is not finite soon",
+            "the loss diverges soon",
         ),
     ],
 )

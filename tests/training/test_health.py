@@ -74,7 +74,7 @@ def test_alike_ranks_do_not_stand_out() -> None:
             "it was repeated",
         ),
         ({"digest": 8}, "rank 3 (on gpu-01): different results from ranks 0-2: 8 instead of 7"),
-        ({"clock": 1e9 + 7.5}, "rank 3 (on gpu-01): its clock is +7.5 s from the others'"),
+        ({"clock": 1e9 + 7.5}, "the clock of rank 3 (on gpu-01) is 7.5 s ahead of the others"),
         (
             {"versions": {"torch": "2.11", "NCCL": "2.27"}},
             "rank 3 (on gpu-01): different version of NCCL from ranks 0-2: 2.27 instead of 2.28",

@@ -25,7 +25,7 @@ from tests.training.toy import Recorder, SpoiledRecipe, build_toy, fingerprint, 
 
 _ON = "--rerun-mode validate_results --eval-iters 0 --train-iters 8".split()
 _SPIKES = "--on-spike skip --spike-window 4".split()
-_NOWHERE = rerun._NOWHERE
+_NO_PART = rerun._NO_PART
 _MIXTURE = """
     --swiglu --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16
     --moe-router-score-function sigmoid --moe-router-enable-expert-bias
@@ -54,11 +54,11 @@ def test_numbers_that_are_the_same(
 @pytest.mark.parametrize(
     ("forward", "backward", "ranks"),
     [
-        ([_NOWHERE] * 4, [False] * 4, []),
-        ([0, _NOWHERE, 2, _NOWHERE], [True, False, True, False], [0]),  # later parts follow from it
-        ([_NOWHERE, _NOWHERE, 2, 2], [True, True, True, True], [2, 3]),
-        ([_NOWHERE] * 4, [True, False, True, False], [2]),  # earlier stages follow from it
-        ([_NOWHERE] * 4, [False, True, False, False], [1]),
+        ([_NO_PART] * 4, [False] * 4, []),
+        ([0, _NO_PART, 2, _NO_PART], [True, False, True, False], [0]),  # later parts follow from it
+        ([_NO_PART, _NO_PART, 2, 2], [True, True, True, True], [2, 3]),
+        ([_NO_PART] * 4, [True, False, True, False], [2]),  # earlier stages follow from it
+        ([_NO_PART] * 4, [False, True, False, False], [1]),
     ],
 )
 def test_where_two_computations_part(
@@ -147,7 +147,7 @@ def test_bad_data_are_told_from_machines(monkeypatch: pytest.MonkeyPatch) -> Non
     assert code == 7  # without --save, no other machine can be asked
     assert "training sample ids 17" in told
     assert events == [
-        "iteration 5: computed again, it gives lm loss nan, grad norm nan as before: the data or a "
+        "iteration 5: the second computation also gives lm loss nan, grad norm nan: the data or a "
         "machine is at fault"
     ]
     _, code, events = _bad_data(monkeypatch, "--on-nonfinite", "skip")
@@ -163,8 +163,13 @@ def test_other_machines_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     kept = (tmp_path / FILE).read_bytes()
     assert json.loads(kept)["iteration"] == 5
     here = rerun.platform.node()
-    for host, said in ((here, "but on the same machines"), ("gpu-09", "on other machines too")):
-        (tmp_path / FILE).write_bytes(kept)
+    earlier = kept.replace(b'"values"', b'"told"')  # the key in files of earlier versions
+    for host, content, said in (
+        (here, kept, "but on the same machines"),
+        ("gpu-09", kept, "also gives lm loss nan, grad norm nan on other machines: the data is"),
+        ("gpu-09", earlier, "on other machines: the data is at fault"),
+    ):
+        (tmp_path / FILE).write_bytes(content)
         monkeypatch.setattr(rerun.platform, "node", partial(str, host))
         told, code, events = _bad_data(monkeypatch, *flags)
         assert code == 7, told

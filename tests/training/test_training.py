@@ -212,7 +212,7 @@ def _switched(layout, folder):
             def before_step(self, run):
                 if run.progress.iteration == 1 and layout.world.rank == 1:
                     switch.touch()
-                    run.exit._next_look = 0.0
+                    run.exit._next_poll = 0.0
 
         leave = train(run, [Operator(), *callbacks])
         results.append((leave.reason, leave.code, run.progress.iteration))

@@ -57,7 +57,7 @@ class Checkpoints(Callback):
         run.save_clock.restart()
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a save follows the next update. It waits for passes in progress."""
+        """Return whether a save follows the next update. An early forward pass would delay it."""
         return _is_due(run, run.progress.iteration + 1)
 
     def before_step(self, run: Run) -> None:

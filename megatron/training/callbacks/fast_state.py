@@ -51,7 +51,7 @@ class NonPersistentCheckpoints(Callback):
         return self._store.open_newest(after=max(after, self._min_iteration))
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a save follows the next update. It waits for passes in progress."""
+        """Return whether a save follows the next update. An early forward pass would delay it."""
         return _is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:

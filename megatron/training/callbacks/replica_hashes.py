@@ -7,7 +7,7 @@ identical. A flipped bit, in memory or in the result of a matrix product, change
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class ReplicaHashes(Callback):
         self.compare(run)
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a comparison follows the next update. It waits for passes in progress."""
+        """Return whether a comparison follows. An early forward pass would delay it."""
         return self._is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
@@ -70,7 +70,7 @@ class ReplicaHashes(Callback):
                 differences += _differences(axis, tensors, run.device.torch_device)
         if any_rank(bool(differences), run):
             gathered = JsonExchange(run.layout.world).gather(differences)
-            lines = list(dict.fromkeys(line for of_rank in gathered for line in of_rank))
+            lines = list(dict.fromkeys(line for rank_lines in gathered for line in rank_lines))
             suffix = f"; and {len(lines) - _SHOWN} more tensors" if len(lines) > _SHOWN else ""
             raise NumericsError(
                 f"iteration {run.progress.iteration}: replicas differ: "
@@ -114,19 +114,17 @@ def _differences(axis: Axis, tensors: Mapping[str, Tensor], device: torch.device
     if not len(differ):
         return []
     names, columns = list(tensors), hashes[:, differ].T.tolist()
-    return [
-        f"{names[i]} {_odd_ones(axis.ranks, column)}"
-        for i, column in zip(differ.tolist(), columns, strict=True)
-    ]
-
-
-def _odd_ones(ranks: Sequence[int], hashes: Sequence[int]) -> str:
-    """Describe which ranks differ from the majority, if any hash has one."""
-    ((usual, count), *_) = Counter(hashes).most_common()
-    if 2 * count <= len(ranks):
-        return f"of ranks {', '.join(map(str, ranks))} (too few agree to tell which is wrong)"
-    odd = [rank for rank, each in zip(ranks, hashes, strict=True) if each != usual]
-    return f"of rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}, unlike {count} others"
+    lines = []
+    for i, column in zip(differ.tolist(), columns, strict=True):
+        ((usual, count), *_) = Counter(column).most_common()
+        if 2 * count > axis.size:
+            ranks = [rank for rank, each in zip(axis.ranks, column, strict=True) if each != usual]
+            suffix = f", unlike {count} others"
+        else:
+            ranks, suffix = list(axis.ranks), " (too few agree to tell which is wrong)"
+        plural = "s" * (len(ranks) > 1)
+        lines.append(f"{names[i]} of rank{plural} {', '.join(map(str, ranks))}{suffix}")
+    return lines
 
 
 def hash_of(tensor: Tensor) -> Tensor:

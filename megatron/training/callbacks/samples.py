@@ -34,7 +34,7 @@ class SampleAnswers(Callback):
         assert options.sample_prompts is not None
         self._texts = read_prompts(Path(options.sample_prompts), flag="--sample-prompts")
         self._interval = options.sample_interval or run.config.evaluation.eval_interval
-        self._generator = AnswerGenerator(run, copy=run.layout.world)
+        self._generator = AnswerGenerator(run, replica=run.layout.world)
         sampling = Sampling(
             max_new_tokens=options.sample_tokens,
             temperature=0.0,

@@ -86,9 +86,9 @@ class SampleIds(Callback):
 
 
 class HealthCheck(Callback):
-    """A callback that tests the machines before training and every so many iterations.
+    """A callback that tests the machines (`--health-check`, `--gpu-sniff-test-interval`).
 
-    The flags are --health-check and --gpu-sniff-test-interval.
+    The first test runs before training, and the others at the interval.
     """
 
     def on_start(self, run: Run) -> None:
@@ -96,7 +96,7 @@ class HealthCheck(Callback):
         self._check(run)
 
     def interrupts(self, run: Run) -> bool:
-        """Return whether a test follows the next update. Passes in progress would slow it down."""
+        """Return whether a test follows the next update. An early forward pass would distort it."""
         return self._is_due(run, run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:

@@ -153,7 +153,8 @@ class StragglerWatch:
     ) -> float | None:
         """Return the time that a rank without peers should take, or `None` if it is not known.
 
-        This is the rank's first time, multiplied by the median slowdown of the other ranks.
+        The time is the rank's median in the first comparisons, multiplied by the median slowdown of
+        the other ranks since then.
         """
         if len(self._first) < _BASELINE or len(self._stages) == 1:
             return None

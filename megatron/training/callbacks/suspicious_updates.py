@@ -33,12 +33,12 @@ class _Suspicion:
     Attributes:
         iteration: The iteration, counted from 1.
         hosts: The machines that computed the iteration.
-        told: Its losses and gradient norm, as text.
+        values: The losses and the gradient norm, as text.
     """
 
     iteration: int
     hosts: list[str]
-    told: str
+    values: str
 
 
 class SuspiciousUpdates(Callback):
@@ -76,24 +76,27 @@ class SuspiciousUpdates(Callback):
         suspicion = self._suspicion
         pending = suspicion if suspicion is not None and suspicion.iteration == iteration else None
         if pending is not None:
-            self._clear(run)
+            self._suspicion = None
+            if run.layout.world.is_first:
+                with suppress(OSError):
+                    (Path(str(run.config.checkpoint.save)) / FILE).unlink()
         if rerun is None:
             if pending is not None:
                 self._report(
                     run,
-                    f"iteration {iteration} gave {pending.told} on {', '.join(pending.hosts)}, "
+                    f"iteration {iteration} gave {pending.values} on {', '.join(pending.hosts)}, "
                     "and is no longer suspicious: one of these machines computes wrong results",
                 )
             return
         if not rerun.is_same:
             self._end_after_error(run, rerun)
         losses = _losses_text(rerun.second)
-        message = f"iteration {iteration}: computed again, it gives {losses} as before"
+        message = f"iteration {iteration}: the second computation also gives {losses}"
         flags = run.config.training
         keeps_all = not flags.check_for_nan_in_loss_and_grad
         continues = outcome.found_spike or flags.on_nonfinite == "skip" or keeps_all
         if pending is not None and not set(pending.hosts) & set(rerun.hosts):
-            self._report(run, f"{message}, on other machines too: the data is at fault")
+            self._report(run, f"{message} on other machines: the data is at fault")
         elif pending is not None:
             self._report(
                 run, f"{message}, but on the same machines: the data or a machine is at fault"
@@ -147,12 +150,6 @@ class SuspiciousUpdates(Callback):
             checkpointing.save_run(run)
         return f", and the checkpoint of iteration {iteration} is saved"
 
-    def _clear(self, run: Run) -> None:
-        self._suspicion = None
-        if run.layout.world.is_first:
-            with suppress(OSError):
-                (Path(str(run.config.checkpoint.save)) / FILE).unlink()
-
     def _report(self, run: Run, text: str) -> None:
         self._scalars.event(run, "rerun", text)
         if run.is_log_rank:
@@ -203,8 +200,7 @@ def _read(path: Path) -> dict[str, object] | None:
     try:
         with open_trusted(path) as file:
             content = json.loads(file.read(_MAX_BYTES))
-        return asdict(
-            _Suspicion(int(content["iteration"]), list(content["hosts"]), str(content["told"]))
-        )
+        values = content["values"] if "values" in content else content["told"]  # an older key
+        return asdict(_Suspicion(int(content["iteration"]), list(content["hosts"]), str(values)))
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
