@@ -131,10 +131,7 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         (f"{LATENT} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
         (f"{LATENT} --kv-channels 48", "with --kv-channels 48: --qk-head-dim"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7: channels rotate in pairs"),
-        (
-            f"{LATENT} --cache-mla-latents",
-            "--cache-mla-latents: the KV cache holds whole keys",
-        ),
+
         (
             f"{LATENT} --attention-output-gate",
             "--attention-output-gate cannot be combined with --multi-latent-attention",
@@ -251,3 +248,9 @@ def test_a_ring_has_no_bound_of_the_scores():
 )
 def test_what_does_not_go_together_is_told(flags, told):
     assert any(told in line for line in problems(f"--num-layers 2 {flags}")), problems(flags)
+
+
+def test_latent_vectors_are_always_cached() -> None:
+    assert parse(f"{LATENT} --cache-mla-latents").notices == (
+        "--cache-mla-latents: generation always caches the latent vectors of latent attention",
+    )
