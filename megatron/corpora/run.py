@@ -36,7 +36,6 @@ from megatron.errors import ConfigError, DataError
 from megatron.extras import packages_of
 from megatron.tokenizer import build_tokenizer
 
-EXECUTORS = ("local", "slurm", "ray")
 PLAN_FILE = "plan.json"
 DATASET = "corpus_text_document"
 TASKS_FILE = "tasks.npz"

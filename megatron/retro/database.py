@@ -54,7 +54,6 @@ _MAX_JSON = 16 << 20  # bytes
 _CHECKED = 1 << 27  # the number of table rows to check before training
 _TOKENS_CHECKED = 256  # the number of chunks to compare with the vocabulary before training
 _DATA_PATH = "--retro-gpt-data-path"
-MERGED = ("train", "valid", "sampled")
 
 
 class CorpusChunks(NamedTuple):
@@ -93,7 +92,7 @@ def corpora_file(workdir: Path) -> Path:
 
 
 def merged_file(workdir: Path, name: str) -> Path:
-    """Return the path of one of the `MERGED` tables."""
+    """Return the path of a merged table: "train", "valid" or "sampled"."""
     return workdir / "db" / "merged" / f"{name}.hdf5"
 
 
@@ -475,8 +474,8 @@ class ChunkDatabase:
         chunk_length: The number of tokens in a chunk, m.
         eod: The end-of-document token, with which short chunks are padded.
         name: The table: "train", "valid" or "sampled".
-        vocab_size: The number of entries of the tokenizer, which token ids must be below. `None`
-            disables the check.
+        vocab_size: The number of entries of the tokenizer. Token ids at or above it are rejected.
+            `None` disables the check.
 
     Attributes:
         path: The file of the table.

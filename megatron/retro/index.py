@@ -51,7 +51,6 @@ from megatron.retro.blocks import (
 from megatron.retro.embedding import DecodedChunks, Embedder, Vectors
 from megatron.tokenizer import Tokenizer
 
-TYPES = ("faiss-base", "faiss-par-add")
 _MEGATRON_WIDTH = 1024  # the only vector width for which Megatron-LM resumes
 _ADDED_AT_ONCE = 100_000
 

@@ -99,12 +99,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-@pass_context
-def _unchanged(_: Context, value: Any) -> Any:
-    """Return the value unchanged. With a context parameter, Jinja calls this only at rendering."""
-    return value
-
-
 class ChatTemplate:
     """A chat template of a Hugging Face tokenizer, rendered in Jinja's sandbox."""
 
@@ -129,13 +123,17 @@ class ChatTemplate:
         def strftime_now(format_string: str) -> str:
             return (date or datetime.now()).strftime(format_string)
 
+        @pass_context  # so that Jinja calls this only when rendering
+        def unchanged(_: Context, value: Any) -> Any:
+            return value
+
         environment = _Sandbox(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationTag],
             # Without these two, the compiler would evaluate constants such as "a" * 3000000000.
             optimized=False,
-            finalize=_unchanged,
+            finalize=unchanged,
         )
         # Jinja's own filter escapes for HTML.
         environment.filters["tojson"] = _to_json
