@@ -270,11 +270,16 @@ def _messages(data: bytes, field_number: int) -> Iterator[bytes]:
 
 def _integers(data: bytes) -> NDArray[np.int64]:
     """Return the integers of an `Int64List`, packed or not."""
-    packed = b"".join(
-        value if isinstance(value, bytes) else _as_varint(value)
-        for number, _, value in _fields(data)
-        if number == 1
-    )
+    packed = bytearray()
+    for number, _, value in _fields(data):
+        if number == 1 and isinstance(value, bytes):
+            packed += value
+        elif number == 1:  # not packed: encode the number again
+            remaining = int(value)
+            while remaining > 0x7F:
+                packed.append(remaining & 0x7F | 0x80)
+                remaining >>= 7
+            packed.append(remaining)
     digits = np.frombuffer(packed, np.uint8)
     ends = np.flatnonzero(digits < 0x80)
     if not len(digits):
@@ -288,14 +293,6 @@ def _integers(data: bytes) -> NDArray[np.int64]:
     shifts = 7 * (np.arange(len(digits)) - np.repeat(starts, sizes)).astype(np.uint64)
     parts = (digits & 0x7F).astype(np.uint64) << shifts
     return np.bitwise_or.reduceat(parts, starts).view(np.int64)
-
-
-def _as_varint(value: int) -> bytes:
-    digits = []
-    while value > 0x7F:
-        digits.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*digits, value])
 
 
 class TFRecordOptions(NamedTuple):

@@ -180,24 +180,19 @@ def _end(kind: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
-def flip_bit(tensor: Tensor) -> None:
-    """Flip the most significant fraction bit of one element of a tensor, in place."""
+def flip_bit(tensor: Tensor) -> Tensor:
+    """Flip the most significant fraction bit of one element in place, and return the tensor."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     integer_dtype, bit = _FLIPPED[local.dtype]
     bits = local.view(-1).view(integer_dtype)
     bits[bits.numel() // 2] ^= 1 << bit
-
-
-def _with_flipped_bit(gradient: Tensor) -> Tensor:
-    flipped = gradient.contiguous().clone()
-    flip_bit(flipped)
-    return flipped
+    return tensor
 
 
 _CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": lambda tensor: tensor * math.nan,
     "spike": lambda tensor: tensor * _SPIKE,
-    "flip": _with_flipped_bit,
+    "flip": lambda tensor: flip_bit(tensor.contiguous().clone()),
 }
 
 
