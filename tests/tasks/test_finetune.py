@@ -118,6 +118,7 @@ def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
     assert "4 to 5" in (shown := capsys.readouterr().out)
     assert "mean of pearson and spearman" in shown
     assert "> batch 12 of 12\n" in shown  # 23 samples, two at a time
+    assert "all files" not in shown  # a single one
 
     # The best weights alone have the score for which they were kept, and give the same guesses.
     results = tmp_path / "best.json"
@@ -336,7 +337,17 @@ def test_every_layout_learns_as_one_process(toy, processes, sizes, flags):
             )
 
 
-def test_several_files_are_told_apart(toy, tmp_path):
+def test_an_evaluation_has_no_dropout(toy, tmp_path):
+    words = [word.replace(".tsv", ".sts") for word in _sst(toy, "--epochs", "1")]
+    words += ["--hidden-dropout", "0.5", "--attention-dropout", "0.5", "--save", str(tmp_path)]
+    _, trained = finetune(Layout.single(), "STS-B", words)
+    again = ["--load", str(tmp_path), "--epochs", "0", "--valid-data", str(toy[0] / "dev.sts")]
+    _, evaluated = finetune(Layout.single(), "STS-B", again)
+    expected = pytest.approx(trained.all_files.predictions, rel=1e-4)
+    assert evaluated.all_files.predictions == expected
+
+
+def test_several_files_are_told_apart(toy, tmp_path, capsys):
     folder, _ = toy
     lines = (folder / "dev.tsv").read_text().splitlines()[1:]
     (tmp_path / "one.tsv").write_text("\n".join(lines[:5]))
@@ -344,6 +355,7 @@ def test_several_files_are_told_apart(toy, tmp_path):
     words = [*_sst(toy, "--epochs", "1"), *files, "--results", str(tmp_path / "out.json")]
     _, last = finetune(Layout.single(), "SST-2", words)
     assert [len(found.labels) for found in last.by_file.values()] == [23, 5]
+    assert "all files: number correct" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["results"]["total_examples"] == 28
 
 
@@ -537,11 +549,9 @@ def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
     folder, flags = toy
     reader = open_checkpoint(folder / "bert")
     held = {name for name in reader.names() if name.startswith("model.")}
-    parsed = finetune_command.parse("SST-2", _sst(toy, "--epochs", "1"), 1)
+    # With another seed, so that new weights differ from the saved ones, which are untrained.
+    parsed = finetune_command.parse("SST-2", _sst(toy, "--epochs", "1", "--seed", "7"), 1)
     config, recipe, extras = finetune_command.prepare("SST-2", parsed, 1)
-    from megatron.device import Device
-    from megatron.training.build import build_run
-
     run = build_run(config, recipe, Device.cpu(), Layout.single())
     extras.begin(run)
     new = set()

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.inference.load import load_gpt
@@ -214,3 +216,65 @@ def test_the_layout_does_not_matter(recording):
     split = [*words, "--pipeline-model-parallel-size", "3"]
     for numbers in run_distributed(3, evaluate, "PERPLEXITY", split, pipeline=3):
         assert numbers == pytest.approx(expected, rel=1e-5)
+
+
+def test_each_kind_of_neighbors_is_scored(monkeypatch, capsys):
+    """The loss of a sample is the sum of its neighbors' numbers, and 0.5 without neighbors."""
+    asked, published = [], []
+
+    @dataclass(frozen=True)
+    class NeighborTexts:
+        compatible: bool = True
+
+        def tokens(self, rows):
+            missing = 99 if self.compatible else -1
+            return np.where(rows < 0, missing, rows)[..., None]
+
+    class Scorer:
+        def __init__(self, *_):
+            pass
+
+        def score(self, samples, progress):
+            progress(1, 1)
+            asked.append([sample.neighbors() for sample in samples])
+            return samples
+
+    def summarize(scores):
+        rows = np.concatenate([score.neighbors().reshape(-1) for score in scores])
+        loss = float(rows.sum()) if (rows >= 0).any() else 0.5
+        return {"loss": loss, "perplexity": math.exp(loss / 1000), "tokens": 3}
+
+    scored = neighbors._Scored(
+        [Sample(range(3), 2), Sample(range(9), 8)],
+        [(0, 0), (0, 2)],  # the first text is shorter than a chunk
+        Rows(),
+        NeighborTexts(),
+        summarize,
+        "two texts",
+    )
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(load="folder"),
+        training=SimpleNamespace(micro_batch_size=1),
+        logging=SimpleNamespace(log_interval=100),
+    )
+    extra = TaskConfig(), LanguageModelTaskConfig()
+    parsed = SimpleNamespace(config=config, extra=extra)
+    monkeypatch.setattr(neighbors, "load_gpt", lambda *_, **__: None)
+    monkeypatch.setattr(neighbors, "_validation", lambda *_: scored)
+    monkeypatch.setattr(neighbors, "Scorer", Scorer)
+    monkeypatch.setattr(neighbors, "print_start", lambda *given: published.append(given[-1]))
+    monkeypatch.setattr(neighbors, "publish", lambda *given: published.append(given[3]))
+    metrics = neighbors.evaluate_neighbors(parsed, Device.cpu(), Layout.single(), None)
+    assert published == ["two texts", metrics]
+    assert [one[0].size for one in asked] == [0] * 3
+    assert [one[1].shape for one in asked] == [(2, 2, 1)] * 3
+    assert asked[0][1].ravel().tolist() == [0, 1, 10, 11]
+    assert (asked[2][1] == -1).all()
+    assert (metrics["loss"], metrics["loss, no neighbors"], metrics["tokens"]) == (22.0, 0.5, 3)
+    assert {"loss, shuffled neighbors", "perplexity, shuffled neighbors"} <= metrics.keys()
+    assert "tokens, no neighbors" not in metrics
+    assert metrics["neighbors found"] == 1.0
+    said = capsys.readouterr().out
+    assert said.count("> batch 1 of 1\n") == 3
+    assert "scoring with the correct neighbors ..." in said
+    assert "validation results on PERPLEXITY | avg loss: 2.2000E+01" in said

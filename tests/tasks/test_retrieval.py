@@ -139,6 +139,44 @@ def test_a_file_that_is_not_of_vectors_is_not_overwritten(toy, tmp_path):
     assert path.read_bytes() == b"\x80\x04."
 
 
+@pytest.mark.parametrize(
+    ("ids", "vectors"),
+    [
+        (np.arange(9, dtype=np.int32), np.ones((9, 4), "f2")),
+        (np.arange(9), np.ones((9, 4), "f4")),
+        (np.arange(9), np.ones(9, "f2")),
+        (np.arange(8), np.ones((9, 4), "f2")),
+    ],
+)
+def test_vectors_of_another_kind_or_number_are_refused(tmp_path, ids, vectors):
+    PassageVectors(ids, vectors).save(tmp_path / "vectors.npz", {"length": 8})
+    with pytest.raises(ConfigError, match="--embedding-path .*: .*unexpected arrays"):
+        PassageVectors.load(tmp_path / "vectors.npz")
+
+
+def test_all_of_many_passages_are_searched():
+    count = (1 << 17) + 5
+    vectors = PassageVectors(10 * np.arange(count), np.zeros((count, 1), np.float16))
+    for i in (0, 1 << 16, (1 << 17) - 1, count - 1):
+        vectors.vectors[i] = 1 + i / count
+    found = retrieval.search(vectors, np.ones((1, 1), np.float32), 4)
+    assert found.tolist() == [[10 * i for i in (count - 1, (1 << 17) - 1, 1 << 16, 0)]]
+
+
+def test_fp32_weights_are_evaluated_in_bf16(toy):
+    words = words_of(toy, "--bf16", "--qa-data-dev", str(toy / "dev.tsv"))
+    parsed = retrieval.parse("RETRIEVER-EVAL", words, 1)
+    loaded = retrieval.load_towers(parsed.config, 24, Device.cpu(), Layout.single())
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    assert not loaded.model.training
+
+
+def test_results_are_beside_the_checkpoint_unless_a_file_is_named(toy):
+    numbers = evaluate(Layout.single(), words_of(toy, "--qa-data-test", str(toy / "test.tsv")))
+    (path,) = (toy / "ict" / "evaluation").iterdir()
+    assert json.loads(path.read_text())["results"]["test_top-1"] == numbers["test top-1"]
+
+
 @pytest.mark.parametrize("damage", ["array", "origin", "compressed"])
 def test_damaged_vectors_are_refused(tmp_path, damage):
     path, sound = tmp_path / "vectors.npz", PassageVectors(np.arange(9), np.ones((9, 4), "f2"))
