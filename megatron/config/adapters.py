@@ -32,8 +32,7 @@ class AdapterOptions:
             `layers.*.mlp`. Frozen weights have no gradients, no optimizer states and no fp32
             copies.
         lora_rank: Rank of the LoRA adapters of linear layers. All other weights are frozen.
-        lora_alpha: Adapters' outputs are multiplied by --lora-alpha / --lora-rank. Default:
-            --lora-rank.
+        lora_alpha: Multiply adapters' outputs by --lora-alpha / --lora-rank. Default: --lora-rank.
         lora_dropout: Dropout on the inputs of adapters.
         lora_target_modules: Name patterns of the linear layers that get adapters, such as `q_proj`,
             `layers.*.mlp` or `linear_qkv`. Default: all linear layers of attention and MLPs. The

@@ -69,12 +69,12 @@ class CheckpointConfig:
         ckpt_format: Format of written checkpoints: native, legacy for files that Megatron-LM 23.08
             can load, or torch_dist for files that Megatron Core can load. All of them can be read.
         transformer_impl: Layer implementation of the Megatron Core run that will load a torch_dist
-            checkpoint. The two implementations name a few parameters differently. Layers in this
-            package are always the same.
+            checkpoint. Implementations name a few parameters differently. Layers in this package
+            are always the same.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
-        async_save: Write checkpoints in the background. The next update waits only until its
-            process's state is copied to host memory.
+        async_save: Write checkpoints in the background. Training continues while the state is
+            copied to host memory, and only the next update waits for the copy.
         keep_latest: Keep only this many of the newest checkpoints in --save.
         save_retain_interval: Keep checkpoints at multiples of this number, which must be a multiple
             of --save-interval. Others are deleted once the next checkpoint is written, or according

@@ -128,7 +128,7 @@ class DataOptions(RetroDataOptions):
         text_key: The key of a document's text in JSON lines, or the column in parquet files, when
             --data-path names text files.
         skip_bad_lines: Skip lines of text files that do not contain a document. The first bad lines
-            of each file are reported, and their total is printed at the end of the run.
+            of each file are reported, and the total number at the end of the run.
         blend_schedule: Weights of the training datasets that change during the run: for each phase
             START:WEIGHT,WEIGHT,... with a weight for each dataset. START counts iterations with
             --train-iters, otherwise samples.

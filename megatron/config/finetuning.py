@@ -33,8 +33,8 @@ class FinetuningConfig:
         sample_prompts: File with prompts, one per line, or JSON lines with a "prompt". During
             training, the model answers them greedily, and the answers are logged. With --sft, each
             prompt is a user's turn.
-        sample_interval: Iterations between these answers. Default: --eval-interval.
-        sample_tokens: Maximum number of tokens in each of these answers.
+        sample_interval: Iterations between answers to --sample-prompts. Default: --eval-interval.
+        sample_tokens: Maximum number of tokens in an answer to --sample-prompts.
         train_epochs: Length of the run in passes over the training examples.
     """
 

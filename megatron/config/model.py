@@ -105,8 +105,8 @@ class DenseOptions:
         apply_layernorm_1p: Store the weights of normalizations as offsets from one.
         norm_placement: Where the layers normalize: before attention and MLP, after them (what they
             add to the residual stream, as in OLMo 2), or both (Gemma 2).
-        parallel_residual: Compute attention and MLP of a layer from the same input, and add both
-            (GPT-NeoX).
+        parallel_residual: Compute attention and MLP of a layer from the same input, and add both to
+            the residual (GPT-NeoX).
         shared_parallel_norm: Make attention and MLP of --parallel-residual read the same normalized
             input (Falcon-7B), instead of normalizing it separately for each.
         apply_residual_connection_post_layernorm: Take the residual after the normalization
@@ -116,7 +116,7 @@ class DenseOptions:
         relu: Use ReLU instead of GeLU (original T5).
         swiglu: Use gated SiLU (SwiGLU) instead of GeLU.
         geglu: Use gated GeLU with the tanh approximation (T5 1.1) instead of GeLU.
-        quick_geglu: Use a GeGLU whose gate x becomes x times sigmoid(1.702 x) instead of GeLU.
+        quick_geglu: Use a gated MLP whose gate x becomes x times sigmoid(1.702 x), instead of GeLU.
         glu_linear_offset: Number added to the ungated part of a gated MLP (1 in GPT-OSS).
         activation_func_clamp_value: Limit c of a gated MLP: gates are clamped to at most c, and the
             values that they multiply to between -c and c (7 in GPT-OSS).

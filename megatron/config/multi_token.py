@@ -18,8 +18,8 @@ class MultiTokenOptions:
         mtp_num_layers: Number of additional tokens that each position learns to predict, one after
             another. Each has its own layer, which reads the hidden states of the previous layer and
             the embedding of the next token. Default: none.
-        mtp_loss_scaling_factor: Weight of these predictions' mean loss in the training loss. The
-            log shows each loss unweighted, as "mtp_1 loss" and so on.
+        mtp_loss_scaling_factor: Weight of the mean loss of multi-token prediction in the training
+            loss. The log shows each loss unweighted, as "mtp_1 loss" and so on.
     """
 
     mtp_num_layers: int | None = flag(

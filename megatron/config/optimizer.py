@@ -191,8 +191,8 @@ class ScheduleConfig:
         lr_warmup_samples: Length of the warm-up.
         lr_warmup_tokens: Length of the warm-up, if the decay is also in tokens.
         lr_warmup_init: Learning rate at the start of the warm-up.
-        lr_warmup_style: Shape of the warm-up. A logarithm rises steeply at first, as DeepSpeed's
-            schedulers do by default.
+        lr_warmup_style: Shape of the warm-up. log rises steeply at first and is the default of
+            DeepSpeed's schedulers.
         min_lr: Minimum learning rate of the decay.
         decoupled_lr: Peak learning rate of the word embeddings and the output layer. Default: --lr.
         decoupled_min_lr: Minimum learning rate of the decay of --decoupled-lr. Default: --min-lr.

@@ -57,8 +57,8 @@ class PreferenceConfig:
             added to the loss of a reward model so that rewards are 0 on average (TRL's
             center_rewards_coefficient; 0.01 is usual).
         reference_log_probs: File for the log-probabilities of all answers under the reference
-            model, which has the run's initial weights. They are computed if the file is missing or
-            belongs to other data or weights. Default: reference_log_probs.npz in the --save folder.
+            model, which has the run's initial weights. It is written if it is missing or belongs to
+            other data or weights. Default: reference_log_probs.npz in the --save folder.
     """
 
     preference_loss: str | None = flag(
@@ -75,7 +75,7 @@ class PreferenceConfig:
     kto_desirable_weight: float = flag(1.0, at_least=0, needs=_KTO)
     kto_undesirable_weight: float = flag(1.0, at_least=0, needs=_KTO)
     center_rewards_coefficient: float = flag(0.0, at_least=0, needs=_REWARD_MODEL)
-    reference_log_probs: str | None = flag(None, unit="file", needs=_REFERENCE_MODEL)
+    reference_log_probs: str | None = flag(None, needs=_REFERENCE_MODEL)
 
     @property
     def needs_reference(self) -> bool:

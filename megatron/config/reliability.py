@@ -116,7 +116,7 @@ class ReliabilityConfig:
 
     Attributes:
         health_check: Test matrix products, memory, links, the disk of --save, clocks and versions
-            of all ranks before training, print a table, and name ranks that stand out.
+            of all ranks before training, print a table, and report ranks that stand out.
         gpu_sniff_test_interval: Iterations between repetitions of --health-check during training.
             Default: none.
         rerun_mode: validate_results computes an update a second time if its loss or gradients are

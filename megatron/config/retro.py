@@ -24,8 +24,8 @@ class RetroOptions:
     """Retro's network.
 
     Attributes:
-        retro_add_retriever: With --finetune, --load may name a GPT, to which a retriever with new
-            weights is added. Retro's own checkpoints already have one.
+        retro_add_retriever: With --finetune, add a retriever with new weights to the GPT in --load.
+            Retro's own checkpoints already have one.
         retro_freeze_gpt: Train only the retriever and the attention to neighbors, and leave the
             weights of the GPT as they are.
         retro_encoder_layers: Number of layers that encode the neighbors.

@@ -89,7 +89,7 @@ class TrainingOptions:
         offload_modules: Modules whose large activations go to host memory: the normalizations
             before attention (attn_norm) and before the MLP (mlp_norm), the projections to queries,
             keys and values (qkv_linear), the attention core (core_attn), the projection of its
-            output (attn_proj), dense MLPs (mlp), or the first projection (expert_fc1) or the
+            output (attn_proj), dense MLPs (mlp), and the first projection (expert_fc1) and the
             activation (moe_act) of experts.
         min_offloaded_tensor_size: Activations with fewer elements stay on the device.
         exit_interval: Save and exit when the iteration is a multiple of this.
