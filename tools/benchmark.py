@@ -108,7 +108,7 @@ def build_parser() -> ToolParser:
     add("--gpus", type=int, default=1, help="Number of GPUs, one process each (default: 1).")
     add("--layout", default="", metavar="FLAGS", help="Flags of pretrain_gpt.py, in quotes.")
     add("--iterations", type=int, default=30, help="Timed iterations per run (default: 30).")
-    add("--warmup", type=int, default=10, help="Untimed iterations before them (default: 10).")
+    add("--warmup", type=int, default=10, help="Warm-up iterations, not timed (default: 10).")
     add("--repeat", type=int, default=3, help="Number of runs (default: 3).")
     add(
         "--quick",

@@ -53,7 +53,7 @@ def build_parser() -> ToolParser:
     add("--seq-length", type=int, default=8192, help="Tokens in a sequence (default: 8192).")
     add("--document-tokens", type=int, default=500, help="Mean document length (default: 500).")
     add("--iterations", type=int, default=20, help="Timed iterations per run (default: 20).")
-    add("--warmup", type=int, default=5, help="Untimed iterations before them (default: 5).")
+    add("--warmup", type=int, default=5, help="Warm-up iterations, not timed (default: 5).")
     add("--repeat", type=int, default=3, help="Number of runs of each variant (default: 3).")
     add("--timeout", type=float, default=600, help="Time limit per run in seconds (default: 600).")
     text = "Folder for the results (default: runs/documents)."

@@ -43,7 +43,7 @@ def build_parser() -> ToolParser:
     parser.add_argument("--layers", type=int, default=None, help="Layers. Default: the workload's.")
     parser.add_argument("--micro-batch-size", type=int, default=None, help="Samples per pass.")
     parser.add_argument("--iterations", type=int, default=20, help="Iterations to time.")
-    parser.add_argument("--warmup", type=int, default=5, help="Untimed iterations before them.")
+    parser.add_argument("--warmup", type=int, default=5, help="Warm-up iterations, not timed.")
     parser.add_argument(
         "--timeout", type=float, default=400.0, help="Time limit per run in seconds."
     )

@@ -41,7 +41,7 @@ def build_parser() -> ToolParser:
         help="Key of a document's text (default: text).",
     )
     group.add_argument(
-        "--id-key", default="id", metavar="KEY", help="Key of a document's name (default: id)."
+        "--id-key", default="id", metavar="KEY", help="Key of a document's id (default: id)."
     )
     group.add_argument(
         "--on-error",
@@ -52,7 +52,11 @@ def build_parser() -> ToolParser:
     _add_step_flags(parser.add_argument_group("Steps"))
     add_flags(parser, TokenizerConfig)
     group = parser.add_argument_group("Output")
-    group.add_argument("--output", metavar="DIR", help="Folder of the corpus. It must be new.")
+    group.add_argument(
+        "--output",
+        metavar="DIR",
+        help="Folder of the corpus: a new one, or that of an interrupted run.",
+    )
     group.add_argument(
         "--overwrite",
         action="store_true",

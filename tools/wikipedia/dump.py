@@ -118,7 +118,7 @@ class _Reader:
         self._parser.Parse(block, not block)
 
     def _refuse(self, *_: object) -> None:
-        raise DataError("it has a document type definition, which no dump has: it is refused")
+        raise DataError("it has a document type definition: expected a dump without one")
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         name = name.rpartition(" ")[2]

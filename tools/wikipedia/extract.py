@@ -90,7 +90,7 @@ def extract_batch(batch: Batch) -> ExtractedLines:
         try:
             text = "" if page.text is None else plain_text(page.text, batch.site)
         except ValueError:
-            counts["not understood"] += 1
+            counts["unparsable"] += 1
             continue
         if not text:
             counts["empty" if page.text is not None else "too long"] += 1
