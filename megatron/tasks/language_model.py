@@ -153,7 +153,8 @@ def prepare_lambada(
     """Prepare passages whose last token, or last word with --strict-lambada, is to be predicted.
 
     Raises:
-        DataError: A file cannot be read, or a passage has no context or no word to predict.
+        DataError: A file cannot be read or has no passages, or a passage has no context or no word
+            to predict.
     """
     detokenize = DETOKENIZERS[options.detokenizer or "none"]
     samples, cut = [], 0

@@ -140,7 +140,7 @@ class Corpus(NamedTuple):
         counts: A text with the numbers of documents, sequences and tokens, and their dtype. Empty
             if the file format does not provide them.
         lengths: The number of tokens in each document, `[documents]`, or `None` if the file format
-            does not provide them. Statistics then cover only the beginning of the text.
+            does not provide them. Statistics then cover only the beginning of the data.
     """
 
     name: str

@@ -45,7 +45,7 @@ def prove(args: Sequence[str], folder: Path) -> Iterator[tuple[str, bool]]:
 
     Args:
         args: The command line of build_corpus.py without `--output`, `--workers` and `--executor`.
-        folder: A folder for all outputs. Each is removed after the comparison.
+        folder: A folder for the outputs, of which at most two exist at a time.
     """
     reference = folder / "first"
     _build(args, reference, 1)

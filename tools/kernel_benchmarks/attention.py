@@ -64,7 +64,7 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
 def flash_package(
     device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
 ) -> Operation:
-    """Define attention in the memory layout of FlashAttention 4, with all kernels."""
+    """Define attention in FlashAttention 4's memory layout, for its and PyTorch's kernels."""
     s, b, _, _ = sizes
 
     def by_package(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
