@@ -146,7 +146,7 @@ def _prove(planted: Planted, folder: Path) -> str:
     Raises:
         RuntimeError: The bytes differ, or a run could not be killed.
     """
-    from tools.corpora_benchmark.sameness import prove
+    from tools.corpora_benchmark.reproducibility import prove
 
     lines = [
         _PROOF,
@@ -243,7 +243,7 @@ def _time_one(name: str, source: Path, output: Path) -> float:
     if name == _OURS:
         skip_flags = ["--skip-steps", "urls", "extract", "fix", "language", "quality"]
         return _build("--input", str(source), "--output", str(output), *skip_flags)
-    baselines_script = str(HERE / "corpora_benchmark" / "rivals.py")
+    baselines_script = str(HERE / "corpora_benchmark" / "baselines.py")
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, baselines_script, name, str(source), str(output)],

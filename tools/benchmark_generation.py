@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
     length = min(options.prefill_length, window - 1)
     speed = benchmark.prefill(length, options.prefill_tokens)
     if options.transformers:
-        from tools.generation_benchmark.rival import TransformersBaseline
+        from tools.generation_benchmark.baseline import TransformersBaseline
 
         benchmark.release()
         baseline = TransformersBaseline(config, device, compiles=options.transformers == "compiled")

@@ -1,6 +1,6 @@
 """Deduplicate a folder of JSON lines with another program, in two processes.
 
-    python tools/corpora_benchmark/rivals.py datatrove folder output
+    python tools/corpora_benchmark/baselines.py datatrove folder output
 
 The remaining documents are written as JSON lines or, by text-dedup, in its own format.
 """
@@ -105,7 +105,7 @@ BASELINES: dict[str, Callable[[Path, Path], None]] = {
 }
 
 if __name__ == "__main__":
-    parser = ToolParser("rivals.py", __doc__)
+    parser = ToolParser("baselines.py", __doc__)
     parser.add_argument("program", choices=BASELINES)
     parser.add_argument("source", type=Path, help="Folder with .jsonl files.")
     parser.add_argument("output", type=Path, help="New folder.")
