@@ -251,7 +251,7 @@ def label_log_probs(
         # Use a finite value, because a rank may hold nothing but padding, and inf - inf is nan.
         logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
     losses = vocabulary_cross_entropy(
-        logits.transpose(0, 1), labels.t(), axis, form=cross_entropy, reuse_logits=True
+        logits.transpose(0, 1), labels.t(), axis, implementation=cross_entropy, reuse_logits=True
     )
     return -losses.t()
 

@@ -91,25 +91,25 @@ def _nf4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.stack((levels.repeat(_LEVELS), levels.repeat_interleave(_LEVELS)), dim=1)
 
 
-def bytes_of(parameters: int, form: FrozenFormat, scale_bytes: int) -> int:
+def bytes_of(parameters: int, frozen_format: FrozenFormat, scale_bytes: int) -> int:
     """Return the number of bytes that weights occupy.
 
     Args:
         parameters: The number of weights.
-        form: The format of the weights.
+        frozen_format: The format of the weights.
         scale_bytes: The number of bytes of a scale, which has the dtype of the weights.
     """
-    codes = parameters if form == "fp8" else parameters // 2
+    codes = parameters if frozen_format == "fp8" else parameters // 2
     return codes + parameters // BLOCK * scale_bytes
 
 
 @torch.no_grad()
-def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
+def quantize(matrix: Tensor, frozen_format: FrozenFormat) -> tuple[Tensor, Tensor]:
     """Round a matrix to codes.
 
     Args:
         matrix: The values [..., in]; `in` is a multiple of `BLOCK`.
-        form: The format of the codes.
+        frozen_format: The format of the codes.
 
     Returns:
         The codes, uint8 [..., in], or [..., in / 2] for nf4, and the scales [..., in / BLOCK] in
@@ -120,7 +120,7 @@ def quantize(matrix: Tensor, form: FrozenFormat) -> tuple[Tensor, Tensor]:
     # A block of zeros has the scale 0. Its codes represent 0 with any divisor.
     divisors = torch.where(scales > 0, scales, 1).float().unsqueeze(-1)
     values = (blocks.float() / divisors).flatten(-2)
-    if form == "fp8":
+    if frozen_format == "fp8":
         return values.mul_(torch.finfo(E4M3).max).to(E4M3).view(torch.uint8), scales
     levels = nf4_levels(torch.float32, matrix.device)
     codes = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True)
@@ -138,23 +138,23 @@ def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def dequantize(
-    codes: Tensor, scales: Tensor, form: FrozenFormat, library: KernelLibrary | None = None
+    codes: Tensor, scales: Tensor, frozen_format: FrozenFormat, library: KernelLibrary | None = None
 ) -> Tensor:
     """Return the matrix [..., in] that codes and scales represent, in the dtype of the scales.
 
     Args:
         codes: The codes that `quantize` returned.
         scales: The scales [..., in / BLOCK].
-        form: The format of the codes.
+        frozen_format: The format of the codes.
         library: Compiled kernels; `None` means PyTorch's operations, which give the same bits.
     """
     dtype, device = scales.dtype, codes.device
     if codes.is_meta:
         library = None  # kernels need memory
     if library is not None and dtype in DTYPE_CODES and codes.numel() and aligned(codes, scales):
-        levels = nf4_levels(dtype, device) if form == "nf4" else None
+        levels = nf4_levels(dtype, device) if frozen_format == "nf4" else None
         return unpack_weight(library, codes, scales, levels)
-    if form == "fp8":
+    if frozen_format == "fp8":
         values = codes.view(E4M3).to(dtype).div_(_largest(dtype, device))
     else:
         values = F.embedding(codes.int(), _nf4_pairs(dtype, device)).flatten(-2)
@@ -182,17 +182,17 @@ def unpack_weight(
     return out
 
 
-def prepare(form: FrozenFormat, dtype: torch.dtype, device: torch.device) -> None:
+def prepare(frozen_format: FrozenFormat, dtype: torch.dtype, device: torch.device) -> None:
     """Allocate the tables that `dequantize` reads.
 
     A pass that is being recorded must not allocate memory that later passes read.
 
     Args:
-        form: The format of the codes.
+        frozen_format: The format of the codes.
         dtype: The data type of the dequantized values.
         device: The device.
     """
-    if form == "fp8":
+    if frozen_format == "fp8":
         _largest(dtype, device)
     else:
         _nf4_pairs(dtype, device)

@@ -132,7 +132,7 @@ class Output(nn.Module):
                 labels.t(),
                 self.communication,
                 loss_mask=None if loss_mask is None else loss_mask.t(),
-                form=self.cross_entropy,
+                implementation=self.cross_entropy,
                 slot=slot,
             )
             return chunked.losses.t() if loss_mask is None else chunked.total
@@ -148,7 +148,7 @@ class Output(nn.Module):
             return logits.transpose(0, 1)
         axis = self.communication.axis
         losses = vocabulary_cross_entropy(
-            logits, labels.t(), axis, form=self.cross_entropy, reuse_logits=True
+            logits, labels.t(), axis, implementation=self.cross_entropy, reuse_logits=True
         ).t()
         return losses if loss_mask is None else (losses * loss_mask).sum()
 

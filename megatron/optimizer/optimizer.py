@@ -216,14 +216,14 @@ class _OwnedGroup:
         offload = config.optimizer_cpu_offload
 
         def new(kind: str, parameter: nn.Parameter) -> State:
-            part, form = gradients.part(parameter), config.state_format(kind)
-            if form == "fp32":
+            part, state_format = gradients.part(parameter), config.state_format(kind)
+            if state_format == "fp32":
                 if offload:
                     return on_host(part, torch.float32).zero_()
                 return torch.zeros_like(part, dtype=torch.float32)
             return PackedTensor(
                 part,
-                FORMATS[form],
+                FORMATS[state_format],
                 on_host=offload,
                 roots=kind == "exp_avg_sq",
                 first=gradients.owned(parameter).start,
@@ -280,7 +280,12 @@ class _OwnedGroup:
 
         parts, shards = shaped(self.parts), list[MatrixShard]()
         if rule.joins_rows:
-            shards = [_matrix_shard(p, layout, rows=rows) for p in self.parameters]
+            for spec in map(spec_of, self.parameters):
+                tensor, replicas = layout.tensor, layout.replica
+                if spec.is_expert:
+                    tensor, replicas = layout.expert_tensor, layout.expert_replica
+                shares_rows = rows and replicas.size > 1
+                shards.append(MatrixShard(spec, tensor, replicas if shares_rows else None))
         tensors = UpdateTensors(
             shaped(self.weights),
             [None if part.dtype == torch.float32 else part for part in parts],
@@ -293,14 +298,6 @@ class _OwnedGroup:
         if config.optimizer_cpu_offload:
             return OffloadedUpdate(rule, tensors, parts)
         return rule.bind(tensors, library)
-
-
-def _matrix_shard(parameter: nn.Parameter, layout: Layout, *, rows: bool) -> MatrixShard:
-    """Return which processes hold the other parts of a parameter."""
-    spec = spec_of(parameter)
-    tensor = layout.expert_tensor if spec.is_expert else layout.tensor
-    replicas = layout.expert_replica if spec.is_expert else layout.replica
-    return MatrixShard(spec, tensor, replicas if rows and replicas.size > 1 else None)
 
 
 class Optimizer:

@@ -69,7 +69,7 @@ class PackedTensor:
 
     Args:
         like: A tensor with the desired shape and device.
-        form: The number format.
+        state_format: The number format.
         on_host: Whether to allocate host memory instead, pinned if `like` is on a GPU.
         roots: Whether formats with scales store square roots. No value may be negative.
         first: The index of the first element in its parameter.
@@ -79,7 +79,7 @@ class PackedTensor:
     def __init__(
         self,
         like: Tensor,
-        form: StateFormat,
+        state_format: StateFormat,
         *,
         on_host: bool = False,
         roots: bool = False,
@@ -87,16 +87,16 @@ class PackedTensor:
         salt: int = 0,
     ) -> None:
         """Allocate a tensor of zeros."""
-        self.shape, self.form = like.shape, form
-        self._roots = roots and form.top is not None
+        self.shape, self._format = like.shape, state_format
+        self._roots = roots and state_format.top is not None
         self._first, self._salt = first, salt
         blocks = -(-like.numel() // BLOCK)
         options: dict[str, Any] = {"device": like.device}
         if on_host:
             options = {"device": "cpu", "pin_memory": like.is_cuda}
-        self._codes = torch.zeros(blocks * BLOCK, dtype=form.dtype, **options)
+        self._codes = torch.zeros(blocks * BLOCK, dtype=state_format.dtype, **options)
         self._scales: Tensor | None = None
-        if form.top is not None:
+        if state_format.top is not None:
             self._scales = torch.zeros(blocks, dtype=torch.int8, **options)
 
     def numel(self) -> int:
@@ -132,7 +132,7 @@ class PackedTensor:
         """
         if self._scales is None:
             return self._codes[: self.numel()].view(self.shape)
-        return self.values().to(self.form.saved).view(self.shape)
+        return self.values().to(self._format.saved).view(self.shape)
 
     def load(self, saved: Tensor) -> None:
         """Encode the result of `saved()`, into which a checkpoint has been loaded."""
@@ -161,25 +161,25 @@ class PackedTensor:
                 sizes *= inverse
         random = _uniform(whole, self._first + start, self._salt, count)
         codes = self._rounded(sizes, random).copysign_(whole)
-        self._codes[start : start + size] = codes.view(-1)[:size].to(self.form.dtype)
+        self._codes[start : start + size] = codes.view(-1)[:size].to(self._format.dtype)
 
     def _scales_of(self, largest: Tensor) -> Tensor:
         """Return the exponents of the blocks' scales, given the blocks' largest magnitudes."""
-        assert self.form.top is not None
+        assert self._format.top is not None
         fraction, exponent = torch.frexp(largest.sqrt() if self._roots else largest)
         # A maximum that is a power of two gets the largest code. If the maximum becomes such a
         # power by rounding down, encoding the decoded values again halves the scale, which is
         # exact. Doubling the scale would not be.
-        exponent = exponent - (fraction == 0.5).int() - self.form.top
-        return exponent.clamp_(self.form.min_exponents[self._roots], _BIAS - 1)
+        exponent = exponent - (fraction == 0.5).int() - self._format.top
+        return exponent.clamp_(self._format.min_exponents[self._roots], _BIAS - 1)
 
     def _rounded(self, sizes: Tensor, random: Tensor) -> Tensor:
         """Round scaled magnitudes, or their square roots if these are stored, to codes."""
-        form = self.form
+        state_format = self._format
         numbers = sizes.sqrt() if self._roots else sizes
         # Below the smallest normal number, codes are evenly spaced, like the codes just above it.
-        shift = torch.where(numbers < form.normal, form.normal, 0.0)
-        unit = 1 << (_FRACTION - form.bits)
+        shift = torch.where(numbers < state_format.normal, state_format.normal, 0.0)
+        unit = 1 << (_FRACTION - state_format.bits)
         below = (numbers + shift).view(torch.int32) & -unit
         above = (below + unit).view(torch.float32) - shift
         below = below.view(torch.float32) - shift

@@ -125,10 +125,6 @@ RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
 """A function that returns the update rule of a parameter, given its name and the parameter."""
 
 
-def _everywhere(rule: UpdateRule) -> RuleChoice:
-    return lambda name, parameter: rule
-
-
 def _muon(c: OptimizerConfig) -> RuleChoice:
     """Choose Muon for the matrices by which layers multiply, and AdamW for other parameters."""
     adam = _adam(c)
@@ -167,9 +163,14 @@ def has_matrices(parameter: nn.Parameter) -> bool:
     return spec is not None and spec.matrices is not None
 
 
+def _sgd(c: OptimizerConfig) -> RuleChoice:
+    rule = SGD(c.sgd_momentum)
+    return lambda name, parameter: rule
+
+
 RULES: dict[str, Callable[[OptimizerConfig], RuleChoice]] = {
     "adam": _adam,
-    "sgd": lambda c: _everywhere(SGD(c.sgd_momentum)),
+    "sgd": _sgd,
     "muon": _muon,
 }
 """The choice of rules for each value of --optimizer."""

@@ -131,7 +131,7 @@ class Adapter(nn.ModuleDict):
         site: str,
     ) -> None:
         """Allocate the weights of the projections."""
-        projections = _projections(linear)
+        projections = linear.adapted_as or Projections((WHOLE,), (linear.out_features,))
         super().__init__(
             {
                 name: AdapterWeights(linear, width, plan, context)
@@ -350,10 +350,6 @@ def projections_of(linear: object) -> tuple[str, ...]:
     """Return the names of a layer's projections; `WHOLE` for a layer of experts."""
     projections: Projections | None = getattr(linear, "adapted_as", None)
     return (WHOLE,) if projections is None else projections.names
-
-
-def _projections(linear: AdaptedLayer) -> Projections:
-    return linear.adapted_as or Projections((WHOLE,), (linear.out_features,))
 
 
 class _AdaptedProduct(torch.autograd.Function):

@@ -283,7 +283,7 @@ def choose_kernels(
         return replace(kernels, new_products=lambda: products, output_products=products)
     if precision.fp8_format is None:
         return kernels
-    form = Fp8Format(
+    fp8_format = Fp8Format(
         values=E4M3,
         gradients=E5M2 if precision.fp8_format == "hybrid" else E4M3,
         by_row=precision.fp8_recipe == "rowwise",
@@ -296,7 +296,7 @@ def choose_kernels(
     amax_zeros = zeros if precision.fp8_recipe == "tensorwise" else None
     return replace(
         kernels,
-        new_products=lambda: Fp8Products(form, casts, product, amax_zeros),
+        new_products=lambda: Fp8Products(fp8_format, casts, product, amax_zeros),
         expert_casts=casts,
     )
 

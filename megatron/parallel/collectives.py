@@ -133,13 +133,13 @@ def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -
         exchange: The exchange over the axis that sends the rows; `None` uses collectives.
     """
 
-    def start(x: Tensor) -> Pending | LentRows:
+    def start(x: Tensor) -> Pending | BorrowedRows:
         if exchange is None or not exchange.fits(x.numel(), x.dtype):
             return start_all_gather(x, axis)
         x, use = x.contiguous(), exchange.open(x)
         for step in range(1, axis.size):
             use.send(step, x)
-        return LentRows(use, x, axis)
+        return BorrowedRows(use, x, axis)
 
     return InTransit(x, Direction(start), _sum_direction(axis, exchange))
 
@@ -167,7 +167,7 @@ class Direction(NamedTuple):
         finish: A function that is applied to the received tensor.
     """
 
-    start: Callable[[Tensor], Pending | LentRows]
+    start: Callable[[Tensor], Pending | BorrowedRows]
     finish: Callable[[Tensor], Tensor] = lambda received: received
 
 
@@ -180,13 +180,13 @@ def _start_all_to_all(x: Tensor, axis: Axis, sent: list[int], received: list[int
 
 
 def _sum_direction(axis: Axis, exchange: Exchange | None) -> Direction:
-    def start(x: Tensor) -> Pending | LentRows:
+    def start(x: Tensor) -> Pending | BorrowedRows:
         if exchange is not None and exchange.fits(x.numel() // axis.size, x.dtype):
             parts = x.contiguous().chunk(axis.size)
             use = exchange.open(parts[axis.rank])
             for step in range(1, axis.size):
                 use.send(step, parts[(axis.rank + step) % axis.size])
-            return LentRows(use, parts[axis.rank], axis)
+            return BorrowedRows(use, parts[axis.rank], axis)
         sizes = [len(x) // axis.size] * axis.size
         return _start_all_to_all(x, axis, sizes, sizes)
 
@@ -214,7 +214,7 @@ class InTransit:
         """Start the communication."""
         self.deferred_work: list[Callable[[], None]] = []
         self.forward, self.backward = forward, backward
-        self._pending: Pending | LentRows | None = None
+        self._pending: Pending | BorrowedRows | None = None
         self._row_map = _AS_RECEIVED
         self._handle: Tensor | None = _Send.apply(x, self)
         self.has_gradient = self._handle.requires_grad
@@ -333,7 +333,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class LentRows:
+class BorrowedRows:
     """Rows in the memory of an exchange, which the exchange may reuse once they have been read.
 
     Attributes:
@@ -426,7 +426,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def add_over_ranks(tensors: Iterable[Tensor], axis: Axis) -> None:
+def all_reduce_coalesced(tensors: Iterable[Tensor], axis: Axis) -> None:
     """Sum tensors over an axis, in place, with one all-reduce per dtype.
 
     Every rank gets the same bits.
@@ -497,7 +497,7 @@ class Communication:
         return pending if self.overlap else Pending(pending.wait())
 
 
-ALONE = Communication()
+NO_COMMUNICATION = Communication()
 
 
 class _Communicate(torch.autograd.Function):

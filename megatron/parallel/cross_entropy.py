@@ -35,7 +35,7 @@ def vocabulary_cross_entropy(
     labels: Tensor,
     axis: Axis,
     *,
-    form: CrossEntropy = REFERENCE,
+    implementation: CrossEntropy = REFERENCE,
     reuse_logits: bool = False,
 ) -> Tensor:
     """Return the cross entropy -log softmax(logits)[label] over the whole vocabulary.
@@ -44,7 +44,7 @@ def vocabulary_cross_entropy(
         logits: This rank's shard of the logits over the padded vocabulary, [s, b, v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
         axis: The tensor axis.
-        form: The implementation, a kernel or plain PyTorch.
+        implementation: A kernel, or plain PyTorch.
         reuse_logits: Whether the backward pass overwrites the logits with their gradient. If so,
             nothing else may need the logits, and the backward pass can run only once. Autograd
             raises an error on any later use.
@@ -52,7 +52,7 @@ def vocabulary_cross_entropy(
     Returns:
         The losses [s, b] in fp32, equal on every rank.
     """
-    return _CrossEntropy.apply(logits, labels, axis, form, reuse_logits)
+    return _CrossEntropy.apply(logits, labels, axis, implementation, reuse_logits)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -60,15 +60,20 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, form: CrossEntropy, reuse_logits: bool
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        axis: Axis,
+        implementation: CrossEntropy,
+        reuse_logits: bool,
     ) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
         local = local_labels(labels, axis, rows.shape[1])
         maxima, sums, loss = join_statistics(
-            form.statistics(rows, local), local, rows.shape[1], axis
+            implementation.statistics(rows, local), local, rows.shape[1], axis
         )
         ctx.save_for_backward(logits, local, maxima, sums)
-        ctx.form, ctx.reuse_logits = form, reuse_logits
+        ctx.implementation, ctx.reuse_logits = implementation, reuse_logits
         return loss.view(labels.shape)
 
     @staticmethod
@@ -76,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, local, maxima, sums = ctx.saved_tensors  # raises an error if they were reused
         rows = logits.reshape(-1, logits.shape[-1])
         result = rows if ctx.reuse_logits else torch.empty_like(rows)
-        ctx.form.gradient(rows, local, maxima, sums, grad.reshape(-1), result)
+        ctx.implementation.gradient(rows, local, maxima, sums, grad.reshape(-1), result)
         if ctx.reuse_logits:  # autograd does not see what kernels write
             torch.autograd.graph.increment_version(logits)
         return result.view(*grad.shape, -1), None, None, None, None
@@ -135,7 +140,7 @@ def linear_cross_entropy(
     communication: Communication,
     *,
     loss_mask: Tensor | None = None,
-    form: CrossEntropy = REFERENCE,
+    implementation: CrossEntropy = REFERENCE,
     slot: WeightSlot | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> ChunkedLoss:
@@ -152,13 +157,13 @@ def linear_cross_entropy(
         labels: The labels [s, b], as ids in the whole vocabulary.
         communication: The collectives before and after the product.
         loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
-        form: The implementation, a kernel or plain PyTorch.
+        implementation: A kernel, or plain PyTorch.
         slot: The destination of the weight's gradient; `None` leaves the gradient to autograd.
         chunk_logits: The number of this rank's logits to compute at a time.
     """
     mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
     weight = call.weight if slot is None else call.weight.detach()
-    chunking = _Chunking(communication, form, slot, chunk_logits, torch.is_grad_enabled())
+    chunking = _Chunking(communication, implementation, slot, chunk_logits, torch.is_grad_enabled())
     return ChunkedLoss(
         *_LinearCrossEntropy.apply(call.x, weight, call.bias, labels, mask, chunking)
     )
@@ -168,7 +173,7 @@ class _Chunking(NamedTuple):
     """The settings of `linear_cross_entropy`, and whether to compute gradients."""
 
     communication: Communication
-    form: CrossEntropy
+    implementation: CrossEntropy
     slot: WeightSlot | None
     chunk_logits: int
     with_gradients: bool
@@ -185,7 +190,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mask: Tensor,
         chunking: _Chunking,
     ) -> tuple[Tensor, Tensor]:
-        form, axis, size = chunking.form, chunking.communication.axis, weight.shape[0]
+        implementation, axis, size = (
+            chunking.implementation,
+            chunking.communication.axis,
+            weight.shape[0],
+        )
         gathered = chunking.communication.start_gather(x).wait()  # [s, b, h]
         whole = gathered.flatten(0, -2)  # [n, h]
         weights = mask
@@ -198,11 +207,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradients = _HeadGradients.like(gathered, weight if is_trained else None, bias)
         for rows in _chunks(whole.shape[0], size, chunking.chunk_logits):
             logits = F.linear(whole[rows], weight, bias)  # [rows, v/t]
-            part = form.statistics(logits, local[rows])
+            part = implementation.statistics(logits, local[rows])
             maxima, sums, losses[rows] = join_statistics(part, local[rows], size, axis)
             if gradients is not None:  # overwrites the logits
-                upstream = _UNIT * mask[rows]
-                form.gradient(logits, local[rows], maxima, sums, upstream, logits)
+                upstream = _GRADIENT_SCALE * mask[rows]
+                implementation.gradient(logits, local[rows], maxima, sums, upstream, logits)
                 gradients.add(rows, logits, whole[rows], weight)
             del logits  # before the next chunk allocates memory
         if gradients is not None:
@@ -218,7 +227,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         input_sum, weight_sum, bias_sum, mask = ctx.saved_tensors
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
         # `grad`, but exactly 0 if no token counts.
-        factor = (grad * mask * mask).sum() / squares / _UNIT
+        factor = (grad * mask * mask).sum() / squares / _GRADIENT_SCALE
         # The view has one dimension, because on a GPU a zero-dimensional operand is rounded to the
         # dtype of the other operand. In bf16, this would change all gradients of the network by up
         # to 0.2%; in fp16, some would be lost.
@@ -242,7 +251,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 # The factor by which stored gradients are multiplied until the backward pass. Without it, small
 # gradients would be lost in 16 bits (fp16's smallest number is 6e-8, and many probabilities are
 # smaller). Multiplying by a power of two is exact.
-_UNIT = 1024.0
+_GRADIENT_SCALE = 1024.0
 
 
 @dataclass

@@ -70,7 +70,7 @@ def distillation_losses(
     vocabulary: VocabularyPart,
     *,
     temperature: float = 1.0,
-    form: CrossEntropy = REFERENCE,
+    implementation: CrossEntropy = REFERENCE,
     reuse_logits: bool = False,
 ) -> DistillationLosses:
     """Return each token's cross entropy, and its divergence from a teacher's distribution.
@@ -85,7 +85,7 @@ def distillation_losses(
             for [s, b] tokens.
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
         temperature: The temperature T, by which logits are divided for the divergence.
-        form: The implementation of the cross entropy, a kernel or plain PyTorch.
+        implementation: The implementation of the cross entropy, a kernel or plain PyTorch.
         reuse_logits: Whether the backward pass overwrites the logits with their gradient. If so,
             nothing else may need the logits, and the backward pass can run only once.
     """
@@ -99,7 +99,7 @@ def distillation_losses(
         parts = (ids.reshape(n, -1).long(), values - total[:, None], rest - total)
     else:
         parts = (teacher.detach().reshape(n, -1),)
-    options = _Options(vocabulary, temperature, form, reuse_logits)
+    options = _Options(vocabulary, temperature, implementation, reuse_logits)
     return DistillationLosses(*_Distillation.apply(logits, labels, options, *parts))
 
 
@@ -154,7 +154,7 @@ class _Options(NamedTuple):
 
     vocabulary: VocabularyPart
     temperature: float
-    form: CrossEntropy
+    implementation: CrossEntropy
     reuse_logits: bool
 
 
@@ -168,7 +168,7 @@ class _Distillation(torch.autograd.Function):
         rows, axis = logits.reshape(-1, logits.shape[-1]), options.vocabulary.axis
         n, size = rows.shape
         local = local_labels(labels, axis, size)
-        part = options.form.statistics(rows, local)
+        part = options.implementation.statistics(rows, local)
         maxima, sums, loss = join_statistics(part, local, size, axis)
         divergence = torch.empty_like(loss)
         # Two values per token: the log of the student's sum of exponentials; and the log of the
@@ -200,7 +200,7 @@ class _Distillation(torch.autograd.Function):
                 sums[chunk_rows],
                 upstream[chunk_rows],
             )
-            options.form.gradient(*statistics, result[chunk_rows])
+            options.implementation.gradient(*statistics, result[chunk_rows])
             result[chunk_rows, : divergence_part.shape[1]] += divergence_part
         if options.reuse_logits:  # autograd does not see what kernels write
             torch.autograd.graph.increment_version(logits)

@@ -22,7 +22,7 @@ from megatron.kernels.grouped import (
 )
 from megatron.parallel.adapter import WHOLE, AdapterPlan
 from megatron.parallel.build import BuildContext
-from megatron.parallel.linear import Owner
+from megatron.parallel.linear import DetachedWeight
 from megatron.parallel.parameter import ZEROS, Init, Matrices
 
 if TYPE_CHECKING:
@@ -107,13 +107,13 @@ class ExpertLinear(nn.Module):
                 which the layer adds the computation of its weight gradient. `None` computes the
                 weight gradient immediately.
         """
-        weight, owner = self.weight.view(self._shape), None
+        weight, detached = self.weight.view(self._shape), None
         if self._queue is not None or self._gradient.slot is not None:
-            owner = Owner(self.weight, self._queue, self._gradient.slot)
+            detached = DetachedWeight(self.weight, self._queue, self._gradient.slot)
             weight = weight.detach()
             if not rows.requires_grad and torch.is_grad_enabled():
                 rows = rows.detach().requires_grad_()  # backward must reach the product
-        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._product, owner, later)
+        out: Tensor = _GroupedProduct.apply(rows, weight, grouping, self._product, detached, later)
         added = None if self.adapter is None else self.adapter(rows, grouping)
         if added is not None:
             out = out + added
@@ -238,12 +238,12 @@ class _GroupedProduct(torch.autograd.Function):
         weight: Tensor,
         grouping: Grouping,
         product: GroupedProduct,
-        owner: Owner | None,
+        detached: DetachedWeight | None,
         later: list[Callable[[], None]] | None,
     ) -> Tensor:
         out, operand = product.forward(rows, weight, grouping.ends)
         ctx.save_for_backward(rows, grouping.ends, *operand)
-        ctx.product, ctx.owner, ctx.later = product, owner, later
+        ctx.product, ctx.detached, ctx.later = product, detached, later
         ctx.like = weight.shape, weight.dtype
         return out
 
@@ -252,13 +252,13 @@ class _GroupedProduct(torch.autograd.Function):
         rows, ends, *operand = ctx.saved_tensors
         product: GroupedProduct = ctx.product
         shape, dtype = ctx.like
-        owner: Owner | None = ctx.owner
+        detached: DetachedWeight | None = ctx.detached
         grad = grad.contiguous()
         input_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             input_grad = product.input_gradient(grad, tuple(operand), ends)
-        if owner is not None and owner.weight.requires_grad:
-            owner.accept(_WeightGradient(product, grad, rows, ends, shape), ctx.later)
+        if detached is not None and detached.weight.requires_grad:
+            detached.accept(_WeightGradient(product, grad, rows, ends, shape), ctx.later)
         elif ctx.needs_input_grad[1]:
             weight_grad = grad.new_empty(shape, dtype=dtype)
             product.weight_gradient(grad, rows, ends, weight_grad, accumulate=False)

@@ -31,7 +31,7 @@ from megatron.kernels.amax import NO_FUSED_AMAXES, FusedAmax, FusedAmaxes, Zeros
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8, Fp8Casts
 from megatron.kernels.fp8_product import Fp8Product, reference_product
 from megatron.kernels.weight_gradient import weight_gradient
-from megatron.parallel.collectives import ALONE, Communication, all_reduce
+from megatron.parallel.collectives import NO_COMMUNICATION, Communication, all_reduce
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.products import LinearCall, Operand, Products, RowOperands
 
@@ -233,7 +233,7 @@ class Fp8Products(Products):
     of their products. A shard of an input is cast before it is gathered, which halves the traffic.
 
     Args:
-        form: The formats.
+        fp8_format: The 8-bit formats.
         casts: The implementation of the casts.
         multiply: The implementation of the products.
         zeros: Zeroed memory in which other kernels store the amaxes of the input and of the
@@ -250,7 +250,7 @@ class Fp8Products(Products):
 
     def __init__(
         self,
-        form: Fp8Format,
+        fp8_format: Fp8Format,
         casts: Fp8Casts,
         multiply: Fp8Product = reference_product,
         zeros: Zeros | None = None,
@@ -263,15 +263,17 @@ class Fp8Products(Products):
             self.fused_amaxes = FusedAmaxes(FusedAmax(zeros), FusedAmax(zeros))
         forward, backward = self.fused_amaxes
         self._fused_amax_of = {"input": forward, "gradient": backward}
-        self._form = form
-        self._formats = dict(zip(ROLES, (form.values, form.values, form.gradients), strict=True))
+        self._fp8_format = fp8_format
+        self._formats = dict(
+            zip(ROLES, (fp8_format.values, fp8_format.values, fp8_format.gradients), strict=True)
+        )
         self.casts = casts
         self._product = multiply
         self._weight: tuple[Fp8, Fp8] | None = None
-        self.keeps_input = not form.weight_gradient
+        self.keeps_input = not fp8_format.weight_gradient
         # With one scale for all rows of an operand and its transpose, it does not matter which
         # ranks hold the rows.
-        self.can_be_split = form.weight_gradient and not form.by_row
+        self.can_be_split = fp8_format.weight_gradient and not fp8_format.by_row
 
     def scale_by(self, slots: LayerSlots) -> None:
         """Switch to delayed scaling with the given slots."""
@@ -289,10 +291,10 @@ class Fp8Products(Products):
     @property
     def weight_format(self) -> torch.dtype | None:
         """The 8-bit dtype of the weight; `None` if each row has its own scale."""
-        return None if self._form.by_row else self._form.values
+        return None if self._fp8_format.by_row else self._fp8_format.values
 
     def forward(
-        self, call: LinearCall, communication: Communication = ALONE
+        self, call: LinearCall, communication: Communication = NO_COMMUNICATION
     ) -> tuple[Tensor, Operand]:
         """Return the output [s, ..., out], and the 8-bit transposes of the weight and the input.
 
@@ -319,7 +321,7 @@ class Fp8Products(Products):
         whole = self.arriving.fp8
         if not self.arriving.has_arrived():
             # Cast into the arriving weight's memory, to save memory.
-            amax, running_amax = self._amaxes(weight, "weight", ALONE, records=True)
+            amax, running_amax = self._amaxes(weight, "weight", NO_COMMUNICATION, records=True)
             fp8 = whole.values.dtype
             whole = self.casts.cast(weight, amax, fp8, running_amax=running_amax, into=whole.values)
         return whole, self.casts.transpose(whole)
@@ -353,10 +355,10 @@ class Fp8Products(Products):
             if the weight's gradient needs that.
         """
         # With a scale per row, the transpose has other values and would also have to be sent.
-        if not communication.gathers or (self._form.by_row and not self.keeps_input):
+        if not communication.gathers or (self._fp8_format.by_row and not self.keeps_input):
             rows = communication.start_gather(x).wait().flatten(0, -2)
             if self.keeps_input:
-                whole = self._cast(rows, "input", ALONE, records=records)
+                whole = self._cast(rows, "input", NO_COMMUNICATION, records=records)
                 return lambda: (whole, None)
             both = self._cast_transpose(rows, "input", records=records)
             return lambda: both
@@ -364,7 +366,7 @@ class Fp8Products(Products):
         part = self._cast(rows, "input", communication, records=records)
         # gloo does not support fp8.
         values = communication.start_gather(part.values.view(torch.uint8))
-        scales = communication.start_gather(part.inverse) if self._form.by_row else None
+        scales = communication.start_gather(part.inverse) if self._fp8_format.by_row else None
 
         def wait() -> tuple[Fp8, Fp8 | None]:
             inverse = part.inverse if scales is None else scales.wait()
@@ -389,7 +391,9 @@ class Fp8Products(Products):
         if axis is None and not self.keeps_input:
             left, transposed = self._cast_transpose(rows, role, records=records)
             return like, *left, *transposed
-        communication = ALONE if axis is None else Communication(axis, along_sequence=True)
+        communication = (
+            NO_COMMUNICATION if axis is None else Communication(axis, along_sequence=True)
+        )
         return like, *self._cast(rows, role, communication, records=records)
 
     def input_gradient(self, grad: Operand, saved: Operand) -> Tensor:
@@ -437,16 +441,16 @@ class Fp8Products(Products):
 
     def _cast(self, x: Tensor, role: Role, communication: Communication, *, records: bool) -> Fp8:
         """Cast a matrix [m, k], or some of its rows with the scale of the whole matrix."""
-        if self._form.by_row:
+        if self._fp8_format.by_row:
             return self.casts.cast_rows(x, self._formats[role])
         amax, running_amax = self._amaxes(x, role, communication, records=records)
         return self.casts.cast(x, amax, self._formats[role], running_amax=running_amax)
 
     def _cast_transpose(self, x: Tensor, role: Role, *, records: bool) -> tuple[Fp8, Fp8]:
         """Cast a matrix [m, k] and its transpose [k, m]."""
-        if self._form.by_row:
+        if self._fp8_format.by_row:
             return self.casts.cast_transpose_rows(x, self._formats[role])
-        amax, running_amax = self._amaxes(x, role, ALONE, records=records)
+        amax, running_amax = self._amaxes(x, role, NO_COMMUNICATION, records=records)
         return self.casts.cast_transpose(x, amax, self._formats[role], running_amax=running_amax)
 
     def _amaxes(

@@ -32,7 +32,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -229,7 +228,7 @@ class Reducer:
         if bucket.partial and self._tensor.size > 1:
             whole = bucket.allocate()
             parts = [span.of(whole) for span in bucket.partial]
-            collectives.add_over_ranks(parts, self._tensor)
+            collectives.all_reduce_coalesced(parts, self._tensor)
 
 
 def _sum_of_squares(gradients: Tensor) -> Tensor:
@@ -400,22 +399,22 @@ class GradientBuffer:
         """
         if id(parameter) not in self._spans:
             return None
-        if self._spans[id(parameter)][0].reduced.dtype != torch.float32:
+        bucket, span = self._spans[id(parameter)]
+        if bucket.reduced.dtype != torch.float32:
             return None
         self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
         self._unslotted = None
         self._reducer.expect(self._reducer.buckets)
-        return partial(self._add_to, parameter)
 
-    @contextmanager
-    def _add_to(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, bool]]:
-        """Yield a slot's gradient, and whether to add to it instead of overwriting it."""
-        bucket, span = self._spans[id(parameter)]
-        is_stale = id(parameter) in self._stale
-        self._stale.discard(id(parameter))
-        gradient = span.of(self._reducer.whole(bucket)).view_as(parameter)
-        yield gradient.flatten(0, -2), not is_stale
-        self._reducer.finish(bucket, parameter)
+        @contextmanager
+        def add() -> Iterator[tuple[Tensor, bool]]:
+            is_stale = id(parameter) in self._stale
+            self._stale.discard(id(parameter))
+            gradient = span.of(self._reducer.whole(bucket)).view_as(parameter)
+            yield gradient.flatten(0, -2), not is_stale
+            self._reducer.finish(bucket, parameter)
+
+        return add
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
         """Return 1-D views of the owned gradients of selected parameters, as few as possible.

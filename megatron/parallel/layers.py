@@ -209,7 +209,7 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         self.layout = context.layout
         self.lookup_in_fp32 = lookup_in_fp32
-        self.gradient_form = choose_embedding_gradient(context.kernels.library, hidden)
+        self.add_gradient = choose_embedding_gradient(context.kernels.library, hidden)
         self.weight = context.new_parameter(
             (vocab_size, hidden), init=init, split_dim=0, is_vocabulary=True
         )
@@ -225,7 +225,7 @@ class VocabularyEmbedding(nn.Module):
             # Entries of other ranks give zeros. The gradient goes to the slot.
             local = tokens - axis.rank * self.weight.shape[0]
             anchor = self.weight.new_empty(0).requires_grad_()  # so that backward runs
-            vectors = _Lookup.apply(anchor, local, self.weight.detach(), slot, self.gradient_form)
+            vectors = _Lookup.apply(anchor, local, self.weight.detach(), slot, self.add_gradient)
             return vectors if axis.size == 1 else sum_over_ranks(vectors, self.layout)
         weight = self.weight.float() if self.lookup_in_fp32 else self.weight
         if axis.size == 1:
@@ -244,10 +244,10 @@ class _Lookup(torch.autograd.Function):
         entries: Tensor,
         weight: Tensor,
         slot: WeightSlot,
-        form: EmbeddingGradient,
+        add_gradient: EmbeddingGradient,
     ) -> Tensor:
         ctx.save_for_backward(entries)
-        ctx.slot, ctx.form = slot, form
+        ctx.slot, ctx.add_gradient = slot, add_gradient
         inside = (entries >= 0) & (entries < weight.shape[0])
         return F.embedding(torch.where(inside, entries, 0), weight) * inside.unsqueeze(-1)
 
@@ -257,5 +257,5 @@ class _Lookup(torch.autograd.Function):
         with ctx.slot() as (into, accumulate):
             if not accumulate:
                 into.zero_()
-            ctx.form(entries.flatten(), grad.flatten(0, -2), into)
+            ctx.add_gradient(entries.flatten(), grad.flatten(0, -2), into)
         return None, None, None, None, None

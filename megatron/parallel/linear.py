@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.collectives import ALONE, Communication, Pending
+from megatron.parallel.collectives import NO_COMMUNICATION, Communication, Pending
 from megatron.parallel.exchange import Exchange, Use
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.products import PLAIN, LinearCall, Operand, Products, RowOperands
@@ -110,7 +110,7 @@ class WeightProduct:
 
 
 @dataclass(frozen=True)
-class Owner:
+class DetachedWeight:
     """A weight whose gradient is computed outside autograd.
 
     Attributes:
@@ -237,15 +237,15 @@ def parallel_linear(
         is_plain = products.matches_autograd and not isinstance(weight, PackedWeight)
         if transport is None and is_plain:
             return F.linear(x, weight.flatten(0, -2), bias)
-        owner, matrix = None, weight.flatten(0, -2)
+        detached, matrix = None, weight.flatten(0, -2)
     else:
         # Detach the weight. Otherwise the parameter's hooks would run in every backward pass, even
         # without a gradient.
-        owner, matrix = Owner(weight, queue, slot), weight.detach().flatten(0, -2)
+        detached, matrix = DetachedWeight(weight, queue, slot), weight.detach().flatten(0, -2)
         if not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # backward must reach this function
     transport = transport or NO_TRANSPORT
-    return _Product.apply(x, matrix, bias, transport, products, owner, training)
+    return _Product.apply(x, matrix, bias, transport, products, detached, training)
 
 
 class _Product(torch.autograd.Function):
@@ -257,30 +257,30 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         transport: Transport,
         products: Products,
-        owner: Owner | None,
+        detached: DetachedWeight | None,
         training: bool,
     ) -> Tensor:
         out, operands = transport.forward(products, LinearCall(x, weight, bias, training))
         # Only the weight's gradient needs the input, and a frozen weight has no gradient.
-        keeps_input = products.keeps_input and (owner is not None or ctx.needs_input_grad[1])
+        keeps_input = products.keeps_input and (detached is not None or ctx.needs_input_grad[1])
         ctx.save_for_backward(x if keeps_input else None, weight, *operands)
-        ctx.transport, ctx.products, ctx.owner = transport, products, owner
+        ctx.transport, ctx.products, ctx.detached = transport, products, detached
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *operands = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        owner: Owner | None = ctx.owner
+        detached: DetachedWeight | None = ctx.detached
         is_deferred = False
-        if owner is not None:
-            needs_weight, is_deferred = owner.weight.requires_grad, owner.is_deferred
+        if detached is not None:
+            needs_weight, is_deferred = detached.weight.requires_grad, detached.is_deferred
         needed = NeededGradients(needs_input, needs_weight, is_deferred)
         saved = SavedTensors(x, weight, tuple(operands))
         product, finish = ctx.transport.backward(ctx.products, grad, saved, needed)
         weight_grad = None
-        if needs_weight and owner is not None:
-            owner.accept(product)
+        if needs_weight and detached is not None:
+            detached.accept(product)
         elif needs_weight:
             weight_grad = torch.empty_like(weight)
             product.compute(weight_grad, accumulate=False)
@@ -318,7 +318,7 @@ class CollectiveTransport:
         return product, summing.wait
 
 
-NO_TRANSPORT = CollectiveTransport(ALONE)
+NO_TRANSPORT = CollectiveTransport(NO_COMMUNICATION)
 
 
 def around(communication: Communication) -> Transport | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.kernels.amax import NO_FUSED_AMAXES
 from megatron.kernels.weight_gradient import weight_gradient
-from megatron.parallel.collectives import ALONE, Communication
+from megatron.parallel.collectives import NO_COMMUNICATION, Communication
 from megatron.parallel.layout import Axis
 
 Operand = tuple[Tensor, ...]
@@ -80,7 +80,7 @@ class Products:
     fused_amaxes = NO_FUSED_AMAXES
 
     def forward(
-        self, call: LinearCall, communication: Communication = ALONE
+        self, call: LinearCall, communication: Communication = NO_COMMUNICATION
     ) -> tuple[Tensor, Operand]:
         """Return the output [s, ..., out] and the tensors to save for the backward pass.
 

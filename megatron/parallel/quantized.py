@@ -37,13 +37,13 @@ class PackedWeight(torch.Tensor):
     Attributes:
         codes: The codes, uint8 [..., in], or [..., in / 2] for nf4.
         scales: The scale of each block, [..., in / BLOCK], in the dtype of the values.
-        form: The format of the codes.
+        frozen_format: The format of the codes.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
 
     codes: Tensor
     scales: Tensor
-    form: FrozenFormat
+    frozen_format: FrozenFormat
     library: KernelLibrary | None
 
     @staticmethod
@@ -51,7 +51,7 @@ class PackedWeight(torch.Tensor):
         cls,
         codes: Tensor,
         scales: Tensor,
-        form: FrozenFormat,
+        frozen_format: FrozenFormat,
         library: KernelLibrary | None = None,
     ) -> PackedWeight:
         """Create a matrix from its codes and scales.
@@ -60,14 +60,14 @@ class PackedWeight(torch.Tensor):
             cls: This class.
             codes: The codes, uint8 [..., in], or [..., in / 2] for nf4.
             scales: The scale of each block, [..., in / BLOCK].
-            form: The format of the codes.
+            frozen_format: The format of the codes.
             library: Compiled kernels; `None` means PyTorch's operations.
         """
         shape = (*scales.shape[:-1], scales.shape[-1] * BLOCK)
         weight: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=scales.dtype, device=codes.device
         )
-        weight.codes, weight.scales, weight.form = codes, scales, form
+        weight.codes, weight.scales, weight.frozen_format = codes, scales, frozen_format
         weight.library = library
         return weight
 
@@ -75,7 +75,7 @@ class PackedWeight(torch.Tensor):
     def empty(
         cls,
         shape: tuple[int, ...],
-        form: FrozenFormat,
+        frozen_format: FrozenFormat,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -85,7 +85,7 @@ class PackedWeight(torch.Tensor):
 
         Args:
             shape: The shape. The last dimension must be a multiple of `BLOCK`.
-            form: The format of the codes.
+            frozen_format: The format of the codes.
             dtype: The data type of the values and of the scales.
             device: The device.
             library: Compiled kernels for the device; `None` means PyTorch's operations.
@@ -97,15 +97,15 @@ class PackedWeight(torch.Tensor):
         if width % BLOCK:
             raise ValueError(f"rows of {width} elements cannot be cut into blocks of {BLOCK}")
         codes = torch.empty(
-            *rows, width if form == "fp8" else width // 2, dtype=torch.uint8, device=device
+            *rows, width if frozen_format == "fp8" else width // 2, dtype=torch.uint8, device=device
         )
         scales = torch.empty(*rows, width // BLOCK, dtype=dtype, device=device)
-        prepare(form, dtype, device)
-        return cls(codes, scales, form, library)
+        prepare(frozen_format, dtype, device)
+        return cls(codes, scales, frozen_format, library)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a description with the format, dtype and shape."""
-        return f"PackedWeight({self.form}, {self.dtype}, {list(self.shape)})"
+        return f"PackedWeight({self.frozen_format}, {self.dtype}, {list(self.shape)})"
 
     @property
     def packed_bytes(self) -> int:
@@ -114,7 +114,7 @@ class PackedWeight(torch.Tensor):
 
     def values(self) -> Tensor:
         """Return the values as a plain tensor."""
-        return dequantize(self.codes, self.scales, self.form, self.library)
+        return dequantize(self.codes, self.scales, self.frozen_format, self.library)
 
     def fsdp_pre_all_gather(
         self,
@@ -154,7 +154,7 @@ class PackedWeight(torch.Tensor):
         """
         if out is not None:
             return None
-        return PackedWeight(*gathered, self.form, self.library), ()
+        return PackedWeight(*gathered, self.frozen_format, self.library), ()
 
     # Operations reach the dispatcher below, so overrides of Python functions are not needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -186,13 +186,13 @@ class PackedWeight(torch.Tensor):
     def _store(self, values: Tensor) -> None:
         """Quantize a tensor of any dtype or packed format into this weight."""
         if isinstance(values, PackedWeight):
-            if (values.form, values.dtype) == (self.form, self.dtype):
+            if (values.frozen_format, values.dtype) == (self.frozen_format, self.dtype):
                 self.codes.copy_(values.codes)
                 self.scales.copy_(values.scales)
                 return
             values = values.values()
         values = values.to(self.device, self.dtype).expand(self.shape)
-        codes, scales = quantize(values, self.form)
+        codes, scales = quantize(values, self.frozen_format)
         self.codes.copy_(codes)
         self.scales.copy_(scales)
 
@@ -207,12 +207,12 @@ def _values(value: Any) -> Any:
 
 
 def _same(weight: PackedWeight, **kwargs: Any) -> PackedWeight:
-    return PackedWeight(weight.codes, weight.scales, weight.form, weight.library)
+    return PackedWeight(weight.codes, weight.scales, weight.frozen_format, weight.library)
 
 
 def _block_bytes(weight: PackedWeight) -> int:
     """Return the number of bytes of the codes of a block."""
-    return BLOCK if weight.form == "fp8" else BLOCK // 2
+    return BLOCK if weight.frozen_format == "fp8" else BLOCK // 2
 
 
 def _reshaped(weight: PackedWeight, shape: Sequence[int]) -> PackedWeight | Tensor:
@@ -224,14 +224,14 @@ def _reshaped(weight: PackedWeight, shape: Sequence[int]) -> PackedWeight | Tens
     codes, scales = weight.codes, weight.scales
     scales = scales.view(*rows, width // BLOCK)
     codes = codes.view(*scales.shape[:-1], scales.shape[-1] * _block_bytes(weight))
-    return PackedWeight(codes, scales, weight.form, weight.library)
+    return PackedWeight(codes, scales, weight.frozen_format, weight.library)
 
 
 def _selected(weight: PackedWeight, dim: int, index: int) -> PackedWeight | Tensor:
     if dim != 0 or weight.dim() < 2:
         return weight.values().select(dim, index)
     codes, scales = weight.codes[index], weight.scales[index]
-    return PackedWeight(codes, scales, weight.form, weight.library)
+    return PackedWeight(codes, scales, weight.frozen_format, weight.library)
 
 
 def _split(weight: PackedWeight, sizes: int | Sequence[int], dim: int = 0) -> list[PackedWeight]:
@@ -259,13 +259,13 @@ def _slice(
     first, last = first // unit, last // unit
     length = _block_bytes(weight) if unit > 1 else 1
     codes = weight.codes[first * length : last * length]
-    return PackedWeight(codes, weight.scales[first:last], weight.form, weight.library)
+    return PackedWeight(codes, weight.scales[first:last], weight.frozen_format, weight.library)
 
 
 def _new_zeros(weight: PackedWeight, shape: Sequence[int], **_: Any) -> PackedWeight:
     made = PackedWeight.empty(
         tuple(shape),
-        weight.form,
+        weight.frozen_format,
         dtype=weight.dtype,
         device=weight.device,
         library=weight.library,
@@ -280,7 +280,7 @@ def _empty_like(
 ) -> PackedWeight:
     return PackedWeight.empty(
         tuple(weight.shape),
-        weight.form,
+        weight.frozen_format,
         dtype=weight.dtype,
         device=device or weight.device,
         library=weight.library,

@@ -36,7 +36,11 @@ from torch.distributed.tensor import DTensor
 from megatron.errors import ConfigError
 from megatron.parallel.adapter import Adapter
 from megatron.parallel.buckets import Span, row_shards, runs
-from megatron.parallel.collectives import add_over_ranks, all_gather_single, reduce_scatter_single
+from megatron.parallel.collectives import (
+    all_gather_single,
+    all_reduce_coalesced,
+    reduce_scatter_single,
+)
 from megatron.parallel.fp8 import Fp8Products
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import spec_of
@@ -179,7 +183,7 @@ class ShardedModel:
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has written a gradient elsewhere"
         partial = (p for p in self._parameters if spec_of(p).partial_gradient)
-        add_over_ranks((self.gradient(p) for p in partial), self._layout.tensor)
+        all_reduce_coalesced((self.gradient(p) for p in partial), self._layout.tensor)
 
 
 def _replicas(layout: Layout, parameter: nn.Parameter) -> Axis:

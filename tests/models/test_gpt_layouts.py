@@ -8,7 +8,7 @@ import torch
 
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel.collectives import add_over_ranks
+from megatron.parallel.collectives import all_reduce_coalesced
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
 from tests.distributed import run_distributed
@@ -154,7 +154,7 @@ def _train_split(layout, flags, sequence, recompute=None, precision=None, overla
     model = gpt(flags, precision, layout=layout, recompute=recompute, overlap=overlap)
     loss, grads = loss_and_gradients(model)
     partial = [p.grad for p in model.parameters() if spec_of(p).partial_gradient]
-    add_over_ranks(partial, layout.tensor)
+    all_reduce_coalesced(partial, layout.tensor)
     with torch.no_grad():
         logits = model.eval()(batch()[0])
     return loss, logits, grads

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megatron.kernels import cross_entropy
 from megatron.kernels.cross_entropy import choose_cross_entropy
-from megatron.parallel.collectives import ALONE, Communication
+from megatron.parallel.collectives import NO_COMMUNICATION, Communication
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import LinearCall
@@ -36,7 +36,7 @@ def run(layout, dtype=torch.float32, in_16_bits=False):
     part = logits.chunk(layout.tensor.size, -1)[layout.tensor.rank].clone().requires_grad_()
     before = part.detach().clone()
     form = choose_cross_entropy(None, in_16_bits=in_16_bits)
-    loss = vocabulary_cross_entropy(part, labels, layout.tensor, form=form)
+    loss = vocabulary_cross_entropy(part, labels, layout.tensor, implementation=form)
     (loss * weights).sum().backward()
     assert torch.equal(part, before)  # the caller's logits are unchanged
     return loss.detach(), part.grad
@@ -229,7 +229,9 @@ def test_a_frozen_weight_has_no_gradient_in_chunks():
     gradients = []
     for is_trained in (True, False):
         leaf, matrix = x.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
-        loss = linear_cross_entropy(LinearCall(leaf, matrix), labels, ALONE, chunk_logits=48)
+        loss = linear_cross_entropy(
+            LinearCall(leaf, matrix), labels, NO_COMMUNICATION, chunk_logits=48
+        )
         loss.total.backward()
         gradients.append(leaf.grad)
         assert (matrix.grad is not None) == is_trained

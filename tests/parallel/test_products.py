@@ -11,7 +11,7 @@ from megatron.kernels.library import find_library
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
-from megatron.parallel.collectives import ALONE
+from megatron.parallel.collectives import NO_COMMUNICATION
 from megatron.parallel.fp8 import DelayedScaling, Fp8Format, Fp8Products
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
@@ -179,7 +179,7 @@ def test_split_layers_agree(sequence):
 class _GatheredFirst(Fp8Products):
     """Gathers inputs in 16 bits before casting them."""
 
-    def forward(self, call, communication=ALONE):
+    def forward(self, call, communication=NO_COMMUNICATION):
         return super().forward(call._replace(x=communication.start_gather(call.x).wait()))
 
 

@@ -63,7 +63,7 @@ def cross_entropy(library: KernelLibrary, device: torch.device, rows: int, size:
     kernel = choose_cross_entropy(library, in_16_bits=False)
 
     def ours(logits: Tensor, labels: Tensor) -> Tensor:
-        return vocabulary_cross_entropy(logits, labels, Axis(), form=kernel)
+        return vocabulary_cross_entropy(logits, labels, Axis(), implementation=kernel)
 
     return Operation(
         name="cross entropy",
@@ -94,12 +94,14 @@ def chunked_cross_entropy(
 
     def ours(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(
-            LinearCall(x, weight), labels, Communication(), form=kernel
+            LinearCall(x, weight), labels, Communication(), implementation=kernel
         ).total
 
     def unchunked(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(x, weight)
-        losses = vocabulary_cross_entropy(logits, labels, Axis(), form=kernel, reuse_logits=True)
+        losses = vocabulary_cross_entropy(
+            logits, labels, Axis(), implementation=kernel, reuse_logits=True
+        )
         return losses.sum()
 
     kernel = choose_cross_entropy(library, in_16_bits=False)

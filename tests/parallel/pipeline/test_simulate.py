@@ -63,15 +63,15 @@ def test_a_slow_stage_and_slow_messages_delay_the_others() -> None:
 
 
 @pytest.mark.parametrize(("kind", "v"), [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1)])
-def test_a_course_is_timed_again_and_again(kind, v: int) -> None:
+def test_a_schedule_is_timed_again_and_again(kind, v: int) -> None:
     schedule = make_schedule(kind, 4, v, 10)
-    course = RunnableSchedule(schedule)
+    runnable = RunnableSchedule(schedule)
     for seed in range(3):
         chance = random.Random(seed)
         tables = [time_table("", [chance.random() for _ in range(4 * v)], 4, v) for _ in range(3)]
         times = Times(*tables, communication=0.1)
-        assert course.total(times) == simulate(schedule, times).total
-        assert course.timeline(times) == simulate(schedule, times)
+        assert runnable.total(times) == simulate(schedule, times).total
+        assert runnable.timeline(times) == simulate(schedule, times)
 
 
 def test_times_come_by_stage_or_by_part() -> None:
