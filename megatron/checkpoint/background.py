@@ -66,10 +66,16 @@ class HostBuffer:
         Raises:
             MemoryError: There is not enough memory.
         """
-        _, self._placements = plan_shard(tensors)
-        ends = (placement.start + placement.size for placement in self._placements.values())
+        _, placements = plan_shard(tensors)
+        ends = (placement.start + placement.size for placement in placements.values())
         self._buffer = device.host_buffer(max(ends, default=0))
         self.size = self._buffer.numel()
+        self._copies = {  # made once: a model may have thousands, and training waits meanwhile
+            name: self._buffer[placement.start : placement.start + placement.size]
+            .view(DTYPES[placement.dtype])
+            .view(placement.shape)
+            for name, placement in placements.items()
+        }
         self._device, self._stream = device, CopyStream(device.torch_device, is_timed=True)
 
     def copy_from(
@@ -86,19 +92,16 @@ class HostBuffer:
             The copies by name, which are valid until the next call; and the last queued operation,
             after which all copies are complete.
         """
-        assert tensors.keys() == self._placements.keys()
-        copies = {}
-        for name, placement in self._placements.items():
-            slot = self._buffer[placement.start : placement.start + placement.size]
-            copies[name] = slot.view(DTYPES[placement.dtype]).view(placement.shape)
-            if name not in stable:
-                copies[name].copy_(tensors[name].detach(), non_blocking=True)
+        copies = self._copies
+        assert tensors.keys() == copies.keys()
+        for name in copies.keys() - set(stable):
+            copies[name].copy_(tensors[name].detach(), non_blocking=True)
         self._device.synchronize()
-        queued = QueuedCopy(None)
-        for name in self._placements:
-            if name in stable:
-                queued = self._stream.copy(copies[name], tensors[name].detach())
-        return copies, queued
+        names = [name for name in copies if name in stable]
+        queued = self._stream.copy_all(
+            [copies[name] for name in names], [tensors[name].detach() for name in names]
+        )
+        return dict(copies), queued
 
 
 class BackgroundSaver:
