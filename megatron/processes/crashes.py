@@ -16,7 +16,7 @@ from megatron.errors import CrashLoopError
 from megatron.processes.watchdog import Verdict
 
 FILE = "crashes.json"
-_KEPT = 20  # maximum number of failures in the file
+_MAX_FAILURES = 20  # in the file
 _MAX_BYTES = 2**20
 
 
@@ -51,7 +51,7 @@ class CrashLog:
             return
         log = self._read()
         with suppress(OSError):
-            self._write(_Record([*log.crashes, verdict][-_KEPT:], log.skipped))
+            self._write(_Record([*log.crashes, verdict][-_MAX_FAILURES:], log.skipped))
 
     def clear(self) -> None:
         """Forget the failures, because the run was started by hand."""

@@ -53,7 +53,8 @@ def process_group(
         launch: The ranks of this process, from the launcher.
         device: The device of this process.
         before_end: Callbacks that run when the block ends, before the groups are destroyed and
-            after the other processes have been notified of an error.
+            after the other processes have been notified of an error. A single process, which has
+            no groups, does not run them.
         unmet: The requirements that this device does not meet (see `check_devices`).
         record: A function that is called with the reason for a failure, in one of the processes.
         faults: The faults to inject into this process.

@@ -180,11 +180,11 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
 
 def _without(argv: Sequence[str], dropped: Set[str]) -> list[str]:
     """Return the arguments without these flags and their values."""
-    remaining, is_kept = [], True
+    remaining, keeps = [], True
     for word in argv:
         if word.startswith("--"):
-            is_kept = word.partition("=")[0] not in dropped
-        if is_kept:
+            keeps = word.partition("=")[0] not in dropped
+        if keeps:
             remaining.append(word)
     return remaining
 

@@ -204,8 +204,8 @@ class Stragglers(Callback):
             self._times = {}
 
     def _compare(self, run: Run) -> None:
-        columns_here = zip(*self._window, strict=True)
-        row = [sorted(column)[len(column) // 4] for column in columns_here]  # lower quartiles
+        local_columns = zip(*self._window, strict=True)
+        row = [sorted(column)[len(column) // 4] for column in local_columns]  # lower quartiles
         local_times = torch.tensor([row], dtype=torch.float64)
         columns = all_gather(local_times, run.layout.world).T.tolist()
         self._times = dict(zip(self._clock.columns, columns, strict=True))
