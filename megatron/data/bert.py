@@ -123,6 +123,15 @@ def truncate(
 
     Each token is removed from the longer segment, or from B if both are equally long. A random draw
     decides whether the first or the last token of the segment is removed.
+
+    Args:
+        a: The tokens of segment A, `[tokens]`.
+        b: The tokens of segment B, `[tokens]`.
+        limit: The maximum number of tokens in both segments together.
+        random: The generator of the random draws.
+
+    Returns:
+        The truncated segments A and B.
     """
     excess = len(a) + len(b) - limit
     if excess <= 0:

@@ -77,10 +77,14 @@ class FillInMiddle:
         )
 
     def rearrange(self, tokens: Tokens, random: np.random.RandomState) -> Tokens:
-        """Return a sample, `[s + 1]`, after rearranging some of its documents at random.
+        """Return a sample with some of its documents rearranged at random, `[s + 1]`.
 
         As in Megatron, an end-of-document token is removed if its document is empty. The result is
         cut or padded at the end to the length of the sample.
+
+        Args:
+            tokens: The tokens of the sample, `[s + 1]`.
+            random: The generator of the random draws.
         """
         eod = self.ids["eod"]
         parts: list[Any] = []

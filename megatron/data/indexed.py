@@ -132,7 +132,11 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def documents(self, first: int, end: int) -> Iterator[DocumentTokens]:
-        """Yield documents `first` to `end` (exclusive), about 4 million tokens at a time.
+        """Yield a range of documents, about 4 million tokens at a time.
+
+        Args:
+            first: The index of the first document.
+            end: The index of the document after the last one.
 
         Raises:
             DataError: A token id is negative.
@@ -152,7 +156,12 @@ class IndexedDataset:
             first, start = first + count, start + len(tokens)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return `length` tokens of sequence `i` from `offset`, by default to the end, `[length]`.
+        """Return tokens of a sequence, `[length]`.
+
+        Args:
+            i: The index of the sequence.
+            offset: The index of the first token in the sequence.
+            length: The number of tokens. By default, all tokens from `offset` on are returned.
 
         Raises:
             DataError: A token id is negative, so the file is damaged or has a different dtype.

@@ -190,6 +190,10 @@ def read_header(folder: Path, flag: str) -> LogitsHeader:
 def begin_folder(folder: Path, header: LogitsHeader) -> None:
     """Write the header of a folder, or compare it with an existing header.
 
+    Args:
+        folder: The folder in --logits-save-dir. It is created if necessary.
+        header: The header.
+
     Raises:
         DataError: The folder holds different logits.
         StorageError: The header cannot be written.

@@ -73,7 +73,12 @@ class Packing:
         )
 
     def row(self, i: int, seed: int) -> NDArray[np.int64]:
-        """Return the examples of row `i`, counted over all epochs."""
+        """Return the examples of a row, longest first.
+
+        Args:
+            i: The index of the row, counted over all epochs.
+            seed: The seed for the order of rows.
+        """
         epoch, row = divmod(i, self.rows)
         if (epoch, seed) not in self._plans:
             self._plans.clear()  # samples are read in order, and a plan is large

@@ -193,7 +193,10 @@ def _walk(
 
 
 def shuffled(count: int, seed: int) -> NDArray[np.int64]:
-    """Return the numbers below `count`, shuffled as by Megatron's Fisher-Yates loop, `[count]`."""
+    """Return the numbers below `count` in random order, `[count]`.
+
+    The order is that of the Fisher-Yates loop in Megatron's C++ code.
+    """
     order = list(range(count))
     blocks = islice(mt19937_64(seed), count // (_BLOCKS * _WORDS) + 1)
     draws = np.concatenate([*blocks])[: count - 1]

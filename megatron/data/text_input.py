@@ -115,6 +115,10 @@ class Documents(NamedTuple):
 def parse_block(block: TextBlock, keys: Sequence[str]) -> Documents:
     """Read and parse the documents of a block.
 
+    Args:
+        block: The block.
+        keys: The keys of the values to read from each line.
+
     Raises:
         DataError: The file has shrunk since it was listed.
     """
@@ -124,7 +128,12 @@ def parse_block(block: TextBlock, keys: Sequence[str]) -> Documents:
 
 
 def parse_lines(data: bytes, keys: Sequence[str]) -> Documents:
-    """Parse a block of lines into documents, skipping blank lines."""
+    """Parse a block of lines into documents, skipping blank lines.
+
+    Args:
+        data: The lines, each a JSON object.
+        keys: The keys of the values to read from each line.
+    """
     lines = data.removesuffix(b"\n").split(b"\n")
     documents = Documents([], [], len(lines), [])
     offset = 0

@@ -274,7 +274,12 @@ class TextDataset:
         return max(known, default=RowPosition())
 
     def store_position(self, stream: int, position: RowPosition) -> None:
-        """Store the position at which a row of a stream begins."""
+        """Store the position at which a row of a stream begins.
+
+        Args:
+            stream: The index of the stream.
+            position: The position, which contains the index of the row.
+        """
         max_stored = max(64, _MAX_POSITIONS // self.streams)
         self._positions.setdefault(stream, deque(maxlen=max_stored)).append(position)
 

@@ -151,6 +151,10 @@ def _shared_gpus(processes: int) -> Iterator[str]:
 def expect_same_kernels(kernels: LibraryChoice, world: Axis) -> None:
     """Check that either all processes have the fused kernels or none does. Collective.
 
+    Args:
+        kernels: The kernels of this process.
+        world: The axis of all processes.
+
     Raises:
         ConfigError: Only some processes have the fused kernels. Plain and fused kernels draw
             different dropout masks from the same seed, so replicated values would differ.

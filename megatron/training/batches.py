@@ -109,6 +109,10 @@ class BatchPlan:
 
         The tokens of earlier updates are read from `start`, because these updates may have had
         other lengths.
+
+        Args:
+            training: The flags that limit iterations, samples and tokens.
+            start: The counters with which the run begins.
         """
         limits = [training.train_iters]
         if training.train_samples is not None:

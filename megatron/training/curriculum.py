@@ -108,9 +108,14 @@ def lengths_of(config: RunConfig) -> Lengths | None:
 
 
 def updates_of_length(lengths: Lengths, update: int) -> int | None:
-    """Return the number of updates from `update` on with its length, or `None` for all updates.
+    """Return the number of consecutive updates, from `update` on, that have the same length.
 
-    This uses bisection, because a curriculum may have very many updates.
+    The result is `None` if all later updates have this length. It is found by bisection, because a
+    curriculum may have very many updates.
+
+    Args:
+        lengths: The curriculum.
+        update: The first update, counted from 1.
     """
     if update >= lengths.final_update:
         return None

@@ -191,6 +191,10 @@ def neighbors(rank: int, ranks: int) -> list[int | None]:
     """Return the partner of a rank in each of the two rounds of link tests, `None` if it has none.
 
     The two rounds test the links to the two neighboring ranks. No rank has two partners in a round.
+
+    Args:
+        rank: The rank.
+        ranks: The number of ranks.
     """
     even = rank - rank % 2
     first = even + 1 - rank % 2

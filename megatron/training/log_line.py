@@ -91,7 +91,13 @@ def training_line(
 
 
 def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
-    """Return the log line for a skipped iteration, counted from 1 (in the flag: from 0)."""
+    """Return the log line for a skipped iteration.
+
+    Args:
+        iteration: The iteration, counted from 1. --iterations-to-skip counts from 0.
+        train_iterations: The number of iterations of the run.
+        samples: The number of samples that the iteration consumed.
+    """
     return (
         f" skipped iteration {iteration} of {train_iterations} (--iterations-to-skip "
         f"{iteration - 1}): consumed its {samples} samples without an update"

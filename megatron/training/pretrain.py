@@ -57,6 +57,11 @@ class Extras:
         """Run another job instead of training if the flags request one; return whether they do.
 
         This is called before the model or the data is built.
+
+        Args:
+            config: The run's configuration.
+            device: The device on which this process computes.
+            layout: The grid of processes as this process sees it.
         """
         return False
 

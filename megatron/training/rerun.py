@@ -59,6 +59,11 @@ def is_close(first: float, second: float, tolerance: float) -> bool:
     """Return whether two values are equal up to a relative tolerance.
 
     Any two values that are not finite count as equal.
+
+    Args:
+        first: A value.
+        second: The value to compare with.
+        tolerance: The largest difference, relative to the larger value.
     """
     if not (math.isfinite(first) and math.isfinite(second)):
         return math.isfinite(first) == math.isfinite(second)

@@ -66,7 +66,12 @@ class Timers:
 
     @contextmanager
     def measure(self, name: str, level: int = 1) -> Iterator[None]:
-        """Add the seconds spent in the block to timer `name`, if `level` is timed."""
+        """Add the seconds spent in the block to a timer.
+
+        Args:
+            name: The name of the timer, and of the range in a profile.
+            level: The level of the timer. Above the requested level, nothing is timed.
+        """
         is_timed = level <= self._level  # a block that is not timed does not synchronize either
         start = self._now(level) if is_timed else 0.0
         outer = None if self._sections is None else self._sections.enter(name)
