@@ -73,7 +73,7 @@ def check_network(
         raise CheckpointError(
             f"{flag} {reader.path}: the checkpoint is for a different network:\n  "
             + "\n  ".join(differing.values())
-            + f"\ngive its values{or_else}"
+            + f"\ngive the checkpoint's values{or_else}"
         )
     return []
 
@@ -139,8 +139,8 @@ def check_states(config: RunConfig, reader: Reader) -> None:
         raise CheckpointError(
             f"--load {reader.path}: the optimizer's states are from a different run:\n  "
             + "\n  ".join(differing)
-            + "\ngive its values, or --no-load-optim to continue with fresh states (--finetune: "
-            "from iteration 0)"
+            + "\ngive the checkpoint's values, or --no-load-optim to continue with fresh states "
+            "(--finetune: from iteration 0)"
         )
 
 

@@ -113,6 +113,8 @@ class Entry:
         return Box(tuple(self.offset), tuple(self.tensor.shape))
 
 
+WORD_EMBEDDING = "model.embedding.word.weight"  # its number of rows is the padded vocabulary size
+
 # Entries by name. A name has several entries if this process holds several boxes of its tensor.
 State = dict[str, Entry | Sequence[Entry]]
 

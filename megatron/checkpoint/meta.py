@@ -14,14 +14,13 @@ from annotated_types import Ge, Le, Len, MaxLen
 # Pydantic requires this TypedDict before Python 3.12.
 from typing_extensions import TypedDict
 
-from megatron.checkpoint.entries import Json
+from megatron.checkpoint.entries import WORD_EMBEDDING, Json
 from megatron.checkpoint.manifest import ManifestError, Size, validate
 from megatron.checkpoint.reader import Reader
 from megatron.config.run import field_at
 from megatron.config.yaml_file import from_dict
 from megatron.errors import CheckpointError, ConfigError
 
-_WORDS = "model.embedding.word.weight"
 _STYLES = {  # the flags that list the valid values
     "lr_decay_style": "schedule.lr_decay_style",
     "decay_style": "schedule.lr_decay_style",
@@ -163,8 +162,8 @@ def check_meta(reader: Reader) -> None:
         raise CheckpointError(str(error)) from None
     _check_schedule(meta, reader.format)
     values = {"iteration": reader.iteration}
-    if _WORDS in reader.tensors:
-        values["padded_vocab_size"] = reader.tensors[_WORDS].shape[0]
+    if WORD_EMBEDDING in reader.tensors:
+        values["padded_vocab_size"] = reader.tensors[WORD_EMBEDDING].shape[0]
     for key, value in values.items():
         if reader.meta[key] != value:
             raise CheckpointError(

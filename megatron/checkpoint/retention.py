@@ -20,10 +20,11 @@ import json
 import os
 import weakref
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.find import COMPLETE, CheckpointFolder, iteration_folder, scan
 from megatron.checkpoint.manifest import MANIFEST
@@ -247,17 +248,12 @@ def _digests(folder: Path) -> dict[str, str]:
     for path in (path for pattern in _FILES for path in folder.glob(pattern)):
         digest = ""
         if not path.is_symlink():
-            with open_plain(path) as file:
-                is_index = path.name == _INDEX
-                digest = file_digest(file, "sha256").hexdigest() if is_index else _zip_digest(file)
+            with open_plain(path) as file, suppress(zipfile.BadZipFile):
+                if path.name == _INDEX:
+                    digest = file_digest(file, "sha256").hexdigest()
+                else:
+                    entries = zipfile.ZipFile(file).infolist()
+                    records = [(entry.filename, entry.file_size, entry.CRC) for entry in entries]
+                    digest = digest_of(json.dumps(records).encode())
         digests[str(path.relative_to(folder))] = digest
     return digests
-
-
-def _zip_digest(file: IO[bytes]) -> str:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            records = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
-    except zipfile.BadZipFile:
-        return ""
-    return digest_of(json.dumps(records).encode())

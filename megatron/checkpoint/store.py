@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron import durable
 from megatron.checkpoint import find
-from megatron.checkpoint.entries import Entry, Json, LazyTensor, State
+from megatron.checkpoint.entries import WORD_EMBEDDING, Entry, Json, LazyTensor, State
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.manifest import MANIFEST, FileInfo, Manifest, TensorInfo, TensorPiece, dump
@@ -365,7 +365,7 @@ def convert_to_native(
         "iteration": reader.iteration,
         "consumed_train_samples": reader.meta.get("consumed_train_samples", 0),
         "skipped_train_samples": reader.meta.get("skipped_train_samples", 0),
-        "padded_vocab_size": reader.global_shape(f"{WEIGHTS}embedding.word.weight")[0],
+        "padded_vocab_size": reader.global_shape(WORD_EMBEDDING)[0],
         **{key: training.get(key) for key in ("optimizer", "average", "schedule", "rng", "corpus")},
         **{key: reader.meta[key] for key in ("consumed_train_tokens",) if key in reader.meta},
         "tokenizer": None,

@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint.core import names
 from megatron.checkpoint.core.arguments import core_config
 from megatron.checkpoint.core.index import Chunk, Index, StoredTensor
-from megatron.checkpoint.entries import Box, Json
+from megatron.checkpoint.entries import WORD_EMBEDDING, Box, Json
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
@@ -118,7 +118,7 @@ class CoreReader(Reader):
             "iteration": iteration,
             "consumed_train_samples": 0 if released else consumed_samples(args, iteration),
             "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
-            "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
+            "padded_vocab_size": self.global_shape(WORD_EMBEDDING)[0],
             "optimizer": self._counters(tree) if has_states and not released else None,
             "schedule": scalar_fields(tree.get("opt_param_scheduler")),
             "config": config,

@@ -38,7 +38,7 @@ from megatron.checkpoint.core.arguments import core_arguments, layer_frequency
 from megatron.checkpoint.core.index import INDEX
 from megatron.checkpoint.core.names import MASTER, NamingScheme
 from megatron.checkpoint.core.reader import BACKEND, COMMON, FORMAT
-from megatron.checkpoint.entries import DTYPES, Json
+from megatron.checkpoint.entries import DTYPES, WORD_EMBEDDING, Json
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
 from megatron.checkpoint.legacy.file_plan import VERSION
@@ -326,7 +326,7 @@ class CoreFiles:
     def common(self) -> dict[str, Any]:
         """Return the content of `common.pt`."""
         meta, plan = self.snapshot.meta, self.snapshot.plan
-        table = f"{WEIGHTS}embedding.word.weight"
+
         content: dict[str, Any] = {"singleton_local_shards": False}
         content["chained_optim_avoid_prefix"] = True
         if self._shards_states:
@@ -335,8 +335,8 @@ class CoreFiles:
             "args": core_arguments(
                 self.config,
                 meta,
-                rows=plan.shapes[table][0],
-                dtype=DTYPES[plan.dtypes[table]],
+                rows=plan.shapes[WORD_EMBEDDING][0],
+                dtype=DTYPES[plan.dtypes[WORD_EMBEDDING]],
                 data_parallel=self._replicas,
             ),
             "checkpoint_version": VERSION,

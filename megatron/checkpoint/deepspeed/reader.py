@@ -27,7 +27,7 @@ from megatron.checkpoint.deepspeed.states import (
     read_partitions,
     read_plain,
 )
-from megatron.checkpoint.entries import Box, Json, is_tiled
+from megatron.checkpoint.entries import WORD_EMBEDDING, Box, Json, is_tiled
 from megatron.checkpoint.legacy.arguments import (
     consumed_samples,
     consumed_tokens,
@@ -120,7 +120,7 @@ class DeepSpeedReader(Reader):
             "iteration": iteration,
             "consumed_train_samples": consumed_samples(self._args, iteration),
             "skipped_train_samples": self._args.get("skipped_train_samples", 0),
-            "padded_vocab_size": self.global_shape("model.embedding.word.weight")[0],
+            "padded_vocab_size": self.global_shape(WORD_EMBEDDING)[0],
             "optimizer": None if states is None else self._counters(states),
             "schedule": scalar_fields(tree.get("lr_scheduler")),
             "config": deepspeed_config(self._args),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.entries import DTYPES, Box
+from megatron.checkpoint.entries import DTYPES, WORD_EMBEDDING, Box
 from megatron.checkpoint.huggingface.families import family_named
 from megatron.checkpoint.huggingface.files import CONFIG, find_shards, inside
 from megatron.checkpoint.huggingface.rules import ParameterRule, Shape, present_rules
@@ -92,7 +92,7 @@ class HFReader(Reader):
         self.bare_names = bool(prefix) and not any(n.startswith(prefix) for n in self._files)
         rules = self.family.rules(model, self.vocab)
         self._word_embedding = next(
-            r.hf_names[0] for r in rules if r.name == "model.embedding.word.weight"
+            rule.hf_names[0] for rule in rules if rule.name == WORD_EMBEDDING
         )
         tied = not model.untie_embeddings_and_output_weights
         # Files may contain an output weight that config.json does not mention.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from megatron import durable
-from megatron.checkpoint.entries import LazyTensor
+from megatron.checkpoint.entries import WORD_EMBEDDING, LazyTensor
 from megatron.checkpoint.huggingface.families import differing_fields
 from megatron.checkpoint.huggingface.files import CONFIG, INDEX, SINGLE, json_bytes
 from megatron.checkpoint.huggingface.rules import Family, ParameterRule, present_rules
@@ -87,7 +87,7 @@ class Export:
                 kept. Otherwise only keys that do not describe the network, such as token ids, are
                 kept.
         """
-        dtype = _DTYPES.get(self.reader.dtype("model.embedding.word.weight"), "float32")
+        dtype = _DTYPES.get(self.reader.dtype(WORD_EMBEDDING), "float32")
         if template and template.get("model_type") == self.family.name:
             description = self.family.read(Settings(template, CONFIG))
             model = description.model

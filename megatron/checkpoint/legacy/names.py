@@ -62,8 +62,8 @@ DECODER_LAYER: Modules = {
 _FINAL_NORM = ("final_layernorm", "final_norm")
 AFTER_LAYERS: Modules = {"pooler.dense": ("pooler.dense",), "output": ("output_layer",)}
 # These are siblings of `language_model`, not inside it. The last stage's copy of tied word
-# embeddings comes before them. The last three are task heads, with which BERT chooses among classes
-# or among texts, and the projection of a bi-encoder's tower.
+# embeddings comes before them. The last three are BERT's heads for choosing among classes and among
+# texts, and the projection of a bi-encoder's tower.
 HEADS: Modules = {
     "output": ("lm_head",),
     "head.dense": ("lm_head.dense",),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core.arguments import core_config
-from megatron.checkpoint.entries import Box, Json
+from megatron.checkpoint.entries import WORD_EMBEDDING, Box, Json
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy import names as legacy
 from megatron.checkpoint.legacy import torch_file
@@ -258,7 +258,7 @@ class LegacyReader(Reader):
         # A bi-encoder has a table in each of its towers, all with the same number of rows.
         tables = (name for name in self.tensors if name.endswith("embedding.word.weight"))
         weights = [name for name in tables if name.startswith("model.")]
-        table = weights[0] if weights else "model.embedding.word.weight"
+        table = weights[0] if weights else WORD_EMBEDDING
         return {
             "iteration": self.iteration,
             "consumed_train_samples": 0 if released else consumed_samples(args, self.iteration),

@@ -259,13 +259,13 @@ class _Machine:
     def append(self, values: list[Any]) -> None:
         """Extend the list on the stack."""
         if type(self._stack[-1]) is not list:
-            raise RefusedError(f"an item for {show(self._stack[-1])}")
+            raise RefusedError(f"an item appended to {show(self._stack[-1])}")
         self._stack[-1].extend(values)
 
     def set_items(self, flat: list[Any]) -> None:
         """Update the dict on the stack with alternating keys and values."""
         if type(self._stack[-1]) not in (dict, StateDict):
-            raise RefusedError(f"an item for {show(self._stack[-1])}")
+            raise RefusedError(f"an item set in {show(self._stack[-1])}")
         self._stack[-1].update(_checked_items(zip(flat[::2], flat[1::2], strict=True)))
 
     def call(self) -> None:
@@ -273,7 +273,7 @@ class _Machine:
         target, args = self.take(2)
         if type(target) is not Factory or type(args) is not tuple:
             raise RefusedError(f"a call of {show(target)}")
-        # Each call may copy its arguments, and a short loop can repeat it with the same long ones.
+        # A call may copy its arguments, and a short pickle can repeat it with the same long values.
         self._copied += sum(len(arg) for arg in args if isinstance(arg, str | list | tuple))
         if self._copied > MAX_ITEMS:
             raise RefusedError(f"calls with more than {MAX_ITEMS:,} items")

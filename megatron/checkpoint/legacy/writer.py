@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import store
-from megatron.checkpoint.entries import Json, LazyTensor, flatten
+from megatron.checkpoint.entries import WORD_EMBEDDING, Json, LazyTensor, flatten
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
 from megatron.checkpoint.legacy.arguments import megatron_arguments
@@ -49,7 +49,7 @@ from megatron.parallel.layout import Layout
 _STAGE_STRIDE = 100  # distance between the seeds of stages, as in Megatron
 _TENSOR_OFFSET = 2718
 _NUMBERS_PER_ITERATION = 1 << 32  # by which a GPU's generator is advanced; a multiple of 4
-_WORDS = "model.embedding.word.weight"
+
 _MASTER = "master"
 _STAGING = "native"
 _LAST = (COMPLETE, list_files)  # the file that is written after all others, and its content
@@ -244,8 +244,8 @@ class LegacyWriter:
             "args": megatron_arguments(
                 self.config,
                 meta,
-                rows=self.reader.global_shape(_WORDS)[0],
-                dtype=self.reader.dtype(_WORDS),
+                rows=self.reader.global_shape(WORD_EMBEDDING)[0],
+                dtype=self.reader.dtype(WORD_EMBEDDING),
                 data_parallel=self.data_parallel,
             ),
             "checkpoint_version": VERSION,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core.writer import convert_to_core
+from megatron.checkpoint.entries import WORD_EMBEDDING
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
 from megatron.checkpoint.huggingface.families import family_for
@@ -49,7 +50,6 @@ from megatron.tokenizer.build import padded_vocab_size
 from megatron.tokenizer.chat_template import find_template, special_tokens
 from megatron.tokenizer.turn_end import find_turn_end
 
-_EMBEDDING = f"{WEIGHTS}embedding.word.weight"
 _POSITIONS = f"{WEIGHTS}embedding.position.weight"
 _WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # fields of TokenizerConfig
@@ -86,7 +86,7 @@ class SourceModel:
     @property
     def rows(self) -> int:
         """The number of rows of the word embedding."""
-        return self.reader.global_shape(_EMBEDDING)[0]
+        return self.reader.global_shape(WORD_EMBEDDING)[0]
 
     @property
     def is_gpt(self) -> bool:
@@ -205,7 +205,7 @@ def _complete(config: RunOptions, reader: Reader) -> ModelRun:
         positions = reader.global_shape(_POSITIONS)[0]
     model = replace(config.model, max_position_embeddings=positions)
     run = narrow(resolve(replace(config, model=model), world_size=1), ModelRun)
-    dtype = reader.dtype(_EMBEDDING)
+    dtype = reader.dtype(WORD_EMBEDDING)
     precision = replace(run.precision, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
     data, length = run.data, run.data.seq_length or run.model.max_position_embeddings
     decoder = data.decoder_seq_length
