@@ -51,8 +51,8 @@ with packages_of("corpora"):
 
 _SAMPLES = 3  # samples per reason and piece
 _SAMPLE_CHARACTERS = 300
-_BATCH = 512  # documents that are signed or searched together
-_BATCH_CHARACTERS = 16 << 20  # a batch also ends at this many characters
+_BATCH = 512  # the number of documents in a batch
+_BATCH_CHARACTERS = 16 << 20  # the number of characters at which a batch also ends
 _EMPTY_LINES = re.compile(r"\n{3,}")
 
 Documents = Iterable[Document]

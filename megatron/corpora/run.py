@@ -41,7 +41,7 @@ DATASET = "corpus_text_document"
 TASKS_FILE = "tasks.npz"
 # Files that a run writes, in the order in which --overwrite removes them. The logs go first,
 # because a task without a log counts as not done. The plan goes last, because it shows that the
-# folder holds a corpus.
+# folder contains a corpus.
 _REPORT = ("report.json", "report.png")
 _OWN_FILES = (
     "logs",
@@ -188,11 +188,11 @@ def _claim_folder(plan: CorpusPlan, pieces: list[Piece], folder: Path, overwrite
             return
         difference = _difference(recorded, requested)
         raise ConfigError(
-            f"--output {folder}: holds a corpus with a different plan or input ({difference}): "
+            f"--output {folder}: contains a corpus with a different plan or input ({difference}): "
             "choose another folder, or give --overwrite to start over"
         )
     if folder.exists() and any(folder.iterdir()) and not plan_file.exists():
-        raise ConfigError(f"--output {folder}: holds other files: choose an empty or new folder")
+        raise ConfigError(f"--output {folder}: contains other files: choose an empty or new folder")
     for stale in (folder / name for name in _OWN_FILES):
         if stale.is_dir():
             shutil.rmtree(stale)

@@ -120,7 +120,7 @@ class ShuffledNeighbors:
     def rows(self, start: int, stop: int) -> Ids:
         """Return the neighbors of chunks far from the given range, `[stop - start, k]`."""
         count = len(self.table)
-        # With the golden ratio, the distance is no whole number or simple fraction of the passes
+        # The golden ratio keeps the distance from being a multiple or a simple fraction of a pass
         # over the data.
         first = (start + max(1, int(count * 0.618))) % count
         end = first + stop - start

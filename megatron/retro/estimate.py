@@ -82,7 +82,8 @@ def _code_size(options: RetroPreprocessing) -> int:
         import faiss
     try:
         return int(faiss.index_factory(width, factory).sa_code_size())
-    except RuntimeError:  # the index stores vectors, or the string is invalid (index-train tells)
+    except RuntimeError:
+        # The index stores vectors, or the string is invalid, which index-train reports.
         return 4 * width
 
 

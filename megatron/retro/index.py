@@ -51,7 +51,7 @@ from megatron.retro.blocks import (
 from megatron.retro.embedding import DecodedChunks, Embedder, Vectors
 from megatron.tokenizer import Tokenizer
 
-_MEGATRON_WIDTH = 1024  # the only vector width for which Megatron-LM resumes
+_MEGATRON_WIDTH = 1024  # the only vector width that Megatron-LM reuses
 _ADDED_AT_ONCE = 100_000
 
 Rows = NDArray[np.int64]

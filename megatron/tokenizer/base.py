@@ -57,7 +57,7 @@ class Tokenizer(ABC):
         mask: The id that replaces a masked token.
     """
 
-    _special_token_hint = ""  # added to error messages: where else a special token can be named
+    _special_token_hint = ""  # appended to error messages: where else special tokens are set
     _vocab: Mapping[str, int]
     appended_ids: tuple[int, ...] = ()
     has_t5_sentinels = False

@@ -181,7 +181,7 @@ def test_a_folder_with_another_corpus_is_refused(plan, expected, tmp_path) -> No
     with pytest.raises(ConfigError, match=r"steps.fix.newlines was True, now False.*--overwrite"):
         build_corpus(other, expected, Cluster(), overwrite=False)
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds other files"):
+    with pytest.raises(ConfigError, match="contains other files"):
         build_corpus(plan, tmp_path, Cluster(), overwrite=True)
     assert (tmp_path / "mine.txt").exists()
 
