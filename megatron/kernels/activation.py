@@ -40,7 +40,7 @@ PARTIALS = 4  # the number of rows of partial sums per multiprocessor
 
 
 class _ActivationForward(NamedTuple):
-    """An activation function applied to the sum of input and bias."""
+    """The arguments of a kernel that applies an activation function to the sum x + bias."""
 
     x: Pointer  # [rows, columns], or [rows, 2 * columns] for SwiGLU
     bias: Pointer | None  # in the shape of a row of x
@@ -68,7 +68,7 @@ class _ActivationForward(NamedTuple):
 
 
 class _ActivationBackward(NamedTuple):
-    """The gradients of the arguments of `_ActivationForward`."""
+    """The arguments of kernels that compute the gradients of x and bias."""
 
     x: Pointer
     bias: Pointer | None

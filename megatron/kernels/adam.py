@@ -17,7 +17,10 @@ from megatron.kernels.tensor_sums import CHUNK, TensorTable
 
 
 class _AdamUpdate(NamedTuple):
-    """An Adam step for all tensors, which changes nothing if `found_nonfinite` is not 0."""
+    """The arguments of an Adam step for all tensors.
+
+    The step changes nothing if `found_nonfinite` is not 0.
+    """
 
     tensors: Pointer
     pieces: Pointer  # (tensor, first element), of up to `chunk` elements each
@@ -103,7 +106,7 @@ def choose_adam(
     """Return a function that updates the tensors.
 
     Args:
-        tensors: The tensors.
+        tensors: The tensors to read and update.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
     if library is None or not tensors.weights:
@@ -150,7 +153,7 @@ def adam_reference(tensors: AdamTensors, numbers: AdamNumbers) -> None:
 
 
 def copy_weights(weights: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
-    """Round each fp32 weight into its copy, if it has one."""
+    """Round fp32 weights to their 16-bit copies, if any."""
     pairs = [(copy, w) for copy, w in zip(copies, weights, strict=True) if copy is not None]
     if pairs:
         torch._foreach_copy_([copy for copy, _ in pairs], [weight for _, weight in pairs])

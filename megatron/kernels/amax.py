@@ -59,7 +59,7 @@ class Zeros:
         return zeros
 
     def forget(self) -> None:
-        """Discard the remaining zeros, so that later ones come from newly zeroed memory.
+        """Discard the remaining zeros, so that later zeros come from newly zeroed memory.
 
         Call this when a device starts or stops recording, because a recording must itself zero the
         memory in which its kernels store amaxes.

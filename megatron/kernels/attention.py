@@ -120,10 +120,12 @@ class Segments:
         )
 
     def shared(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Return a cached value that is derived from these segments, which all layers share.
+        """Return a value that is derived from these segments and cached.
+
+        All layers use the same segments, so derived values are computed only once.
 
         Args:
-            key: The key of the value.
+            key: The key of the value in the cache.
             make: The function that computes the value at the first call with this key.
         """
         if key not in self._shared:

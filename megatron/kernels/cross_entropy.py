@@ -22,7 +22,7 @@ CHUNK = 2**24  # the number of logits that plain PyTorch converts to fp32 at a t
 
 
 class _Statistics(NamedTuple):
-    """The `Statistics` of each row of logits."""
+    """The arguments of a kernel that computes the `Statistics` of each row of logits."""
 
     logits: Pointer  # [rows, size]
     labels: Pointer
@@ -50,7 +50,10 @@ class _Statistics(NamedTuple):
 
 
 class _Gradient(NamedTuple):
-    """result = upstream * (exp(logit - maximum) / sum - [is the label])."""
+    """The arguments of a kernel that computes the gradient of logits.
+
+    result = upstream * (exp(logit - maximum) / sum - [is the label])
+    """
 
     logits: Pointer  # [rows, size]
     result: Pointer  # like logits, possibly the same memory

@@ -27,7 +27,7 @@ GROUP = 8  # the number of elements that share a block of random words, as in dr
 
 
 class _BiasDropoutAddForward(NamedTuple):
-    """out = residual + dropout(x + bias)."""
+    """The arguments of a kernel that computes out = residual + dropout(x + bias)."""
 
     x: Pointer  # [rows, columns] of w_dtype
     bias: Pointer | None  # [columns] of w_dtype
@@ -52,7 +52,10 @@ class _BiasDropoutAddForward(NamedTuple):
 
 
 class _BiasDropoutAddBackward(NamedTuple):
-    """The gradients of x and the bias. With a bias, each multiprocessor runs one block."""
+    """The arguments of kernels that compute the gradients of x and bias.
+
+    With a bias, each multiprocessor runs one block.
+    """
 
     grad: Pointer
     seed: Pointer

@@ -25,7 +25,7 @@ _ROWS_OF_WARPS = 4  # the number of rows per block if a single warp handles a ro
 
 
 class _Amax(NamedTuple):
-    """The largest magnitude of a tensor."""
+    """The arguments of a kernel that computes the largest magnitude of a tensor."""
 
     x: Pointer  # [size]
     amax: Pointer  # initially zero; raised to the largest magnitude of x
@@ -47,7 +47,7 @@ class _Amax(NamedTuple):
 
 
 class _AmaxBoth(NamedTuple):
-    """The largest magnitude in each row and in each column of matrices."""
+    """The arguments of a kernel that computes the amax of each row and column of matrices."""
 
     x: Pointer  # [matrices, rows, columns]
     of_rows: Pointer  # [matrices, rows], initially zero
@@ -81,7 +81,7 @@ class _AmaxBoth(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """A cast to fp8 with one scale."""
+    """The arguments of a kernel that casts to fp8 with one scale."""
 
     x: Pointer  # [size]
     y: Pointer  # [size] in fp8
@@ -112,7 +112,7 @@ class _Cast(NamedTuple):
 
 
 class _CastRows(NamedTuple):
-    """A cast to fp8 with a scale for each row."""
+    """The arguments of a kernel that casts to fp8 with a scale for each row."""
 
     x: Pointer  # [rows, columns]
     y: Pointer  # [rows, columns] in fp8
@@ -149,7 +149,7 @@ def _tiles(rows: int, columns: int) -> tuple[int, int]:
 
 
 class _CastTranspose(NamedTuple):
-    """A cast of matrices and their transposes to fp8.
+    """The arguments of a kernel that casts matrices and their transposes to fp8.
 
     Without `amax_columns` there is a single matrix, and both results have the same scale. Otherwise
     y has a scale for each row, and `transposed` has a scale for each column of x.
@@ -188,7 +188,7 @@ class _CastTranspose(NamedTuple):
 
 
 class _Transpose(NamedTuple):
-    """The transpose of a matrix of bytes."""
+    """The arguments of a kernel that transposes a matrix of bytes."""
 
     x: Pointer  # [rows, columns]
     y: Pointer  # [columns, rows]

@@ -36,7 +36,7 @@ def _threads_of(columns: int, name: str) -> int:
 
 
 class _CombineRows(NamedTuple):
-    """The weighted sum of each token's rows."""
+    """The arguments of a kernel that computes the weighted sum of each token's rows."""
 
     rows: Pointer  # [n, columns]
     row_of_choice: Pointer  # int64 [tokens, chosen]
@@ -62,7 +62,7 @@ class _CombineRows(NamedTuple):
 
 
 class _CombineRowsBackward(NamedTuple):
-    """The gradients of the arguments of `_CombineRows`."""
+    """The arguments of a kernel that computes the gradients of rows and weights."""
 
     grad: Pointer
     rows: Pointer  # [row_count, columns], like rows_grad
@@ -87,7 +87,7 @@ class _CombineRowsBackward(NamedTuple):
 
 
 class _TakeGradient(NamedTuple):
-    """A gradient that is written to fp32 memory, or added to it."""
+    """The arguments of a kernel that writes a gradient to fp32 memory, or adds it."""
 
     value: Pointer
     into: Pointer  # fp32 [elements], like value

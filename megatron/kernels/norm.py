@@ -42,7 +42,10 @@ _STATIC_SHARED = 1024  # bytes that norm_backward.cu uses, with a margin
 
 
 class _AddNormForward(NamedTuple):
-    """LayerNorm (without a bias: RMSNorm) of a residual stream after adding `delta`."""
+    """The arguments of a kernel that adds delta to a residual stream and normalizes the sum.
+
+    The normalization is LayerNorm or, without a bias, RMSNorm.
+    """
 
     residual: Pointer  # [rows, hidden] of x_dtype
     delta: Pointer | None  # [rows, hidden] of w_dtype
@@ -74,9 +77,10 @@ class _AddNormForward(NamedTuple):
 
 
 class _AddNormBackward(NamedTuple):
-    """The backward pass of `_AddNormForward`. Blocks loop over rows, and then their sums are added.
+    """The arguments of kernels that compute the backward pass of `_AddNormForward`.
 
-    Tensors have the dtypes of the forward pass.
+    Blocks loop over rows, and then the sums of the blocks are added. Tensors have the dtypes of the
+    forward pass.
     """
 
     total: Pointer

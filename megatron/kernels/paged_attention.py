@@ -40,9 +40,10 @@ from megatron.kernels.sources import FLOATS, constant, instance
 
 
 class _PagedAttention(NamedTuple):
-    """Attention of one query per row: on tensor cores for 16-bit values, otherwise in fp32.
+    """The arguments of kernels that compute attention of one query per row.
 
-    A query sees the last token of its sequence and the `window` tokens before it.
+    16-bit values are multiplied on tensor cores, other values in fp32. A query sees the last token
+    of its sequence and the `window` tokens before it.
     """
 
     query: Pointer  # [rows, groups * per_group, head_size], like out
@@ -101,9 +102,10 @@ class _PagedAttention(NamedTuple):
 
 
 class _LatentAttention(NamedTuple):
-    """Attention of one query per row to latent vectors, in 16 bits on tensor cores.
+    """The arguments of kernels that compute attention of one query per row to latent vectors.
 
-    A query sees the last token of its sequence and the `window` tokens before it.
+    Values are in 16 bits and multiplied on tensor cores. A query sees the last token of its
+    sequence and the `window` tokens before it.
     """
 
     query: Pointer  # [rows, heads, width]
@@ -149,7 +151,7 @@ class _LatentAttention(NamedTuple):
 
 
 class _AppendToCache(NamedTuple):
-    """A copy of new keys and values to slots of the cache."""
+    """The arguments of a kernel that copies new keys and values to slots of the cache."""
 
     key: Pointer  # [tokens, width], like value
     value: Pointer

@@ -34,7 +34,7 @@ _OUTERMOST = 0.9677083  # the probability of the outermost quantile: 1 - (1/30 +
 
 
 class _Unpack(NamedTuple):
-    """The values of packed weights. Without levels, codes are fp8 values."""
+    """The arguments of a kernel that dequantizes weights. Without levels, codes are fp8 values."""
 
     codes: Pointer
     scales: Pointer

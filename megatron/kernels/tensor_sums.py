@@ -22,7 +22,7 @@ CHUNK = 2**16  # the number of elements per block, a multiple of every access si
 
 
 class _TensorSums(NamedTuple):
-    """The sum of squares and the number of nonzero elements over all pieces."""
+    """The arguments of kernels that compute the sum of squares and the number of nonzeros."""
 
     tensors: Pointer
     pieces: Pointer  # (tensor, first element), of up to `chunk` elements each

@@ -20,7 +20,10 @@ from megatron.kernels.sources import FLOATS, constant, instance
 
 
 class _EmbeddingGradient(NamedTuple):
-    """The addition of gradient rows, radix-sorted by entry, to the rows of a table."""
+    """The arguments of kernels that add gradient rows to the rows of a table.
+
+    The gradient rows are radix-sorted by entry first.
+    """
 
     entries: Pointer  # [row_count]
     gradient: Pointer  # [row_count, hidden]

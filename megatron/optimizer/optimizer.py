@@ -139,7 +139,7 @@ class LossScale:
 def loss_scale_of(precision: PrecisionConfig) -> LossScale:
     """Return the loss scale that the flags specify.
 
-    It is constant if --loss-scale is given for 16-bit training, otherwise dynamic for fp16, and
+    The scale is constant with --loss-scale in 16-bit training, dynamic in other fp16 training, and
     otherwise 1.
     """
     if precision.loss_scale is not None and (precision.fp16 or precision.bf16):
@@ -385,7 +385,7 @@ class Optimizer:
         return self._scale
 
     def restore_scale(self, scale: LossScale) -> None:
-        """Restore an earlier loss scale, if the steps since then are discarded."""
+        """Restore an earlier loss scale, because the steps since then are discarded."""
         self._scale = scale
 
     @torch.no_grad()
@@ -571,7 +571,8 @@ class Optimizer:
         """Return the tensors of the average by checkpoint name, each with its parameter.
 
         Args:
-            sets: The tensors by name prefix, one for each weight, as `average` returns them.
+            sets: The tensors by name prefix, one for each weight, as returned by the average's
+                `tensor_sets` or `prepare`.
         """
         return {
             f"{prefix}{owned.name}": (tensor, owned.parameter)

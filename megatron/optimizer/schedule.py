@@ -313,8 +313,8 @@ class Schedules:
             The schedules, and the number of samples consumed so far.
 
         Raises:
-            CheckpointError: `resumed` raises it; or the saved run is not in a phase with a constant
-                rate, or has a different peak or weight decay.
+            CheckpointError: The saved state is invalid (see `resumed`), the saved run is not in a
+                phase with a constant rate, or it has a different peak or weight decay.
         """
         trunk, samples = self.resumed(saved, use_checkpoint=True)
         own_rate, trunk_rate = self.learning_rate, trunk.learning_rate
@@ -346,8 +346,8 @@ class Schedules:
             saved: The `to_dict` of the branch.
 
         Raises:
-            CheckpointError: `resumed` raises it; or the flags have a different peak, decay, minimum
-                rate or weight decay.
+            CheckpointError: The saved state is invalid (see `resumed`), or the flags have a
+                different peak, decay, minimum rate or weight decay.
         """
         saved_schedules, samples = self.resumed(saved, use_checkpoint=True)
         branch = self._with_decay(saved_schedules, saved_schedules.learning_rate.decay)

@@ -388,6 +388,6 @@ def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]
 
 
 def is_even(sizes: Sequence[int], shards: int) -> bool:
-    """Return whether `deal` distributes tensors with at most `MAX_PADDING` of padding."""
+    """Return whether `deal` distributes tensors such that at most `MAX_PADDING` is padding."""
     max_elements = sum(sizes) / (1 - MAX_PADDING)
     return max(sizes) * shards <= max_elements and deal(sizes, shards)[1] * shards <= max_elements

@@ -218,9 +218,10 @@ class BuildContext:
         return parameter
 
     def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function that creates a context for each call of a module.
+        """Return a function that creates a context manager for each call of a module.
 
-        In the context, autograd saves tensors in host memory if --offload-modules names the module.
+        The context manager makes autograd save tensors in host memory if --offload-modules names
+        the module.
 
         Args:
             module: One of `config.training.OFFLOADED_MODULES`.
@@ -259,12 +260,12 @@ def choose_kernels(
         model: The resolved network flags.
         precision: The number formats.
         layout: The grid of processes as this process sees it.
-        device: The device that the model runs on. Its parameters may be on another device.
+        device: The device on which the model runs. Parameters may be on another device.
         cp_comm_type: How context-parallel ranks communicate in attention, "p2p" or "a2a".
 
     Raises:
         ConfigError: --use-flash-attn requests a kernel that cannot run, or --batch-invariant-mode
-            is given on a GPU.
+            is given on a GPU or without MKL.
     """
     library = find_library(device).library
     attention = attention_over(layout.context, cp_comm_type, model, precision, device)
@@ -304,7 +305,7 @@ def choose_kernels(
 def attention_over(
     axis: Axis, comm_type: str, model: ModelConfig, precision: PrecisionConfig, device: torch.device
 ) -> AttentionChoice:
-    """Choose the attention implementation for a given number of context ranks.
+    """Choose the attention implementation for the context ranks.
 
     Args:
         axis: The context ranks. A single rank holds whole sequences.
@@ -315,7 +316,8 @@ def attention_over(
         device: The device on which the model runs.
 
     Raises:
-        ConfigError: --use-flash-attn is given, and the flash kernel cannot run.
+        ConfigError: --use-flash-attn requests a kernel that cannot run, or --batch-invariant-mode
+            is given on a GPU or without MKL.
     """
     if model.batch_invariant_mode:
         if Device(device).is_gpu:

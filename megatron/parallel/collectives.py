@@ -116,7 +116,7 @@ def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int])
 
 
 def start_all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> InTransit:
-    """Start an `all_to_all_rows`, whose result the caller waits for."""
+    """Start `all_to_all_rows`, with the same arguments. The result's `wait` returns the rows."""
     forward = partial(_start_all_to_all, axis=axis, sent=sent, received=received)
     backward = partial(_start_all_to_all, axis=axis, sent=received, received=sent)
     return InTransit(x, Direction(forward), Direction(backward))
@@ -479,7 +479,7 @@ class Communication:
         return self.along_sequence and self.axis.size > 1
 
     def start_gather(self, x: Tensor) -> Pending:
-        """Start gathering the whole input; an input that is already whole is returned as it is."""
+        """Start gathering the whole input if each rank has only a shard; otherwise return `x`."""
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:

@@ -282,7 +282,7 @@ def _locate(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 
 def _gather(x: Tensor, filler: float, k: int, axis: Axis) -> Tensor:
-    """Return the columns of all tensor ranks, padded to `k` per rank: [n, t * k]."""
+    """Gather the columns of all tensor ranks, padded with `filler` to k per rank: [n, t * k]."""
     if axis.size == 1:
         return x
     columns = F.pad(x, (0, k - x.shape[1]), value=filler)

@@ -148,6 +148,9 @@ class ExpertExchange:
             choices: The experts of each token, int64 [T, k]; -1 for none.
             weights: The weights of the choices, fp32 [T, k].
             equal_counts: Whether T is the same on all processes.
+
+        Returns:
+            The tokens that this process receives for its experts.
         """
         layout, axis = self._layout, self._layout.expert
         tokens = _scale_gradient(tokens, 1 / self._share)

@@ -136,9 +136,10 @@ class Reducer:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable) -> Iterator[None]:
-        """Send completed buckets during the backward pass in this context.
+        """Return a context for one backward pass, which sends buckets as they are completed.
 
-        Buckets are sent in the last micro-batch of an update or, in stage 2, in every micro-batch.
+        Buckets are sent in the last micro-batch of an update with overlap, or in every micro-batch
+        in stage 2.
 
         Args:
             is_last: Whether this is the last backward pass of the update to reach these parameters.
@@ -341,7 +342,7 @@ class GradientBuffer:
         return FlatBuffer(plan, axis, members, regions), buckets
 
     def _collect_from(self, parameter: nn.Parameter) -> None:
-        """Collect the parameter's gradient in its bucket."""
+        """Arrange for the parameter's gradient to be added to its bucket."""
         bucket, span = self._spans[id(parameter)]
         if bucket.whole is not None:
             view = span.of(bucket.whole).view_as(parameter)

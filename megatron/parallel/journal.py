@@ -38,10 +38,10 @@ class WaitClock(Protocol):
     """A clock that is notified while the process, or its device, only waits for other processes."""
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Note that a wait for a communication begins."""
+        """Record that a wait for a communication begins."""
 
     def end_wait(self) -> None:
-        """Note that the wait is over."""
+        """Record that the wait has ended."""
 
 
 class Transfer:

@@ -115,8 +115,8 @@ class DetachedWeight:
 
     Attributes:
         weight: The parameter.
-        queue: The queue in which the product for its gradient may be deferred.
-        slot: The destination of its gradient; `None` leaves it to autograd.
+        queue: The queue to which the product for the weight's gradient may be deferred.
+        slot: The destination of the weight's gradient; `None` leaves the gradient to autograd.
     """
 
     weight: Tensor

@@ -87,7 +87,7 @@ class HostActivations:
         self.bytes_sent = 0
 
     def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function that creates a context for one call of a module.
+        """Return a function that creates a context manager for each call of a module.
 
         Args:
             module: The name of the module.
@@ -104,7 +104,7 @@ class HostActivations:
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def _begin(self) -> AbstractContextManager[object]:
-        """Return the context for one call."""
+        """Return the context manager for one call."""
         if not torch.is_grad_enabled():
             return nullcontext()
         call = self._last = _ModuleCall(self._last)

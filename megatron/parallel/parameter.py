@@ -223,7 +223,7 @@ def _values(starts: Tensor, count: int, init: Init, key: tuple[int, int]) -> Ten
 
 
 def _transform(words: list[Tensor], init: Init) -> list[Tensor]:
-    """Transform words of uniform bits into four values of the distribution, in float64."""
+    """Transform four words of random bits into four values of the distribution, in float64."""
     # Centers of 2**32 equal cells are never 0, so the logarithm below is finite.
     uniform = [(word.double() + 0.5).mul_(2.0**-32) for word in words]
     if init.kind == "uniform":

@@ -221,7 +221,7 @@ IN_FP32 = InFp32()
 
 
 class RowByRow(Products):
-    """Products whose forward pass computes the same bits for a row whatever the other rows are."""
+    """Products in which the forward pass computes the same bits for a row in any batch."""
 
     matches_autograd = False
     can_be_split = False

@@ -113,7 +113,7 @@ class PackedWeight(torch.Tensor):
         return self.codes.nbytes + self.scales.nbytes
 
     def values(self) -> Tensor:
-        """Return the values as a plain tensor."""
+        """Return the dequantized values as a plain tensor, [..., in]."""
         return dequantize(self.codes, self.scales, self.frozen_format, self.library)
 
     def fsdp_pre_all_gather(

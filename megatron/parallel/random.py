@@ -64,8 +64,8 @@ def split_region(axis: Axis, device: torch.device, *site: int | str) -> Iterator
     numbers again. With a single rank nothing changes.
 
     Args:
-        axis: The ranks that hold different parts of the tensor for which numbers are drawn.
-        device: The device that draws.
+        axis: The ranks that hold different shards of the tensor for which numbers are drawn.
+        device: The device that draws the numbers.
         site: Values that identify the position in the model, for example the layer number and
             "attention".
     """

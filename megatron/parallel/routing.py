@@ -67,7 +67,7 @@ class RouterState:
         bias_rate: float | None,
         routers: Routers,
     ) -> None:
-        """Create a state without any tokens."""
+        """Allocate the state, with counts and losses of zero."""
         assert routers.loss_scale is not None
         self._routers = routers
         self.loss_scale = loss_scale = routers.loss_scale

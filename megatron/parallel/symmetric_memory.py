@@ -72,7 +72,7 @@ class SymmetricExchange:
         return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
 
     def open(self, rows: Tensor) -> Use:
-        """Begin a use whose messages have the shape and type of `rows`."""
+        """Begin a use whose messages have the shape and dtype of `rows`."""
         while len(self._ends) >= _MAX_USES_AHEAD:
             end, transfer = self._ends.popleft()
             self.axis.journal.begin_wait(transfer)
@@ -166,7 +166,10 @@ class _SymmetricUse:
 
 
 class _Flag:
-    """A stand-in for a message's `torch.distributed.Work`; `wait` delays later kernels."""
+    """The flag of a message, with the interface of `torch.distributed.Work`.
+
+    `wait` makes later kernels wait for the flag.
+    """
 
     def __init__(self, exchange: SymmetricExchange, use: int, source: int) -> None:
         self._exchange, self._use, self._source = exchange, use, source

@@ -91,7 +91,7 @@ def receives_to_post(operations: Operations, *, ahead: bool = True) -> list[list
 
 
 def completing_operations(operations: Operations) -> dict[int, Operation]:
-    """Return the operation that completes the gradients of each chunk, by chunk."""
+    """Return, for each chunk, the operation that completes the gradients of the chunk."""
     kinds = {"backward", "backward_weight"}
     return {operation.chunk: operation for operation in operations if operation.kind in kinds}
 

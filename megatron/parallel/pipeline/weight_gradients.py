@@ -14,8 +14,8 @@ The queue is an ordinary object and not thread-local, because on GPUs autograd r
 pass in its own thread.
 
 `parameter_waves` maps each parameter to the waves that compute its gradient. A wave is the backward
-passes of one chunk, or in a zero-bubble schedule one of their two parts. The first part also
-computes the gradients that no layer defers: biases, normalizations, embeddings.
+pass of a chunk or, in a zero-bubble schedule, one of its two parts. The first part also computes
+the gradients that no layer defers: biases, normalizations, embeddings.
 """
 
 from __future__ import annotations
