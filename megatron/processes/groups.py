@@ -52,9 +52,8 @@ def process_group(
         config: The sizes of the layout, the backend and the timeout.
         launch: The ranks of this process, from the launcher.
         device: The device of this process.
-        before_end: Callbacks that run when the block ends, before the groups are destroyed and
-            after the other processes have been notified of an error. A single process, which has
-            no groups, does not run them.
+        before_end: Callbacks that run before the groups are destroyed, after the other processes
+            have been notified of any error. A single process, without groups, skips them.
         unmet: The requirements that this device does not meet (see `check_devices`).
         record: A function that is called with the reason for a failure, in one of the processes.
         faults: The faults to inject into this process.

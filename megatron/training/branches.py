@@ -65,7 +65,7 @@ def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
 
 
 def resumed_schedules(run: Run, reader: Reader) -> tuple[Schedules, int]:
-    """Return the schedules to continue with, and the position in them in samples."""
+    """Return the schedules with which a run continues, and their position in samples."""
     saved, options = reader.meta["schedule"], run.config.schedule
     if options.lr_wsd_branch_from is None:
         return run.schedules.resumed(
