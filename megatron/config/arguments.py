@@ -147,9 +147,9 @@ class _Switch(argparse.Action):
     """A flag that takes no value: its `off` spellings store False, the others True."""
 
     def __init__(
-        self, option_strings: Sequence[str], dest: str, *, off: Sequence[str], **rest: Any
+        self, option_strings: Sequence[str], dest: str, *, off: Sequence[str], **options: Any
     ) -> None:
-        super().__init__(option_strings, dest, nargs=0, **rest)
+        super().__init__(option_strings, dest, nargs=0, **options)
         self.off = off
 
     def __call__(

@@ -144,9 +144,9 @@ def key_table() -> KeyTable:
     """Return the contents of the file of keys, which is read once."""
     content = json.loads(_FILE.read_text(encoding="utf-8"))
     answers = {
-        key: KeyHandling(family["reason"], default, part == "refused")
-        for part in ("accepted", "refused")
-        for family in content[part]
+        key: KeyHandling(family["reason"], default, group == "refused")
+        for group in ("accepted", "refused")
+        for family in content[group]
         for key, default in family["keys"].items()
     }
     return KeyTable(content["translated"], answers)
@@ -433,32 +433,34 @@ def _cosine_rates(
 def _curriculum(
     keys: Mapping[str, Any], sources: Mapping[str, str], findings: Findings
 ) -> Iterator[tuple[str, str, Any]]:
-    part = "curriculum_learning"
-    if not keys.get(f"{part}.enabled"):
+    section = "curriculum_learning"
+    if not keys.get(f"{section}.enabled"):
         return
-    for key in (f"{part}.{name}" for name in ("min_difficulty", "max_difficulty", "schedule_type")):
+    for key in (
+        f"{section}.{name}" for name in ("min_difficulty", "max_difficulty", "schedule_type")
+    ):
         if keys.get(key) is None:
-            findings.problems.append(f"{sources[part]}: {key} is missing: add it")
-    kind = keys.get(f"{part}.curriculum_type")
+            findings.problems.append(f"{sources[section]}: {key} is missing: add it")
+    kind = keys.get(f"{section}.curriculum_type")
     if kind not in (None, "seqlen"):
         findings.problems.append(
-            f"{sources[f'{part}.curriculum_type']}: expected seqlen, got {kind!r}: sequences can "
-            "only be ordered by their length"
+            f"{sources[f'{section}.curriculum_type']}: expected seqlen, got {kind!r}: sequences "
+            "can only be ordered by their length"
         )
-    last = keys.get(f"{part}.max_difficulty")
-    lengths = keys.get(f"{part}.schedule_config.difficulty")
-    if keys.get(f"{part}.schedule_type") != "fixed_discrete":
+    last = keys.get(f"{section}.max_difficulty")
+    lengths = keys.get(f"{section}.schedule_config.difficulty")
+    if keys.get(f"{section}.schedule_type") != "fixed_discrete":
         for name, field_name in (
             ("min_difficulty", "min_length"),
             ("max_difficulty", "max_length"),
         ):
-            if f"{part}.{name}" in keys:
-                key = f"{part}.{name}"
+            if f"{section}.{name}" in keys:
+                key = f"{section}.{name}"
                 yield key, f"curriculum.curriculum_{field_name}", keys[key]
     elif isinstance(lengths, list) and lengths[-1:] != [last]:
         findings.problems.append(
-            f"{sources[f'{part}.max_difficulty']}: {last} is not the last of "
-            f"{part}.schedule_config.difficulty: make them equal"
+            f"{sources[f'{section}.max_difficulty']}: {last} is not the last of "
+            f"{section}.schedule_config.difficulty: make them equal"
         )
 
 
@@ -550,7 +552,7 @@ def _lines(text: str, name: str) -> dict[str, int]:
 
 
 def _collect(
-    part: Mapping[str, Any], prefix: str, sources: Mapping[str, str], findings: Findings
+    section: Mapping[str, Any], prefix: str, sources: Mapping[str, str], findings: Findings
 ) -> dict[str, Any]:
     """Return the values of translated keys in a section of the file, or in the whole file, by path.
 
@@ -560,7 +562,7 @@ def _collect(
     table = key_table()
     keys: dict[str, Any] = {}
     without_effect: dict[str, list[str]] = {}  # the keys that change nothing, by the reason
-    for name, value in part.items():
+    for name, value in section.items():
         key = prefix + name
         nested_keys = [
             known_key

@@ -306,7 +306,7 @@ def sample_problems(samples: SamplesConfig) -> list[str]:
         ),
     )
     return [
-        *(message for wrong, message in checks if wrong),
+        *(message for is_mistake, message in checks if is_mistake),
         *adapter_problems(samples.serve_adapter),
         *speculation_problems(samples.speculative_config),
         *bounds_problems(samples),

@@ -132,11 +132,11 @@ def other_flags() -> OtherFlags:
     refused, accepted = (
         tuple(
             flag
-            for family in content[part]
+            for family in content[group]
             for entry in family["flags"]
             for flag in read_entry(entry, family["reason"])
         )
-        for part in ("refused", "accepted")
+        for group in ("refused", "accepted")
     )
     return OtherFlags(
         refused,

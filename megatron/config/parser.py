@@ -101,18 +101,18 @@ class _CommandLine(Findings):
 
     Attributes:
         given: The values.
-        own: Names of the program's own fields. Their values are not assigned to run fields of the
-            same name.
+        program_fields: Names of the program's own fields. Their values are not assigned to run
+            fields of the same name.
     """
 
-    own: frozenset[str] = frozenset()
+    program_fields: frozenset[str] = frozenset()
     given: dict[str, Any] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Any]:
         """The values of a run's fields, by "section.field"."""
         names = {path: path.partition(".")[2] for path in flatten(RunOptions())}
-        given = self.given.keys() - self.own
+        given = self.given.keys() - self.program_fields
         return {path: self.given[name] for path, name in names.items() if name in given}
 
     def attempt(self, step: Callable[[], Result]) -> Result:
@@ -301,7 +301,7 @@ def asks_for(path: str, argv: Sequence[str], old_names: Collection[str] = ()) ->
 
 def _read_command_line(argv: Sequence[str], program: Program) -> _CommandLine:
     own, flags = by_spelling(program.extra), split(argv)
-    line = _CommandLine(own=frozenset(field.name for field in own.values()))
+    line = _CommandLine(program_fields=frozenset(field.name for field in own.values()))
     names = {flag.name for flag in flags}
     known = {"--config": _CONFIG} | dict.fromkeys(deepspeed.NAMES, _DEEPSPEED)
     known |= by_spelling(sections().values()) | own

@@ -81,7 +81,10 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     has_no_length = has_no_length and training.train_tokens is None
     ramp = optimizer.weight_decay if optimizer.weight_decay_incr_style == "constant" else None
     # Each of Megatron's scripts has its own default tokenizer, which the examples do not name.
-    own = "GPT2BPETokenizer" if model.architecture in ("gpt", "retro") else "BertWordPieceLowerCase"
+    tokenizer = None
+    if config.tokenizer.vocab_file is not None:
+        is_gpt = model.architecture in ("gpt", "retro")
+        tokenizer = "GPT2BPETokenizer" if is_gpt else "BertWordPieceLowerCase"
     head_size = hidden // heads if hidden and heads else None
     if model.multi_latent_attention:
         head_size = model.latent_head_size
@@ -99,7 +102,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
         "optimizer.start_weight_decay": ramp,
         "optimizer.end_weight_decay": ramp,
         "parallel.zero_stage": 1 if config.parallel.use_distributed_optimizer else 0,
-        "tokenizer.tokenizer_type": own if config.tokenizer.vocab_file is not None else None,
+        "tokenizer.tokenizer_type": tokenizer,
         "data.dataloader_type": "single",
     }
 

@@ -50,8 +50,10 @@ class RetroStagesConfig:
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages to run, in their order, each once."""
-        named = {stage for task in self.retro_tasks.split(",") for stage in _TASKS.get(task, ())}
-        return tuple(stage for stage in STAGES if stage in named)
+        requested = {
+            stage for task in self.retro_tasks.split(",") for stage in _TASKS.get(task, ())
+        }
+        return tuple(stage for stage in STAGES if stage in requested)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,12 +225,12 @@ def find_mistakes(*parts: Any) -> Iterator[str]:
         rule = "" if field.many else field.out_of_bounds(values[name])
         if rule:
             yield f"{field.names[0]} {values[name]}: {rule}"
-    needed = dict.fromkeys(_ALWAYS_REQUIRED)
+    required = dict.fromkeys(_ALWAYS_REQUIRED)
     for stage in options.stages.stages:
-        needed |= dict.fromkeys(_REQUIRED_BY_STAGE[stage])
+        required |= dict.fromkeys(_REQUIRED_BY_STAGE[stage])
     if options.embedding.bert_embedder_type == "megatron":
-        needed |= dict.fromkeys(_BERT_TOKENIZER)
-    for name in needed:
+        required |= dict.fromkeys(_BERT_TOKENIZER)
+    for name in required:
         if not values[name]:
             yield f"{known[name].names[0]} is required: give it a value"
     sequence, chunk = options.gpt.retro_gpt_seq_length, options.gpt.retro_gpt_chunk_length

@@ -119,10 +119,10 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if min(tensor, context) > 0 and keys % (tensor * context):
-        over = f"--context-parallel-size {context}" if context > 1 else ""
-        over = " x ".join(filter(None, (f"--tensor-model-parallel-size {tensor}", over)))
+        ranks = f"--tensor-model-parallel-size {tensor}"
+        ranks += f" x --context-parallel-size {context}" * (context > 1)
         yield (
-            f"--linear-num-key-heads {keys} is not divisible by {over}, over which the heads of "
+            f"--linear-num-key-heads {keys} is not divisible by {ranks}, over which the heads of "
             f"gated delta nets are split: use a multiple of {tensor * context}, or fewer processes"
         )
 

@@ -86,8 +86,8 @@ def _divisor(config: RunOptions) -> tuple[int, str]:
         needs[f"--sequence-parallel with --tensor-model-parallel-size {tensor}"] = tensor * context
     if config.precision.fp8_format is not None:
         rows = MULTIPLE * context
-        least = rows // gcd(rows, config.training.micro_batch_size or 1)
-        needs[f"--fp8-format {config.precision.fp8_format}"] = least
+        divisor = rows // gcd(rows, config.training.micro_batch_size or 1)
+        needs[f"--fp8-format {config.precision.fp8_format}"] = divisor
     return lcm(*needs.values()), " and ".join(needs)
 
 

@@ -43,20 +43,23 @@ def sources(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the choice of corpora."""
     data, given = config.data, _given(config.data)
     whole = [_flag_source(data, field) for field in given if field == "data_path"]
-    own = list(dict.fromkeys(_flag_source(data, field) for field in given if field != "data_path"))
+    per_split = list(
+        dict.fromkeys(_flag_source(data, field) for field in given if field != "data_path")
+    )
     # Retro reads the corpus of its working folder, which another rule requires.
-    if not whole and not own and not data.mock_data and config.model.architecture != "retro":
+    if not whole and not per_split and not data.mock_data and config.model.architecture != "retro":
         yield "no corpus: give --data-path PREFIX, or --mock-data to train on generated tokens"
-    if (whole or own) and data.mock_data:
-        yield f"--mock-data and {', '.join([*whole, *own])} cannot be combined: use one of them"
-    if whole and own:
+    if (whole or per_split) and data.mock_data:
+        flags = ", ".join([*whole, *per_split])
+        yield f"--mock-data and {flags} cannot be combined: use one of them"
+    if whole and per_split:
         yield (
-            f"{whole[0]} is split by --split and cannot be combined with {', '.join(own)}: use one "
-            "kind of path"
+            f"{whole[0]} is split by --split and cannot be combined with {', '.join(per_split)}: "
+            "use one kind of path"
         )
-    if own and "train_data_path" not in given and not config.training.skip_train:
+    if per_split and "train_data_path" not in given and not config.training.skip_train:
         without = "'train'" if data.per_split_data_args_path else "--train-data-path"
-        yield f"{', '.join(own)} without {without} leaves nothing to train on: add it"
+        yield f"{', '.join(per_split)} without {without} leaves nothing to train on: add it"
 
 
 def blends(config: RunOptions, world_size: int) -> Iterator[str]:

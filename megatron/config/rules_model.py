@@ -148,14 +148,14 @@ def activation_function(config: RunOptions, world_size: int) -> Iterator[str]:
 def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with multi-token prediction."""
     depths, layout = config.model.mtp_num_layers, config.parallel.pipeline_model_parallel_layout
-    named = 0
+    predictions = 0
     if layout is not None:
         with suppress(ConfigError):  # another rule reports it
-            named = predictions_in(layout)
-    if named and named != depths:
+            predictions = predictions_in(layout)
+    if predictions and predictions != depths:
         yield (
-            f"{LAYOUT_FLAG} {layout}: names {named} layer(s) of multi-token prediction (m), and "
-            f"--mtp-num-layers is {depths or 'not given'}: name as many, or none"
+            f"{LAYOUT_FLAG} {layout}: names {predictions} layer(s) of multi-token prediction (m), "
+            f"and --mtp-num-layers is {depths or 'not given'}: name as many, or none"
         )
     if not depths:
         return
@@ -170,7 +170,7 @@ def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
 def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in the experts and their router."""
     model = config.model
-    counts, chosen = model.expert_counts, model.moe_router_topk
+    counts, topk = model.expert_counts, model.moe_router_topk
     flag = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
     if model.num_experts and not counts:
         yield f"{flag}: no layer has more than one expert: drop the flag"
@@ -186,8 +186,8 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     except ValueError as error:
         if model.num_layers or "layers" not in str(error):
             yield f"--moe-layer-freq {model.moe_layer_freq}: {error}"
-    if chosen > counts[0] > 0:
-        yield f"--moe-router-topk {chosen} is above --num-experts {counts[0]}: lower it"
+    if topk > counts[0] > 0:
+        yield f"--moe-router-topk {topk} is above --num-experts {counts[0]}: lower it"
     if model.mlp_type == "residual" and model.moe_shared_expert_intermediate_size is not None:
         yield (
             "--mlp-type residual with --moe-shared-expert-intermediate-size "
@@ -234,10 +234,10 @@ def gating(config: RunOptions, world_size: int) -> Iterator[str]:
     if not model.num_experts or model.moe_router_gating != "deepspeed":
         return
     yield from excluded(config, "--moe-router-gating deepspeed", _NOT_WITH_GATING)
-    chosen = model.moe_router_topk
-    if model.noisy_gate_policy == "RSample" and chosen != 1:
+    topk = model.moe_router_topk
+    if model.noisy_gate_policy == "RSample" and topk != 1:
         yield (
-            f"--noisy-gate-policy RSample with --moe-router-topk {chosen}: it draws a token's only "
+            f"--noisy-gate-policy RSample with --moe-router-topk {topk}: it draws a token's only "
             "expert: use --moe-router-topk 1, or drop the flag"
         )
     if model.noisy_gate_policy == "Jitter" and model.moe_input_jitter_eps is not None:
@@ -250,12 +250,12 @@ def gating(config: RunOptions, world_size: int) -> Iterator[str]:
 def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in groups of experts."""
     model = config.model
-    chosen = model.moe_router_topk
-    groups, best = model.moe_router_num_groups, model.moe_router_group_topk
-    counted = model.moe_router_group_score_topk
-    if (groups is None) != (best is None):
+    topk = model.moe_router_topk
+    groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    score_topk = model.moe_router_group_score_topk
+    if (groups is None) != (group_topk is None):
         yield "--moe-router-num-groups and --moe-router-group-topk must be combined: give both"
-    if groups is None or best is None or min(groups, best, *model.expert_counts) < 1:
+    if groups is None or group_topk is None or min(groups, group_topk, *model.expert_counts) < 1:
         return  # `bounds` reports the last case
     for count in model.expert_counts:
         if count % groups:
@@ -263,28 +263,28 @@ def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"--num-experts {count} is not divisible by --moe-router-num-groups {groups}: "
                 f"use {divisors(count)}"
             )
-        elif best > groups:
+        elif group_topk > groups:
             yield (
-                f"--moe-router-group-topk {best} is above --moe-router-num-groups {groups}: "
+                f"--moe-router-group-topk {group_topk} is above --moe-router-num-groups {groups}: "
                 "lower it"
             )
-        elif counted is not None:
+        elif score_topk is not None:
             maximum = count // groups
-            if counted > maximum:
+            if score_topk > maximum:
                 yield (
-                    f"--moe-router-group-score-topk {counted} is above the {maximum} experts of a "
-                    "group: lower it"
+                    f"--moe-router-group-score-topk {score_topk} is above the {maximum} experts of "
+                    "a group: lower it"
                 )
-            if chosen > best * maximum:
+            if topk > group_topk * maximum:
                 yield (
-                    f"--moe-router-topk {chosen} is above the {best * maximum} experts of "
-                    f"--moe-router-group-topk {best} groups: lower it"
+                    f"--moe-router-topk {topk} is above the {group_topk * maximum} experts of "
+                    f"--moe-router-group-topk {group_topk} groups: lower it"
                 )
-        elif chosen % best or chosen // best > count // groups:
+        elif topk % group_topk or topk // group_topk > count // groups:
             yield (
-                f"--moe-router-topk {chosen}: each of the --moe-router-group-topk {best} groups of "
-                f"{count // groups} experts contributes the same number: use a multiple of {best} "
-                f"up to {best * (count // groups)}"
+                f"--moe-router-topk {topk}: each of the --moe-router-group-topk {group_topk} "
+                f"groups of {count // groups} experts contributes the same number: use a multiple "
+                f"of {group_topk} up to {group_topk * (count // groups)}"
             )
 
 
@@ -495,10 +495,10 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
     yield from _attention_sizes(model, heads, split)
     if model.experimental_attention_variant is not None:
         keys = model.linear_num_key_heads * model.linear_key_head_dim
-        served = model.linear_num_value_heads
-        values = served * model.linear_value_head_dim
+        value_heads = model.linear_num_value_heads
+        values = value_heads * model.linear_value_head_dim
         yield "--linear-num-value-heads x --linear-value-head-dim", values, split
-        projected = 2 * (keys + values + served)
+        projected = 2 * (keys + values + value_heads)
         yield "the input projection of gated delta nets, with width", projected, split
     yield "--micro-batch-size x --seq-length", micro_batch * (data.seq_length or 0), max(1, context)
     decoder_tokens = micro_batch * (data.decoder_seq_length or 0)

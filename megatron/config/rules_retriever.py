@@ -42,12 +42,12 @@ def titles(config: RunOptions, world_size: int) -> Iterator[str]:
     data = config.data
     if config.model.architecture != "ict" or data.mock_data:
         return
-    own = {
+    split_paths = {
         "--train-data-path": data.train_data_path,
         "--valid-data-path": data.valid_data_path,
         "--test-data-path": data.test_data_path,
     }
-    if given := [name for name, paths in own.items() if paths]:
+    if given := [name for name, paths in split_paths.items() if paths]:
         yield (
             f"{', '.join(given)}: --titles-data-path names the titles of one dataset: give "
             "--data-path, and divide it with --split"

@@ -265,8 +265,8 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"--lr-warmup-{unit} {warmup} and --lr-warmup-fraction {fraction:g} cannot be "
                 "combined: use one of them"
             )
-        whole = getattr(training, f"train_{unit}")
-        end = decay if decay is not None else whole
+        run_length = getattr(training, f"train_{unit}")
+        end = decay if decay is not None else run_length
         if not end or training.skip_train:
             continue
         source = f"--lr-decay-{unit} {end}" if decay is not None else f"--train-{unit} {end}"
@@ -274,16 +274,19 @@ def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
         if warmup > 0 and warmup >= end:
             yield f"--lr-warmup-{unit} {warmup} must be less than {source}: lower it"
         elif final_decay is not None and schedule.lr_decay_style == "WSD":
-            flag, first = f"--lr-wsd-decay-{unit} {final_decay}", f"--lr-warmup-{unit} {warmup}"
+            flag = f"--lr-wsd-decay-{unit} {final_decay}"
+            warmup_text = f"--lr-warmup-{unit} {warmup}"
             total: float = warmup
             if fraction is not None and 0 <= fraction < 1:
                 total = round(fraction * end, 6)  # rounded, so that 0.07 x 100 is not more than 7
-                first = f"--lr-warmup-fraction {fraction:g} ({total:.10g} {unit})"
+                warmup_text = f"--lr-warmup-fraction {fraction:g} ({total:.10g} {unit})"
             if final_decay > end:
                 yield f"{flag} must be at most {source}: lower it"
             elif total + final_decay > end:
-                both = f"{first} and {flag}"
-                yield f"{both} overlap: lower one of them, so that both fit into {source}"
+                yield (
+                    f"{warmup_text} and {flag} overlap: lower one of them, so that both fit into "
+                    f"{source}"
+                )
 
 
 def weight_decay(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -303,13 +303,13 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
             "that, or drop the flag"
         )
     counts = []
-    for name, layers, over in (("encoder", encoder, split), ("decoder", decoder, stages - split)):
-        if layers % over:
+    for name, layers, count in (("encoder", encoder, split), ("decoder", decoder, stages - split)):
+        if layers % count:
             raise ConfigError(
-                f"{flag} leaves {over} stage(s) for the {layers} {name} layers, which do not "
+                f"{flag} leaves {count} stage(s) for the {layers} {name} layers, which do not "
                 "divide evenly over them: choose another rank, or drop the flag"
             )
-        counts += [layers // over] * over
+        counts += [layers // count] * count
     return counts
 
 
@@ -397,8 +397,8 @@ def _expand(text: str) -> list[str]:
         elif symbol:
             items.append(symbol)
         elif token["other"]:
-            rest = text[token.start() :]
-            problem = f"cannot read {rest!r}: use E, t, m, L, |, parentheses and *N"
+            unread = text[token.start() :]
+            problem = f"cannot read {unread!r}: use E, t, m, L, |, parentheses and *N"
         elif not items:
             problem = f"*{count} repeats nothing"
         elif len(items[-1]) * count > MAX_LAYERS:

@@ -205,30 +205,34 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
     """Return the times of a layer without recomputation, for the lengths in `setting.batch`."""
     machine, batch = setting.machine, setting.batch
     forward, inputs, weights = Seconds(), Seconds(), Seconds()
-    for part in layer.sublayers:
-        product = _products(part, setting, setting.fp8)
-        attention = _attention(part, setting)
-        forward_exchange, backward_exchange, weight_exchange = _exchange(part, setting, attention)
-        moved = _casts(part, setting, 1) + _copies(part, setting, *_FORWARD_COPIES)
+    for sublayer in layer.sublayers:
+        product = _products(sublayer, setting, setting.fp8)
+        attention = _attention(sublayer, setting)
+        forward_exchange, backward_exchange, weight_exchange = _exchange(
+            sublayer, setting, attention
+        )
+        moved = _casts(sublayer, setting, 1) + _copies(sublayer, setting, *_FORWARD_COPIES)
         forward = forward.plus(
             Seconds(product, _FORWARD_ATTENTION * attention, moved, forward_exchange)
         )
-        moved = _casts(part, setting, 0) + _copies(part, setting, *_BACKWARD_COPIES)
+        moved = _casts(sublayer, setting, 0) + _copies(sublayer, setting, *_BACKWARD_COPIES)
         inputs = inputs.plus(
             Seconds(product, (1 - _FORWARD_ATTENTION) * attention, moved, backward_exchange)
         )
         split = WeightSplit(
             tensor=batch.tensor, expert=setting.expert, expert_tensor=batch.expert_tensor
         )
-        parameters = sum(outputs * inner for outputs, inner in class_of(part).matrices(part, split))
+        parameters = sum(
+            outputs * inner for outputs, inner in class_of(sublayer).matrices(sublayer, split)
+        )
         unpacking = Seconds(memory=_UNPACKED[setting.frozen] * parameters / machine.copy)
         forward, inputs = forward.plus(unpacking), inputs.plus(unpacking)
-        is_mixture = isinstance(part, MixturePlan)  # its weight gradients stay in 16 bits
+        is_mixture = isinstance(sublayer, MixturePlan)  # its weight gradients stay in 16 bits
         added = (_EXPERT_ACCUMULATED if is_mixture else _ACCUMULATED) * parameters / machine.copy
-        product = _products(part, setting, setting.fp8_weights and not is_mixture)
+        product = _products(sublayer, setting, setting.fp8_weights and not is_mixture)
         weights = weights.plus(Seconds(product, memory=added, exchange=weight_exchange))
     activation_time = Block.activation_bytes(layer, batch) / machine.copy
-    mixtures = sum(isinstance(part, MixturePlan) for part in layer.sublayers)
+    mixtures = sum(isinstance(sublayer, MixturePlan) for sublayer in layer.sublayers)
     kernels = (_KERNELS * len(layer.sublayers) + _MIXTURE_KERNELS * mixtures) * machine.kernel
     if layer.dropout > 0:
         updates = len(layer.sublayers) * batch.width * batch.tokens * layer.hidden
@@ -236,71 +240,71 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
     forward = forward.plus(Seconds(memory=_FORWARD_PASSES * activation_time + kernels))
     inputs = inputs.plus(Seconds(memory=_BACKWARD_PASSES * activation_time + kernels))
     launches = _DROPOUT_LAUNCHES * len(layer.sublayers) * (layer.dropout > 0)
-    launches += sum(_launches(part, setting) for part in layer.sublayers)
+    launches += sum(_launches(sublayer, setting) for sublayer in layer.sublayers)
     return PassTimes(forward, inputs, weights, launches * machine.launch * (not setting.graphs))
 
 
-def _launches(part: SublayerPlan, setting: Setting) -> int:
+def _launches(sublayer: SublayerPlan, setting: Setting) -> int:
     """Return the number of kernel launches of a sublayer without dropout."""
-    is_mixture = isinstance(part, MixturePlan)
+    is_mixture = isinstance(sublayer, MixturePlan)
     exchanges = (setting.batch.tensor > 1) + (is_mixture and setting.expert > 1)
-    exchanges += setting.batch.context > 1 and isinstance(part, AttentionPlan | RecurrentPlan)
+    exchanges += setting.batch.context > 1 and isinstance(sublayer, AttentionPlan | RecurrentPlan)
     scan = 0
-    if isinstance(part, RecurrentPlan):
-        chunks = -(-setting.batch.length // part.chunk)
+    if isinstance(sublayer, RecurrentPlan):
+        chunks = -(-setting.batch.length // sublayer.chunk)
         scan = _SCAN_LAUNCHES + _CHUNK_LAUNCHES * chunks
     return (
         _LAUNCHES
         + scan
-        + _BIAS_LAUNCHES * part.bias
+        + _BIAS_LAUNCHES * sublayer.bias
         + _MIXTURE_LAUNCHES * is_mixture
         + _EXCHANGE_LAUNCHES * exchanges
         + _GATHER_LAUNCHES * setting.gathers
     )
 
 
-def _products(part: SublayerPlan, setting: Setting, fp8: bool) -> float:
+def _products(sublayer: SublayerPlan, setting: Setting, fp8: bool) -> float:
     """Return the time of a sublayer's matrix products in one of its three passes."""
     machine, batch = setting.machine, setting.batch
-    work = class_of(part).flops(part, batch.length, batch.encoder_length).products / 3
+    work = class_of(sublayer).flops(sublayer, batch.length, batch.encoder_length).products / 3
     rate, start = machine.products, _PRODUCT_START
     if fp8:
         rate = machine.products_fp8 or machine.products
-    if isinstance(part, MixturePlan):
+    if isinstance(sublayer, MixturePlan):
         rate *= machine.grouped / machine.products
         start = machine.kernel
     rate *= 1 - _RECEIVING * setting.receives
-    matrices = class_of(part).matrices(part, WeightSplit())
+    matrices = class_of(sublayer).matrices(sublayer, WeightSplit())
     share = batch.sequences / (batch.tensor * batch.context)
     return work * share / rate + len(matrices) * start
 
 
-def _attention(part: SublayerPlan, setting: Setting) -> float:
+def _attention(sublayer: SublayerPlan, setting: Setting) -> float:
     """Return the time of a sublayer's attention or recurrence, forward and backward."""
-    if not isinstance(part, AttentionPlan | RecurrentPlan):
+    if not isinstance(sublayer, AttentionPlan | RecurrentPlan):
         return 0.0
     machine, batch = setting.machine, setting.batch
-    scores = class_of(part).flops(part, batch.length, batch.encoder_length).scores
-    if isinstance(part, RecurrentPlan):
+    scores = class_of(sublayer).flops(sublayer, batch.length, batch.encoder_length).scores
+    if isinstance(sublayer, RecurrentPlan):
         ranks = batch.tensor * batch.context
         return scores * batch.sequences / ranks / (_SCAN_RATE * machine.products)
     is_flash = setting.flash or (batch.context > 1 and setting.ring)
     rate = machine.attention * (machine.ring if is_flash else 1.0)
     small = _SMALL_FLASH_HEADS if is_flash else _SMALL_HEADS
-    rate *= 1 - (1 - small) * min(1.0, max(0.0, (128 - part.head_size) / 64))
+    rate *= 1 - (1 - small) * min(1.0, max(0.0, (128 - sublayer.head_size) / 64))
     rate *= 1 - _RECEIVING * setting.receives
-    if part.dropout > 0:
+    if sublayer.dropout > 0:
         rate *= _ATTENTION_DROPOUT
-    length = batch.encoder_length if part.kind == "cross_attention" else batch.length
-    rate /= 1 + (_CAUSAL_HALF if part.causal else _SQUARE_HALF) / length
+    length = batch.encoder_length if sublayer.kind == "cross_attention" else batch.length
+    rate /= 1 + (_CAUSAL_HALF if sublayer.causal else _SQUARE_HALF) / length
     return scores * batch.sequences / (batch.tensor * batch.context) / rate
 
 
-def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
+def _casts(sublayer: SublayerPlan, setting: Setting, side: int) -> float:
     """Return the time to cast the inputs of products, or the gradients of their outputs, to 8 bits.
 
     Args:
-        part: The sublayer.
+        sublayer: The sublayer.
         setting: Its setting.
         side: The dimension of the weights that the tensors match: 1 for the inputs, 0 for the
             gradients of the outputs.
@@ -309,18 +313,20 @@ def _casts(part: SublayerPlan, setting: Setting, side: int) -> float:
         return 0.0
     batch = setting.batch
     rows = batch.tokens
-    if isinstance(part, MixturePlan):
-        rows = batch.expert_tokens * part.router.chosen
-        part = part.expert
-    width = sum(shape[side] for shape in class_of(part).matrices(part, WeightSplit()))
+    if isinstance(sublayer, MixturePlan):
+        rows = batch.expert_tokens * sublayer.router.chosen
+        sublayer = sublayer.expert
+    width = sum(shape[side] for shape in class_of(sublayer).matrices(sublayer, WeightSplit()))
     return FP8_CAST * rows * width / batch.tensor / setting.machine.copy
 
 
-def _copies(part: SublayerPlan, setting: Setting, inputs: int, results: int, kernels: int) -> float:
+def _copies(
+    sublayer: SublayerPlan, setting: Setting, inputs: int, results: int, kernels: int
+) -> float:
     """Return the time of the copies that all-to-all makes around attention, in one direction.
 
     Args:
-        part: The sublayer.
+        sublayer: The sublayer.
         setting: Its setting.
         inputs: The number of times that queries, keys and values are copied.
         results: The number of times that results are copied.
@@ -328,21 +334,23 @@ def _copies(part: SublayerPlan, setting: Setting, inputs: int, results: int, ker
             context-parallel process.
     """
     batch, machine = setting.batch, setting.machine
-    if batch.context == 1 or setting.ring or not isinstance(part, AttentionPlan):
+    if batch.context == 1 or setting.ring or not isinstance(sublayer, AttentionPlan):
         return 0.0
-    heads = inputs * (part.heads + 2 * part.kv_heads) + results * part.heads
-    copied = batch.width * batch.tokens * part.head_size * heads / batch.tensor
+    heads = inputs * (sublayer.heads + 2 * sublayer.kv_heads) + results * sublayer.heads
+    copied = batch.width * batch.tokens * sublayer.head_size * heads / batch.tensor
     return 2 * copied / machine.copy + (kernels + batch.context) * machine.kernel
 
 
-def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[float, float, float]:
+def _exchange(
+    sublayer: SublayerPlan, setting: Setting, attention: float
+) -> tuple[float, float, float]:
     """Return the exposed message times of the forward, input-gradient and weight-gradient passes.
 
     `attention` is the time of the sublayer's attention, with which ring messages overlap.
     """
     batch, forward, inputs, weights = setting.batch, 0.0, 0.0, 0.0
     if batch.tensor > 1:
-        message = _message(batch, part.hidden, setting.tensor_link)
+        message = _message(batch, sublayer.hidden, setting.tensor_link)
         exposed = _OVERLAPPED if setting.overlaps else 1.0
         forward += 2 * exposed * message
         if batch.sequence > 1:
@@ -352,11 +360,11 @@ def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[f
             weights += _OVERLAPPED * message
         else:
             weights += 2 * _OVERLAPPED * message
-    if batch.context > 1 and isinstance(part, AttentionPlan):
-        link, head_bytes = setting.context_link, batch.width * batch.tokens * part.head_size
+    if batch.context > 1 and isinstance(sublayer, AttentionPlan):
+        link, head_bytes = setting.context_link, batch.width * batch.tokens * sublayer.head_size
         head_bytes //= batch.tensor
         if setting.ring:
-            sent = 2 * part.kv_heads * head_bytes * (batch.context - 1) / link.bandwidth
+            sent = 2 * sublayer.kv_heads * head_bytes * (batch.context - 1) / link.bandwidth
             sent += link.latency * (batch.context - 1)
             for factor, share in ((1, _FORWARD_ATTENTION), (3, 1 - _FORWARD_ATTENTION)):
                 remaining = max(factor * sent - share * attention, _OVERLAPPED * factor * sent)
@@ -364,19 +372,19 @@ def _exchange(part: SublayerPlan, setting: Setting, attention: float) -> tuple[f
                     (forward + remaining, inputs) if factor == 1 else (forward, inputs + remaining)
                 )
         else:
-            sent = 2 * (part.heads + part.kv_heads) * head_bytes * (1 - 1 / batch.context)
+            sent = 2 * (sublayer.heads + sublayer.kv_heads) * head_bytes * (1 - 1 / batch.context)
             forward += sent / link.bandwidth + 2 * link.latency
             inputs += sent / link.bandwidth + 2 * link.latency
-    if batch.context > 1 and isinstance(part, RecurrentPlan):
+    if batch.context > 1 and isinstance(sublayer, RecurrentPlan):
         # All-to-all exchanges of the recurrence's inputs and of its results.
-        link, matrices = setting.context_link, class_of(part).matrices(part, WeightSplit())
+        link, matrices = setting.context_link, class_of(sublayer).matrices(sublayer, WeightSplit())
         width = sum(outputs for outputs, _ in matrices[:-1]) + matrices[-1][1]
         sent = batch.width * batch.tokens * width / batch.tensor * (1 - 1 / batch.context)
         forward += sent / link.bandwidth + 2 * link.latency
         inputs += sent / link.bandwidth + 2 * link.latency
-    if isinstance(part, MixturePlan) and setting.expert > 1:
+    if isinstance(sublayer, MixturePlan) and setting.expert > 1:
         link, share = setting.expert_link, 1 - 1 / setting.expert
-        rows = batch.width * batch.expert_tokens * part.router.chosen * part.hidden * share
+        rows = batch.width * batch.expert_tokens * sublayer.router.chosen * sublayer.hidden * share
         forward += 2 * (rows / link.bandwidth + link.latency)
         inputs += 2 * (rows / link.bandwidth + link.latency)
     return forward, inputs, weights
@@ -399,7 +407,7 @@ def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | Non
     repeated, host = passes.forward, passes.host / 3
     if modules is not None:
         named = set(modules)
-        work = [class_of(part).flops(part, 1, 1).products for part in layer.sublayers]
+        work = [class_of(sublayer).flops(sublayer, 1, 1).products for sublayer in layer.sublayers]
         in_mlp = work[-1] / sum(work) if named & {"mlp", "moe"} else 0.0
         repeated = Seconds(
             in_mlp * repeated.products,

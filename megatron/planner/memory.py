@@ -299,7 +299,7 @@ def _weight_memory(
         expert_tensor=layout.expert_tensor.size,
     )
     width = numbers.weight_dtype.itemsize
-    half, summed = width == 2, 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
+    is_16_bit, summed = width == 2, 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
     parameters = sum(count_part_parameters(plan, part, split) for part in parts)
     outside = sum(
         count_part_parameters(plan, replace(part, layers=range(0)), split) for part in parts
@@ -311,7 +311,7 @@ def _weight_memory(
     on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
     is_shared = shares_weights(config.parallel, layout)
     # The fraction of the weights that have gradients and states.
-    form, trained = frozen_format(config.model), trained_share(config.model, plan, parts)
+    packed_format, trained = frozen_format(config.model), trained_share(config.model, plan, parts)
     updated = parameters
     if stage > 0:
         experts = sum(count_part_experts(plan, part, split) for part in parts)
@@ -320,7 +320,7 @@ def _weight_memory(
     if config.optimizer.averages_weights:
         is_ema = config.optimizer.ema_decay is not None
         state_bytes += 4 * (1 if is_ema else config.optimizer.lawa_window)
-    if on_host or (half and not is_shared):
+    if on_host or (is_16_bit and not is_shared):
         state_bytes += STATE_BYTES[config.optimizer.state_format("master")]
     states = math.ceil(state_bytes * math.ceil(trained * updated))
     if is_shared:
@@ -331,18 +331,20 @@ def _weight_memory(
         gathered = width * (outside + 3 * layer - experts)
         reduced = width * outside + (width + summed) * layer
         weights, summed = 4 * updated + gathered, 4
-        if form is not None:
+        if packed_format is not None:
             # Codes and scales are kept and gathered. Products read one whole matrix at a time.
-            own = updated - (parameters - matrices) // layout.replica.size
+            shard = updated - (parameters - matrices) // layout.replica.size
             in_layers = (3 * layer - experts) * matrices // (parameters - outside)
-            packed = bytes_of(own, form, width) + bytes_of(in_layers, form, width)
-            weights += packed + width * (largest_layer_matrix(plan, split) - in_layers) - 4 * own
+            packed = bytes_of(shard, packed_format, width) + bytes_of(
+                in_layers, packed_format, width
+            )
+            weights += packed + width * (largest_layer_matrix(plan, split) - in_layers) - 4 * shard
         gradients = math.ceil(trained * (4 * updated + reduced))
     else:
         weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
-        if form is not None:  # products read one matrix at a time in their own format
+        if packed_format is not None:  # products read one matrix at a time in their own format
             largest = largest_layer_matrix(plan, split)
-            weights += bytes_of(matrices, form, width) + width * (largest - matrices)
+            weights += bytes_of(matrices, packed_format, width) + width * (largest - matrices)
         gradients = summed * math.ceil(trained * parameters)
         if stage == 2 and layout.replica.size > 1:
             in_transit = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))

@@ -347,11 +347,11 @@ def _update(
         gathered = 1
     trained = trained_share(config.model, plan, plan_model(config.model, parallel))
     summed *= trained
-    form = frozen_format(config.model)
+    packed_format = frozen_format(config.model)
     if stage < 3:  # stage 3 also gathers frozen weights
         gathered *= trained
-    elif form is not None:
-        gathered = bytes_of(BLOCK, form, width) / BLOCK
+    elif packed_format is not None:
+        gathered = bytes_of(BLOCK, packed_format, width) / BLOCK
     messages, updated, cast, launches = 0.0, 0.0, 0, 0.0
     backward = passes.inputs.total + passes.weights.total
     for parameters, size, stride in layout.weights(config, plan):

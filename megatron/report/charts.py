@@ -92,19 +92,19 @@ def make_charts(histories: Sequence[History]) -> tuple[list[dict[str, Any]], dic
     """
     tags = list(dict.fromkeys(tag for history in histories for tag in history.curves))
     tags = [tag for tag in tags if tag not in _HIDDEN]
-    found = {tag: [history.curves.get(tag) for history in histories] for tag in tags}
+    curves_by_tag = {tag: [history.curves.get(tag) for history in histories] for tag in tags}
     constants = {
         tag: curves[0].values[0]
-        for tag, curves in found.items()
+        for tag, curves in curves_by_tag.items()
         if tag in _SETTINGS
         and curves[0] is not None
         and math.isfinite(curves[0].values[0])
         and len({value for curve in curves if curve for value in curve.values}) == 1
     }
-    count = sum(curve is not None for curves in found.values() for curve in curves)
+    count = sum(curve is not None for curves in curves_by_tag.values() for curve in curves)
     bins = min(_BINS[1], max(_BINS[0], _POINTS // (3 * max(1, count))))
     charts: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for tag, curves in found.items():
+    for tag, curves in curves_by_tag.items():
         for index, curve in enumerate(curves):
             if curve is not None and tag not in constants:
                 reduced = {"run": index, "tag": tag, **reduce_curve(curve, bins)}
