@@ -384,7 +384,7 @@ class GroupedProduct:
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the gradient of the weights to `into`, or add it. This waits for the device.
+        """Compute the gradient of the weights. This waits for the device.
 
         Args:
             grad: The gradient of the outputs, [n, out].
@@ -424,7 +424,7 @@ class LibraryGroupedProduct(GroupedProduct):
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the gradient of the weights to `into` [experts, out, in], or add it."""
+        """Write the weight gradient to `into` [experts, out, in], or add it if `accumulate`."""
         value = torch._grouped_mm(grad.t(), rows, offs=ends)
         if self._library is not None and into.dtype == torch.float32 and into.is_contiguous():
             take_gradient(self._library, value, into, accumulate)
@@ -468,7 +468,7 @@ class Fp8GroupedProduct(GroupedProduct):
     def weight_gradient(
         self, grad: Tensor, rows: Tensor, ends: Tensor, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the gradient of the weights, computed in 16 bits, to `into`, or add it."""
+        """Write the weight gradient, computed in 16 bits, to `into`, or add it if `accumulate`."""
         self._in_16_bits.weight_gradient(grad, rows, ends, into, accumulate=accumulate)
 
     def forget(self) -> None:
@@ -522,7 +522,7 @@ def choose_grouped_product(
 
 @operator("into")
 def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulate: bool) -> None:
-    """Write a gradient to fp32 memory, or add it, twice as fast as PyTorch's copy.
+    """Write a gradient to fp32 memory, or add it to the memory, twice as fast as PyTorch's copy.
 
     Args:
         library: Compiled kernels.
@@ -546,7 +546,7 @@ def _non_empty(ends: Tensor) -> list[tuple[int, slice]]:
 
 
 def _product_per_expert(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows [n, a] by its matrix of [experts, a, b]; waits for the device."""
+    """Multiply the rows [n, a] of each expert by its matrix [a, b]. This waits for the device."""
     out = x.new_zeros(len(x), matrices.shape[2])
     for expert, rows in _non_empty(ends):
         torch.mm(x[rows], matrices[expert], out=out[rows])

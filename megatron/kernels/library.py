@@ -379,7 +379,8 @@ class Operator:
                 of the arguments.
             keep: A function of ctx, inputs and output. It saves in ctx what `backward` needs.
             forward: A function of ctx and the inputs that runs instead of the function and `keep`
-                outside tracing. Its results may be views of arguments. `None` for none.
+                outside tracing, and whose results may be views of arguments; `None` runs the
+                function and `keep`.
         """
         torch.library.register_autograd(self.name, backward, setup_context=keep, lib=_REGISTRY)
 

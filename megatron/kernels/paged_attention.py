@@ -74,14 +74,14 @@ class _PagedAttention(NamedTuple):
         if name == "float":
             source, vectors = "paged_attention_fp32.cu", divide_up(self.head_size, 4)
             if self.head_size % 4 or not 1 <= vectors <= WARP:
-                raise PlanError(f"heads of {self.head_size} channels in fp32")
+                raise PlanError(f"heads of {self.head_size} channels in fp32 are not supported")
             lanes, threads = 16 if vectors <= 16 else 32, constant(source, "kThreads")
             heads = self.per_group if self.per_group <= 2 else constant(source, "kMostHeads")
             kernel = instance("paged_attention_fp32_kernel", lanes, heads)
             shared = threads // lanes * heads * (self.head_size + 2) * 4
         else:
             if self.head_size % 8 or not 8 <= self.head_size <= 256:
-                raise PlanError(f"heads of {self.head_size} channels in 16 bits")
+                raise PlanError(f"heads of {self.head_size} channels in 16 bits are not supported")
             source = "paged_attention.cu"
             heads, warps = constant(source, "kHeads"), constant(source, "kWarps")
             threads = warps * WARP

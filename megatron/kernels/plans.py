@@ -115,7 +115,9 @@ def stream_types(x_dtype: int, w_dtype: int) -> tuple[str, str]:
         PlanError: The type of the stream is neither that of the weights nor fp32.
     """
     if x_dtype not in {w_dtype, 0}:
-        raise PlanError(f"a stream of type {x_dtype} with weights of type {w_dtype}")
+        raise PlanError(
+            f"a stream with dtype code {x_dtype} is not supported with weights of code {w_dtype}"
+        )
     return FLOATS[x_dtype], FLOATS[w_dtype]
 
 
@@ -166,7 +168,7 @@ def row_shape(columns: int, weights: str, min_elements: int) -> RowShape:
         if min_elements <= elements <= max_elements and fits and columns > 0:
             threads = divide_up(divide_up(columns, elements), WARP) * WARP
             return RowShape(elements, threads, 4 if threads == WARP else 1)
-    raise PlanError(f"rows of {columns} elements of type {weights}")
+    raise PlanError(f"rows of {columns} elements of type {weights} are not supported")
 
 
 @dataclass(frozen=True)

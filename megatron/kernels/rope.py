@@ -77,7 +77,7 @@ class _SplitRotate(NamedTuple):
         max_threads = constant("rope.cu", "kMostThreads")
         pairs = self.head_size // (2 * vector_size(name))
         if not 1 <= pairs <= max_threads:
-            raise PlanError(f"heads of {self.head_size} channels of type {name}")
+            raise PlanError(f"heads of {self.head_size} channels of type {name} are not supported")
         rows = self.positions * self.batch
         heads = self.groups * (self.per_group + self.key_value_heads)
         shares = divide_up(heads, constant("rope.cu", "kHeadsAtOnce"))

@@ -40,7 +40,7 @@ class _EmbeddingGradient(NamedTuple):
         if self.row_count == 0 or self.table_rows == 0:
             return []
         if (self.row_count | self.table_rows) >> 30:
-            raise PlanError(f"{self.row_count} rows for {self.table_rows} entries")
+            raise PlanError(f"{self.row_count} rows or {self.table_rows} entries are too many")
         source, name = "embedding_gradient.cu", FLOATS[self.dtype]
         bits, threads = constant(source, "kBits"), constant(source, "kThreads")
         sorters = 1 << bits

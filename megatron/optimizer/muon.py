@@ -316,7 +316,7 @@ class _Orthogonalization:
     """
 
     def __init__(self, rule: Muon, shards: Sequence[MatrixShard]) -> None:
-        """Sort the matrices of all parameters by shape."""
+        """Group the matrices of all parameters by shape."""
         self._rule, self._shards = rule, shards
         self._gathers = [rule.tensor_mode == "duplicated" and shard.is_split for shard in shards]
         self._batches: dict[_Kind, list[tuple[int, Callable[[Tensor], Tensor]]]] = {}

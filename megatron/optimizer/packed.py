@@ -234,7 +234,7 @@ def packed_adam(
     first: Sequence[State],
     second: Sequence[State],
 ) -> Callable[[AdamNumbers], None]:
-    """Return a function that runs Adam, in plain PyTorch, on tensors of which some are packed.
+    """Return a function that runs Adam, in plain PyTorch, on tensors that may be packed.
 
     Args:
         weights: The weights.

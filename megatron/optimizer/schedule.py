@@ -382,7 +382,7 @@ class Schedules:
         return Schedules(rate, trunk.weight_decay, _decoupled(rate, *decoupled_rates))
 
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
-        """Return these schedules with their values replaced by those that were saved."""
+        """Return these schedules with their values replaced by the saved values."""
         changes: dict[str, dict[str, Any]] = {
             # Switches that were not saved are off.
             "learning_rate": {_FIELDS[key][1]: False for key in _SWITCHES} | {"log_update": None},

@@ -56,7 +56,12 @@ class Exchange(Protocol):
     axis: Axis
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of this many elements can be sent, the same on all ranks."""
+        """Return whether messages of this size can be sent. The result is the same on all ranks.
+
+        Args:
+            elements: The number of elements of a message.
+            dtype: The data type of a message.
+        """
 
     def open(self, rows: Tensor) -> Use:
         """Begin a use whose messages have the shape and dtype of `rows`."""

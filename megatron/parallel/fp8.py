@@ -403,7 +403,10 @@ class Fp8Products(Products):
     def weight_gradient(
         self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write grad^T x to `into` [out, in], or add it; in 16 bits if the input was saved."""
+        """Write grad^T x to `into` [out, in], or add it if `accumulate`.
+
+        The product is computed in 16 bits if the input was saved, otherwise in 8 bits.
+        """
         if x is not None:
             weight_gradient(grad[0], x, into, accumulate=accumulate)
             return

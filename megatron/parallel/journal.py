@@ -86,8 +86,7 @@ class Journal:
     Attributes:
         iteration: The current update, counted from 1; 0 before the first.
         waits_for: The communication that the process is waiting for.
-        started: The number of communications started so far, keyed by the participating global
-            ranks.
+        started: The number of collectives started so far, by the global ranks that take part.
         clock: A clock to which waits are reported, if they are timed.
     """
 

@@ -211,7 +211,7 @@ class InFp32(Products):
     def weight_gradient(
         self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write the weight's gradient grad^T x, multiplied in fp32, to `into`, or add it."""
+        """Write grad^T x, multiplied in fp32, to `into` [out, in], or add it if `accumulate`."""
         assert x is not None
         value = grad[0].t() @ x.flatten(0, -2).float()
         into.copy_(into + value if accumulate else value)

@@ -178,7 +178,7 @@ class PackedWeight(torch.Tensor):
             # The result would not share this weight's memory, so writes to it would be lost.
             if func in _REFUSED or func._schema.is_mutable:  # type: ignore[attr-defined]
                 raise NotImplementedError(
-                    f"{func} is not supported for a packed weight: copy all of it"
+                    f"{func} is not supported for a packed weight: copy the whole weight"
                 )
         args, kwargs = tree_map(_values, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -254,7 +254,7 @@ def _slice(
     unit = BLOCK if weight.dim() == 1 else 1  # slices of a vector start and end between blocks
     if dim != 0 or step != 1 or first % unit or last % unit:
         raise NotImplementedError(
-            "only whole rows can be sliced from a packed weight: copy all of it"
+            "only whole rows can be sliced from a packed weight: copy the whole weight"
         )
     first, last = first // unit, last // unit
     length = _block_bytes(weight) if unit > 1 else 1

@@ -68,7 +68,7 @@ class SymmetricExchange:
         self.side = torch.Stream(device, priority=-1)
 
     def fits(self, elements: int, dtype: torch.dtype) -> bool:
-        """Return whether messages of this many elements can be sent, the same on all ranks."""
+        """Return whether messages of this size fit. The result is the same on all ranks."""
         return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
 
     def open(self, rows: Tensor) -> Use:

@@ -77,7 +77,7 @@ def test_what_would_be_lost_is_refused():
         lambda: weight.add_(1),
         lambda: weight.index_put_((torch.tensor([1]),), torch.zeros(128)),
     ):
-        with pytest.raises(NotImplementedError, match="packed weight.*: copy all of it"):
+        with pytest.raises(NotImplementedError, match="packed weight.*: copy the whole weight"):
             change()
     with pytest.raises(ValueError, match="rows of 96 elements cannot be cut into blocks of 64"):
         PackedWeight.empty((4, 96), "nf4", dtype=torch.float32, device=CPU)

@@ -1,4 +1,4 @@
-"""Checks of pipeline schedules: complete, in order, free of deadlocks, within memory bounds."""
+"""Checks that a pipeline schedule is complete, in order, free of deadlocks and within memory."""
 
 from __future__ import annotations
 

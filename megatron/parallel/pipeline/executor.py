@@ -1,8 +1,8 @@
 """Execution of a stage's operations under any schedule.
 
 Autograd runs the backward pass of each model part separately. A part's input is a leaf of its
-graph, whose gradient goes to the previous stage. Of a part's output, only the graph node is kept.
-The output's values are freed once they have been sent, unless the graph itself has saved them.
+graph, whose gradient goes to the previous stage. Only the graph node of a part's output is kept.
+The values of the output are freed once they have been sent, unless the graph has saved them.
 """
 
 from __future__ import annotations

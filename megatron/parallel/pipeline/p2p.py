@@ -178,11 +178,11 @@ def connect(layout: Layout, *, ring: bool, device: torch.device) -> dict[EdgeKey
 
 
 def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
-    """Create this pipeline's process groups for activations or gradients, by class of edge.
+    """Create this pipeline's process groups for activations or gradients.
 
-    Adjacent edges have different groups, so in each group a stage communicates with at most one
-    neighbor and in one direction. Every process creates the groups of all pipelines in the same
-    order.
+    Even edges, odd edges, and the edge from the last stage to the first ("wrap") have different
+    groups, so in each group a stage communicates with at most one neighbor and in one direction.
+    Every process creates the groups of all pipelines in the same order.
     """
     pipelines = layout.world.size // layout.pipeline.size
     own_groups: dict[str, dist.ProcessGroup] = {}
