@@ -98,7 +98,7 @@ def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
 
 
 def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
-    """Return whether a saved setting means the same as the model's."""
+    """Return whether a saved setting has the same meaning as the run's."""
     value = getattr(model, name)
     if name == "num_experts":
         saved = from_yaml(field_at(f"model.{name}"), saved)  # a single number in older checkpoints

@@ -126,7 +126,7 @@ def _slices(
             raise CheckpointError(f"{file.zip.path}: its groups contradict each other")
     states = _states_of(file, base, len(masters or ()), steps)
     for mapping, master, state in zip(mappings or (), masters or (), states, strict=True):
-        flats = {MASTER: master} | _known(file, state, steps)
+        flats = {MASTER: master} | _state_tensors(file, state, steps)
         if not isinstance(mapping, dict):
             raise CheckpointError(f"{file.zip.path}: a mapping is {show(mapping)}")
         for name, address in mapping.items():
@@ -173,7 +173,9 @@ def _steps_of_groups(
     ]
 
 
-def _known(file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]) -> dict[str, Any]:
+def _state_tensors(
+    file: StateFile, state: Any, steps: list[tuple[TorchZip, Any]]
+) -> dict[str, Any]:
     """Return the state tensors of a flat partition by kind, and add its step count to `steps`."""
     if not isinstance(state, dict):
         raise CheckpointError(f"{file.zip.path}: the state of a partition is missing")
@@ -207,7 +209,7 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
             raise CheckpointError(f"{file.zip.path}: fp32_flat_groups is missing")
         states = _states_of(file, tree.get("optimizer_state_dict"), len(masters), result.steps)
         flats = [
-            {MASTER: master} | _known(file, state, result.steps)
+            {MASTER: master} | _state_tensors(file, state, result.steps)
             for master, state in zip(masters, states, strict=True)
         ]
         group, start = 0, 0
@@ -273,7 +275,9 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
     for index, name in zip(indices, order, strict=True):
         parameter_state = state.get(index) if type(index) is int else None
         # A parameter that no token has reached has no state yet.
-        tensors = {} if parameter_state is None else _known(file, parameter_state, result.steps)
+        tensors = (
+            {} if parameter_state is None else _state_tensors(file, parameter_state, result.steps)
+        )
         for kind in ("exp_avg", "exp_avg_sq"):
             ref = tensors.get(kind)
             if ref is not None and (not isinstance(ref, TensorRef) or ref.shape != shapes[name]):

@@ -62,7 +62,7 @@ class FalconH1(LlamaLike):
 
     keys: tuple[rules.Key, ...] = _KEYS
     fixed: Mapping[str, Any] = field(default_factory=lambda: _FIXED)
-    old_files: bool = True
+    optional_kv_heads: bool = True
     classifies: bool = False
     whole_names: tuple[str, ...] = (".A_log", ".D", ".dt_bias")
 

@@ -34,7 +34,7 @@ from megatron.models.plans import model_plan
 
 # A network that several families can express is written as the first of them.
 FAMILIES: list[Family] = [
-    LlamaLike("llama", "LlamaForCausalLM", old_files=True),
+    LlamaLike("llama", "LlamaForCausalLM", optional_kv_heads=True),
     LlamaLike("mistral", "MistralForCausalLM", window="model"),
     LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window="layers"),
     LlamaLike("qwen3", "Qwen3ForCausalLM", qk_norm="head", window="layers", head_size=128),
@@ -42,7 +42,9 @@ FAMILIES: list[Family] = [
     QwenMixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, window="layers", shared=True),
     QwenMixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", window="layers"),
     QwenNext("qwen3_next", "Qwen3NextForCausalLM"),
-    Olmoe("olmoe", "OlmoeForCausalLM", qk_norm="projection", old_files=True, classifies=False),
+    Olmoe(
+        "olmoe", "OlmoeForCausalLM", qk_norm="projection", optional_kv_heads=True, classifies=False
+    ),
     Gemma("gemma", "GemmaForCausalLM"),
     Gemma("gemma2", "Gemma2ForCausalLM", version=2),
     Gemma("gemma3_text", "Gemma3ForCausalLM", version=3, qk_norm="head", classifies=False),

@@ -177,7 +177,7 @@ class Cohere(LlamaLike):
     fixed: Mapping[str, Any] = field(
         default_factory=lambda: {"hidden_act": "silu", **_DESCRIPTIONS}
     )
-    old_files: bool = True
+    optional_kv_heads: bool = True
     tied: bool = True
     classifies: bool = False
     has_windows: bool = False

@@ -54,7 +54,8 @@ class LlamaLike(rules.Family):
             the whole "projection". None means that queries and keys are not normalized.
         window: Where config.json may limit attention to a window: in the whole "model" or in some
             "layers". None means nowhere.
-        old_files: Whether config.json may lack num_key_value_heads, as in files of early versions.
+        optional_kv_heads: Whether config.json may lack num_key_value_heads, which then equals
+            num_attention_heads, as in files of early versions.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
         rotary_base: The base of the rotary frequencies if config.json does not give one.
         tied: Whether the output shares the word embeddings if config.json does not say.
@@ -68,7 +69,7 @@ class LlamaLike(rules.Family):
     qkv_bias: bool = False
     qk_norm: str | None = None
     window: str | None = None
-    old_files: bool = False
+    optional_kv_heads: bool = False
     head_size: int | None = None
     rotary_base: float = 10000.0
     tied: bool = False
@@ -86,7 +87,7 @@ class LlamaLike(rules.Family):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         heads, hidden = flags["num_attention_heads"], flags["hidden_size"]
-        kv_heads = settings.size("num_key_value_heads", heads if self.old_files else None)
+        kv_heads = settings.size("num_key_value_heads", heads if self.optional_kv_heads else None)
         if heads % kv_heads:
             raise settings.error("num_key_value_heads", f"does not divide {heads} heads")
         if not self.qkv_bias:

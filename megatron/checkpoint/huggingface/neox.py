@@ -101,7 +101,7 @@ class StableLm(LlamaLike):
     """StableLM: Llama with LayerNorm. Parallel attention and MLP share a normalization."""
 
     keys: tuple[rules.Key, ...] = _STABLE_KEYS
-    old_files: bool = True
+    optional_kv_heads: bool = True
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""

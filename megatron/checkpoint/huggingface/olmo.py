@@ -38,7 +38,7 @@ class Olmo(LlamaLike):
     """
 
     qk_norm: str | None = "projection"
-    old_files: bool = True
+    optional_kv_heads: bool = True
     has_windows: bool = False
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:

@@ -79,7 +79,7 @@ def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[st
 class Phi(LlamaLike):
     """Phi-3 and Phi-4. In some of these models, only part of each head rotates."""
 
-    old_files: bool = True
+    optional_kv_heads: bool = True
     window: str | None = "model"
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:

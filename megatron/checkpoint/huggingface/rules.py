@@ -172,11 +172,11 @@ class ParameterRule:
         """
         names_per_part = len(self.hf_names) // self.parts
 
-        def read(part_index: int, wanted: Box) -> Tensor:
+        def read(part_index: int, part: Box) -> Tensor:
             names = self.hf_names[part_index * names_per_part : (part_index + 1) * names_per_part]
             part_box = self.box(part_index)
-            part = self.conversion.join([load(name) for name in names]).view(part_box.shape)
-            return part[wanted.slices_in(part_box)]
+            values = self.conversion.join([load(name) for name in names]).view(part_box.shape)
+            return values[part.slices_in(part_box)]
 
         if not self.experts:
             return read(0, box).contiguous()
@@ -199,15 +199,15 @@ class ParameterRule:
 
 
 def present_rules(
-    rules: Sequence[ParameterRule], found: Iterable[ParameterRule]
+    rules: Sequence[ParameterRule], present: Iterable[ParameterRule]
 ) -> list[ParameterRule]:
     """Return the rules of required parameters and of optional parts that the folder contains.
 
     Args:
         rules: All rules.
-        found: The rules of parameters that the folder contains.
+        present: The rules of parameters that the folder contains.
     """
-    pieces = {rule.piece for rule in found} | {""}
+    pieces = {rule.piece for rule in present} | {""}
     return [rule for rule in rules if rule.piece in pieces]
 
 

@@ -133,13 +133,14 @@ class TorchZip:
         if not stored or info.flag_bits & _ENCRYPTED:
             what = f"{info.filename} is compressed or encrypted"
             raise CheckpointError(f"{self.path}: refused: {what}")
-        at, name = info.header_offset, info.filename.encode()
-        local = bytes(self.buffer[at : at + _LOCAL_HEADER + len(name)]) if at >= 0 else b""
+        offset, name = info.header_offset, info.filename.encode()
+        end = offset + _LOCAL_HEADER + len(name)
+        local = bytes(self.buffer[offset:end]) if offset >= 0 else b""
         if not local.startswith(_LOCAL_SIGNATURE) or not local.endswith(name):
             what = f"{info.filename} is not where it should be"
             raise CheckpointError(f"{self.path}: damaged: {what}")
         lengths = (int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
-        start = at + _LOCAL_HEADER + sum(lengths)
+        start = offset + _LOCAL_HEADER + sum(lengths)
         if start + info.file_size > len(self.buffer):
             raise CheckpointError(f"{self.path}: {info.filename} lies outside the file: truncated?")
         return start
