@@ -42,7 +42,7 @@ from megatron.training.recipe import Batch, SampleCounts, Splits
 
 
 class BertRecipe:
-    """Prediction of masked tokens and of the order of two segments, on sentences of text."""
+    """Prediction of masked tokens and of segment order."""
 
     program = "pretrain_bert.py"
     architecture = "bert"

@@ -7,9 +7,9 @@ documents made from ../shared/data, builds the corpus, and compares the output w
 planted. Then it times deduplication alone, alternating with datatrove, text-dedup and datasketch if
 these are installed.
 
-With --prove, nothing is timed. The same corpus is built with 1, 2 and 4 processes, with datatrove's
-executors and with a kill at every step. The bytes are compared, and only the section of the page
-about this comparison is written.
+With --prove, nothing is timed. The same corpus is built by 1, 2 and 4 processes, by datatrove's
+executors, and by runs that are killed at every step. The bytes are compared, and only the section
+of the page about this comparison is written.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python tools/benchmark_retro.py --layers 2 --hidden-size 64 --heads 4 --chunks 2000 --vectors 0
 
 Weights and texts are random, because only shapes matter. The embedding time includes WordPiece,
-which runs at the same time as the device. Only the operations of the encoder's layers on tokens of
-the texts are counted, not those on padding, so the share of the peak is of useful work. The
-neighbors need faiss, and are not measured without it or with --vectors 0.
+which runs at the same time as the device. Operations are counted in the encoder's layers for the
+tokens of the texts, without padding, so the share of the peak is useful work. The neighbors need
+faiss, and are not measured without it or with --vectors 0.
 """
 
 from __future__ import annotations

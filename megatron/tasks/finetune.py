@@ -381,7 +381,7 @@ def _load_pretrained(run: Run, folder: str, new_layers: Sequence[str]) -> int:
         The iteration of the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint's network differs from the run's.
+        CheckpointError: The network of the checkpoint differs from that of the run.
     """
     flag = "--pretrained-checkpoint"
     allow_foreign = run.config.checkpoint.allow_foreign_checkpoints

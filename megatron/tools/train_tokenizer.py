@@ -4,13 +4,14 @@
     python tools/train_tokenizer.py --input corpus.jsonl --kind wordpiece --output-dir tokenizer
     python tools/train_tokenizer.py corpus.jsonl tokenizer --kind sentencepiece --model-type bpe
 
-The first command writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer with
---vocab-file and --merge-file), the second one vocab.txt (for BertWordPieceLowerCase or, with
---cased, BertWordPieceCase, with --vocab-file). Both write tokenizer.json (HuggingFaceTokenizer).
-The third command, which passes the input and the folder without flags, writes tokenizer.model (for
-GPTSentencePieceTokenizer, SentencePieceTokenizer or Llama2Tokenizer, with --tokenizer-model) and
-tokenizer.vocab, a readable list. The same input always gives the same files. An existing tokenizer
-is not replaced without --overwrite, because datasets and models may depend on it.
+The first command writes vocab.json and merges.txt, for --tokenizer-type GPT2BPETokenizer with
+--vocab-file and --merge-file. The second writes vocab.txt, for BertWordPieceLowerCase (with
+--cased, BertWordPieceCase) with --vocab-file. Both also write tokenizer.json, for
+HuggingFaceTokenizer. The third has the input and the folder as positional arguments. It writes
+tokenizer.model, for GPTSentencePieceTokenizer, SentencePieceTokenizer or Llama2Tokenizer with
+--tokenizer-model, and tokenizer.vocab, a readable list of the pieces. The same input always gives
+the same files. An existing tokenizer is not replaced without --overwrite, because datasets and
+models may depend on it.
 """
 
 from __future__ import annotations
