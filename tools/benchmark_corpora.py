@@ -61,7 +61,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, and write the page.
+    """Measure or compare, and write the page.
 
     Raises:
         ConfigError: ../shared/data is missing, or a number is too small.

@@ -113,7 +113,7 @@ def measure_ceilings(
 
 
 def shapes_of(config: RunConfig, vocabulary: int) -> dict[str, Any]:
-    """Return all values that determine a run's ceilings, except the number format, for JSON."""
+    """Return the JSON values that determine a run's ceilings, except the number format."""
     return {
         "host": socket.gethostname(),  # GPUs with the same name may differ
         "sizes": _sizes(model_plan(config.model, vocabulary)),
@@ -171,7 +171,7 @@ def _sizes(plan: ModelPlan) -> dict[str, int]:
 
 
 def count_flops(matrices: list[tuple[int, int]], tokens: int) -> int:
-    """Return the FLOPs of products with the matrices and of both gradients, for all tokens."""
+    """Return the FLOPs of multiplying `tokens` tokens by the matrices, with both gradients."""
     return sum(6 * tokens * outputs * inputs for outputs, inputs in matrices)
 
 

@@ -27,10 +27,10 @@ _PATTERNS = ("part-*.jsonl", "wiki_*")
 
 
 def merge(folder: Path, output: Path) -> int:
-    """Join the files of a folder and return their number.
+    """Join the files of JSON lines in a folder, and return the number of files.
 
     Raises:
-        DataError: The folder has no such files, or one that is not JSON lines.
+        DataError: The folder has no files with a known name, or a file is not JSON lines.
         StorageError: The output cannot be written.
     """
     files = sorted(path for name in _PATTERNS for path in folder.rglob(name) if path.is_file())
