@@ -108,10 +108,11 @@ def parse(
     world_size: int,
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
-    """Parse and check the command line, as in `parse_evaluation`. Only prompting loads a model.
+    """Parse and check a command line. Only MSDP-PROMPT without --api-prompt loads a model.
 
     Raises:
-        UserError: A flag or the checkpoint is invalid.
+        ConfigError: One or more flags are wrong. The message names all of them.
+        CheckpointError: --load does not name a checkpoint of a GPT.
     """
     check = partial(_find_mistakes, task)
     if task == "MSDP-PROMPT" and "--api-prompt" not in arguments:

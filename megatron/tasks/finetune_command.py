@@ -158,7 +158,7 @@ def parse(
 ) -> ParsedRun:
     """Parse a command line, which overrides the settings of the pretrained checkpoint.
 
-    The length of the run is not known yet.
+    The configuration has no length yet, because this depends on the data.
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.

@@ -44,7 +44,12 @@ def parse(
     world_size: int,
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
-    """Parse and check the command line, as in `parse_evaluation`."""
+    """Parse and check a command line, which overrides the settings of the checkpoint.
+
+    Raises:
+        ConfigError: One or more flags are wrong. The message names all of them.
+        CheckpointError: --load does not name a checkpoint of a GPT.
+    """
 
     def check(options: TaskConfig, task_options: HarnessConfig) -> Iterator[str]:
         if not task_options.lm_eval_tasks:

@@ -244,7 +244,12 @@ def parse(
     world_size: int,
     find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
 ) -> ParsedRun:
-    """Parse and check the command line, as in `parse_evaluation`."""
+    """Parse and check a command line, which overrides the settings of the checkpoint.
+
+    Raises:
+        ConfigError: One or more flags are wrong. The message names all of them.
+        CheckpointError: --load does not name a checkpoint that the task can evaluate.
+    """
     retrieves = task == "PERPLEXITY" and asks_for("data.retro_workdir", arguments)
 
     def check(options: TaskConfig, task_options: LanguageModelTaskConfig) -> Iterator[str]:

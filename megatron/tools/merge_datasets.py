@@ -48,7 +48,7 @@ def build_parser() -> ToolParser:
 
 
 def find_prefixes(folder: str, output_prefix: str) -> list[str]:
-    """Return the datasets in `folder`, sorted by name, without the output of an earlier run.
+    """Return the prefixes of the datasets in `folder`, sorted, without an earlier run's output.
 
     Raises:
         DataError: There is no such folder, it has no dataset, or a dataset lacks a file.
