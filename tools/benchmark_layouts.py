@@ -31,7 +31,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError
 from tools.layouts.models import BenchmarkLayout, BenchmarkModel, models
@@ -144,12 +144,15 @@ def run(options: argparse.Namespace) -> list[Row]:
         choose(options),
         [*shlex.split(find_model(options).flags), *data_flags(options)],
     )
+    if problems := minimum_problems(options, processes=1, train_iters=1, timeout=0, budget=0):
+        raise ConfigError(problems)
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
     available = options.processes or gpu_count()
     if available < 1:
         raise ConfigError("no GPU is present: give --processes to run on the CPU")
-    deadline = time.monotonic() + (options.budget or float("inf"))
+    budget = float("inf") if options.budget is None else options.budget
+    deadline = time.monotonic() + budget
     rows: list[Row] = []
     last_seconds = 0.0
     print(as_markdown([]), end="", flush=True)

@@ -113,7 +113,7 @@ def _check_options(options: argparse.Namespace) -> None:
         problems.append(
             f"--widths {' '.join(map(str, widths))}: give at least two, in increasing order"
         )
-    divisor = options.heads or options.head_size
+    divisor = options.head_size if options.heads is None else options.heads
     flag = "--head-size" if options.heads is None else "--heads"
     if divisor < 1:
         problems.append(f"{flag} {divisor}: must be at least 1")
@@ -145,7 +145,7 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
         width: The run's --hidden-size.
         seed: The run's --seed.
     """
-    heads = options.heads or width // options.head_size
+    heads = width // options.head_size if options.heads is None else options.heads
     args = [*_START, "--seed", str(seed), *options.run_flags]
     if "--use-mup" in args and "--mup-base-hidden-size" not in args:
         args += ["--mup-base-hidden-size", str(options.widths[0])]

@@ -173,7 +173,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{name} {value} has an effect only with --kind sentencepiece: drop {name}"
             )
-    if not 0.9 <= (options.character_coverage or 1) <= 1:
+    if options.character_coverage is not None and not 0.9 <= options.character_coverage <= 1:
         raise ConfigError(
             f"--character-coverage {options.character_coverage}: give a share from 0.9 to 1"
         )

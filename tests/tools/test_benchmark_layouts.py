@@ -193,6 +193,8 @@ def test_no_run_starts_that_would_not_end_within_the_budget(monkeypatch):
     monkeypatch.setattr("tools.layouts.measure.measure", slow)
     rows = run(build_parser().read(["--model", "toy", "--processes", "2", "--budget", "0.5"]))
     assert [row.problem for row in rows] == ["", *["skipped: no time left"] * 4]
+    rows = run(build_parser().read(["--model", "toy", "--processes", "2", "--budget", "0"]))
+    assert [row.problem for row in rows] == ["skipped: no time left"] * 5
 
 
 def test_mistakes_in_a_plan_name_file_and_line(tmp_path, capsys):

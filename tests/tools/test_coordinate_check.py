@@ -59,6 +59,7 @@ def test_the_power_is_that_of_the_width():
         ("--widths 30 64 --output out", "--widths 30: not divisible by --head-size 16"),
         ("--widths 30 64 --heads 4 --output out", "--widths 30: not divisible by --heads 4"),
         ("--widths 32 64 --steps 0 --output out", "--steps 0: must be at least 1"),
+        ("--widths 32 64 --heads 0 --output out", "--heads 0: must be at least 1"),
         ("--widths 32 64 --output out.png", "--output out.png: give a folder"),
         ("--widths 32 64 --output out -- --hidden-size 8", "--hidden-size: the check sets it"),
     ],

@@ -202,6 +202,7 @@ def test_sentencepiece(tmp_path, model_type):
         ("FILE DIR --model-type bpe", "--model-type bpe has an effect only with --kind"),
         ("FILE DIR --kind sentencepiece --vocab-size 260", "give at least 261"),
         ("FILE DIR --kind sentencepiece --character-coverage 2", "give a share from 0.9 to 1"),
+        ("FILE DIR --kind sentencepiece --character-coverage 0", "give a share from 0.9 to 1"),
         ("FILE DIR --kind sentencepiece --vocab-size 262 --model-type bpe", "--vocab-size 262: .*"),
     ],
 )
