@@ -154,42 +154,42 @@ def choose_activation(
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the exact GELU: x times the cumulative normal distribution function at x."""
+    """Return the exact GELU of u = x + bias: u times the normal distribution function at u."""
     return F.gelu(_add(x, bias))
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the tanh approximation of GELU.
+    """Return the tanh approximation of the GELU of u = x + bias.
 
-    It is x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+    It is u / 2 (1 + tanh(sqrt(2 / pi) (u + 0.044715 u^3))).
     """
     return F.gelu(_add(x, bias), approximate="tanh")
 
 
 def squared_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return max(x, 0)^2 (Primer)."""
+    """Return max(x + bias, 0)^2 (Primer)."""
     return F.relu(_add(x, bias)).square()
 
 
 def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return max(x, 0)."""
+    """Return max(x + bias, 0)."""
     return F.relu(_add(x, bias))
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Split x [..., 2 f] into gate and up; return SiLU(gate) * up [..., f] (Shazeer, 2020)."""
+    """Split x + bias [..., 2 f] into gate and up; return SiLU(gate) * up (Shazeer, 2020)."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Split x [..., 2 f] into gate and up; return gelu_tanh(gate) * up [..., f] (Shazeer, 2020)."""
+    """Split x + bias [..., 2 f] into gate and up; return gelu_tanh(gate) * up (Shazeer, 2020)."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def quick_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Split x [..., 2 f] into gate and up; return gate * sigmoid(1.702 gate) * up [..., f]."""
+    """Split x + bias [..., 2 f] into gate and up; return gate * sigmoid(1.702 gate) * up."""
     gate, up = _add(x, bias).chunk(2, dim=-1)
     return _quick_gelu(gate) * up
 
@@ -217,14 +217,17 @@ def clamped_gate(
     clamp: float | None,
     offset: float,
 ) -> Tensor:
-    """Split x into gate and up; return activation(gate) * (up + offset) [..., f] (GPT-OSS).
+    """Split x + bias into gate and up; return activation(gate) * (up + offset) (GPT-OSS).
 
     Args:
         activation: The function to apply to the gate.
         x: The gate and up, [..., 2 f].
-        bias: The bias [2 f], which is added first, or `None`.
+        bias: The bias [2 f], or `None`.
         clamp: The maximum of the gate, and of the magnitude of up; `None` for no limit.
         offset: The number added to up.
+
+    Returns:
+        The result [..., f].
     """
     gate, up = _add(x, bias).chunk(2, dim=-1)
     if clamp is not None:

@@ -139,7 +139,13 @@ def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> 
 
 
 def statistics_reference(logits: Tensor, labels: Tensor, *, in_16_bits: bool = False) -> Statistics:
-    """Compute `CrossEntropy.statistics` in PyTorch, a few rows at a time."""
+    """Compute `CrossEntropy.statistics` in PyTorch, a few rows at a time.
+
+    Args:
+        logits: The logits [n, v].
+        labels: The labels [n], relative to this shard's first entry.
+        in_16_bits: Whether to compute exponentials in the dtype of the logits instead of fp32.
+    """
     maxima = logits.amax(dim=-1)
     shift = maxima if in_16_bits else maxima.float()  # determines the dtype of the differences
     sums = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -161,7 +167,17 @@ def gradient_reference(
     *,
     in_16_bits: bool = False,
 ) -> None:
-    """Compute `CrossEntropy.gradient` in PyTorch, a few rows at a time."""
+    """Compute `CrossEntropy.gradient` in PyTorch, a few rows at a time.
+
+    Args:
+        logits: The logits [n, v].
+        labels: The labels [n], relative to this shard's first entry.
+        maxima: The maximum of each row over the whole vocabulary, fp32 [n].
+        sums: The sum of exponentials of each row over the whole vocabulary, fp32 [n].
+        upstream: The gradient of each row's loss, [n].
+        out: The memory for the gradient of the logits, [n, v]; it may be `logits`.
+        in_16_bits: Whether to compute exponentials in the dtype of the logits instead of fp32.
+    """
     shift = maxima.to(logits.dtype) if in_16_bits else maxima
     is_local = (labels >= 0) & (labels < logits.shape[1])
     columns, at_label = torch.where(is_local, labels, 0)[:, None], -(upstream * is_local)[:, None]
@@ -185,7 +201,7 @@ def _row_chunks(rows: Tensor) -> Iterator[slice]:
 def cross_entropy_statistics(
     library: KernelLibrary, logits: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `Statistics` with a kernel."""
+    """Compute `CrossEntropy.statistics` with a kernel."""
     rows, size = logits.shape
     maxima, sums, targets = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     labels = labels.contiguous()

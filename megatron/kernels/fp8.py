@@ -427,7 +427,15 @@ def fp8_amax_both(library: KernelLibrary, x: Tensor, of_rows: Tensor, of_columns
 def fp8_cast(
     library: KernelLibrary, x: Tensor, amax: Tensor, values: Tensor, running_amax: Tensor | None
 ) -> Tensor:
-    """Write x to `values` in 8 bits and return the inverse scale, fp32 []."""
+    """Write x to `values` in 8 bits and return the inverse scale, fp32 [].
+
+    Args:
+        library: Compiled kernels.
+        x: The matrix [m, k].
+        amax: The amax that determines the scale, fp32 [].
+        values: The memory for the result, [m, k] in an 8-bit dtype.
+        running_amax: As described in `Fp8Casts`; `None` for none.
+    """
     inverse = torch.empty_like(amax)
     codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[values.dtype])
     library.launch(CAST, x, values, amax, inverse, running_amax, *codes)
@@ -456,6 +464,14 @@ def fp8_cast_transpose(
     """Return x and its transpose in 8 bits, and their inverse scales.
 
     Without `amax_columns`, the first scale applies to both results, and the second scale is `None`.
+
+    Args:
+        library: Compiled kernels.
+        x: The matrix [m, k], or with `amax_columns` also a stack [n, m, k].
+        amax: The amax of x, fp32 [], or the amax of each row, fp32 [..., m, 1].
+        amax_columns: The amax of each column, fp32 [..., k, 1]; `None` for a single scale.
+        fp8: The format of the values.
+        running_amax: As described in `Fp8Casts`; `None` for none.
     """
     values, transposed = torch.empty_like(x, dtype=fp8), x.new_empty(x.mT.shape, dtype=fp8)
     inverse = torch.empty_like(amax)

@@ -129,7 +129,10 @@ def choose_embedding_gradient(library: KernelLibrary | None, hidden: int) -> Emb
 
 
 def embedding_gradient_reference(entries: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add rows in PyTorch. This is deterministic even on a GPU, where rows are added in order."""
+    """Add grad[i] to into[entries[i]] in PyTorch.
+
+    This is deterministic even on a GPU, where rows are added in order.
+    """
     inside = (entries >= 0) & (entries < into.shape[0])
     rows = torch.where(inside, entries, 0)
     values = torch.where(inside[:, None], grad, 0).to(into.dtype)

@@ -212,7 +212,13 @@ class _OwnedGroup:
     def allocate(
         cls, group: ParameterGroup, gradients: Gradients, config: OptimizerConfig
     ) -> _OwnedGroup:
-        """Allocate master weights and states for the parts that this process updates."""
+        """Allocate master weights and states for the parts that this process updates.
+
+        Args:
+            group: The parameter group.
+            gradients: The gradient buffer, which determines these parts.
+            config: The formats of the states, and whether they are in host memory.
+        """
         offload = config.optimizer_cpu_offload
 
         def new(kind: str, parameter: nn.Parameter) -> State:

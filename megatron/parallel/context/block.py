@@ -225,7 +225,7 @@ def reference_forward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, RngState]:
-    """Compute attention within a block in fp32 or wider, materializing the scores."""
+    """Implement `BlockForward` in fp32 or wider, with all scores of the block in memory."""
     query, key, value = _widen(query), _widen(key), _widen(value)
     scores = _scores(query, key, causal, documents, rules)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
@@ -251,7 +251,7 @@ def reference_backward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value in fp32 or wider.
+    """Implement `BlockBackward` in fp32 or wider, with all scores of the block in memory.
 
     With weights P = exp(scores - logsumexp), the scores' gradient is P * (dP - sum(grad * out)),
     because P * dP and grad * out have the same sum over a whole row. Dropout multiplies the
@@ -285,7 +285,7 @@ def flash_forward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, RngState]:
-    """Compute attention within a block with the flash kernel, in the 16-bit dtype of the inputs.
+    """Implement `BlockForward` with the flash kernel, in the 16-bit dtype of the inputs.
 
     The kernel draws from a counter-based generator (Philox) and returns the seed and offset that it
     used. With documents, the kernel's variant for sequences of different lengths runs. In this
@@ -320,7 +320,7 @@ def flash_backward(
     documents: BlockDocuments | None = None,
     rules: ScoreRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, computed by the flash kernel."""
+    """Implement `BlockBackward` with the flash kernel."""
     if not rng_state:
         rng_state = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
     grad, query, out, logsumexp = rows
