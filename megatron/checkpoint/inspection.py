@@ -1,4 +1,4 @@
-"""Describe the contents of a folder of checkpoints, and compare two checkpoints of any format."""
+"""Describe the checkpoints in a folder, and compare two checkpoints in any format."""
 
 from __future__ import annotations
 

@@ -21,7 +21,13 @@ _Writers = dict[tuple[str, Box], int]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor, the rank that writes it, and the index of the file on that rank."""
+    """A part of a tensor to write.
+
+    Attributes:
+        rank: The rank that writes it.
+        box: The box of the whole tensor that it covers.
+        file_index: The index of its file among the files of the rank.
+    """
 
     rank: int
     box: Box

@@ -138,7 +138,11 @@ class DeepSpeedReader(Reader):
         self.meta["notices"] = self._notices
 
     def _check_sizes(self) -> None:
-        """Check that the tensors have the sizes that the command line (`args`) describes."""
+        """Check the tensors' shapes against the command line (`args`).
+
+        Raises:
+            CheckpointError: They contradict each other.
+        """
         heads = self._args.get("num_attention_heads")
         groups = self._args.get("num_query_groups", heads)
         if type(heads) is not int or type(groups) is not int or heads < 1 or groups < 1:
@@ -242,9 +246,15 @@ class DeepSpeedReader(Reader):
         return names.whole_name(name, self._first)
 
     def _read_states(self) -> list[States] | None:
-        """Return the optimizer states of each model-parallel rank, or `None` if any are missing.
+        """Return the optimizer states of each model-parallel rank.
 
         With ZeRO 3, also set the values of the weights, which are the masters in these files.
+
+        Returns:
+            The states, or `None` if they cannot be read. The reason is added to the notices.
+
+        Raises:
+            CheckpointError: With ZeRO 3, the states cannot be read.
         """
         files = self._files
         ranks = [

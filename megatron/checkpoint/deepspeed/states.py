@@ -161,7 +161,7 @@ def _states_of(
 def _steps_of_groups(
     file: StateFile, state: Mapping[Any, Any], groups: Sequence[Any]
 ) -> list[tuple[TorchZip, Any]]:
-    """Return the step counts of an optimizer's groups, if its states have none.
+    """Return the step counts of an optimizer's groups, or [] if its states have step counts.
 
     Apex's FusedAdam counts steps by group. DeepSpeed's optimizers count steps by state, and leave
     the counts of groups at 0.

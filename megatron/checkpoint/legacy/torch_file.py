@@ -183,7 +183,7 @@ class TorchZip:
         """Return a finite number that was saved as a number or as a one-element tensor.
 
         Raises:
-            CheckpointError: The value is neither.
+            CheckpointError: The value is not a finite number.
         """
         if isinstance(value, TensorRef) and math.prod(value.shape) == 1:
             value = self.load(value).item()

@@ -45,7 +45,7 @@ STORAGES = {
 
 
 class RefusedError(Exception):
-    """An error for a pickle that contains something that no checkpoint needs."""
+    """An error for content of a pickle that no checkpoint needs."""
 
 
 def show(value: Any) -> str:
@@ -60,7 +60,7 @@ def show(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Factory:
-    """A function of ours that stands in for a global name that a pickle calls.
+    """A function of this program that replaces a global name called by a pickle.
 
     Attributes:
         name: A name for messages.

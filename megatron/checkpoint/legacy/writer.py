@@ -381,7 +381,7 @@ def unsupported_schedule(schedule: Mapping[str, Json]) -> str:
 
 
 def random_states(seed: int, iteration: int, stage: int, tensor_rank: int) -> dict[str, Any]:
-    """Return an entry of `rng_state`: the states of all generators of one rank.
+    """Return one rank's entry in `rng_state`, with the states of all of its generators.
 
     Args:
         seed: The run's seed.
