@@ -58,7 +58,8 @@ class MappedFile:
     def open(self) -> BufferedReader:
         """Open the mapped file again for ordinary reads.
 
-        A read reports a failing disk as an error, whereas access to the mapping kills the process.
+        Reading the file reports a failing disk as an error. Reading the mapping would kill the
+        process instead.
 
         Raises:
             CheckpointError: The path now leads to a different file.

@@ -143,7 +143,7 @@ class Index:
 
 
 class _InvalidIndexError(Exception):
-    """An error for an index that contradicts itself."""
+    """An error for an invalid or inconsistent index."""
 
 
 def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int, int]]]]:

@@ -203,7 +203,7 @@ class CoreFiles:
 
         Returns:
             For each chunk: Core's name for the tensor, the chunk's offset and shape in the tensor,
-            its file, its first byte in the file, and its size in bytes.
+            its file, the offset of its first byte in the file, and its size in bytes.
 
         Raises:
             StorageError: A file cannot be written.

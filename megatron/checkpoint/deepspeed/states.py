@@ -48,7 +48,7 @@ class Value(NamedTuple):
     parts: tuple[tuple[TorchZip, TensorRef], ...]
 
     def load(self) -> Tensor:
-        """Read the slices, and return a tensor of this shape and dtype."""
+        """Read the slices, and return them as one tensor of the value's shape and dtype."""
         if not self.parts:
             return torch.zeros(self.shape, dtype=self.dtype)
         flat = [archive.load(ref).reshape(-1) for archive, ref in self.parts]
@@ -238,8 +238,7 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
     """Return the states of an optimizer without ZeRO, in fp32.
 
     Megatron-DeepSpeed numbers parameters by group: first those with weight decay, then the others.
-    With `--create-moe-param-group`, each of the two is followed by a separate group for its
-    experts.
+    With `--create-moe-param-group`, experts have two more groups, also with weight decay first.
 
     Args:
         file: The file.

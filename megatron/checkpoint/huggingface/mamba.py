@@ -69,7 +69,7 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
-    """Return the conversion of a weight between rows by projection (files) and by group (here).
+    """Return the conversion for a weight: rows by projection in files, by group here.
 
     Args:
         groups: The number of groups.
@@ -89,7 +89,7 @@ def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
 
 
 def convolution(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
-    """Return the conversion of a convolution between channels by projection and by group.
+    """Return the conversion for a convolution: channels by projection in files, by group here.
 
     The weight is [c, 1, k] in files and [c, k] here. The bias is [c].
 

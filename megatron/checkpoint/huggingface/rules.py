@@ -247,7 +247,7 @@ class ModelDescription:
     """The network that a config.json describes.
 
     Attributes:
-        model: The network, as our flags.
+        model: The network, expressed in our flags.
         vocab: Number of rows of the word embedding.
     """
 

@@ -319,6 +319,6 @@ class LegacyReader(Reader):
 
 
 def _parameter_of(name: str) -> str:
-    """Return the parameter's name, without prefix, for the name of a weight or optimizer state."""
+    """Strip the prefix, and the kind of an optimizer state, from a tensor's name."""
     kind, _, rest = name.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0]

@@ -320,7 +320,7 @@ class _Tail(io.RawIOBase):
 
 
 def _add_record(archive: zipfile.ZipFile, name: str, data: memoryview) -> None:
-    """Write a record so that its bytes begin at a multiple of the alignment."""
+    """Write a record whose first byte is at a multiple of `_ALIGNMENT` in the file."""
     info = zipfile.ZipInfo(name)
     info.file_size = len(data)
     is_large = len(data) >= _LARGE
