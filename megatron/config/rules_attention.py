@@ -135,8 +135,11 @@ def _rope_type(model: ModelOptions) -> Iterator[str]:
             f"--rope-type {kind} is only for GPT, and this model is a "
             f"{model.architecture.upper()}: drop it"
         )
-    if kind in ("yarn", "longrope", "dynamic"):
-        yield from _scaled_twice(model)
+    stretch = model.rotary_seq_len_interpolation_factor or 1
+    if kind in ("yarn", "longrope", "dynamic") and (model.use_rope_scaling or stretch > 1):
+        other = f"--rotary-seq-len-interpolation-factor {stretch:g}"
+        other = "--use-rope-scaling" if model.use_rope_scaling else other
+        yield f"--rope-type {kind} with {other}: both lower the frequencies: use one of them"
     if kind == "yarn":
         yield from _yarn(model)
     if kind == "longrope":
@@ -188,13 +191,3 @@ def _rotary_channels(model: ModelOptions) -> int:
     if model.multi_latent_attention:
         return model.qk_pos_emb_head_dim
     return int((model.kv_channels or 0) * model.rotary_percent)
-
-
-def _scaled_twice(model: ModelOptions) -> Iterator[str]:
-    """Yield an error if another flag also lowers the frequencies that --rope-type changes."""
-    factor = model.rotary_seq_len_interpolation_factor or 1
-    if model.use_rope_scaling or factor > 1:
-        other = f"--rotary-seq-len-interpolation-factor {factor:g}"
-        other = "--use-rope-scaling" if model.use_rope_scaling else other
-        flag = f"--rope-type {model.rope_type} with {other}"
-        yield f"{flag}: both lower the frequencies: use one of them"
