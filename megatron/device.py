@@ -269,9 +269,9 @@ class CopyStream:
 
     @torch.no_grad()
     def copy_all(self, targets: list[Tensor], sources: list[Tensor]) -> QueuedCopy:
-        """Queue copies into all targets, with less work for the host than one at a time.
+        """Queue a copy of each source into its target, in one call that is cheap for the host.
 
-        Do not free or write to any of the tensors before they are done.
+        Do not free or write to any of the tensors before the copies are done.
         """
         if self._stream is None or not targets:
             for target, source in zip(targets, sources, strict=True):
@@ -284,7 +284,7 @@ class CopyStream:
 
 
 class QueuedCopy:
-    """A queued copy whose completion other code can wait for.
+    """A queued copy that the host or the device can wait for.
 
     Args:
         event: The event that the queue has recorded; `None` if the copy is done.

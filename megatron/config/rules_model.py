@@ -387,7 +387,7 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that a T5 lacks or does not support."""
+    """Yield an error for each missing setting of a T5, and for each that it does not support."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
@@ -407,7 +407,7 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def retro(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that a Retro lacks or does not support."""
+    """Yield an error for each missing setting of a Retro, and for each that it does not support."""
     model, parallel, chunk = config.model, config.parallel, config.model.retro_chunk_length
     if model.architecture != "retro":
         return

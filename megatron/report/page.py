@@ -23,7 +23,7 @@ _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u20
 
 
 def page_data(histories: Sequence[History]) -> dict[str, Any]:
-    """Return, as plain data, everything that the page shows."""
+    """Return everything that the page shows, as plain data."""
     charts, constants = make_charts(histories)
     return {
         "runs": [_run_data(history) for history in histories],
@@ -58,7 +58,7 @@ def _run_data(history: History) -> dict[str, Any]:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return a finite number unchanged, and `None` for others, which JSON cannot represent."""
+    """Return a number if it is finite, otherwise `None`, because JSON has no other numbers."""
     return value if value is not None and math.isfinite(value) else None
 
 
