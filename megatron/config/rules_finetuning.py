@@ -128,7 +128,7 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
     loss, precision = config.preferences.preference_loss, config.precision
     if config.model.reward_head and not config.preferences.trains_reward_model:
         yield (
-            "the checkpoint holds a reward model, which writes no text: train it with "
+            "the checkpoint contains a reward model, which writes no text: train it with "
             "--preference-loss bradley-terry, or give --load a language model"
         )
     if loss is None:

@@ -89,7 +89,7 @@ def mup(config: RunOptions, world_size: int) -> Iterator[str]:
         (
             f"--ckpt-format {config.checkpoint.ckpt_format}"
             * (config.checkpoint.save is not None and config.checkpoint.ckpt_format != "native"),
-            "its files do not hold muP's settings",
+            "its files do not contain muP's settings",
             "use --ckpt-format native",
         ),
         (
@@ -152,7 +152,7 @@ def averages(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if optimizer.averages_weights and checkpoint.save is not None and kind != "native":
         flag = "--lawa-interval" if optimizer.ema_decay is None else "--ema-decay"
-        yield f"{flag} with --ckpt-format {kind}, whose files cannot hold averages: use native"
+        yield f"{flag} with --ckpt-format {kind}, whose files cannot contain averages: use native"
     continues = not (checkpoint.finetune or checkpoint.no_load_optim or config.training.skip_train)
     if checkpoint.load_averaged_weights and continues:
         yield (

@@ -407,8 +407,8 @@ def spikes(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     elif checkpoint.no_save_optim:
         yield (
-            "--on-spike rewind with --no-save-optim: the checkpoints hold no optimizer state to go "
-            "back to: drop --no-save-optim, or use --on-spike skip"
+            "--on-spike rewind with --no-save-optim: the checkpoints contain no optimizer state to "
+            "go back to: drop --no-save-optim, or use --on-spike skip"
         )
 
 

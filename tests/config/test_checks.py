@@ -292,8 +292,8 @@ _LINES = [
     ),
     (
         "--on-spike rewind --save here --save-interval 5 --no-save-optim",
-        "--on-spike rewind with --no-save-optim: the checkpoints hold no optimizer state to go "
-        "back to: drop --no-save-optim, or use --on-spike skip",
+        "--on-spike rewind with --no-save-optim: the checkpoints contain no optimizer state to "
+        "go back to: drop --no-save-optim, or use --on-spike skip",
     ),
     (
         "--on-nonfinite skip --no-check-for-nan-in-loss-and-grad",

@@ -115,7 +115,7 @@ def test_a_reward_model_starts_from_a_language_model_and_resumes(
     assert "reward_head is off here and on in the checkpoint" in capsys.readouterr().err
     words = ["--load", str(folder), "--use-checkpoint-args"]
     assert run_program(tmp_path / "other", *words) == ConfigError.exit_code
-    assert "the checkpoint holds a reward model" in capsys.readouterr().err
+    assert "the checkpoint contains a reward model" in capsys.readouterr().err
 
 
 def test_a_reward_model_of_adapters_is_scored_exported_and_resumed(

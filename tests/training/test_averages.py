@@ -246,7 +246,7 @@ def test_the_planner_counts_it(kind):
         ("--ema-decay 0.9 --lawa-interval 5", "--ema-decay 0.9 and --lawa-interval 5 cannot be"),
         (
             "--ema-decay 0.9 --save x --save-interval 1 --ckpt-format torch_dist",
-            "--ema-decay with --ckpt-format torch_dist, whose files cannot hold averages",
+            "--ema-decay with --ckpt-format torch_dist, whose files cannot contain averages",
         ),
         ("--eval-averaged-weights", "--eval-averaged-weights requires --ema-decay or"),
         ("--lawa-window 3", "--lawa-window 3 requires --lawa-interval"),

@@ -181,7 +181,7 @@ function describe(chart) {
     if (!finite.length) return `${label(curve)}: no finite value`;
     const low = Math.min(...(curve.low || finite).filter((y) => y != null));
     const high = Math.max(...(curve.high || finite).filter((y) => y != null));
-    const bad = curve.bad ? `, not finite in ${curve.bad.length} place(s)` : "";
+    const bad = curve.bad ? `, not finite at ${curve.bad.length} point(s)` : "";
     return `${label(curve)}: ${short(finite[0])} at iteration ${curve.x[0]}, ` +
       `${short(finite[finite.length - 1])} at iteration ${curve.x[curve.x.length - 1]}, ` +
       `lowest ${short(low)}, highest ${short(high)}${bad}`;
