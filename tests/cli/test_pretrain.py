@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.cli import pretrain
 from megatron.cli.pretrain import training_command
@@ -65,6 +66,14 @@ def test_every_gpu_of_the_machine_is_used_unless_told(monkeypatch: pytest.Monkey
     assert training_command(["gpt-tiny"])[0][-1] == "8"
     with pytest.raises(ConfigError, match=r"--gpus 9: this machine has 8 GPU\(s\)"):
         training_command(["gpt-tiny", "--gpus", "9"])
+
+
+def test_the_gpus_of_the_machine_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain, "detect_architectures", lambda: [(9, 0)])
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    assert training_command(["gpt-tiny"])[0][-1] == "3"
+    with pytest.raises(ConfigError, match=r"--gpus 4: this machine has 3 GPU\(s\)"):
+        training_command(["gpt-tiny", "--gpus", "4"])
 
 
 @pytest.mark.parametrize(("words", "visible"), [("--gpus 0", ""), ("--gpus 1", "5,7"), ("", "5,7")])

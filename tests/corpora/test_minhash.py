@@ -77,6 +77,13 @@ def test_a_document_larger_than_a_batch_has_the_same_words(monkeypatch) -> None:
     assert (split_words([text]).hashes == normal.hashes).all()
 
 
+def test_documents_are_split_into_batches_of_a_limited_size(monkeypatch) -> None:
+    monkeypatch.setattr(words, "_BATCH_BYTES", 10)
+    texts = [b"x" * size for size in (3, 4, 2, 2, 30, 1, 1)]  # each takes one byte more
+    assert words.batches(texts) == [(0, 2), (2, 4), (4, 5), (5, 7)]
+    assert words.batches([]) == []
+
+
 def test_values_are_mixed_as_in_murmurhash3() -> None:
     """A corpus may be finished by a later version, whose hashes must be the same."""
     assert words.mix(np.array([0, 1], np.uint64)).tolist() == [0, 0xB456BCFC34C2CB2C]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -497,6 +498,22 @@ def test_a_language_of_the_minimum_probability_is_kept(monkeypatch) -> None:
     ):
         monkeypatch.setattr(cleaning, "language_of", lambda text, found=found: found)
         assert cleaning.judge_language("", step) == reason
+
+
+@pytest.mark.parametrize("length", [250, 300, 301, 350, 899, 900, 901, 5000])
+def test_the_language_of_a_long_text_is_that_of_three_windows(length, monkeypatch) -> None:
+    seen = []
+
+    def detect(text, **_):
+        seen.append(text)
+        return [{"lang": "en", "score": 1.0}]
+
+    monkeypatch.setattr(cleaning, "_identifier", lambda: SimpleNamespace(detect=detect))
+    text = "".join(chr(0x4E00 + i) for i in range(length))
+    assert cleaning.language_of(text) == ("en", 1.0)
+    middle = text[(length - 100) // 2 :][:100]
+    expected = text if length <= 300 else f"{text[:100]} {middle} {text[-100:]}"
+    assert seen == [expected]
 
 
 def test_a_batch_of_documents_is_limited_in_characters(monkeypatch) -> None:

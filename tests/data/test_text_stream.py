@@ -398,6 +398,17 @@ def test_a_line_that_is_too_long_is_told(vocabulary, tmp_path, monkeypatch):
         dataset[0]
 
 
+def test_blocks_of_a_table_say_where_they_begin(tmp_path):
+    path = tmp_path / "x.parquet"
+    path.write_bytes(_table(text=[f"w{number}" * 5 for number in range(40)]))
+    blocks = list(read_blocks([str(path)], ["text"], 100))
+    assert len(blocks) > 3
+    ends = itertools.accumulate(block.size for block in blocks)
+    assert [block.offset for block in blocks] == [0, *ends][:-1]
+    assert all(len(block.read()) == block.size for block in blocks)
+    assert blocks[-1].bytes_read == path.stat().st_size
+
+
 def test_bad_lines_are_refused_or_left_out(vocabulary, tmp_path, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "w1 w2"}\n{"txt": "w3"}\n' * 20)

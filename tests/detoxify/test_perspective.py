@@ -138,6 +138,7 @@ def test_a_refused_text_has_no_score_and_the_others_have(service: StandIn) -> No
         (Answer(200, b" " * (2 << 20)), "more than 1048576 bytes"),
         (Answer(404, b'{"error": {"message": {}, "details": 3}}'), "status 404"),
         (Answer(400, json.dumps({"error": [1]}).encode()), "status 400"),
+        (Answer(400, b'{"error": {"details": [3, "errorType"]}}'), "status 400"),
     ],
 )
 def test_other_refusals_end_the_work_at_once(service: StandIn, answer: Answer, said: str) -> None:

@@ -223,7 +223,9 @@ def test_the_size_told_is_that_of_the_files_of_all_processes(
     monkeypatch.setattr(teacher_module, "_write_missing", write)
     words = ["--teacher-load", teacher, "--logits-save-top-k", "2", "--train-iters", "2"]
     save(Layout.single(), [*words, "--logits-save-dir", str(tmp_path)])
-    assert f"the logits of 8 samples are in {tmp_path} (5 GB)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"teacher: {teacher}, iteration 30, 3 layers" in printed
+    assert f"the logits of 8 samples are in {tmp_path} (5 GB)" in printed
 
 
 def test_files_of_the_whole_vocabulary_teach_as_the_model_does(

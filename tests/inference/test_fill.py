@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunOptions
 from megatron.data.t5 import replace_spans
 from megatron.errors import UserError
-from megatron.inference.fill import Filler
+from megatron.inference.fill import FilledText, Filler
 from megatron.models.bert import BertModel, BertResult
 from megatron.models.plans import model_plan
 from megatron.models.t5 import T5Model
@@ -176,6 +177,48 @@ def test_an_untrained_t5_keeps_to_the_form(tokenizer: Tokenizer) -> None:
     for (run,) in filler(model, tokenizer).fill("w1 [MASK] w4 [MASK] w7 [MASK]"):
         assert "[" not in run.text
         assert "<" not in run.text
+
+
+def test_a_run_that_would_be_empty_takes_the_best_word(t5: Filler) -> None:
+    """Whatever the model says first, a sentinel or the end never follows a sentinel at once."""
+    tokenizer = t5.tokenizer
+    word, *_ = tokenizer.tokenize("w5")
+    scores = torch.zeros(128)
+    scores[word] = 5
+    scores[[*tokenizer.additional_special_tokens_ids, tokenizer.eos]] = 10
+    model = new_model(T5Model, tokenizer, decoder_num_layers=1, bert_binary_head=False)
+    model.forward = lambda encoder, decoder, padding: scores.repeat(1, decoder.shape[1], 1)
+    spans = filler(model, tokenizer).fill("w1 [MASK] w4 [MASK] w7")
+    assert [span.text for (span,) in spans] == ["w5", "w5"]
+    assert all(0.1 < span.probability < 0.9 for (span,) in spans)
+
+
+@pytest.mark.parametrize(
+    ("top", "chance", "warned"), [(1, 0.9, False), (2, 0.006, False), (2, 0.005, True)]
+)
+def test_the_command_prints_the_best_words_first(
+    top: int,
+    chance: float,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    guesses = [FilledText("i", chance), FilledText("j", chance / 2)]
+    model = SimpleNamespace(fill=lambda text, top: [guesses[:top]] * text.count("[MASK]"))
+    monkeypatch.setattr("megatron.inference.fill.load_filler", lambda *_, **__: model)
+    words = ["--load", "x", "--top", str(top), "--text", "for [MASK] in [MASK]:"]
+    assert fill_in.main(words) == 0
+    said = capsys.readouterr()
+    candidates = [f"i {chance:.0%}", f"j {chance / 2:.0%}"][:top]
+    assert said.out == "for [MASK] in [MASK]:\n  for <i> in <i>:\n" + 2 * (
+        f"    {', '.join(candidates)}\n"
+    )
+    assert ("has most likely not learned enough yet" in said.err) is warned
+
+
+def test_no_candidates_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fill_in.main(["--load", "x", "--top", "0", "--text", "[MASK]"]) != 0
+    assert "--top 0: give at least 1" in capsys.readouterr().err
 
 
 def test_a_gpt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

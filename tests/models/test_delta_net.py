@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.kernels.attention import Segments
 from megatron.models.attention import SelfAttention
@@ -135,6 +136,26 @@ def test_parameters_and_work_are_counted() -> None:
     assert isinstance(plan, GatedDeltaNetPlan)
     once, twice = (GatedDeltaNet.flops(plan, 64 * times, 0) for times in (1, 2))
     assert twice == tuple(2 * part for part in once)  # linear in the sequence length
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"key_heads": 2, "value_heads": 8, "key_size": 16, "value_size": 24, "chunk": 32},
+        {"key_heads": 4, "value_heads": 4, "key_size": 32, "value_size": 64, "chunk": 16},
+    ],
+)
+def test_work_is_about_what_pytorch_counts(sizes: dict[str, int]) -> None:
+    plan = GatedDeltaNetPlan(hidden=64, init=InitPlan(0.02, 2), epsilon=1e-6, **sizes)
+    layer = GatedDeltaNet(plan, BuildContext(Layout.single()), 1)
+    initialize(layer.named_parameters(), 1)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(torch.randn(128, 1, 64), None, None, None)
+    counts = counter.get_flop_counts()["Global"]
+    products, scores = (part / 3 for part in GatedDeltaNet.flops(plan, 128, 0))
+    assert products == counts[torch.ops.aten.mm]
+    # PyTorch counts neither the triangular systems nor the convolution.
+    assert 1 <= scores / counts[torch.ops.aten.bmm] < 1.5
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ def test_the_table_says_who_waits_and_who_is_missing(tmp_path: Path) -> None:
         assert row.endswith("step.py:7 in make")
     assert " all-reduce with ranks 1-2 " in rows[0]
     assert rows[2][columns["host"] :].startswith("?")  # its file is from an earlier hang
+
+
+@pytest.mark.parametrize(
+    ("pending", "shown"),
+    [([], "  its device  "), (["all_reduce 7", "all_gather 8"], "  all_reduce 7; all_gather 8  ")],
+)
+def test_the_table_says_what_a_device_has_not_finished(
+    pending: list[str], shown: str, tmp_path: Path
+) -> None:
+    behind = replace(_state(5, None, 4), device_is_behind=True)
+    HangFiles(tmp_path, 0).write_report("hang", {0: behind, 1: None}, frozenset())
+    content = json.dumps({"reason": "hang", "host": "node7", "device": pending})
+    (tmp_path / "rank_00000.json").write_text(content)
+    _, _, waiting, unseen = hang_view(tmp_path).splitlines()
+    assert waiting.startswith("0     node7  waits")
+    assert shown in waiting
+    assert unseen.split() == ["1", "?", "never", "seen"]
 
 
 def test_ranks_with_the_same_stacks_share_them(tmp_path: Path) -> None:

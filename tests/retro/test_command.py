@@ -281,6 +281,22 @@ def test_other_data_of_the_same_name_is_refused(words: list[str], tmp_path: Path
         preprocess(words, tmp_path / "w")
 
 
+def test_other_words_for_the_same_bert_are_refused(words: list[str], tmp_path: Path) -> None:
+    preprocess(words, tmp_path / "w", "--retro-tasks", "db-build")
+    with (tmp_path / "vocab.txt").open("a") as file:
+        file.write("another\n")
+    with pytest.raises(DataError, match="--retro-bert-"):
+        preprocess(words, tmp_path / "w")
+
+
+def test_old_flags_are_named_with_their_successors(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preprocess(words, tmp_path / "w", "--retro-tasks", "db-build", "--use-pipelining")
+    printed = capsys.readouterr()
+    assert "--use-pipelining" in printed.out + printed.err
+
+
 def test_a_missing_database_is_named_by_later_stages(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"indexed_dataset_infos\.json does not exist.*db-build"):
         preprocess(words, tmp_path / "w", "--retro-tasks", "index-train")

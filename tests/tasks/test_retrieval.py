@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,6 +130,25 @@ def test_vectors_are_kept_and_used_again(toy, tmp_path, capsys):
     run_distributed(2, evaluate, other)
     assert "replacing vectors" in capsys.readouterr().out or path.stat().st_mtime_ns != before
     assert PassageVectors.load(path)[0].vectors.shape == (COUNT, 6)
+
+
+@pytest.mark.parametrize(("size", "columns"), [(1, 6), (2, 6), (4, 8), (5, 10)])
+def test_texts_can_be_shared_by_sequence_parallel_ranks(size, columns):
+    """All ranks get equal parts of a text, whose padding is not attended to."""
+    seen = []
+
+    def encode(tokens, mask):
+        seen.append((tokens, mask))
+        return torch.zeros(len(tokens), 3)
+
+    tokenizer = SimpleNamespace(cls=1, sep=2, pad=9)
+    layout = SimpleNamespace(sequence=SimpleNamespace(size=size))
+    towers = retrieval.LoadedTowers(None, tokenizer, 0, layout, Device.cpu(), 8)
+    assert towers.vectors(SimpleNamespace(encode=encode), [[4, 5, 6, 7], [8]]).shape == (2, 3)
+    ((tokens, mask),) = seen
+    assert tokens.shape == mask.shape == (2, columns)
+    assert tokens[0].tolist() == [1, 4, 5, 6, 7, 2, *[9] * (columns - 6)]
+    assert mask.sum(1).tolist() == [6, 3]
 
 
 def test_a_file_that_is_not_of_vectors_is_not_overwritten(toy, tmp_path):
