@@ -64,6 +64,7 @@ def test_lines_keep_their_fields_and_get_a_score(source: Path, tmp_path: Path, c
         *(0.9, None, 0.1, None, 0.25, 0.1)
     ]
     assert found[4]["text"] == "rude 0.25"
+    assert '"ünïcode"' in target.read_text(encoding="utf-8")  # readable, not escaped
     assert found[1]["score_error"] == "the text is blank"
     said = capsys.readouterr().out
     assert "6 lines written, 2 of them without a score (the last one: the text is blank), 6" in said
@@ -195,6 +196,9 @@ def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPat
         assert f"{flag}: give" in said
     assert megatron([*words, "--classifier", "huggingface"]) == 9
     assert "requires --classifier-model" in capsys.readouterr().err
+    both = ["--classifier", "perspective", "--classifier-model", "folder"]
+    assert megatron([*words, *both]) == 9
+    assert "--classifier-model needs --classifier huggingface" in capsys.readouterr().err
     monkeypatch.setenv("PERSPECTIVE_API_KEY", "two words")
     assert megatron(words) == 9
     assert "is not a valid API key" in capsys.readouterr().err
@@ -252,8 +256,8 @@ def test_a_classifier_of_hugging_face(classifier: Path, tmp_path: Path) -> None:
 
 
 def test_the_label_must_be_the_classifiers(classifier: Path) -> None:
-    for label in (None, "toxic"):
-        with pytest.raises(ConfigError, match="has the labels polite, rude: give the one"):
+    for label, flag in ((None, "--label: "), ("toxic", "--label toxic: ")):
+        with pytest.raises(ConfigError, match=f"^{flag}.* has the labels polite, rude: give the"):
             ClassifierScorer(str(classifier), label, 8)
     assert ClassifierScorer(str(classifier), "RUDE", 8).settings["--label"] == "rude"
 

@@ -130,8 +130,12 @@ def test_flags_are_checked(words: list[str], tmp_path: Path, capsys) -> None:
     assert "--out-path needs a single file" in said
     assert megatron([*words, "--names", "x", "x"]) == 9
     assert "--names x x: give each model a different name" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="9"):
+        megatron(["detoxify", "evaluate", "--data-path", str(tmp_path / "before.jsonl")])
+    assert "--prompt-path" in capsys.readouterr().err
     huge = b'{"results": {"perplexity": 1%s}}' % (400 * b"0")
-    for content in (b"", b"[]", b'{"results": {"perplexity": null}}', huge):
+    none = b'{"results": {"perplexity": 0}}'
+    for content in (b"", b"[]", b'{"results": {"perplexity": null}}', huge, none):
         (tmp_path / "bad.json").write_bytes(content)
         assert megatron([*words, "--perplexity", *[str(tmp_path / "bad.json")] * 2]) == 6
         assert "bad.json: the file has no perplexity" in capsys.readouterr().err

@@ -108,6 +108,27 @@ def test_the_server_says_when_to_come_back(service: StandIn, as_date: bool) -> N
         client_of(service).score("text")
 
 
+def test_a_delay_of_more_than_ten_minutes_ends_the_command(
+    service: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(RequestPace, "pause", lambda _, seconds: waits.append(seconds))
+    service.answers = [Answer(429, b"", (("Retry-After", "600"),))]
+    client = client_of(service)
+    client.score("text")
+    assert waits == [600.0]
+    service.answers = [Answer(429, b"", (("Retry-After", "601"),))]
+    with pytest.raises(ServiceError, match="requests a delay of 601 seconds"):
+        client.score("text")
+
+
+def test_the_last_reason_is_told_without_the_requested_delay(service: StandIn) -> None:
+    busy = Answer(503, error_body("busy"), (("Retry-After", "0"),))
+    service.answers = [busy] * 4
+    with pytest.raises(ServiceError, match="the last one with: [^(]*busy: run"):
+        client_of(service).score("text")
+
+
 def test_requests_keep_to_the_rate_with_many_workers(service: StandIn) -> None:
     scorer = PerspectiveScorer(client_of(service, requests_per_second=50), workers=8)
     texts = [f"rude 0.{i:02}" for i in range(20)]

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.submit.command import Host, read_hostfile
+from megatron.submit.description import JobConfig
 from tests.submit.descriptions import COMMAND, RESUME, job_file
 
 _FILE = """
@@ -225,6 +226,24 @@ def test_both_ends_of_a_range_are_allowed(target: str, flag: str, least: int, mo
     assert f"{flag} {most + 1}: must be at most {most}" in _problems(
         flag, str(most + 1), *more, target=target
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "threads"),
+    [
+        ({}, 8, 1),
+        ({"gpus_per_node": 0}, 1, 1),
+        ({"gpus_per_node": 0, "cpus_per_node": 6}, 1, 6),
+        ({"cpus_per_node": 36}, 8, 4),
+        ({"processes_per_node": 2, "cpus_per_node": 7}, 2, 3),
+        ({"cpus_per_node": 4}, 8, 1),
+    ],
+)
+def test_the_processes_of_a_node_and_their_cores(
+    sizes: dict[str, int], processes: int, threads: int
+) -> None:
+    job = JobConfig(**sizes)
+    assert (job.processes, job.threads) == (processes, threads)
 
 
 def test_a_node_may_have_a_single_process() -> None:

@@ -76,3 +76,16 @@ def test_slurm_finds_a_folder_for_its_output(
     command.run(command.build_parser().read([*words, *COMMAND]))
     assert started == [["sbatch", "job.sh"]]
     assert (tmp_path / (workdir or ".") / "my-logs").is_dir()
+
+
+def test_a_job_file_is_written_into_a_new_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "new" / "jobs" / "job file.sh"
+    for _ in range(2):  # an older file is replaced
+        command.run(command.build_parser().read(["--to", "local", "--output", str(file), *COMMAND]))
+        said = capsys.readouterr()
+        assert (said.out, said.err.splitlines()[-1]) == (
+            "", f"wrote {file}; submit it with: bash '{file}'"
+        )  # fmt: skip
+    assert "pretrain_gpt.py" in file.read_text()
