@@ -125,7 +125,7 @@ def environment_with_interpreter() -> dict[str, str]:
 
 def share_cores(processes: int) -> None:
     """Set OMP_NUM_THREADS, unless it is set, to each new process's share of the cores."""
-    threads = max(1, (os.cpu_count() or 2) // processes)
+    threads = max(1, usable_cores() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
