@@ -478,7 +478,7 @@ def gpu_attention(
     value: Tensor,
     options: AttentionOptions,
     *,
-    holds_scores: bool = True,
+    allows_math: bool = True,
     package: FlashPackage | None = None,
 ) -> Tensor:
     """Compute attention on a GPU with the fastest fused kernel that supports the arguments.
@@ -488,7 +488,7 @@ def gpu_attention(
         key: The keys [keys, b, g, d].
         value: The values [keys, b, g, d].
         options: The attention options.
-        holds_scores: Whether an implementation that keeps all scores in memory may run.
+        allows_math: Whether an implementation that keeps all scores in memory may run.
         package: The flash-attn-4 package, which runs if it supports the arguments; `None` for none.
 
     Returns:
@@ -505,11 +505,11 @@ def gpu_attention(
         if is_special or mask is not None:
             return _flash_kernel(query, key, value, options)
     kernels = _BIAS_KERNELS if has_bias else _GPU_KERNELS
-    with sdpa_kernel(kernels if holds_scores else kernels[:-1], set_priority=True):
+    with sdpa_kernel(kernels if allows_math else kernels[:-1], set_priority=True):
         return fused_attention(query, key, value, options)
 
 
-flash_attention = partial(gpu_attention, holds_scores=False)
+flash_attention = partial(gpu_attention, allows_math=False)
 
 
 def flash_problem(head_size: int, dtype: torch.dtype, device: torch.device) -> str:

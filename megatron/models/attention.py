@@ -130,7 +130,7 @@ class AttentionCore(nn.Module):
         self.layer_number = layer_number
         self.recompute = recompute
         self.site = site
-        self.keeping = context.keeping("core_attn")
+        self.offloading = context.offloading("core_attn")
         self.slopes = None
         if plan.alibi is not None:
             slopes = torch.tensor(alibi_slopes(plan.heads), device=context.device) * plan.alibi
@@ -162,7 +162,7 @@ class AttentionCore(nn.Module):
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(self._attend, *inputs, use_reentrant=False)
             return out
-        with self.keeping():
+        with self.offloading():
             return self._attend(*inputs)
 
     def options(self, mask: Mask | None, sinks: Tensor | None = None) -> AttentionOptions:
@@ -267,8 +267,8 @@ class SelfAttention(nn.Module):
             self.query_norm = new_query_norm(plan.qk_norm, query_size, context)
             self.key_norm = new_query_norm(plan.qk_norm, key_size, context)
         self.sinks = new_sinks(plan, context)
-        self.keeping_input = context.keeping("qkv_linear")
-        self.keeping_output = context.keeping("attn_proj")
+        self.offloading_input = context.offloading("qkv_linear")
+        self.offloading_output = context.offloading("attn_proj")
 
     @staticmethod
     def matrices(plan: AttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -323,7 +323,7 @@ class SelfAttention(nn.Module):
         plan, gate = self.plan, None
         rotation = None if plan.rotary is None else rotation
         rotates_later = plan.output_gate or plan.qk_norm is not None
-        with self.keeping_input():
+        with self.offloading_input():
             qkv = self.qkv(x)
         query, key, value = self._split_heads(qkv, None if rotates_later else rotation)
         if plan.output_gate:
@@ -348,7 +348,7 @@ class SelfAttention(nn.Module):
             context = self.core(query, key, value, mask, self.sinks)
         if gate is not None:
             context = context * gate.sigmoid()
-        with self.keeping_output():
+        with self.offloading_output():
             return self.output(context)
 
     @property

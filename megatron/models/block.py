@@ -171,10 +171,10 @@ class Block(nn.Module):
             self.mlp = MLPS[kind](plan.mlp, replace(context, layer=layer_number, recomputed=parts))
         self.keeps_norms = "layernorm" not in context.recomputed or not _recomputes_norms(plan)
         self.routers = context.registry.routers
-        self.keeping_mlp = context.keeping("mlp") if kind == "dense" else nullcontext
-        self.keeping_norm = {
-            "attention output": context.keeping("attn_norm"),
-            "mlp output": context.keeping("mlp_norm"),
+        self.offloading_mlp = context.offloading("mlp") if kind == "dense" else nullcontext
+        self.offloading_norm = {
+            "attention output": context.offloading("attn_norm"),
+            "mlp output": context.offloading("mlp_norm"),
         }
         self.stops_early = not (context.gathers_weights and kind == "mixture")
 
@@ -301,7 +301,7 @@ class Block(nn.Module):
                 stops_early=self.stops_early,
             )
         if self.keeps_norms:
-            with self.keeping_mlp() if sublayer is self.mlp else nullcontext():
+            with self.offloading_mlp() if sublayer is self.mlp else nullcontext():
                 return sublayer(normal, *inputs)
         kept = joined.detach()
         with discarding_output(normal, lambda: norm(Stream(kept))[1]):
@@ -314,12 +314,12 @@ class Block(nn.Module):
         forward = [
             getattr(x, "fused_amaxes", NO_FUSED_AMAXES).forward for x in (self.attention, self.mlp)
         ]
-        with self.keeping_norm["attention output"]():
+        with self.offloading_norm["attention output"]():
             joined, normal = self.attention_norm(stream, forward[0])
         mixed = self._compute(self.attention_norm, self.attention, joined, normal, *inputs)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
         if self.mlp_norm is not None:
-            with self.keeping_norm["mlp output"]():
+            with self.offloading_norm["mlp output"]():
                 _, normal = self.mlp_norm(Stream(joined), forward[1])
         updates = {
             "attention output": (mixed, self.attention.bias_to_add),
@@ -350,7 +350,7 @@ class Block(nn.Module):
         """
         norm, output_norm = norms
         fused_amaxes = getattr(sublayer, "fused_amaxes", NO_FUSED_AMAXES)
-        with self.keeping_norm.get(site, nullcontext)():
+        with self.offloading_norm.get(site, nullcontext)():
             joined, normal = norm(stream, fused_amaxes.forward)
         residual = normal if self.residual_after_norm else joined
         update = self._compute(norm, sublayer, joined, normal, *inputs)
@@ -417,7 +417,7 @@ class LayerStack(nn.ModuleDict):
         layout = context.layout
         splits = recompute is not None and recompute.split_inputs and layout.sequence.size == 1
         self.saved_input_axis = layout.tensor if splits else Axis()
-        self.on_host = context.on_host
+        self.host_activations = context.host_activations
         self.routers = context.registry.routers
         # Experts gather their own weights, so recomputation must not stop inside their forward
         # pass.
@@ -431,8 +431,8 @@ class LayerStack(nn.ModuleDict):
             *inputs: Further arguments of each layer. The second one is a tuple with the rotation of
                 each of `rotaries(plans)`, from which each layer gets its own.
         """
-        if self.on_host is not None:
-            self.on_host.begin_pass(self.parameters())
+        if self.host_activations is not None:
+            self.host_activations.begin_pass(self.parameters())
         for group in self.groups:
             if group.recomputed and torch.is_grad_enabled():
                 # Join the stream, so that a group keeps a single tensor.

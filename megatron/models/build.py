@@ -72,7 +72,7 @@ def run_context(
         registry=registry or LayerRegistry(),
         frozen_format=frozen_format(config.model),
         halves_experts=layout.expert.size > 1 and parallel.overlap_moe_expert_parallel_comm,
-        on_host=HostActivations(
+        host_activations=HostActivations(
             torch_device,
             frozenset(config.training.offload_modules),
             config.training.min_offloaded_tensor_size,

@@ -24,7 +24,7 @@ from megatron.parallel.cross_entropy import (
     vocabulary_cross_entropy,
 )
 from megatron.parallel.layers import Linear, Projections, Split
-from megatron.parallel.linear import around, parallel_linear
+from megatron.parallel.linear import collective_transport, parallel_linear
 from megatron.parallel.parameter import ZEROS
 from megatron.parallel.products import PLAIN, InFp32, LinearCall
 
@@ -136,7 +136,7 @@ class Output(nn.Module):
                 slot=slot,
             )
             return chunked.losses.t() if loss_mask is None else chunked.total
-        transport = around(self.communication)
+        transport = collective_transport(self.communication)
         products = self.products if labels is None else PLAIN
         logits = parallel_linear(call, transport, slot=slot, products=products)
         if self.adapter is not None and low_rank is not None:

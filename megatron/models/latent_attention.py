@@ -99,8 +99,8 @@ class LatentAttention(nn.Module):
             adds_bias=not plan.defers_bias,
         )
         self.sinks = new_sinks(plan, context)
-        self.keeping_input = context.keeping("qkv_linear")
-        self.keeping_output = context.keeping("attn_proj")
+        self.offloading_input = context.offloading("qkv_linear")
+        self.offloading_output = context.offloading("attn_proj")
 
     @staticmethod
     def matrices(plan: LatentAttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -164,7 +164,7 @@ class LatentAttention(nn.Module):
         """
         plan = self.plan
         rotation = None if plan.rotary is None else rotation
-        with self.keeping_input():
+        with self.offloading_input():
             query = self._query(x, rotation)
             latent, rope_key = self._latent(x, rotation)
         if plan.query_scale != 1:
@@ -178,7 +178,7 @@ class LatentAttention(nn.Module):
         else:
             context = self.core(query, *self._heads(latent, rope_key), mask, self.sinks)
         context = context.unflatten(2, (-1, plan.head_size))[..., : plan.value_size]
-        with self.keeping_output():
+        with self.offloading_output():
             return self.output(context.flatten(2))
 
     def expanded(self, latent: Tensor, tokens: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

@@ -217,18 +217,18 @@ class Experts(nn.Module):
             plan.activation, clamp=plan.clamp, offset=plan.offset
         )
         self.recomputes_activation = "moe_act" in context.recomputed
-        self.keeping_rows = context.keeping("expert_fc1")
-        self.keeping_inner = context.keeping("moe_act")
+        self.offloading_rows = context.offloading("expert_fc1")
+        self.offloading_inner = context.offloading("moe_act")
         self._library, self._local = context.kernels.library, experts // context.layout.expert.size
 
     def forward(self, received: DispatchedTokens) -> Tensor:
         """Return the weighted sum of the local experts' outputs for each of R tokens, [R, h]."""
         rows, grouping = received.rows(self._local, self._library)  # [n, h]
-        with self.keeping_rows():
+        with self.offloading_rows():
             pre_activation = self.up(
                 rows, grouping, received.deferred_work
             )  # [n, f], or [n, 2 f] if gated
-        with self.keeping_inner():
+        with self.offloading_inner():
             inner = self.activation(pre_activation)  # [n, f]
         if self.recomputes_activation and torch.is_grad_enabled():
             saved = pre_activation.detach()

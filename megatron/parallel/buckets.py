@@ -352,7 +352,7 @@ def lay_out(
     start = 0
     for group in groups:
         if keeps_whole:
-            assigned, width = deal([aligned[j] for j in group], shards)
+            assigned, width = distribute([aligned[j] for j in group], shards)
             starts = {
                 j: start + shard * width + offset
                 for j, (shard, offset) in zip(group, assigned, strict=True)
@@ -368,7 +368,7 @@ def lay_out(
     return buckets
 
 
-def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]:
+def distribute(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]:
     """Distribute tensors over shards, largest first, each to the shard with the fewest elements.
 
     Args:
@@ -388,6 +388,9 @@ def deal(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]], int]
 
 
 def is_even(sizes: Sequence[int], shards: int) -> bool:
-    """Return whether `deal` distributes tensors such that at most `MAX_PADDING` is padding."""
+    """Return whether the result of `distribute` has at most `MAX_PADDING` of padding."""
     max_elements = sum(sizes) / (1 - MAX_PADDING)
-    return max(sizes) * shards <= max_elements and deal(sizes, shards)[1] * shards <= max_elements
+    if max(sizes) * shards > max_elements:
+        return False
+    _, fullest = distribute(sizes, shards)
+    return fullest * shards <= max_elements

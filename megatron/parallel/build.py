@@ -118,7 +118,8 @@ class BuildContext:
             `dtype`.
         halves_experts: Whether mixtures process each training micro-batch in two halves and send
             one half while they compute the other.
-        on_host: The activations that modules keep in host memory; `None` if all stay on the device.
+        host_activations: The activations that modules save in host memory; `None` if all stay on
+            the device.
     """
 
     layout: Layout
@@ -136,7 +137,7 @@ class BuildContext:
     recomputed: frozenset[str] = frozenset()
     frozen_format: FrozenFormat | None = None
     halves_experts: bool = False
-    on_host: HostActivations | None = None
+    host_activations: HostActivations | None = None
 
     @property
     def gathers_weights(self) -> bool:
@@ -217,7 +218,7 @@ class BuildContext:
         parameter.spec = spec  # type: ignore[attr-defined]
         return parameter
 
-    def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
+    def offloading(self, module: str) -> Callable[[], AbstractContextManager[object]]:
         """Return a function that creates a context manager for each call of a module.
 
         The context manager makes autograd save tensors in host memory if --offload-modules names
@@ -226,7 +227,8 @@ class BuildContext:
         Args:
             module: One of `config.training.OFFLOADED_MODULES`.
         """
-        return nullcontext if self.on_host is None else self.on_host.keeping(module)
+        host = self.host_activations
+        return nullcontext if host is None else host.offloading(module)
 
     def within_rank(self) -> BuildContext:
         """Return a copy of this context for attention over sequences that are not split."""

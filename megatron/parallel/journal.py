@@ -146,7 +146,7 @@ class Journal:
         return Transfer(self, kind, ranks, number, work)
 
     @contextmanager
-    def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
+    def external_collective(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Return a context that records a collective which another library starts and waits for.
 
         On a GPU, the library only queues the collective, in its own stream. No mark is sent,

@@ -129,7 +129,7 @@ class Linear(nn.Module):
         self._transport: Transport | None = None
         if split == "column":
             gathered = Communication(layout.tensor, layout.sequence_parallel, context.overlap)
-            self._transport = linear.around(gathered)
+            self._transport = linear.collective_transport(gathered)
         self._overlapped: OverlappedColumn | OverlappedRow | None = None
         if context.exchange is not None and split and self.products.can_be_split:
             transport = OverlappedRow if split == "row" else OverlappedColumn

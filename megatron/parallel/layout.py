@@ -58,13 +58,13 @@ class Axis:
         """
         return self.journal.transfer(kind, self.ranks, work)
 
-    def joining(self, kind: str) -> AbstractContextManager[None]:
+    def external_collective(self, kind: str) -> AbstractContextManager[None]:
         """Return a context that records a collective over this axis run by another library.
 
         Args:
             kind: The name of the collective.
         """
-        return self.journal.joining(kind, self.ranks)
+        return self.journal.external_collective(kind, self.ranks)
 
     def barrier(self) -> None:
         """Wait until every process of the axis has called this method."""

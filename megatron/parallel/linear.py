@@ -321,7 +321,7 @@ class CollectiveTransport:
 NO_TRANSPORT = CollectiveTransport(NO_COMMUNICATION)
 
 
-def around(communication: Communication) -> Transport | None:
+def collective_transport(communication: Communication) -> Transport | None:
     """Return a transport that uses these collectives, or `None` if the axis has one process."""
     return None if communication.axis.size == 1 else CollectiveTransport(communication)
 

@@ -86,7 +86,7 @@ class HostActivations:
         self._saved: dict[tuple[object, ...], weakref.ref[_SavedTensor]] = {}
         self.bytes_sent = 0
 
-    def keeping(self, module: str) -> Callable[[], AbstractContextManager[object]]:
+    def offloading(self, module: str) -> Callable[[], AbstractContextManager[object]]:
         """Return a function that creates a context manager for each call of a module.
 
         Args:

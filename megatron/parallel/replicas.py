@@ -148,7 +148,7 @@ class TorchDataParallel:
         options: dict[str, Any] = {"process_group": axis.group, _SYNC_BUFFERS: False}
         self._axis = axis
         self._in_flight: list[Pending] = []
-        with axis.joining("start of DistributedDataParallel"):
+        with axis.external_collective("start of DistributedDataParallel"):
             self._replica = DistributedDataParallel(_Forward(model, forward), **options)
         # The hook has no annotations, because PyTorch compares them and ours are strings. The
         # garbage collector does not see PyTorch's reference to the hook, so a reference from the

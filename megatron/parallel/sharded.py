@@ -270,7 +270,7 @@ class _NamedCollective:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, **options: Any
     ) -> dist.Work | None:
-        with self._axis.joining(self._name):
+        with self._axis.external_collective(self._name):
             return self._start(output_tensor, input_tensor, **options)
 
 

@@ -120,7 +120,7 @@ class SharedTable(nn.Module):
         self._original = (original,)
 
 
-def unite_copies(parts: Iterable[nn.Module]) -> None:
+def share_tables(parts: Iterable[nn.Module]) -> None:
     """Make the model parts in a process share each `SharedTable` instead of having copies."""
     tables: dict[str, SharedTable] = {}
     for part in parts:

@@ -110,9 +110,9 @@ class FaultyJournal(Journal):
         self._waited += time.monotonic() - self._waits_since
 
     @contextmanager
-    def joining(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
+    def external_collective(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Wrap a collective that another library starts and waits for."""
-        with super().joining(kind, ranks):
+        with super().external_collective(kind, ranks):
             yield
         self._waited += time.monotonic() - self._waits_since
 

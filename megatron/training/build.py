@@ -35,7 +35,7 @@ from megatron.parallel.pipeline.schedule import schedule_kind
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from megatron.parallel.registry import LayerRegistry
 from megatron.parallel.replicas import Gradients, TorchDataParallel, shares_weights
-from megatron.parallel.tied import unite_copies
+from megatron.parallel.tied import share_tables
 from megatron.planner.machine import like_device
 from megatron.planner.memory import largest_expert_message, largest_message
 from megatron.planner.prediction import records_passes
@@ -202,7 +202,7 @@ def parallelize(
     parts = [recipe.build_part(config, context, vocabulary, part) for part in local_parts]
 
     # 3. Ties within this process: parts share the tables that they have in common.
-    unite_copies(parts)
+    share_tables(parts)
     check_frozen(parts, config.model, layout, device.torch_device)
 
     # 4. Weight precision: with delayed scaling, fp8 layers scale by the amaxes of earlier updates.

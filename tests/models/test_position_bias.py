@@ -10,7 +10,7 @@ from megatron.models.position_bias import PositionBias, relative_buckets
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize, spec_of
-from megatron.parallel.tied import unite_copies
+from megatron.parallel.tied import share_tables
 from tests.models.others import DECODER, batch_of, build, losses
 from tests.models.small import SEQUENCE, config, plan
 
@@ -96,7 +96,7 @@ def test_a_tensor_rank_has_its_heads():
 
 def test_parts_in_one_process_share_a_table():
     parts = [torch.nn.ModuleDict({"table": table(True)}) for _ in range(3)]
-    unite_copies(parts)
+    share_tables(parts)
     assert [len(list(part.parameters())) for part in parts] == [1, 0, 0]
     sum(part["table"](4, None).sum() for part in parts).backward()
     assert parts[0]["table"].weight.grad.sum() == 3 * 4 * 4 * 4

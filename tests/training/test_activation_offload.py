@@ -71,7 +71,7 @@ class _Late(QueuedCopy):
 
 def _train(layout, words):
     recorder, run = train_toy(layout, [*FLAGS, *words])
-    stores = [part.layers.on_host for part in run.parts]
+    stores = [part.layers.host_activations for part in run.parts]
     sent = sum(store.bytes_sent for store in stores if store is not None)
     return recorder.values("lm loss"), recorder.values("grad-norm"), fingerprint(run), sent
 
@@ -142,7 +142,7 @@ def test_training_is_the_same_in_layouts(sizes, words):
 
 def test_tensors_leave_the_device_and_return_one_module_ahead():
     store = HostActivations(torch.device("cpu"), frozenset({"core_attn"}), 10)
-    keeping = store.keeping("core_attn")
+    keeping = store.offloading("core_attn")
     weight = torch.nn.Parameter(torch.randn(8, 8))
     small = torch.randn(3, requires_grad=True)
     x, calls = torch.randn(4, 8, requires_grad=True), []
@@ -170,7 +170,7 @@ def test_tensors_leave_the_device_and_return_one_module_ahead():
 
 def test_other_modules_keep_their_tensors_on_the_device():
     store = HostActivations(torch.device("cpu"), frozenset({"mlp"}), 1)
-    with store.keeping("core_attn")():
+    with store.offloading("core_attn")():
         y = torch.randn(4, requires_grad=True).exp()
     y.sum().backward()
     assert (store.bytes_sent, store._last) == (0, None)
