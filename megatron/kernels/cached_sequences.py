@@ -46,8 +46,11 @@ def chunk_starts(lengths: Tensor, chunk: int) -> Tensor:
     """Return the position at which the last chunk of each sequence begins.
 
     Args:
-        lengths: The number of tokens of each sequence, of any shape, which the result shares.
+        lengths: The number of tokens of each sequence, in a tensor of any shape.
         chunk: The number of tokens in a chunk.
+
+    Returns:
+        The positions, in the shape of the lengths.
     """
     return (lengths - 1).clamp(min=0) // chunk * chunk
 

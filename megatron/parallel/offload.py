@@ -89,6 +89,9 @@ class HostActivations:
     def offloading(self, module: str) -> Callable[[], AbstractContextManager[object]]:
         """Return a function that creates a context manager for each call of a module.
 
+        The context manager makes autograd save tensors in host memory if `modules` contains the
+        module.
+
         Args:
             module: The name of the module.
         """
