@@ -117,7 +117,7 @@ def build_packed_datasets(
     padding_id: int,
     packs: bool = True,
 ) -> Datasets:
-    """Build the samples that the flags name. Collective.
+    """Build the packed datasets that the flags name. Collective.
 
     Args:
         request: The data that the run needs.
