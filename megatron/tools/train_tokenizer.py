@@ -7,11 +7,11 @@
 The first command writes vocab.json and merges.txt, for --tokenizer-type GPT2BPETokenizer with
 --vocab-file and --merge-file. The second writes vocab.txt, for BertWordPieceLowerCase (with
 --cased, BertWordPieceCase) with --vocab-file. Both also write tokenizer.json, for
-HuggingFaceTokenizer. The third has the input and the folder as positional arguments. It writes
-tokenizer.model, for GPTSentencePieceTokenizer, SentencePieceTokenizer or Llama2Tokenizer with
---tokenizer-model, and tokenizer.vocab, a readable list of the pieces. The same input always gives
-the same files. An existing tokenizer is not replaced without --overwrite, because datasets and
-models may depend on it.
+HuggingFaceTokenizer. The third command takes the input and the folder as positional arguments. It
+writes tokenizer.model, for GPTSentencePieceTokenizer, SentencePieceTokenizer or Llama2Tokenizer
+with --tokenizer-model, and tokenizer.vocab, a readable list of the pieces. The same input always
+gives the same files. An existing tokenizer is not replaced without --overwrite, because datasets
+and models may depend on it.
 """
 
 from __future__ import annotations

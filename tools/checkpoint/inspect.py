@@ -4,9 +4,9 @@
     python tools/checkpoint/inspect.py --no-verify --details runs/demo/checkpoints
     python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
-A folder is a value of --save or --load of this package or Megatron-LM, or a Hugging Face folder.
-For `diff`, it may also be a single checkpoint. Tensors are read in chunks. The exit code is 0 if
-all checkpoints are intact, or if both are the same; 1 if the two differ; and 4 if a checkpoint is
+A folder is the --save or --load folder of a run, also of Megatron-LM, or a Hugging Face folder. For
+`diff`, it may also be a single checkpoint. Tensors are read in chunks. The exit code is 0 if all
+checkpoints are intact, or if both are the same; 1 if the two differ; and 4 if a checkpoint is
 damaged, if the tracker names a missing one, or if there is none.
 """
 

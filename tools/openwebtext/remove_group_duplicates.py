@@ -9,7 +9,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def _remove(
-    removed: frozenset[str], key: str, records: list[dict[str, Any]]
-) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
-    kept = [record for record in records if record[key] not in removed]
-    counts = Counter({"written": len(kept), "removed": len(records) - len(kept)})
-    return [kept], counts
-
-
 def run(options: argparse.Namespace) -> None:
     """Write the remaining documents.
 
@@ -56,7 +47,11 @@ def run(options: argparse.Namespace) -> None:
                 raise DataError(f"{options.groups}: not a file that group_duplicate_url.py wrote")
             removed.update(members[1:])
     print(f"will be removing {len(removed)} urls")
-    work = partial(_remove, frozenset(removed), options.key)
+
+    def work(records: list[dict[str, Any]]) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
+        kept = [record for record in records if record[options.key] not in removed]
+        return [kept], Counter({"written": len(kept), "removed": len(records) - len(kept)})
+
     keys = ["text", options.key]
     counts = transform_records(options.data, [options.output], work, keys, usable_cores())
     print(f"written: {counts['written']} | removed: {counts['removed']}")
