@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.corpora.plan import STEPS
 from megatron.submit.description import SECTIONS
 from tests.repository import ROOT
 
@@ -36,9 +37,13 @@ def _defaults() -> dict[str, dict[str, Any]]:
             for action in actions
             if action.default not in (None, False, argparse.SUPPRESS)
         }
-    for name, kind in SECTIONS.items():
-        found[f"submit, {name}"] = {
-            field.name: field.default for field in fields(kind) if field.default is not None
+    records = {f"submit, {name}": kind for name, kind in SECTIONS.items()}
+    records |= {f"step of a corpus, {name}": kind for name, kind in STEPS.items()}
+    for name, kind in records.items():
+        found[name] = {
+            field.name: field.default
+            for field in fields(kind)
+            if field.default not in (None, MISSING)
         }
     # Paths become text, and tuples lists.
     return json.loads(json.dumps(found, default=str))

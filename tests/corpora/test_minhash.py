@@ -68,6 +68,10 @@ def test_ngrams_end_with_their_document() -> None:
     assert whole.tolist() == [True, True, False, False, False, False, False, False]
     assert hashes[2] == hashes[4]  # "c d" at the end of the first and of the second document
     assert hashes[0] != hashes[6]  # "a b c" and "a b"
+    single, whole = hash_ngrams(found, 1)
+    assert (single[[0, 1, 2]] == single[[6, 7, 4]]).all()
+    assert len(set(single.tolist())) == 4
+    assert whole.all()
 
 
 def test_a_document_larger_than_a_batch_has_the_same_words(monkeypatch) -> None:
@@ -152,3 +156,9 @@ def test_a_million_equal_documents_are_one_group() -> None:
     settings = MinHash(bands=2, rows=2)
     signatures = np.full((4, 1_000_000), 7, np.uint16)
     assert (group_duplicates(signatures, settings) == 0).all()
+
+
+def test_the_ngrams_of_a_long_document_fill_all_values() -> None:
+    text = " ".join(f"w{number}" for number in range(20_000)).encode()
+    values = sign([text], MinHash())[:, 0]
+    assert len(set(values.tolist())) > 0.95 * len(values)

@@ -55,6 +55,12 @@ def test_a_cut_reaches_to_the_ends_of_sentences() -> None:
         "First sentence stays here.",
         " Third one stays.",
     ]
+    # A sentence that ends within the margin is cut too.
+    text = "First sentence stays here. Hm. leaked test answer, all of it. Third one stays."
+    assert cut_out(text, ngrams.find([text])[0], step) == [
+        "First sentence stays here.",
+        " Third one stays.",
+    ]
     short = "leaked test answer"
     assert cut_out(short, ngrams.find([short])[0], step) == []
     assert cut_out("short", [], step) == ["short"]

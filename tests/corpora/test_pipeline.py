@@ -531,3 +531,46 @@ def test_a_single_word_is_measured_by_its_letters() -> None:
     for text, reason in texts.items():
         assert judge_quality(text, step).startswith(reason)
         assert bool(judge_quality(text, step)) == bool(reason)
+
+
+def test_texts_for_pictures_are_not_part_of_a_page() -> None:
+    picture = '<img src="a.png" alt="A cat on a mat.">'
+    page = f"<html><body><main><p>It sat there all day.{picture}</p></main></body></html>"
+    assert cleaning.extract_page(page) == "It sat there all day."
+
+
+def test_only_changed_documents_are_marked_as_changed() -> None:
+    def change(document: Document) -> str:
+        document.text = document.text.replace("bad", "good")
+        return "is spam" if "spam" in document.text else ""
+
+    documents = [Document(text, text) for text in ("bad", "good", "spam")]
+    documents.append(Document("bad", "dropped earlier", metadata={blocks.Mark.DROPPED: "x"}))
+    found = {one.id: one for one in blocks.PerDocument("fix", change).run(documents)}
+    assert found["bad"].text == "good"
+    assert found["bad"].metadata[blocks.Mark.CHANGED] == ["fix"]
+    assert blocks.Mark.CHANGED not in found["good"].metadata
+    assert blocks.Mark.DROPPED in found["spam"].metadata
+    assert found["dropped earlier"].text == "bad"
+
+
+def test_lengths_of_words_mean_nothing_where_no_spaces_separate_them() -> None:
+    chosen = {languages: default_steps(languages)["quality"] for languages in
+              (("en",), ("de",), ("en", "de"), ("zh",), ("en", "ja"))}  # fmt: skip
+    assert [step.stop_words for step in chosen.values()] == [2, 0, 0, 0, 0]
+    unspaced = QualityStep(min_words=0, max_word_length=0.0, stop_words=0)
+    assert [step == unspaced for step in chosen.values()] == [False, False, False, True, True]
+
+
+def test_whole_numbers_are_numbers_of_a_plan() -> None:
+    def quality(**values: object) -> QualityStep:
+        steps = {"quality": values}
+        data = {"input": ["a"], "steps": steps}
+        return plan_from_dict(data, "plan.yaml").steps["quality"]
+
+    found = quality(max_word_length=9, min_words=3)
+    assert (found.max_word_length, type(found.max_word_length)) == (9.0, float)
+    assert (found.min_words, type(found.min_words)) == (3, int)
+    for wrong in ({"max_word_length": "9"}, {"max_word_length": True}, {"min_words": 3.5}):
+        with pytest.raises(ConfigError, match="plan.yaml: steps.quality.*: expected (float|int)"):
+            quality(**wrong)

@@ -7,6 +7,7 @@ import re
 import shlex
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +18,13 @@ from megatron.planner.command import (
     build_parser,
     command,
     describe,
+    goodput,
     predict_configured,
     read_request,
+    reasons,
     run,
     show_timeline,
+    table,
 )
 from megatron.planner.machine import MACHINES, read_machine
 from megatron.planner.search import Search, layouts, to_flags
@@ -404,3 +408,48 @@ def test_a_layout_that_takes_exactly_the_time_given_is_found():
     (found,) = replace(search, seconds=best).best(1)
     assert found.prediction.seconds == best
     assert replace(search, seconds=0.999 * best).best(1) == []
+
+
+def _plan(seconds, **parts):
+    """Return a layout with a time and its parts, and the configuration of a small run."""
+    words = f"{SMALL} --mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --vocab-size 8"
+    words += " --tokenizer-type NullTokenizer"
+    config = parse_config(words.split(), world_size=1).config
+    prediction = SimpleNamespace(
+        seconds=seconds,
+        parts=parts,
+        memory=SimpleNamespace(total=3 * 2**29),
+        tokens_per_second=1234.5,
+        mfu=0.456,
+    )
+    return SimpleNamespace(config=config, prediction=prediction)
+
+
+def test_layouts_are_compared_with_the_fastest():
+    plans = [
+        _plan(2.0, products=1.5, bubble=0.499, optimizer=0.001),
+        _plan(2.5, products=1.6, bubble=0.899, optimizer=0.001),
+        _plan(2.0, products=1.5, bubble=0.499, optimizer=0.001),
+    ]
+    assert reasons(plans).splitlines()[1:] == [
+        "1 is the fastest. Its time: products 75.0%, bubble 24.9%.",
+        "2 takes 25.0% more: bubble +20.0%, products +5.0%",
+        "3 takes 0.0% more",
+    ]
+    title, first, *_ = table(plans, 1).splitlines()
+    assert title.split()[-3:] == ["products", "bubble", "optimizer"]
+    layout = "DP 1, micro-batch 1"
+    assert first.split() == [*f"1 {layout} 1.5 2 1,234 45.6% 75.0% 24.9% 0.1%".split()]
+    assert len({len(line) for line in table(plans, 1).splitlines()}) == 1
+
+
+def test_the_interval_of_checkpoints_follows_from_the_failures_of_all_gpus():
+    words = "--gpus 4xH100 --global-batch 8 --mtbf-hours 800 --checkpoint-seconds 2 --"
+    options = _options(words, SMALL)
+    request = read_request(options)
+    text = goodput(request, _plan(10.0), options)
+    assert text.startswith("failures: one every 200 h on average. Save every ")
+    updates = int(re.search("Save every ([0-9,]+) updates", text)[1].replace(",", ""))
+    daly = 60 * float(re.search("Daly ([0-9.]+)", text)[1])
+    assert updates == pytest.approx(daly / 10, rel=0.02)
+    assert "Save every 1 updates" in goodput(request, _plan(1e5), options)

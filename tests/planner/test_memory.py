@@ -19,7 +19,7 @@ from megatron.models.freezing import trained_share
 from megatron.models.plan import HeadSpec
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
-from megatron.planner.memory import estimate_memory, largest_process
+from megatron.planner.memory import amount, estimate_memory, largest_process
 from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy
 
 
@@ -229,6 +229,8 @@ def test_what_neighbors_write_into_is_counted():
 
 def test_units_are_readable():
     assert "MiB" in _estimate().describe()
+    sizes = (1 << 20, (1 << 30) - 1, 1 << 30, 5 << 29)
+    assert [amount(size) for size in sizes] == ["1.0 MiB", "1024.0 MiB", "1.00 GiB", "2.50 GiB"]
 
 
 def test_relative_positions_keep_their_biases():

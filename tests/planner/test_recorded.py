@@ -30,6 +30,7 @@ _GPT = """
 """
 _HYBRID = "--hybrid-layer-pattern M-M*-M-M --mamba-num-groups 4 --position-embedding-type none"
 _MIXTURE = "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4"
+_SMALL = "--hidden-size 512 --num-attention-heads 8 --micro-batch-size 1"  # waits for the host
 _PACKED = "--lora-rank 8 --frozen-weights-dtype nf4"
 # Name: (machine, processes, flags).
 RUNS = {
@@ -47,6 +48,15 @@ RUNS = {
     "experts": ("H200", 4, _MIXTURE),
     "experts, tensor": ("H200", 8, f"{_MIXTURE} --tensor-model-parallel-size 2 "
                                    "--sequence-parallel"),
+    "experts, one process": ("H200", 1, "--num-experts 4 --moe-router-topk 2"),
+    "experts, all chosen": ("H200", 4, "--num-experts 4 --moe-router-topk 4 "
+                                       "--expert-model-parallel-size 4"),
+    "small": ("H200", 1, _SMALL),
+    "small, experts": ("H200", 2, f"{_SMALL} --num-experts 4 --moe-router-topk 2 "
+                                  "--expert-model-parallel-size 2"),
+    "small, tensor": ("H200", 2, f"{_SMALL} --tensor-model-parallel-size 2"),
+    "few micro-batches": ("H200", 8, "--pipeline-model-parallel-size 4 --micro-batch-size 2 "
+                                     "--global-batch-size 8"),
     "pipeline": ("H200", 4, "--pipeline-model-parallel-size 4 --global-batch-size 32"),
     "chunks": ("H200", 4, "--pipeline-model-parallel-size 4 --global-batch-size 32 "
                           "--num-layers-per-virtual-pipeline-stage 1"),
