@@ -361,7 +361,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in, and conflict with, the buckets of relative positions."""
+    """Yield an error for each mistake in, and conflict with, the relative position buckets."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":

@@ -3,10 +3,10 @@
 Queries are [s, b, n, d], and keys and values are [s, b, g, d], where each of the g key-value heads
 serves n / g consecutive query heads. The number of keys may differ from the number of queries.
 
-A mask is boolean, True where a query may attend, or contains values that are added to the scores (a
-learned bias, such as T5's relative positions). Both kinds replace `causal`. A padding mask has one
-row for all queries of a sample, which PyTorch's fused kernels accept. `Segments` describe a mask by
-the ends of documents, so the flash kernel needs no mask tensor.
+A mask is boolean, True where a query may attend, or contains values that are added to the scores,
+such as T5's relative position bias. Both kinds replace `causal`. A padding mask has one row for all
+queries of a sample, which PyTorch's fused kernels accept. `Segments` describe a mask by the ends of
+documents, so the flash kernel needs no mask tensor.
 
 FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only
 with --use-flash-attn. Its kernels, for Hopper and later GPUs, are compiled at the first use, which

@@ -12,7 +12,7 @@
     delta_net             gated delta nets (Qwen3-Next)
     latent_attention      multi-head latent attention (DeepSeek-V2)
     retrieval             Retro's cross-attention to neighbors
-    norm, position_bias   normalizations; T5's relative positions
+    norm, position_bias   normalizations; T5's relative position bias
     multi_token           layers after the last one, which predict additional tokens
     embedding, head       embeddings before the layers; output and loss after them
     recompute             recomputation of activations in the backward pass

@@ -65,8 +65,8 @@ def count_part_parameters(plan: ModelPlan, part: ModelPart, split: WeightSplit) 
     """Count the parameters of a model part on one process.
 
     If a model with tied embeddings or multi-token prediction is split into several parts, the last
-    part holds a second copy of the word embedding. Every part with layers of a stack holds a copy
-    of the stack's table of relative positions.
+    part holds a second copy of the word embedding. Every part that holds layers of a stack also
+    holds a copy of that stack's relative position bias.
     """
     tensor = split.tensor
     norm = Norm.parameter_count(plan.final_norm, plan.hidden)

@@ -294,7 +294,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count the bytes of query, key, value and output, and of the scores if they are kept.
+        """Count the bytes of queries, keys, values and outputs, and of the scores if they are kept.
 
         With an output gate, its sigmoid and the product with the output are also kept.
         """
@@ -467,7 +467,7 @@ class CrossAttention(nn.Module):
 
     @staticmethod
     def activation_bytes(plan: AttentionPlan, batch: MicroBatch) -> int:
-        """Count the bytes of query, output, encoder keys and values, and of the scores if kept."""
+        """Count the bytes of queries, outputs, encoder keys and values, and of any kept scores."""
         per_token = 2 * plan.query // batch.tensor
         saved = batch.width * (batch.tokens + batch.encoder_tokens) * per_token
         return saved + score_bytes(plan, batch, batch.encoder_length)
@@ -554,7 +554,7 @@ def count_sinks(plan: AttentionPlan, split: WeightSplit) -> int:
 
 
 def score_bytes(plan: AttentionPlan, batch: MicroBatch, keys: int) -> int:
-    """Count the bytes of scores, attention weights and dropout mask if they are kept.
+    """Count the bytes of the scores, the attention weights and the dropout mask, if kept.
 
     Kernels that add a bias to the scores keep that bias, which all samples share.
 

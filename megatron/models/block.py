@@ -428,8 +428,8 @@ class LayerStack(nn.ModuleDict):
 
         Args:
             stream: The residual stream, [s, b, h]; [s/t, b, h] with sequence parallelism.
-            *inputs: Further arguments of each layer. The second one is a tuple with the rotation of
-                each of `rotaries(plans)`, from which each layer gets its own.
+            *inputs: Further arguments of each layer. The second one is a tuple of rotations, one
+                for each of `rotaries(plans)`; each layer gets its own.
         """
         if self.host_activations is not None:
             self.host_activations.begin_pass(self.parameters())

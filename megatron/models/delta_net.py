@@ -104,7 +104,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     @staticmethod
     def vectors(plan: GatedDeltaNetPlan, split: WeightSplit) -> int:
-        """Count the parameters of convolution, heads and normalization on one process."""
+        """Count the parameters of the convolution, heads and normalization on one process."""
         count = plan.convolved * plan.convolution + 2 * plan.value_heads
         return count // split.tensor + plan.value_size
 

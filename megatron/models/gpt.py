@@ -177,9 +177,10 @@ class GPTModel(Network):
         cache: KeyValueCache | None,
         length: int,
     ) -> tuple[Tensor, tuple[Rotation, ...]]:
-        """Return hidden states, normalized in the model's last part, and the rotations used.
+        """Return the hidden states, normalized if this is the last part, and the rotations used.
 
-        The arguments are those of `forward` plus the number of this rank's tokens in a sequence.
+        The arguments are those of `forward`, and `length`, the number of tokens that this rank
+        holds of each sequence.
         """
         sequence_length: int | Tensor
         if cache is None:

@@ -113,7 +113,7 @@ class Mamba(RecurrentMixer):
 
     @staticmethod
     def vectors(plan: MambaPlan, split: WeightSplit) -> int:
-        """Count the parameters of convolution, heads, normalization and biases on one process."""
+        """Count the convolution, head, normalization and bias parameters on one process."""
         count = plan.convolved * (plan.convolution + 1) + 3 * plan.heads
         count += plan.inner if plan.normalizes else 0
         count += sum(plan.widths) if plan.bias else 0
@@ -295,7 +295,8 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """Advance each sequence by a single token, with the same recurrence as `scan`.
 
-    Sums over one dimension, instead of products, give each sequence the same result in any batch.
+    Elementwise products and sums, instead of matrix products, give each sequence the same result in
+    any batch.
 
     Args:
         x: Inputs, [1, b, g, r, p].

@@ -342,7 +342,7 @@ class MLPPlan(SublayerPlan):
     """A dense position-wise MLP.
 
     Attributes:
-        inner: Width between the two matrices.
+        inner: Width of the hidden layer between the two matrices.
         activation: Name of an activation in `kernels.activation`.
         gated: Whether the first matrix has two parts, gate and up.
         clamp: Largest value of the gate, and largest magnitude of the up part; `None` for no limit.
@@ -477,7 +477,7 @@ class EmbeddingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionBiasPlan:
-    """T5's relative positions: a distance-dependent bias that is added to each attention score.
+    """T5's relative position bias, which depends on distance and is added to attention scores.
 
     Attributes:
         heads: Number of query heads.
@@ -595,7 +595,7 @@ class ModelPlan:
         positions: Length of the longest sequence, in tokens.
         head_spec: Purpose of the heads.
         encoder_layers: Number of `layers` that form an encoder before a decoder; 0 for no encoder.
-        position_bias: Relative positions of each stack's self-attention; `None` for none.
+        position_bias: T5's relative position bias in each stack's self-attention; `None` for none.
         towers: Number of copies of this network, each with its own weights: 2 for a bi-encoder.
         teacher: The plan of the teacher in distillation; `None` for none.
     """

@@ -217,7 +217,15 @@ def gather_sequences(x: Tensor, axis: Axis) -> Tensor:
 
 
 def scatter_sequences(x: Tensor, axis: Axis) -> Tensor:
-    """Undo `gather_sequences`: return all groups of this rank's part of the sequence."""
+    """Undo `gather_sequences`: [s, b, g/C, ...] -> [s/C, b, g, ...]. Collective.
+
+    Args:
+        x: This rank's groups of whole sequences.
+        axis: The context ranks, C of them.
+
+    Returns:
+        All groups of this rank's part of the sequence.
+    """
     if axis.size == 1:
         return x
     parts = torch.stack(split_for_all(x, axis.size, dim=0))  # [C, s/C, b, g/C, ...]

@@ -92,7 +92,7 @@ class MambaPlan(RecurrentPlan):
 
     @property
     def inner(self) -> int:
-        """Number of channels of all heads."""
+        """Total number of channels in all heads."""
         return self.heads * self.head_size
 
     @property

@@ -64,7 +64,7 @@ class RetrievalCache(KeyValueCache, Protocol):
     def attend_to_neighbors(
         self, query: Tensor, key_value: Tensor | None, core: AttentionCore
     ) -> Tensor:
-        """Store the chunks' keys and values, then attend from each token to those that it may read.
+        """Store the neighbors' keys and values, then attend from each token to its neighbors.
 
         Args:
             query: [s, 1, n/t, d].
@@ -84,8 +84,8 @@ class Neighbors:
     Attributes:
         states: At first the neighbors' embeddings, later the encoder's output: [r, k b l, h], or
             [r/t, k b l, h] with sequence parallelism.
-        cache: In inference, the cache; l then counts the chunks that end among the new tokens, and
-            b is 1.
+        cache: The cache in inference, otherwise `None`. With a cache, l is the number of chunks
+            that end among the new tokens, and b is 1.
     """
 
     def __init__(self, states: Tensor, cache: RetrievalCache | None = None) -> None:
@@ -196,7 +196,7 @@ class ChunkedCrossAttention(CrossAttention):
 
     @staticmethod
     def activation_bytes(plan: Any, batch: MicroBatch) -> int:
-        """Count the bytes of query, output, neighbors' keys and values, and scores if kept."""
+        """Count the bytes of queries, outputs, neighbors' keys and values, and any kept scores."""
         retrieved = batch.length // plan.retrieval.chunk * plan.retrieval.keys
         per_token = 2 * plan.query // batch.tensor
         scores = replace(batch, encoder_length=plan.retrieval.keys)

@@ -1,9 +1,9 @@
 """T5: an encoder and a decoder that reads its output (Raffel et al., 2019).
 
 In Megatron's version, positions are learned (or rotary) and shared by encoder and decoder, and the
-output uses the word embedding table. In the paper's version, encoder and decoder each have a table
-of relative positions. Shapes: e the encoder's sequence, d the decoder's, b micro-batch, h hidden, v
-padded vocabulary, t tensor-parallel size.
+output uses the word embedding table. In the paper's version, encoder and decoder each have a
+relative position bias. Shapes: e the encoder's sequence, d the decoder's, b micro-batch, h hidden,
+v padded vocabulary, t tensor-parallel size.
 
 In a pipeline, stages send the hidden states of encoder and decoder together, [e + d, b, h]. The
 first stage embeds both, the encoder's stages pass on the decoder's embeddings, and the decoder's
@@ -37,8 +37,8 @@ class T5Stack(nn.Module):
     Args:
         layers: The layers that this process holds.
         final_norm: The final normalization, if this process holds the end of the stack.
-        position_bias: The table of relative positions; `None` if the plan has none, or if this
-            process holds no layers.
+        position_bias: The relative position bias; `None` if the plan has none, or if this process
+            holds no layers.
     """
 
     def __init__(

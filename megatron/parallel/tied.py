@@ -1,7 +1,7 @@
 """Tied parameters, of which several parts of a model have copies that stay equal.
 
 In a pipeline, the first stage looks up word embeddings, and the last stage computes logits with
-them. Every stage with layers of T5's encoder reads the encoder's table of relative positions, and
+them. Every stage with layers of T5's encoder reads the encoder's relative position bias, and
 likewise for the decoder. All copies start with the same values, because they have the same name,
 and summing their gradients before the update keeps them equal. Parts in the same process share a
 single parameter.
