@@ -279,7 +279,8 @@ class CopyStream:
             return QueuedCopy(None)
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            event = torch.cuda.Event(enable_timing=self._is_timed)
+            # A blocking event does not keep a core busy while the host waits for it.
+            event = torch.cuda.Event(enable_timing=self._is_timed, blocking=True)
             return QueuedCopy(self._stream.record_event(event), is_timed=self._is_timed)
 
 
