@@ -19,7 +19,7 @@ The native format, safetensors and JSON:
     lock           only one job at a time saves into a folder
     retention      which older checkpoints are deleted
 Reading:
-    reader         the interface `Reader` of all formats; the native one; `restore`
+    reader         the `Reader` interface of all formats; the native reader; `restore`
     meta           the types of a checkpoint's metadata
     merged         a checkpoint read with its adapters merged, or with averaged weights
     loading        open the newest sound checkpoint of a folder, whatever its format

@@ -64,7 +64,7 @@ class CheckpointFolder(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The folder's name, or its original name if it was replaced."""
+        """The folder's name, without the suffix that is added when a newer save replaces it."""
         return self.path.name.split(REPLACED)[0]
 
 

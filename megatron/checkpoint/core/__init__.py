@@ -9,6 +9,6 @@ Modules:
     index      `.metadata` as plain records, checked against the files
     names      Megatron Core's parameter names and native names
     arguments  Megatron Core's command line and our settings
-    reader     such a folder through the interface `Reader`
+    reader     such a folder through the `Reader` interface
     writer     write any checkpoint, or a run's state, as such a folder
 """

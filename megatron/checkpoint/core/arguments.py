@@ -96,12 +96,12 @@ def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, J
 def core_arguments(
     config: ModelRun, meta: Json, *, rows: int, dtype: torch.dtype, data_parallel: int
 ) -> argparse.Namespace:
-    """Return a run's settings as Megatron Core's command line.
+    """Return a run's settings as Megatron Core's command-line arguments.
 
     Args:
         config: The configuration of the run that wrote the checkpoint, or for which it was made.
         meta: The checkpoint's metadata.
-        rows: Rows of the vocabulary tables in the files.
+        rows: The number of rows of the vocabulary tables in the files.
         dtype: The dtype of the weights.
         data_parallel: The number of processes that hold the same weights.
     """

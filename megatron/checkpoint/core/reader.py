@@ -1,4 +1,4 @@
-"""Read a `torch_dist` folder of Megatron Core through the interface `Reader`."""
+"""Read a `torch_dist` folder of Megatron Core through the `Reader` interface."""
 
 from __future__ import annotations
 

@@ -15,5 +15,5 @@ Modules:
     names      DeepSpeed's parameter names and native names
     states     which elements of which flat partition belong to which parameter
     arguments  Megatron-DeepSpeed's command line, converted to our settings
-    reader     such a folder through the interface `Reader`
+    reader     such a folder through the `Reader` interface
 """

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed checkpoint through the interface `Reader`."""
+"""Read a DeepSpeed checkpoint through the `Reader` interface."""
 
 from __future__ import annotations
 

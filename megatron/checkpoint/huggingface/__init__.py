@@ -3,9 +3,9 @@
     files       which files in a folder are read, and which of them are the tokenizer
     settings    config.json, checked key by key
     rules       the conversion between a folder's tensors and our parameters; the class `Family`
-    families    the table of families
+    families    the table of model families
     llama, mixtures, gpt2, bert, t5, ...   one module for each group of families
-    reader      a folder through the interface `Reader`
+    reader      a folder through the `Reader` interface
     writer      write a checkpoint as such a folder
     peft_slices which part of a PEFT adapter corresponds to each of our adapters
     peft        adapters in PEFT's files

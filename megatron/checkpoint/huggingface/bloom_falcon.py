@@ -74,7 +74,7 @@ class _Shared(rules.Family):
     older: dict[str, str] = field(default_factory=dict)
 
     def read(self, settings: Settings) -> rules.ModelDescription:
-        """Return the network that a config.json describes, which may use older names of keys."""
+        """Return the network that a config.json describes. Its keys may have older names."""
         values = dict(settings.values)
         for old, new in self.older.items():
             if old in values:

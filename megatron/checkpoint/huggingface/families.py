@@ -1,4 +1,4 @@
-"""The table of families, and the choice of a family for a network."""
+"""The table of model families, and the choice of a family for a network."""
 
 from __future__ import annotations
 

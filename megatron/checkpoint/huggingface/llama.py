@@ -402,11 +402,11 @@ def read_alternating_windows(
 
 
 def write_alternating_windows(model: ModelConfig, window: int) -> dict[str, Any]:
-    """Return the keys for attention windows in some layers.
+    """Return the config.json keys that state which layers have an attention window, and its size.
 
     Args:
         model: The network.
-        window: The value of sliding_window if no layer has a window.
+        window: The value of sliding_window, in tokens, if no layer has a window.
     """
     windows = layer_windows(model, model.num_layers)
     return {

@@ -49,7 +49,7 @@ _UP = rules.TensorConversion(_join_up, _split_up)
 
 @dataclass(frozen=True)
 class Llama4(Mixtral):
-    """Llama 4 without image inputs, whose files store all experts of a layer in one tensor."""
+    """Llama 4 without image inputs. Its files store all experts of a layer in one tensor."""
 
     mixture: Mapping[str, Sequence[str]] = field(default_factory=lambda: _MODULES)
     fixed: Mapping[str, Any] = field(

@@ -1,4 +1,4 @@
-"""Read a Hugging Face folder through the interface `Reader`."""
+"""Read a Hugging Face folder through the `Reader` interface."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Modules:
     names       the names, row orders and splits of parameters, in Megatron's files and here
     optimizer   which optimizer state belongs to which parameter
     arguments   the pickled command line
-    reader      a Megatron-LM checkpoint through the interface `Reader`
+    reader      a Megatron-LM checkpoint through the `Reader` interface
     file_plan   which parameter is written to which file, as data
     writer      write any checkpoint, or a run's state, as such files
 """

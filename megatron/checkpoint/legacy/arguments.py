@@ -174,7 +174,7 @@ def consumed_tokens(args: Mapping[str, Json]) -> Json:
 def megatron_arguments(
     config: ModelRun, meta: Json, *, rows: int, dtype: torch.dtype, data_parallel: int
 ) -> argparse.Namespace:
-    """Return a run's settings as Megatron 23.08's command line.
+    """Return a run's settings as Megatron 23.08's command-line arguments.
 
     The result contains our values, most of which have Megatron's names. If the checkpoint was
     converted from Megatron's files, their Namespace (`legacy_args`) overrides these values. Fields
@@ -183,7 +183,7 @@ def megatron_arguments(
     Args:
         config: The configuration of the run that wrote the checkpoint, or for which it was made.
         meta: The checkpoint's metadata.
-        rows: Rows of the vocabulary tables in the files.
+        rows: The number of rows of the vocabulary tables in the files.
         dtype: The dtype of the weights.
         data_parallel: The number of processes that hold the same weights.
     """

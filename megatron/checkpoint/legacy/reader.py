@@ -1,4 +1,4 @@
-"""Read Megatron-LM's torch files through the interface `Reader`.
+"""Read Megatron-LM's torch files through the `Reader` interface.
 
 A folder contains a file for each tensor-parallel and pipeline-parallel rank (`torch_file`). All
 files are opened, which reads only the small pickled trees. Reading a tensor joins the shards of the
@@ -297,7 +297,7 @@ class LegacyReader(Reader):
         return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
 
     def _why_no_states(self) -> str:
-        """Return the reason why optimizer states are not read, or "" if the folder has none."""
+        """Return why optimizer states cannot be read, or "" if the folder contains no states."""
         if any(torch_file.old_optimizer_files(self.path)):
             return "optimizer states in a file per data rank, as Megatron-LM 23.04 wrote them"
         if self._is_core and "optimizer" in self._files[0].tree:
@@ -319,6 +319,9 @@ class LegacyReader(Reader):
 
 
 def _parameter_of(name: str) -> str:
-    """Strip the prefix, and the kind of an optimizer state, from a tensor's name."""
+    """Return the name of the parameter to which a tensor belongs.
+
+    Weights are named `model.<parameter>`, and optimizer states `optimizer.<parameter>.<kind>`.
+    """
     kind, _, rest = name.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0]
