@@ -107,8 +107,8 @@ class BatchPlan:
     def iterations_of(self, training: TrainingConfig, start: Progress) -> int:
         """Return the number of updates in a run, including those before `start`.
 
-        The tokens of earlier updates are read from `start`, because these updates may have had
-        other lengths.
+        The number of tokens in earlier updates is taken from `start`, because these updates may
+        have had other sequence lengths.
 
         Args:
             training: The flags that limit iterations, samples and tokens.

@@ -32,7 +32,7 @@ _SAFETY_FACTOR = 10.0  # a long run uses the rate with the lowest loss, divided 
 
 @dataclass(frozen=True)
 class RateCurve:
-    """The loss as a function of the learning rate, from a range test.
+    """The loss as a function of the learning rate, from a learning rate range test.
 
     Attributes:
         rates: The learning rate of each update.
@@ -45,14 +45,17 @@ class RateCurve:
 
 @dataclass(frozen=True)
 class RangeTestResult:
-    """The result of analyzing a curve.
+    """The result of a learning rate range test.
 
     Attributes:
         suggestion: The peak learning rate to use, or `None` if the curve does not show one.
         reason: The reason for this suggestion, or for the lack of one.
-        lowest: The rate with the lowest smoothed loss, or `None` if the loss does not fall.
-        rising: The first rate at which the loss has risen, or `None` if it never rises.
-        smoothed: The smoothed losses, up to the first that is not finite.
+        lowest: The rate with the lowest smoothed loss, or `None` if the loss does not fall or
+            diverges too early.
+        rising: The first rate at which the loss has clearly risen again or is not finite, or `None`
+            if there is no such rate or `lowest` is `None`.
+        smoothed: The smoothed losses, up to the first loss that is not finite. If the loss diverges
+            too early, these are the losses themselves.
     """
 
     suggestion: float | None

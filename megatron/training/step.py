@@ -368,7 +368,7 @@ def counted_share(passes: Passes, run: Run) -> Tensor:
 
 
 def _ordinary(passes: Passes, run: Run) -> Tensor:
-    """Return whether each micro-batch's losses are finite and not spikes.
+    """Return whether each micro-batch's losses are finite and not spikes, `[micro-batches]`.
 
     Losses that another process computes count as ordinary.
     """
@@ -391,7 +391,9 @@ def reduce_losses(
 ) -> tuple[dict[str, float], float, list[bool]]:
     """Return the mean of each loss over the global batch, the weight of the batch, and the flags.
 
-    A flag is true if any rank has set it. Collective; waits for the device.
+    The weight is the fraction of the batch's labels that count in the loss, or 1 without
+    --calculate-per-token-loss. A flag is true if any rank has set it. Collective; waits for the
+    device.
 
     Args:
         passes: The passes that computed the losses, or `None` if only the flags are needed.
@@ -473,7 +475,7 @@ def pack_losses(
 
 
 def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], float, list[bool]]:
-    """Return losses by log name, the weight of their mean, and whether any rank set each flag."""
+    """Return losses by log name, the weight of the batch, and whether any rank set each flag."""
     values, weight = iter(packed), 1.0
     losses = dict(zip(run.recipe.loss_names(run.config), values, strict=False))
     if run.config.training.calculate_per_token_loss:

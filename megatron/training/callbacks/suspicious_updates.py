@@ -65,7 +65,7 @@ class SuspiciousUpdates(Callback):
         self._suspicion = None if suspicion is None else _Suspicion(**suspicion)
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
-        """Report a second computation, and end the run if its result requires that.
+        """Report the second computation, if any, and end the run if its result requires that.
 
         Raises:
             TransientFaultError: A machine made an error.
