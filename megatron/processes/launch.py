@@ -113,7 +113,7 @@ def bare_task() -> int:
     """Return the index that SLURM or mpirun gave this task, or 0 if it has another launcher.
 
     Raises:
-        ConfigError: The variable is not a number.
+        ConfigError: The launcher's variable with the index is not a number.
     """
     tasks = (whole_number(name, 0) for name in (_SLURM_TASK_ENV, "OMPI_COMM_WORLD_RANK"))
     return 0 if is_launched() else max(tasks)

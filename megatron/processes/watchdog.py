@@ -11,9 +11,9 @@ thread uses no network and no file, and never waits for its output to be read. T
 before the processes connect, and again before the first call that ends a run.
 
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
-that is the first process to exceed the time limit for a communication. It collects the positions of
-the others and prints why the run hangs (`explain`, a pure function). All processes then exit with
-the same code, whatever their main thread is waiting for.
+that is the first process to exceed the time limit for a collective or message. It collects the
+positions of the others and prints why the run hangs (`explain`, a pure function). All processes
+then exit with the same code, whatever their main thread is waiting for.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Wait:
-    """A communication that a process is waiting for (a `journal.Transfer`).
+    """A collective or message that a process is waiting for (a `journal.Transfer`).
 
     Attributes:
-        kind: The kind of communication, such as "all-reduce".
+        kind: The kind of operation, such as "all-reduce".
         ranks: The global ranks of its group, or the other end of a message.
-        number: The number of the collective among those of its group, counted from 1, or `None` for
-            a message.
+        number: The sequence number of the collective in its group, counted from 1, or `None` for a
+            message.
     """
 
     kind: str
@@ -97,9 +97,9 @@ class State:
         iteration: The current update, counted from 1.
         operation: A description of the current operation.
         operation_count: The number of operations entered so far.
-        wait: The communication that the process is waiting for, if any.
+        wait: The collective or message that the process is waiting for, if any.
         device_is_behind: Whether the process is waiting for its device, which may itself be waiting
-            for a communication.
+            for a collective or message.
         started: The number of collectives that the process has started in each group, keyed by the
             global ranks of the group.
         source: The current position in the source code.
@@ -133,7 +133,7 @@ def explain(
     Args:
         states: The last state of each rank, or `None` for a rank that never published one.
         silent: The ranks that no longer publish their state.
-        seconds: The time limit of a communication.
+        seconds: The time limit for a collective or message.
 
     Returns:
         The ranks that kept the others waiting, and the report.
@@ -188,7 +188,7 @@ def absent_ranks(
         return frozenset(state.wait.ranks)
     if state.wait is not None:
         expected = {state.wait.ranks: state.wait.number or 0}
-    else:  # its device waits for a communication that the process has started
+    else:  # its device waits for a collective that the process has started
         expected = state.started
     absent = set()
     for ranks, number in expected.items():
@@ -282,8 +282,8 @@ class Watchdog:
     """A watchdog for one process of a run, from construction to `stop`.
 
     While the processes connect, and again once the run is ending, the watchdog ends this process at
-    a fixed time, which `end_within` sets. In between, from `begin` on, it ends the process if a
-    communication takes too long.
+    a fixed time, which `end_within` sets. In between, once `begin` has been called, it ends the
+    process if a collective or message takes too long.
 
     Args:
         launch: The ranks of this process. If a rank on another machine printed the whole error, the
@@ -548,10 +548,11 @@ class Watchdog:
         )
 
     def _wait(self) -> Wait | None:
-        """Return the communication that the main thread is waiting for, if any.
+        """Return the collective or message that the main thread is waiting for, if any.
 
-        Two kinds of calls wait before the journal knows of a communication: the first communication
-        of a group, and calls that form groups. They are recognized by the thread's position.
+        Two kinds of calls wait before the journal knows what they wait for: the first collective
+        or message of a group, and calls that form groups. They are recognized by the thread's
+        position.
         """
         transfer = self._journal.waits_for
         if transfer is not None:
