@@ -161,7 +161,7 @@ class IndexedDataset:
         Args:
             i: The index of the sequence.
             offset: The index of the first token in the sequence.
-            length: The number of tokens. By default, all tokens from `offset` on are returned.
+            length: The number of tokens. By default, all from `offset` to the end are returned.
 
         Raises:
             DataError: A token id is negative, so the file is damaged or has a different dtype.

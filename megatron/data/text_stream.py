@@ -302,7 +302,7 @@ class TextDataset:
     def _rows(
         self, stream: int, position: RowPosition
     ) -> Iterator[tuple[NDArray[np.int64], RowPosition]]:
-        """Yield the rows of a stream from a position on, `[s + 1]`, each with the next position."""
+        """Yield rows `[s + 1]` of a stream from `position` onward, each with the next position."""
         row, begin = position.row, position
         # The blocks with unused tokens, and the number of these tokens.
         buffered: deque[tuple[RowPosition, NDArray[Any]]] = deque()

@@ -46,6 +46,7 @@ def run(options: argparse.Namespace) -> None:
         ConfigError: A flag is missing or out of range.
         DataError: The input or the classifier cannot be read.
         StorageError: The output was made from different texts or settings, or cannot be written.
+        UserError: The scorer failed. The message names the line.
     """
     source = Path(options.data_path)
     if not source.is_file():  # report this before loading the classifier

@@ -82,7 +82,9 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: A flag is missing or out of range.
         DataError: A file cannot be read, or the files do not match.
-        UserError: The scorer failed.
+        StorageError: An annotated file or the results cannot be written, or an annotated file was
+            made from different texts or settings.
+        UserError: The scorer failed. The message names the line.
     """
     sources = [Path(path) for path in options.data_path]
     names = options.names or [source.stem for source in sources]

@@ -1,4 +1,4 @@
-"""Scorers of texts: a Hugging Face classifier or the Perspective API."""
+"""Scorers for texts: a Hugging Face classifier or the Perspective API."""
 
 from __future__ import annotations
 
