@@ -364,7 +364,7 @@ def _snapshots(options: EngineOptions) -> int:
 
 
 def _state_bytes(states: Mapping[int, tuple[StateSpec, ...]], dtype: torch.dtype) -> int:
-    """Return the size of the states of one sequence.
+    """Return the size of one sequence's states, in bytes.
 
     Args:
         states: The states of each recurrent layer.

@@ -1,9 +1,9 @@
 """Execution of a step: run its tokens through the model, and send the chosen tokens to every rank.
 
-On a GPU, steps in which every sequence adds one token are recorded once and replayed. The GPU then
-gets all kernels of a step in one call. Launching them one by one would take the CPU longer than the
-GPU needs to run them. Training's passes are recorded by `training/recorded_passes.py`, because they
-have a backward pass; both use `megatron.device.GraphRecorder`.
+On a GPU, steps in which every sequence adds one token are recorded as CUDA graphs and replayed. The
+GPU then gets all kernels of a step in one call. Launching them one by one would take the CPU longer
+than the GPU needs to run them. Training has backward passes too, so it records its passes in
+`training/recorded_passes.py`. Both modules use `megatron.device.GraphRecorder`.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def lengths_to_record(longest: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Recordings of steps in which every sequence adds one token, made when first needed.
+    """CUDA graphs of steps in which every sequence adds one token, recorded when first needed.
 
     Each recording is for one number of sequences and one maximum length, with or without adapters.
     A step uses the smallest recording in which it fits, padded with empty rows. All recordings read

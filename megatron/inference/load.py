@@ -119,7 +119,8 @@ def load_gpt(
         kinds: Architectures that the caller accepts: "gpt", "retro" or both.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it contains a different network.
+        CheckpointError: There is no checkpoint, it is damaged, or its network does not match
+            `kinds` or `config`.
         ConfigError: The network cannot be split over the layout.
         DataError: One of the tokenizer's files is missing.
     """
@@ -291,19 +292,19 @@ def parse_generation(
     """Parse and check the command line of a program that generates text.
 
     The settings are those of the checkpoint under `--load`, changed by any other flags, so `--load`
-    alone is enough. Megatron's own scripts also pass flags that describe the network. These must
-    agree with the checkpoint, which is checked when it is loaded.
+    alone is enough. Megatron's own scripts also pass flags that describe the network. These flags
+    are compared with the checkpoint when it is loaded, and must agree with it.
 
     Args:
         arguments: The command line.
         world_size: Number of processes.
-        program: Name, own flags and own checks of the program.
+        program: The program's name, and the flags and checks that only it has.
         has_replicas: Whether additional processes may hold more copies of the model.
         kinds: Architectures that the program accepts. Without --load, the first one is used.
 
     Raises:
         ConfigError: The command line has mistakes. The error lists all of them.
-        CheckpointError: --load does not name a checkpoint of such a network.
+        CheckpointError: --load does not name a checkpoint with one of these architectures.
     """
     reads = SAVED_MODEL_READS | {"training.seed"}
     rules = (
@@ -327,7 +328,7 @@ def saved_run(
         kinds: Architectures that the program accepts. Without --load, the first one is used.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it contains a different network.
+        CheckpointError: There is no checkpoint, or its architecture is not in `kinds`.
     """
     folder = flags.get("load")
     if folder is None:

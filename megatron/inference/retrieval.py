@@ -135,7 +135,7 @@ class RetroStepCache(StepCache):
     def attend_to_neighbors(
         self, query: Tensor, key_value: Tensor | None, core: AttentionCore
     ) -> Tensor:
-        """Store the chunks' keys and values, then attend from each token to those that it reads.
+        """Store the neighbors' keys and values, then attend from each token to its neighbors.
 
         Args:
             query: Queries [s, 1, n, d].

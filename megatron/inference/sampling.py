@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.device import Device
 
 _NEG_INF = float("-inf")
-# A lower temperature counts as 0, because scores divided by it overflow fp32.
+# A lower temperature counts as 0, because logits divided by it overflow fp32.
 _MIN_TEMPERATURE = 1e-30
 _MAX_SCORED_ROWS = 256  # rows scored at a time; limits the size of the fp32 copies of logits
 _NOT_FINITE = -1
@@ -24,13 +24,13 @@ class Choice(NamedTuple):
 
     Attributes:
         target: The token that is known to follow, or `None` if one is to be chosen.
-        temperature: Divisor of the scores before sampling. 0 always takes the most likely token.
+        temperature: Divisor of the logits before sampling. 0 always takes the most likely token.
         top_k: Sample from the k most likely tokens. 0 disables the limit.
         top_p: Sample from the smallest set of most likely tokens that has this probability. 0
             disables the limit.
         uniform: Random number in [0, 1) that determines which token is drawn.
-        repetition_penalty: Number that divides the positive scores and multiplies the negative
-            scores of tokens in `history`. 1 disables it.
+        repetition_penalty: Number that divides the positive logits and multiplies the negative
+            logits of tokens in `history`. 1 disables it.
         history: Tokens to which the repetition penalty applies.
         banned: Tokens that are never chosen. Their log probability is minus infinity.
         logprob: Whether to report the token's log probability.
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
     @property
     def is_penalized(self) -> bool:
-        """Whether a repetition penalty changes the scores of tokens in `history`."""
+        """Whether a repetition penalty changes the logits of tokens in `history`."""
         return self.target is None and self.repetition_penalty != 1
 
 

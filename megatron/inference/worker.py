@@ -42,7 +42,7 @@ class Inbox(Protocol):
 
 
 def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
-    """Run until a shutdown command arrives. Collective over the ranks of this copy of the model.
+    """Serve requests until told to shut down. Collective over this copy of the model's ranks.
 
     Args:
         engine: This rank's engine, which has the same settings as the other ranks' engines.

@@ -156,7 +156,7 @@ def openapi_document(needs_token: bool, legacy_status_codes: bool) -> dict[str, 
 
     Args:
         needs_token: Whether clients must send a token.
-        legacy_status_codes: Whether `PUT /api` answers most mistakes with status 200.
+        legacy_status_codes: Whether `PUT /api` answers most invalid requests with status 200.
     """
     schemas: dict[str, Any] = {}
 

@@ -45,15 +45,15 @@ class MegatronRequest(BaseModel):
         prompts: Texts to continue.
         tokens_to_generate: Maximum number of new tokens. 0 with logprobs only scores the prompts.
         logprobs: Return the log probability of every token, including the prompt's.
-        temperature: Divide the scores by this number before sampling.
+        temperature: Divide the logits by this number before sampling.
         top_k: Sample from the k most likely tokens. 1 is greedy; 0 disables the limit.
         top_p: Sample from the most likely tokens that together have this probability. 0 disables
             the limit.
         top_p_decay: Multiply top_p by this factor after each token. 0 keeps it constant.
         top_p_bound: Value below which top_p does not decay.
         add_BOS: Put the end-of-document token before each prompt.
-        stop_on_double_eol: End an answer after an empty line.
-        stop_on_eol: End an answer after a line.
+        stop_on_double_eol: End an answer at the first empty line.
+        stop_on_eol: End an answer at the first newline.
         prevent_newline_after_colon: Never choose a newline right after a colon.
         random_seed: Seed for sampling. The same seed gives the same answers.
         no_log: Do not write this request to the server's log, even under --log-requests.
@@ -177,7 +177,7 @@ _FIELD_PRESENCE = (
 
 
 def parse_request(body: Mapping[str, Any]) -> MegatronRequest:
-    """Return the request in a body. Unknown fields are ignored, as Megatron ignores them.
+    """Parse and check the body of a request. Unknown fields are ignored, as in Megatron.
 
     Args:
         body: The JSON object that the client sent.

@@ -99,12 +99,12 @@ class OpenAiRequest(_Schema):
         model: Name of the model or of one of its adapters, as in /v1/models. The default is the
             model without an adapter.
         n: Number of answers to each prompt.
-        temperature: Divide the scores by this number before sampling. 0 always takes the most
+        temperature: Divide the logits by this number before sampling. 0 always takes the most
             likely token.
         top_p: Sample from the most likely tokens that together have this probability. 1 disables
             the limit; 0 takes the most likely token.
         top_k: Sample from the k most likely tokens. 0 disables the limit. Not in OpenAI's API.
-        repetition_penalty: Weaken the scores of tokens that have already occurred. 1 disables it.
+        repetition_penalty: Lower the logits of tokens that have already occurred. 1 disables it.
             Not in OpenAI's API.
         seed: Seed for sampling. The same seed gives the same answers.
         stop: Stop sequences, which end an answer and are not part of it.

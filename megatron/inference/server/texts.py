@@ -139,7 +139,7 @@ def _read_messages(kind: type[Record]) -> Iterator[Record]:
 
 @contextlib.contextmanager
 def _report_errors(error_prefix: str) -> Iterator[None]:
-    """Write an error in the block as a `Result`. A crash shows only as the end of the process."""
+    """Write any error in the block as a `Result`. A crash of the process writes nothing."""
     try:
         yield
     except ApiError as error:
@@ -196,7 +196,7 @@ def _prepare(setup: Setup) -> Callable[[Job], Result]:
 
 
 class TextProcess:
-    """The web server's end of a process that runs one job at a time."""
+    """A child process of the web server that runs one job at a time."""
 
     def __init__(self, setup: Setup) -> None:
         """Store the settings. The process does not run until `start` is called.
@@ -358,7 +358,8 @@ class Texts:
             texts: Any texts.
             parses_special: Whether a special token that is written out in a text is read as that
                 token.
-            too_long: Message for a text that cannot fit in the model's context.
+            too_long: Error message for a text that cannot fit in the model's context. `None` uses a
+                message that states the limits.
 
         Raises:
             ApiError: A text cannot fit (422), the tokenizer refuses one (400), or too many long
