@@ -288,3 +288,19 @@ def test_a_full_pipe_is_not_a_closed_one() -> None:
         os.close(writer)
     assert done.returncode == 1
     assert b"BrokenPipeError" in done.stderr
+
+
+def test_a_line_is_printed_at_once_in_any_encoding() -> None:
+    """It must not wait in a buffer for the end of a run, which may be killed."""
+    script = """
+import os
+from megatron.command import prepare_streams, print_line
+prepare_streams()
+print_line("a line in \\u6771\\u4eac")
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == b"a line in \\u6771\\u4eac\n"

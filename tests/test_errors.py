@@ -236,3 +236,16 @@ raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
     assert done.returncode == ShortageError.exit_code
     assert done.stderr.startswith("error: out of memory")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [(-1, "out of memory. "), (2_500_000_000, "gives each process 2.50 GB). ")],
+)
+def test_a_limit_of_memory_is_told_if_there_is_one(
+    limit: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors.resource, "getrlimit", lambda _: (limit, -1))
+    shortage = shortage_of(MemoryError())
+    assert shortage is not None
+    assert told in str(shortage)

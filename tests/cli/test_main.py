@@ -157,3 +157,13 @@ def test_an_unknown_step_is_told(
     monkeypatch.setattr(cli, "guard_imports", lambda: None)
     assert cli.main(argv) == 9
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_the_words_after_the_program_s_name_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "guard_imports", lambda: None)
+    for words in ((["megatron", "--version"], None), (["megatron"], ["--version"])):
+        monkeypatch.setattr("sys.argv", words[0])
+        assert cli.main(words[1]) == 0
+        assert capsys.readouterr().out.startswith("megatron ")

@@ -16,6 +16,7 @@ from megatron.cli import pretrain
 from megatron.cli.pretrain import training_command
 from megatron.config import parse_config
 from megatron.config.model import ModelOptions
+from megatron.environment import module_command
 from megatron.errors import ConfigError
 from megatron.recipes import catalog
 from tests.repository import ROOT
@@ -361,3 +362,50 @@ def test_a_file_with_a_task_s_name_is_a_recipe() -> None:
         for word in ("MNLI", "lambada.yaml", "-LAMBADA", "gpt-tiny", "xyzzy")
     }
     assert found == {**dict.fromkeys(found, False), "MNLI": True}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launched", "shown", "started"),
+    [
+        ("0", False, "python pretrain_gpt.py", [sys.executable]),
+        (
+            "2",
+            False,
+            "python -m megatron.processes.torchrun --standalone --nproc-per-node 2 pretrain_gpt.py",
+            [*module_command("megatron.processes.torchrun"), "--standalone"],
+        ),
+        (None, True, None, [sys.executable]),
+    ],
+)
+def test_the_command_is_shown_and_replaces_this_process(
+    gpus: str | None,
+    launched: bool,
+    shown: str | None,
+    started: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Processes of a launcher show nothing, because there are many."""
+    if launched:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    calls: list[tuple[str, list[str]]] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(pretrain.os, "execv", lambda *given: calls.append(given))
+    words = ["gpt-tiny", *(["--gpus", gpus] if gpus else [])]
+    assert pretrain.pretrain(words) == 0
+    said = capsys.readouterr().out
+    assert said == ("" if shown is None else f"$ {shown} --config {TINY}\n\n")
+    ((program, command),) = calls
+    assert program == command[0] == sys.executable
+    assert command[: len(started)] == started
+    assert command[-3:] == [str(ROOT / "pretrain_gpt.py"), "--config", TINY]
+
+
+def test_a_script_elsewhere_is_shown_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrain.os, "execv", lambda *_: None)
+    assert pretrain.pretrain(["gpt-tiny", "--gpus", "0"]) == 0
+    assert capsys.readouterr().out.startswith(f"$ python {ROOT / 'pretrain_gpt.py'} --config ")

@@ -574,3 +574,9 @@ def test_whole_numbers_are_numbers_of_a_plan() -> None:
     for wrong in ({"max_word_length": "9"}, {"max_word_length": True}, {"min_words": 3.5}):
         with pytest.raises(ConfigError, match="plan.yaml: steps.quality.*: expected (float|int)"):
             quality(**wrong)
+
+
+def test_only_texts_and_whole_numbers_of_parquet_are_read(tmp_path) -> None:
+    columns = {"url": ["a"], "text": ["b"], "id": [3], "score": [0.5], "list": [[1]]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    assert sources._columns(str(tmp_path / "a.parquet"), "text") == ["text", "url", "id"]
