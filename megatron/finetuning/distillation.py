@@ -1,7 +1,7 @@
 """Distillation: a GPT model learns from a teacher's distribution for every token.
 
-The teacher is a second model on the same processes. Alternatively, its most likely tokens are read
-together with each sample (`megatron.data.logits`). The loss is (1 - A) * cross entropy + A *
+The teacher is a second model on the same processes. Alternatively, its top log-probabilities are
+read together with each sample (`megatron.data.logits`). The loss is (1 - A) * cross entropy + A *
 divergence, with A given by --kd-loss-alpha.
 """
 
@@ -148,7 +148,7 @@ class Distillation(Extras):
         return True
 
     def teacher_plan(self, config: RunConfig, vocabulary: int) -> ModelPlan | None:
-        """Return the network of the teacher that --teacher-load names, read from its checkpoint."""
+        """Return the plan of the --teacher-load network, or `None` if the flag is not given."""
         if config.distillation.teacher_load is None:
             return None
         from megatron.finetuning.teacher import open_teacher  # few runs load a second model

@@ -5,7 +5,7 @@ of the global batch, because rows contain different numbers of pairs.
 
 The losses of DPO and its variants are functions of the log-probabilities of P pairs. Rewards are
 defined as in TRL: beta times the log-ratio of policy and reference, or beta times the mean
-log-probability of a token if the loss has no reference.
+log-probability per token if the loss has no reference.
 
 A reward model has a linear layer instead of the output layer. The reward of an answer is the
 layer's value at the answer's last token, and the loss is that of the Bradley-Terry model, as in
@@ -131,7 +131,7 @@ def dpo_loss(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def robust_dpo_loss(margin: Tensor, smoothing: float) -> Tensor:
-    """Return an unbiased estimate of DPO's loss if some labels are wrong.
+    """Return an unbiased estimate, from partly wrong labels, of DPO's loss for correct labels.
 
     The estimate is that of Chowdhury et al., 2024, arXiv:2403.00409.
 
@@ -147,7 +147,7 @@ def log_odds_ratio(means: Pairs) -> Tensor:
     """Return the log odds ratio of the chosen to the rejected answers, [P].
 
     The odds of ORPO (Hong et al., 2024, arXiv:2403.07691) are p / (1 - p), where log p is the mean
-    log-probability of a token.
+    log-probability per token.
 
     Args:
         means: The mean log-probabilities, below 0.

@@ -106,7 +106,7 @@ def log_probs_path(config: RunConfig, folder: str | None) -> Path | None:
     """Return the path of the file of log-probabilities, or `None` if neither argument gives one.
 
     Args:
-        config: The run. The value of --reference-log-probs comes first.
+        config: The run. Its --reference-log-probs takes precedence over `folder`.
         folder: Folder of checkpoints, which contains the file by default.
     """
     path = config.preferences.reference_log_probs

@@ -301,7 +301,7 @@ class Rollouts(Extras):
         run.train_batches = self._batches(run)
 
     def _batches(self, run: Run) -> Iterator[Batch]:
-        """Yield this rank's micro-batches. Answers are generated when the first is needed."""
+        """Yield this rank's micro-batches, generating answers for `updates` updates at a time."""
         prompts, axis = run.datasets[0], run.layout.data
         assert isinstance(prompts, Prompts), "a RolloutRecipe reads them"
         sampler_args = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)
@@ -334,7 +334,7 @@ class Rollouts(Extras):
                 yield collate([rows[i] for i in batch])
 
     def _answer(self, run: Run, records: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Group]:
-        """Return the answers to numbered prompts. Collective over a copy of the model."""
+        """Return the answers to numbered prompts. Collective over the ranks of one model copy."""
         sampling, group_size, row_length = (
             self._sampling,
             self._group_size,

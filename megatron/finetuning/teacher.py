@@ -218,7 +218,7 @@ def _check_tokenizer(
 
 
 def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layout: Layout) -> None:
-    """Write a teacher's most likely tokens for every training sample to --logits-save-dir.
+    """Write a teacher's top log-probabilities for every training sample to --logits-save-dir.
 
     Each data-parallel process computes whole files. Existing files are left as they are.
     Collective.
@@ -232,7 +232,8 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     Raises:
         DataError: The folder contains logits that were written with other settings.
         StorageError: A file cannot be written.
-        CheckpointError: There is no such teacher, or it has a different tokenizer.
+        CheckpointError: The teacher's checkpoint is missing, is not a GPT, or has a different
+            tokenizer.
         ConfigError: The teacher cannot be split over the processes, or there are no training
             samples.
     """
@@ -290,7 +291,7 @@ class _Writer(NamedTuple):
     def top_tokens(
         self, batches: Iterator[Batch], sizes: Sequence[int], device: torch.device
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
-        """Return the top k tokens of each sample of a file, on the CPU, and each sample's digest.
+        """Return each sample's top log-probabilities, on the CPU, and its digest, for one file.
 
         Pipeline stages other than the last return empty lists. Collective over the tensor, context
         and pipeline ranks.
@@ -331,7 +332,7 @@ class _Writer(NamedTuple):
         return tops, digests
 
     def _batch_top_tokens(self, logits: Tensor) -> list[dict[str, Tensor]]:
-        """Return the most likely tokens of each sample, given a batch of logits [b, s, v/t]."""
+        """Return each sample's top log-probabilities, given a batch of logits [b, s, v/t]."""
         options = self.config.distillation
         assert options.logits_save_top_k is not None
         top = top_log_probs(
