@@ -246,7 +246,7 @@ def build_gpt_part(
         part: The documents of the split, and the number of samples.
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
-        vocab_size: The number of entries of the tokenizer.
+        vocab_size: The number of entries in the vocabulary.
 
     Raises:
         DataError: The documents hold no tokens, too few tokens for the requested samples, or ids
@@ -292,7 +292,7 @@ def build_gpt_datasets(
     Args:
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
-        vocab_size: The number of entries of the tokenizer. Token ids at or above it are refused.
+        vocab_size: The number of entries in the vocabulary. Token ids at or above it are refused.
         tokenizer: The tokenizer's flags, and the tokenizer built from them. Text files, --fim-data
             and --reset-attention-mask need it. Without it, text is refused.
 

@@ -75,7 +75,7 @@ class TitledDocuments(NamedTuple):
     first: NDArray[np.int64]
 
     def overlong(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return a mask of documents that are dropped for a sentence of over 512 tokens, `[D]`.
+        """Return a mask of documents dropped for a sentence longer than 512 tokens, `[D]`.
 
         A document with fewer than `min_sentences` sentences is not in the mask.
         """
@@ -85,7 +85,7 @@ class TitledDocuments(NamedTuple):
         return (np.diff(long_so_far) > 0) & (np.diff(self.documents) >= min_sentences)
 
     def usable(self, min_sentences: int) -> NDArray[np.bool_]:
-        """Return a mask of documents with enough sentences, none of over 512 tokens, `[D]`."""
+        """Return a mask of documents with enough sentences, none longer than 512 tokens, `[D]`."""
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong(min_sentences)
 
 

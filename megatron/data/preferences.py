@@ -153,7 +153,7 @@ class FittedAnswers(FittedPairs):
     holds = "an answer and the same prompt with another answer"
 
     def _lengths(self) -> NDArray[np.int64]:
-        """Return the lengths of each prompt with its own and with the other answer, `[P, 2]`."""
+        """Return each prompt's length in tokens with its own answer and with another, `[P, 2]`."""
         examples = self._examples
         lengths = np.asarray(examples.lengths)
         if len(lengths) < 2:

@@ -79,7 +79,7 @@ class DocumentSentences(NamedTuple):
         return (np.diff(self.documents) >= min_sentences) & ~self.overlong()
 
     def overlong(self) -> NDArray[np.bool_]:
-        """Return a mask of documents that are dropped for a sentence of over 512 tokens, `[D]`.
+        """Return a mask of documents dropped for a sentence longer than 512 tokens, `[D]`.
 
         A document with a single sentence is not dropped.
         """
@@ -208,7 +208,7 @@ def shuffled(count: int, seed: int) -> NDArray[np.int64]:
 
 
 def mt19937(seed: int, block: int) -> Iterator[NDArray[np.uint32]]:
-    """Yield draws from `std::mt19937(seed)` endlessly, in arrays of `block`."""
+    """Yield draws from `std::mt19937(seed)` endlessly, in arrays of length `block`."""
     random = np.random.RandomState(seed % 2**32)
     while True:
         yield random.randint(0, 2**32, block, dtype=np.uint32)  # one unmodified draw per number

@@ -219,7 +219,7 @@ def map_sentences(
         part: The documents of the split, and the number of samples.
         plan: The settings of the map.
         request: The data that the run needs.
-        vocab_size: The number of entries of the tokenizer.
+        vocab_size: The number of entries in the vocabulary.
 
     Raises:
         DataError: No document is usable.

@@ -271,7 +271,7 @@ class _Deadline(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """The reason why this process wants to end the run, given the ranks that are silent."""
+    """This process's request to end the run; see `Watchdog.end_run` for the fields."""
 
     code: int
     reason: Callable[[frozenset[int]], str]

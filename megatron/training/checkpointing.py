@@ -546,7 +546,7 @@ def rewind_run(run: Run, checkpoint: Reader) -> int:
         checkpoint: A checkpoint that this run has saved or has continued from.
 
     Returns:
-        The number of samples that were read since the checkpoint.
+        The number of samples that have been read since the checkpoint.
 
     Raises:
         CheckpointError: The checkpoint does not fit the run.

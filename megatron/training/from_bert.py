@@ -25,10 +25,10 @@ _FLAG = "--bert-load"
 
 
 class StartFromBert(Extras):
-    """An extra step that starts both towers of a bi-encoder from the BERT in --bert-load."""
+    """An extra step that initializes both towers of a bi-encoder from the model in --bert-load."""
 
     def begin(self, run: Run) -> None:
-        """Load the BERT, unless the run continues from its own checkpoint. Collective.
+        """Load the BERT model, unless the run continues from its own checkpoint. Collective.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is not for a BERT of this size.

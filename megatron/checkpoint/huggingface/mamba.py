@@ -322,7 +322,7 @@ def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) ->
 
 
 def _read_pattern(settings: Settings) -> str:
-    """Return the symbol of each layer, from the key that newer or older files use."""
+    """Return the symbol of each layer, from the newer or the older key, whichever the file has."""
     symbols = {kind: symbol for symbol, kind in _KINDS.items()} | _OLD_KINDS
     kinds, text = (
         settings.strings("layers_block_type"),

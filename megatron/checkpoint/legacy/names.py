@@ -145,7 +145,7 @@ def is_core(model: Any) -> bool:
 
 
 def towers_of(model: Any) -> list[str]:
-    """Return the names of the towers in a file's `model`, in Megatron's order, or [] without any.
+    """Return the names of the towers in a file's `model`, in Megatron's order; [] if it has none.
 
     A bi-encoder's tree contains the tree of a BERT model for each tower.
     """

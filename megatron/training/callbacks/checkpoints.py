@@ -113,7 +113,7 @@ class Checkpoints(Callback):
         return True
 
     def _advise(self, run: Run, cost: float) -> None:
-        """Recommend how often to save, after the first save, which cost so many seconds."""
+        """Recommend how often to save, after the first save, which paused training for `cost` s."""
         if self._is_advised:
             return
         self._is_advised = True
