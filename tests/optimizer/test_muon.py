@@ -153,6 +153,21 @@ def test_the_rows_of_equal_layers_are_dealt_evenly():
     assert max(loads) <= 1.02 * sum(loads) / 8
 
 
+def test_stacked_matrices_are_sent_in_the_rows_that_each_process_holds(monkeypatch):
+    """Of 2 x 12 rows of 9, each of 4 processes holds 6."""
+    sent = []
+
+    def exchange(x, axis, to, received):
+        sent.append((to, received))
+        return x.new_zeros(sum(received))
+
+    monkeypatch.setattr(muon, "all_to_all_rows", exchange)
+    axis = Axis(size=4, rank=0, ranks=tuple(range(4)))
+    shards = [MatrixShard(_spec(shape), Axis(), axis) for shape in ((2, 12, 9), (8, 4))]
+    RowExchange(shards, axis)([torch.ones(54), torch.ones(8)], lambda wholes: None)
+    assert sent == [([54, 8, 0, 0], [54] * 4), ([54] * 4, [54, 8, 0, 0])]
+
+
 def test_the_cost_of_a_matrix_is_that_of_its_product_with_itself():
     """Per step, X X^T of `[rows, columns]` takes rows^2 x columns, of the shorter side's rows."""
     costs = [cost_of(_spec(shape)) for shape in ((8, 32), (32, 8), (16, 16), (3, 8, 32))]

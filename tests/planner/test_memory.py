@@ -190,6 +190,14 @@ def test_recomputation_and_plain_attention_move_the_activations():
     assert _estimate("--micro-batch-size", "2").activations == 2 * _estimate().activations
 
 
+@pytest.mark.parametrize(("dropout", "each"), [("0", 8), ("0.1", 9)])
+def test_plain_attention_keeps_scores_weights_and_a_mask(dropout, each):
+    flags = ("--micro-batch-size", "2", "--attention-dropout", dropout)
+    plain = _estimate(*flags, "--no-masked-softmax-fusion").activations
+    scores = 2 * 2 * 16 * 16 * 4  # layers, samples, queries, keys, heads
+    assert plain - _estimate(*flags).activations == each * scores
+
+
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_tensor_ranks_may_divide_what_recomputation_keeps(method):
     flags = ["--tensor-model-parallel-size", "2", "--num-layers", "6"]

@@ -78,7 +78,7 @@ def test_an_error_needs_no_answer_of_the_store(blames_peer: bool) -> None:
     verdict, is_own = dog.end_run(6, lambda gone: f"gone: {gone}", blames_peer=blames_peer)
     assert time.monotonic() - started < 2.5
     assert is_own
-    assert verdict == watchdog.Verdict(6, 0, "gone: frozenset()")
+    assert verdict == watchdog.Verdict(6, 0, "gone: frozenset()", 0, "")
     dog.stop()
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ from megatron.training import panel
 from megatron.training.callbacks import small
 from megatron.training.callbacks.profiling import Profile
 from megatron.training.callbacks.scalars import JsonLinesWriter, open_writers
+from megatron.training.checkpointing import save_run
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
@@ -404,6 +406,18 @@ def test_start_panel_tells_the_decisions():
 def test_start_panel_tells_which_checkpoints_stay(tmp_path, words, told):
     saving = ["--save", str(tmp_path), "--save-interval", "2", *words.split()]
     assert told in " ".join(start_panel(build_toy(Layout.single(), saving), 1.0).split())
+
+
+def test_start_panel_tells_where_the_weights_come_from(tmp_path):
+    def told(run):
+        return " ".join(start_panel(run, 1.0).split())
+
+    run = build_toy(Layout.single(), ["--save", str(tmp_path), "--save-interval", "1"])
+    assert "starting from random weights" in told(run)
+    assert "weights from words/bert" in told(replace(run, pretrained="words/bert"))
+    save_run(run)
+    loading = ["--load", str(tmp_path), "--finetune"]
+    assert f"weights from {tmp_path}; not saving" in told(build_toy(Layout.single(), loading))
 
 
 def test_start_panel_tells_how_full_samples_of_documents_are():

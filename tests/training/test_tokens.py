@@ -181,3 +181,11 @@ def test_tokens_as_the_only_length() -> None:
         config.schedule, config.optimizer, config.training, global_batch=4, seq_length=128
     ).learning_rate
     assert (rate.warmup, rate.decay, rate.in_tokens) == (90, 900, True)
+
+
+def test_without_a_sequence_length_no_number_of_tokens_is_proposed() -> None:
+    said = problems("--lr-decay-tokens 900 --lr-decay-samples 20", without=["--seq-length"])
+    assert (
+        "--lr-decay-samples 20 cannot be combined with --lr-decay-tokens: use --lr-decay-tokens"
+        in said
+    )

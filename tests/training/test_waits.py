@@ -27,6 +27,29 @@ _WAITING = {
 }
 
 
+def test_the_journal_names_every_part_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of a hang says in which of them a process is."""
+    run = build_toy(Layout.single(), ["--train-iters", "1", "--calculate-per-token-loss"])
+    journal, named = run.layout.journal, list[str]()
+    enter = journal.enter
+
+    def note(operation: object) -> None:
+        named.append(str(operation))
+        enter(operation)
+
+    monkeypatch.setattr(journal, "enter", note)
+    Updates(run).make(look_ahead=False)
+    assert [name for name in named if "micro-batch" not in name] == [
+        "end of the passes",
+        "reduction of the gradients",
+        "count of the tokens",
+        "update of the routers' biases",
+        "reduction of the losses",
+        "optimizer step",
+        "end of the iteration",
+    ]
+
+
 class _Watch(TorchDispatchMode):
     """Records the names of operations that would make the host wait."""
 

@@ -15,6 +15,8 @@ from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.errors import CheckpointError
 from megatron.models.adapters import adapted_layers
+from megatron.models.plan import AttentionPlan
+from megatron.models.plans import model_plan
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -470,6 +472,18 @@ def test_published_models_have_their_size(name: str) -> None:
     assert not mismatches(family, described.model, described.vocab)
     rules = family.rules(described.model, described.vocab)
     assert sum(math.prod(shape) for rule in rules for shape in rule.shapes()) == expected
+
+
+def test_gpt_j_s_heads_turn_as_many_channels_as_its_file_says() -> None:
+    """The share of a head is a fraction, and that of 26 in 46 channels is rounded down."""
+    family = families()["gptj"]
+    for size, channels in ((46, 26), (47, 12), (49, 2), (64, 64), (256, 64)):
+        config = {**CASES["gpt-j"].config, "n_embd": 2 * size, "n_head": 2, "rotary_dim": channels}
+        model = family.read(Settings(config, "config.json")).model
+        mixer = model_plan(model, 70).layers[0].mixer
+        assert isinstance(mixer, AttentionPlan)
+        assert mixer.rotary is not None
+        assert mixer.rotary.channels == channels
 
 
 def test_gemma_s_layers_have_windows_in_turns_without_layer_types() -> None:

@@ -37,6 +37,13 @@ def test_a_prompt_is_answered(live: Live, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "xxxxx\n"
 
 
+def test_an_answer_has_64_tokens_unless_told(
+    live: Live, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([_address(live), "--prompt", "x"]) == 0
+    assert capsys.readouterr().out == 64 * "x" + "\n"
+
+
 def test_flags_reach_the_engine(live: Live) -> None:
     flags = "--temperature 0 --top_k 3 --seed 9 --tokens 2 --stop a --stop b".split()
     assert cli.main([f"http://{_address(live)}/", "--prompt", "x", *flags]) == 0

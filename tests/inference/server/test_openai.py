@@ -383,4 +383,12 @@ def test_the_openapi_document_has_every_field_and_path(live: Live) -> None:
         body = document["paths"][path]["post"]["requestBody"]
         schema = body["content"]["application/json"]["schema"]
         assert set(schema["properties"]) == set(model.model_fields)
+        answers = document["paths"][path]["post"]["responses"]
+        assert {status for status in answers if status < "405"} == {
+            "200",
+            "400",
+            "401",
+            "403",
+            "404",
+        }
     assert {"/v1/models", "/health", "/metrics"} <= set(document["paths"])
