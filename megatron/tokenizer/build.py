@@ -1,4 +1,4 @@
-"""Construction of tokenizers from flags, and two simple tokenizers: numbers and characters."""
+"""Construction of tokenizers from flags, and simple tokenizers for numbers and characters."""
 
 from __future__ import annotations
 

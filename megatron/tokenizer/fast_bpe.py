@@ -101,7 +101,7 @@ def compiled_encoder(key: str) -> tuple[GigatokenEncoder, int, int] | None:
 
 
 class GigatokenEncoder:
-    """A gigatoken encoder with GPT-2's split pattern, which threads use one at a time.
+    """A thread-safe gigatoken encoder with GPT-2's split pattern. A lock serializes its calls.
 
     Args:
         load: A function that creates a fresh encoder.

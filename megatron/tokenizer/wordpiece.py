@@ -107,10 +107,10 @@ def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
 class EncDecTokenizer(Tokenizer):
     """EncDecTokenizer of Yuan 1.0: `--vocab-file` has one entry per line, 53,228 in Yuan's own.
 
-    jieba splits a text into words, and each word into the longest matching entries, from left to
-    right. An entry without Chinese characters begins with `##` unless it is at the start of a word.
-    A space becomes the entry U+2582, except between two entries without Chinese characters, where
-    it is omitted. A newline, or `<n>` in the text, becomes the entry U+2583.
+    jieba splits a text into words. Each word is then split into the longest matching entries, from
+    left to right. An entry without Chinese characters begins with `##` unless it is at the start of
+    a word. A space becomes the entry U+2582, except between two entries without Chinese characters,
+    where it is omitted. A newline, or `<n>` in the text, becomes the entry U+2583.
 
     Raises:
         DataError: The file is not such a vocabulary.
@@ -147,7 +147,7 @@ class EncDecTokenizer(Tokenizer):
         ]
 
     def _match(self, word: str) -> tuple[int, ...]:
-        """Return the ids of a word's longest entries, from left to right."""
+        """Split a word into the longest matching entries, from left to right; return their ids."""
         if len(word) > _MAX_WORD_LENGTH:
             return (self._vocab[_YUAN_UNKNOWN],)
         ids, start = [], 0
