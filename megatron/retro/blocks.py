@@ -178,8 +178,8 @@ def on_first(work: Callable[[], object], world: Axis) -> None:
     timeout of collective operations.
 
     Raises:
-        Exception: On the first process, the error that `work` raised.
-        DataError: On the other processes, `work` raised an error.
+        Exception: On the first process, any error that `work` raises.
+        DataError: On the other processes, if `work` raised an error on the first.
     """
     if world.size == 1:
         work()

@@ -323,7 +323,7 @@ class Preprocessing:
         )
 
     def _query_chunks(self) -> dict[str, QueryChunks]:
-        """Return the chunks of the GPT samples of each split. Collective."""
+        """Return the chunks of each split's GPT samples. Collective."""
         gpt, config = self.options.gpt, self._config
         evaluation = replace(
             config.evaluation,

@@ -34,7 +34,7 @@ Ids = NDArray[np.int64]
 
 
 class NeighborRows(Protocol):
-    """A table of each chunk's k neighbors, as rows of the database. A missing neighbor is -1."""
+    """A table of each chunk's k neighbors, as database row numbers, -1 for a missing one."""
 
     def __len__(self) -> int:
         """Return the number of chunks."""
@@ -44,7 +44,7 @@ class NeighborRows(Protocol):
 
 
 class NeighborTable:
-    """A memory-mapped table of each chunk's neighbors, as rows of the database, nearest first.
+    """A memory-mapped table of each chunk's neighbors, as database row numbers, nearest first.
 
     A missing neighbor is -1.
 

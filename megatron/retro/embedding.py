@@ -253,7 +253,9 @@ def _mean(hidden: Tensor, counts: Tensor) -> Tensor:
 
 
 class MegatronEmbedder(Embedder):
-    """A BERT of this package. As in Megatron-LM, the mean excludes [CLS] and [SEP].
+    """An embedder that runs a BERT of this package.
+
+    As in Megatron-LM, the mean over a text's tokens excludes [CLS] and [SEP].
 
     Args:
         model: A BERT without heads, in evaluation mode, on the device.
@@ -315,7 +317,7 @@ class _Texts(list[NDArray[Any]]):
 
 
 class HuggingFaceEmbedder(Embedder):
-    """An encoder of Hugging Face transformers, such as a sentence encoder.
+    """An encoder from Hugging Face transformers, such as a sentence encoder.
 
     The mean is taken over all tokens of a text, including special tokens, because sentence encoders
     are trained this way. If `options.masking` is set, texts are not masked, but the mean excludes

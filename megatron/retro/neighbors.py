@@ -211,7 +211,7 @@ class Searcher:
         self._options, self._threads = options, threads
 
     def search(self, vectors: Vectors) -> Ids:
-        """Return the chunks nearest to vectors `[n, h]`, unfiltered, or -1, `[n, queried]`.
+        """Return the chunks nearest to vectors `[n, h]`, unfiltered, `[n, queried]`; -1 for none.
 
         Raises:
             DataError: The index contains a chunk that is not in the database.
