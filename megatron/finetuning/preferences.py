@@ -131,7 +131,7 @@ def dpo_loss(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def robust_dpo_loss(margin: Tensor, smoothing: float) -> Tensor:
-    """Return an unbiased estimate, from partly wrong labels, of DPO's loss for correct labels.
+    """Return an unbiased estimate of DPO's loss on correct labels, computed from noisy labels.
 
     The estimate is that of Chowdhury et al., 2024, arXiv:2403.00409.
 

@@ -79,7 +79,7 @@ class Judged(NamedTuple):
     Attributes:
         reward: The reward of the answer, for the log.
         advantage: The advantage of the answer over the other answers to the prompt.
-        weight: The weight of the losses of its tokens. The loss of an update is the sum of
+        weight: The weight of its tokens' losses. The loss of an update is the sum of
             weight * loss over the tokens of a row, averaged over the update's rows.
     """
 
