@@ -37,7 +37,7 @@ _PRINT_SECONDS = 2.0  # the time for rank 0 to print an error before other ranks
 
 
 def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
-    """Read this process's ranks, run its work, and report any mistake of the user.
+    """Read this process's ranks, run its work, and report any user error.
 
     Args:
         arguments: The command line, which may contain --use-mpi.

@@ -29,12 +29,12 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class Growing:
-    """A length that grows from `shortest` to `longest` as a root of the number of updates.
+    """A sequence length that grows from `shortest` to `longest` as a root of the update number.
 
     Attributes:
-        shortest: The first length, rounded up to a multiple of `multiple`.
-        longest: The last length, a multiple of `multiple`.
-        steps: The number of updates until the last length.
+        shortest: The first length in tokens, rounded up to a multiple of `multiple`.
+        longest: The last length in tokens, a multiple of `multiple`.
+        steps: The first update that has the last length, counted from 1.
         multiple: A divisor of all lengths. Lengths are rounded down to a multiple of it.
         degree: The degree of the root: 1 grows linearly, 2 as the square root.
     """
@@ -68,7 +68,12 @@ class Growing:
 
 @dataclass(frozen=True)
 class Discrete:
-    """A list of lengths and, for each of them except the last, the final update that uses it."""
+    """A list of sequence lengths in tokens, each used until a given update.
+
+    Attributes:
+        lengths: The lengths in tokens.
+        until: The last update that uses each length except the last, counted from 1.
+    """
 
     lengths: tuple[int, ...]
     until: tuple[int, ...]

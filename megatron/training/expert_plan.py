@@ -32,7 +32,7 @@ class ExchangePlan:
         mean_destinations: Average number of other processes to which a token is sent, if all
             choices are equally likely.
         max_destinations: The maximum number of other processes to which a token is sent.
-        bytes_per_copy: Bytes that the forward and backward passes send for each token and other
+        bytes_per_copy: Bytes sent in the forward and backward passes for each token and other
             process: the token with its choices, the result, and the gradients of both.
     """
 
@@ -46,7 +46,7 @@ class ExchangePlan:
 
     @property
     def bytes(self) -> int:
-        """Bytes that a process sends, and receives, in the forward and backward pass."""
+        """Bytes that a process sends in the forward and backward passes. It receives as many."""
         return int(self.tokens * self.mean_destinations * self.bytes_per_copy)
 
     def describe_groups(self) -> str:

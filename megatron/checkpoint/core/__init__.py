@@ -1,4 +1,4 @@
-"""Megatron Core's checkpoints in its format `torch_dist`, read without running code from them.
+"""Megatron Core's checkpoints in its `torch_dist` format, read without running code from them.
 
 A folder contains `.metadata` (a pickle that says where each box of each tensor is),
 `__<rank>_<n>.distcp` (the concatenated output of torch.save), `common.pt` (the command line, the

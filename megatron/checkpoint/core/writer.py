@@ -1,4 +1,4 @@
-"""Write a run's state, or any checkpoint, in Megatron Core's format `torch_dist`.
+"""Write a run's state, or any checkpoint, in Megatron Core's `torch_dist` format.
 
 Every rank writes the parts of tensors that the plan of a native checkpoint assigns to it into files
 `__<rank>_<n>.distcp`. Rank 0 adds the index and everything that is not a tensor of the network. All

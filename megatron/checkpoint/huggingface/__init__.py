@@ -2,7 +2,7 @@
 
     files       which files in a folder are read, and which of them are the tokenizer
     settings    config.json, checked key by key
-    rules       the conversion between a folder's tensors and our parameters; the class `Family`
+    rules       the conversion between a folder's tensors and our parameters; the `Family` class
     families    the table of model families
     llama, mixtures, gpt2, bert, t5, ...   one module for each group of families
     reader      a folder through the `Reader` interface

@@ -1,4 +1,4 @@
-"""Rules for converting between Hugging Face tensors and our parameters; the class `Family`.
+"""Rules for converting between Hugging Face tensors and our parameters; the `Family` class.
 
 In this package, "our" tensors and modules and "native" names are those of this program. Each family
 has a table that maps our modules to Hugging Face modules. The shapes follow from the network's

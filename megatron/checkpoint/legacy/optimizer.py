@@ -79,7 +79,7 @@ def read_optimizers(optimizer: Any, parameters: Sequence[Parameter]) -> Optimize
     in the list.
 
     Args:
-        optimizer: The tree `optimizer` of the file.
+        optimizer: The `optimizer` tree of the file.
         parameters: The parameters in the file, in the model's order.
 
     Returns:
@@ -168,7 +168,7 @@ def read_distributed(
     """Return the states in a rank's `distrib_optim.pt`.
 
     Args:
-        optimizer: The tree `optimizer` of the rank's other file, which contains the counters.
+        optimizer: The `optimizer` tree of the rank's other file, which contains the counters.
         flat: The tree of `distrib_optim.pt`.
         chunks: The parameters of each virtual stage, in the model's order.
 
