@@ -46,7 +46,7 @@ class ComparingRecipe:
 
 
 class DocumentSums(NamedTuple):
-    """Sums over the tokens of each segment that count in the loss.
+    """For each segment, sums over its tokens that count in the loss.
 
     Attributes:
         log_probs: The log-probabilities, fp64 [k].

@@ -156,7 +156,7 @@ class RolloutRecipe(ComparingRecipe):
         raise NotImplementedError
 
     def losses(self, log_probs: Tensor, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the loss of a micro-batch, and other values to log, without gradients.
+        """Return the loss of a micro-batch, and other values to log, which have no gradients.
 
         Args:
             log_probs: The log-probabilities of the answers' tokens under the model that is being

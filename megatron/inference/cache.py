@@ -134,7 +134,7 @@ class BlockPool:
 
 
 class Snapshots:
-    """The slots of state snapshots that were taken at the ends of blocks. It has no tensors.
+    """The slots of state snapshots taken at the ends of blocks; `CacheMemory` holds the tensors.
 
     If no slot is free, a new snapshot replaces the least recently used one.
     """
@@ -319,7 +319,7 @@ class StepCache:
         Args:
             query: Queries [s, 1, n/t, d].
             latent: Latent vectors [s, 1, w].
-            heads: The computation of keys and values from the vectors.
+            heads: The layer that computes keys and values from these vectors.
             options: The layer number, the scale of the scores, and how they become weights.
 
         Returns:

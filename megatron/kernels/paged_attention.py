@@ -339,7 +339,7 @@ class PagedAttention:
         Args:
             query: The queries [u, n, d].
             vectors: The cached vectors [slots, 1, w], including those of the new tokens.
-            heads: The computation of keys and values from the vectors.
+            heads: The layer that computes keys and values from these vectors.
             singles: The sequences.
             options: The attention options; the mask and `causal` are not used.
 

@@ -5,10 +5,10 @@ output uses the word embedding table. In the paper's version, encoder and decode
 relative position bias. Shapes: e the encoder's sequence, d the decoder's, b micro-batch, h hidden,
 v padded vocabulary, t tensor-parallel size.
 
-In a pipeline, stages send the hidden states of encoder and decoder together, [e + d, b, h]. The
-first stage embeds both, the encoder's stages pass on the decoder's embeddings, and the decoder's
-stages pass on the encoder's output. Every message therefore has the same shape wherever the decoder
-begins, and only the first stage needs the embeddings.
+In a pipeline, stages send the encoder's and the decoder's hidden states together, [e + d, b, h].
+The first stage embeds both, the encoder's stages pass on the decoder's embeddings, and the
+decoder's stages pass on the encoder's output. Every message therefore has the same shape wherever
+the decoder begins, and only the first stage needs the embeddings.
 """
 
 from __future__ import annotations

@@ -582,5 +582,5 @@ def faiss_threads(threads: int | None) -> Iterator[Any]:
 
 
 def _exists_on_first(path: Path, world: Axis) -> bool:
-    """Return whether a file exists on the first process, the same on all processes. Collective."""
+    """Return, on all processes, whether a file exists on the first process. Collective."""
     return bool(broadcast(torch.tensor([int(path.exists())]), world))

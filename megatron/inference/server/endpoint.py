@@ -242,7 +242,7 @@ async def read_object(
     Args:
         request: The request.
         settings: Settings of the server.
-        rate_limiter: Speed at which a large body is read.
+        rate_limiter: Limiter of the speed at which large bodies are read.
 
     Raises:
         ApiError: The status is 400 if there is no JSON object, 408 if it arrived too slowly, 413 if
