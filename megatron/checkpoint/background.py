@@ -178,7 +178,7 @@ class BackgroundSaver:
         since: float,
         stable: Collection[str] = (),
     ) -> QueuedCopy:
-        """Copy the tensors to host memory, and start to write the copies in the background.
+        """Copy the tensors to host memory, and start writing the copies in the background.
 
         Args:
             iteration: Training steps taken.

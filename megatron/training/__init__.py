@@ -19,7 +19,7 @@ The modules, in the order in which a run uses them:
     callbacks                side tasks of a run: logging, saving, profiling
     generation               the model's answers to prompts during training
     health                   tests the machines of a run
-    find_lr                  finds a learning rate by short training
+    find_lr                  finds a learning rate in a short training run
     checkpointing            saves the state of a run and restores it
     changed_settings         settings and data that have changed since the checkpoint
     fast_state               the run's identity, and its newest checkpoint

@@ -147,7 +147,7 @@ class Passes:
             journal.enter("end of the pass")
 
     def forward_backward(self) -> None:
-        """Run all passes; gradients add up in the parameters. Collective over the pipeline."""
+        """Run all passes, and accumulate the gradients. Collective over the pipeline."""
         operations = schedule_of(self._run, self._count)[self._run.layout.pipeline.rank]
         last = set(completing_operations(operations).values())
         clock = self._run.operation_clock

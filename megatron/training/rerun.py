@@ -75,8 +75,9 @@ def first_to_differ(
 ) -> list[int]:
     """Return the ranks at which two computations diverge.
 
-    If the forward pass is at fault, all outputs from the faulty part of the model on change. If no
-    output changes, the gradients of the faulty stage and of all stages before it change.
+    If the forward pass is at fault, the outputs of the faulty part of the model and of all later
+    parts change. If no output changes, the gradients of the faulty stage and of all stages before
+    it change.
 
     Args:
         forward: For each rank, the first part of the model whose output changed, or `_NO_PART`.

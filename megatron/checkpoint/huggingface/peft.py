@@ -199,7 +199,7 @@ def _experts_module(
 ) -> str:
     """Return the name of PEFT's module that adapts a weight of all experts.
 
-    PEFT wraps the module of the experts once for each weight; the wrapper of the last is outermost.
+    PEFT wraps the experts' module once per weight; the wrapper for the last weight is outermost.
 
     Args:
         layer: The native name of the layer.
