@@ -3,8 +3,8 @@
 A machine may be lost together with its folder. Each machine's checkpoint folder therefore contains
 the files of its own ranks, copies of some other ranks' files, and the manifest of the whole
 checkpoint. The files have digests, as in every native checkpoint. When a run starts, the processes
-exchange lists of the files that they have. The newest checkpoint whose every file exists on some
-machine is completed on all machines, and is then read like any other.
+exchange lists of the files that they have. The newest checkpoint whose files all exist, each on
+at least one machine, is completed on all machines and then read like any other.
 
     DIR/iter_0000120/manifest.json            the manifest of the whole checkpoint
     DIR/iter_0000120/rank_00003.safetensors   the file of a rank on this machine, or a copy

@@ -154,7 +154,7 @@ class DeepSeek(Mixtral):
 
         Args:
             settings: The keys of config.json.
-            model: The network, in which only the number of experts of its mixtures is set so far.
+            model: The network. Its mixtures have only the number of experts set.
         """
         experts, layers = max(model.num_experts or (1,)), model.num_layers
         inner = settings.size("moe_intermediate_size")
