@@ -6,8 +6,10 @@ import math
 from functools import cache
 
 import pytest
+import torch
 
-from megatron.finetuning.preferences import METRICS
+from megatron.data.sample import SEGMENT_ENDS
+from megatron.finetuning.preferences import METRICS, values_at_segments
 from megatron.parallel.layout import Layout
 from tests.distributed import run_sharing_memory
 from tests.finetuning.toy_pairs import train_pairs
@@ -68,3 +70,12 @@ def test_adapters_in_every_layout(sizes: dict[str, int], words: str) -> None:
         assert found.pop("rewards/accuracies")[2:] == expected["rewards/accuracies"][2:]
         for metric in (*found.keys() & METRICS, "grad-norm"):
             assert found[metric] == pytest.approx(expected[metric], rel=2e-4, abs=2e-5), metric
+
+
+def test_each_segment_has_the_value_at_its_first_token() -> None:
+    """The third one is the last token; the fourth one is empty."""
+    batch = {
+        "reference": torch.arange(8.0).view(1, 8),
+        SEGMENT_ENDS: torch.tensor([0, 3, 7, 8, 8]),
+    }
+    assert values_at_segments(batch, "reference").tolist() == [0, 3, 7, 7]

@@ -92,6 +92,24 @@ def test_a_forgotten_tensor_is_computed_once_for_all_that_ask():
     torch.testing.assert_close(x.grad, 2 * ((1 + z) * z.exp() + 2 * ones @ z))
 
 
+def test_a_recomputed_tensor_is_freed_after_its_last_use():
+    x = torch.randn(3, 4, requires_grad=True)
+    found = []
+
+    def double():
+        again = kept * 2
+        found.append(weakref.ref(again.untyped_storage()))
+        return again
+
+    y, kept = x * 2, x.detach()
+    with discarding_output(y, double):
+        out = (y * y.exp()).sum() + (y @ y.t()).sum()
+    del y
+    out.backward(retain_graph=True)  # the graph, which outlives it, does not hold it
+    (memory,) = found
+    assert memory() is None
+
+
 def test_a_graph_without_a_backward_pass_is_freed():
     x = torch.randn(3, requires_grad=True)
     y = x * 2

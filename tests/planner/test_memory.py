@@ -241,14 +241,32 @@ def test_units_are_readable():
     assert [amount(size) for size in sizes] == ["1.0 MiB", "1024.0 MiB", "1.00 GiB", "2.50 GiB"]
 
 
-def test_relative_positions_keep_their_biases():
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_relative_positions_keep_their_biases(world_size):
     words = [*TOY, "--train-iters", "1", *FLAGS_BY_KIND["t5"], "--micro-batch-size", "2"]
+    words += ["--tensor-model-parallel-size", str(world_size)]
     kept = []
     for kind in ("none", "relative"):
         flags = ["--position-embedding-type", kind]
-        config = parse_config([*words, *flags], world_size=1, architecture="t5").config
-        kept.append(largest_process(config, model_plan(config.model, 104), 1).activations)
-    assert kept[1] - kept[0] == 4 * 4 * (2 * 16**2 + 12**2)  # bytes, heads, scores of both halves
+        config = parse_config([*words, *flags], world_size=world_size, architecture="t5").config
+        kept.append(largest_process(config, model_plan(config.model, 104), world_size).activations)
+    bias = 4 * 4 * (2 * 16**2 + 12**2)  # bytes, heads, scores of both halves
+    assert kept[1] - kept[0] == bias // world_size
+
+
+def test_context_ranks_divide_the_activations():
+    halves = _estimate("--context-parallel-size", "2", world_size=2).activations
+    assert halves == _estimate().activations // 2
+
+
+def test_sublayers_that_share_a_normalization_keep_its_output_once():
+    kept = []
+    for shares in (False, True):
+        config = parse_config([*TOY, "--train-iters", "1"], world_size=1).config
+        model = replace(config.model, parallel_residual=True, shared_parallel_norm=shares)
+        config = replace(config, model=model)
+        kept.append(largest_process(config, model_plan(model, 104), 1).activations)
+    assert kept[0] - kept[1] == 2 * 4 * 16 * 32  # layers, bytes, tokens, hidden size
 
 
 def test_a_system_without_proc_tells_the_peak_alone(monkeypatch):

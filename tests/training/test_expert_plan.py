@@ -124,7 +124,14 @@ def test_the_device_is_full_from_an_imbalance_on():
 
 @pytest.mark.parametrize(
     ("chosen", "ranks", "capacity", "worst"),
-    [(2, 8, None, 4.0), (2, 2, None, 2.0), (6, 2, None, 4 / 3), (2, 8, 1.25, 1.25), (2, 4, 9, 4.0)],
+    [
+        (2, 8, None, 4.0),
+        (2, 2, None, 2.0),
+        (6, 2, None, 4 / 3),
+        (2, 8, 1.25, 1.25),
+        (2, 8, 0.5, 1.0),
+        (2, 4, 9, 4.0),
+    ],
 )
 def test_the_largest_imbalance(chosen, ranks, capacity, worst):
     words = f"--num-experts 8 --moe-router-topk {chosen} --train-iters 1".split()
