@@ -301,6 +301,7 @@ os._exit(0)
 """
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
+        cwd=ROOT, capture_output=True, check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""},
     )  # fmt: skip
     assert done.stdout == b"a line in \\u6771\\u4eac\n"

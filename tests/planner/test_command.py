@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config import parse_config
+from megatron.config.run import with_values
 from megatron.device import datasheet_flops
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.planner.command import (
@@ -453,3 +454,34 @@ def test_the_interval_of_checkpoints_follows_from_the_failures_of_all_gpus():
     daly = 60 * float(re.search("Daly ([0-9.]+)", text)[1])
     assert updates == pytest.approx(daly / 10, rel=0.02)
     assert "Save every 1 updates" in goodput(request, _plan(1e5), options)
+
+
+def test_encoder_and_decoder_layers_are_pipeline_stages():
+    """T5-base has 12 of each, so 64 GPUs may form 16 stages, but not 32."""
+    request = read_request(_options("--model t5-base --gpus 64xH100 --global-batch 64"))
+    found = {
+        values["parallel.pipeline_model_parallel_size"] for values in layouts(request.start, 64, 8)
+    }
+    assert found == {1, 2, 4, 8, 16}
+
+
+def test_micro_batches_divide_the_batch_and_have_a_limited_number_of_tokens():
+    start = _search("--gpus 2xH100 --global-batch 96 --", SMALL)[0].start  # 256 tokens a sample
+    found = {}
+    for values in layouts(start, 2, 8):
+        stages = values["parallel.pipeline_model_parallel_size"]
+        found.setdefault(stages, set()).add(values["training.micro_batch_size"])
+    assert found[2] == {1, 2, 4, 8, 16, 32}  # of 96 samples
+    start = with_values(start, {"data.seq_length": 65_536})
+    found = {values["training.micro_batch_size"] for values in layouts(start, 2, 8)}
+    assert found == {1, 2}
+
+
+def test_an_uneven_distribution_of_layers_is_told():
+    words = f"{SMALL} --mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --vocab-size 8"
+    words += " --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2"
+    told = [
+        describe(parse_config([*words.split(), *more.split()], world_size=2).config, 2)
+        for more in ("", "--pipeline-model-parallel-layout Ettttt|tttL")
+    ]
+    assert told == ["PP 2, DP 1, micro-batch 1", "PP 2, uneven, DP 1, micro-batch 1"]

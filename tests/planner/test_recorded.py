@@ -45,6 +45,8 @@ RUNS = {
     "all-to-all": ("H200", 4, "--context-parallel-size 4 --cp-comm-type a2a"),
     "hybrid": ("H200", 1, _HYBRID),
     "hybrid, context": ("H200", 4, f"{_HYBRID} --context-parallel-size 4"),
+    "hybrid, context and tensor": ("H200", 4, f"{_HYBRID} --context-parallel-size 2 "
+                                              "--tensor-model-parallel-size 2"),
     "experts": ("H200", 4, _MIXTURE),
     "experts, tensor": ("H200", 8, f"{_MIXTURE} --tensor-model-parallel-size 2 "
                                    "--sequence-parallel"),
@@ -99,6 +101,14 @@ def _layouts(name: str) -> list[list[Any]]:
     ]
 
 
+def _machines() -> dict[str, dict[str, Any]]:
+    return {name: asdict(machine) for name, machine in MACHINES.items()}
+
+
+def test_rates_of_machines_are_the_recorded_ones() -> None:
+    assert _machines() == json.loads(FILE.read_text())["machines"]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_prediction_is_the_recorded_one(name: str) -> None:
     recorded = json.loads(FILE.read_text())["runs"][name]
@@ -117,6 +127,7 @@ def test_the_fastest_layouts_are_the_recorded_ones(name: str) -> None:
 
 if __name__ == "__main__":
     content = {
+        "machines": _machines(),
         "runs": {name: _prediction(name) for name in RUNS},
         "searches": {name: _layouts(name) for name in SEARCHES},
     }
