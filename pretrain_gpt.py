@@ -51,7 +51,7 @@ from megatron.finetuning.distillation import (
     student_losses,
     top_log_probs_of,
 )
-from megatron.kernels.attention import Segments, number_segments
+from megatron.kernels.segments import Segments, number_segments
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.multi_token import DepthInputs

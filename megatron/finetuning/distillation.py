@@ -20,7 +20,7 @@ from megatron.config.distillation import DistillationConfig
 from megatron.data.gpt import TokenBatch
 from megatron.data.logits import TOP_IDS, TOP_REST, TOP_VALUES
 from megatron.device import Device
-from megatron.kernels.attention import Segments
+from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
 from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan

@@ -34,7 +34,7 @@ from megatron.data.preferences import (
 )
 from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.finetuning.documents import ComparingRecipe, DocumentSums, document_sums
-from megatron.kernels.attention import Segments
+from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer

@@ -33,8 +33,8 @@ from megatron.finetuning.distillation import GPTTeacher
 from megatron.finetuning.documents import ComparingRecipe
 from megatron.inference.request import Sampling
 from megatron.kernels import batch_invariant
-from megatron.kernels.attention import Segments
 from megatron.kernels.cross_entropy import CrossEntropy
+from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
 from megatron.parallel.distillation import VocabularyPart

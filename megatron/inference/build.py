@@ -21,13 +21,9 @@ from megatron.inference.load import Loaded
 from megatron.inference.request import EngineLimits
 from megatron.inference.scheduler import SchedulerSettings
 from megatron.inference.speculation import Drafter, MultiTokenDrafter, NgramDrafter
+from megatron.kernels.chunk_attention import describe_chunks
 from megatron.kernels.library import find_library
-from megatron.kernels.paged_attention import (
-    LatentSizes,
-    PagedAttention,
-    choose_paged_attention,
-    describe_chunks,
-)
+from megatron.kernels.paged_attention import LatentSizes, PagedAttention, choose_paged_attention
 from megatron.kernels.row_product import choose_row_product
 from megatron.models.plan import (
     AttentionPlan,

@@ -31,8 +31,9 @@ from megatron.inference.request import EngineLimits, NeighborPassage, Retrieved
 from megatron.inference.scheduler import Integers, Row, SchedulerSettings, StepPlan
 from megatron.inference.scheduler import Sequence as Text
 from megatron.kernels.cached_sequences import Singles
+from megatron.kernels.chunk_attention import describe_chunks
 from megatron.kernels.library import find_library
-from megatron.kernels.paged_attention import choose_paged_attention, describe_chunks
+from megatron.kernels.paged_attention import choose_paged_attention
 from megatron.models.attention import AttentionCore
 from megatron.models.plan import ModelPlan, RetrievalAttentionPlan, RetrievalPlan
 from megatron.models.retro import RetroModel

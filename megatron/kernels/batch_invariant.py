@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.attention import AttentionOptions, Segments, add_slopes
+from megatron.kernels.attention import AttentionOptions, add_slopes
+from megatron.kernels.segments import Segments
 
 NAME = "batch-invariant"
 _ROWS = 16

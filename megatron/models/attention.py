@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.amax import FusedAmaxes
-from megatron.kernels.attention import AttentionOptions, Mask, Segments
+from megatron.kernels.attention import AttentionOptions
 from megatron.kernels.paged_attention import LatentHeads
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask, Segments
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.norm import Norm, Stream, new_query_norm, normalize_projections
 from megatron.models.plan import AttentionPlan

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.attention import Mask, Segments, flash_problem
+from megatron.kernels.attention import flash_problem
+from megatron.kernels.segments import Mask, Segments
 from megatron.models.block import LayerStack
 from megatron.models.costs import MicroBatch
 from megatron.models.head import Output

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.kernels.amax import NO_FUSED_AMAXES
-from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask
 from megatron.models.attention import CrossAttention, EncoderOutput, KeyValueCache, SelfAttention
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.delta_net import GatedDeltaNet

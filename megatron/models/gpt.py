@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.attention import Mask, Segments, flash_problem
+from megatron.kernels.attention import flash_problem
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask, Segments
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
 from megatron.models.head import Output, TokenScore

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask
 from megatron.models.attention import (
     AttentionCore,
     KeyValueCache,

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.amax import NO_FUSED_AMAXES, FusedAmaxes
-from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask
 from megatron.models.attention import KeyValueCache, SelfAttention
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.recurrence import CausalConvolution, RecurrentMixer, local_slice

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask
 from megatron.models.attention import KeyValueCache
 from megatron.models.block import Block
 from megatron.models.costs import MicroBatch

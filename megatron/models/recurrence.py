@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.kernels.attention import Mask, Segments, number_segments
 from megatron.kernels.recurrence import RecurrenceKernels
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask, Segments, number_segments
 from megatron.models.attention import KeyValueCache
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_to_all

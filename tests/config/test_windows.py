@@ -131,7 +131,6 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         (f"{LATENT} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
         (f"{LATENT} --kv-channels 48", "with --kv-channels 48: --qk-head-dim"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7: channels rotate in pairs"),
-
         (
             f"{LATENT} --attention-output-gate",
             "--attention-output-gate cannot be combined with --multi-latent-attention",

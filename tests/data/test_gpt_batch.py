@@ -11,7 +11,7 @@ import torch
 from megatron.data.gpt import DocumentEnds, longest_segment, make_batch, shorten
 from megatron.data.loader import collate
 from megatron.data.sample import LONGEST_SEGMENT, SEGMENT_ENDS
-from megatron.kernels.attention import Segments
+from megatron.kernels.segments import Segments
 
 EOD = 0
 

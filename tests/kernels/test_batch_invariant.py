@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.attention import AttentionOptions, Segments, attention_reference
+from megatron.kernels.attention import AttentionOptions, attention_reference
 from megatron.kernels.batch_invariant import (
     attend,
     batch_invariant_attention,
     batch_invariant_product,
 )
+from megatron.kernels.segments import Segments
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkl.is_available(), reason="--batch-invariant-mode is refused without MKL"

@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from megatron.device import Device
-from megatron.kernels.attention import AttentionOptions, Segments, attention_reference
+from megatron.kernels.attention import AttentionOptions, attention_reference
 from megatron.kernels.batch_invariant import batch_invariant_attention
 from megatron.kernels.cached_sequences import Chunks, Singles
+from megatron.kernels.chunk_attention import chunk_attention
 from megatron.kernels.paged_attention import (
     PART,
     BatchInvariantPaged,
     FusedPaged,
     PagedAttention,
     choose_paged_attention,
-    chunk_attention,
     latent_attention,
 )
+from megatron.kernels.segments import Segments
 from tests.kernels.compare import BF16, FP16, FP32, fresh
 
 BLOCK = 4

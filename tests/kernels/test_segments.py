@@ -8,12 +8,12 @@ import torch
 from megatron.device import Device
 from megatron.kernels.attention import (
     AttentionOptions,
-    Segments,
     attention_reference,
     flash_attention,
     fused_attention,
     gpu_attention,
 )
+from megatron.kernels.segments import Segments
 from tests.kernels.compare import fresh
 
 DEVICE = Device.pick()

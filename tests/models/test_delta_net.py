@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.kernels.attention import Segments
+from megatron.kernels.segments import Segments
 from megatron.models.attention import SelfAttention
 from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.delta_net import GatedDeltaNet

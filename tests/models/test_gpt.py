@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.attention import Segments
 from megatron.kernels.library import LibraryChoice
+from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.layout import Layout

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.stages import ModelPart
-from megatron.kernels.attention import Segments
+from megatron.kernels.segments import Segments
 from megatron.models.arithmetic import count_parameters, count_part_parameters
 from megatron.models.block import Block
 from megatron.models.costs import MicroBatch, WeightSplit

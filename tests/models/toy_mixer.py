@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.kernels.attention import Mask
 from megatron.kernels.rope import Rotation
+from megatron.kernels.segments import Mask
 from megatron.models.attention import KeyValueCache
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.plan import MixerPlan

@@ -11,7 +11,7 @@ import torch
 from megatron.config.curriculum import CurriculumConfig
 from megatron.data.gpt import shorten
 from megatron.data.sample import SEGMENT_ENDS
-from megatron.kernels.attention import Segments
+from megatron.kernels.segments import Segments
 from megatron.models.arithmetic import flops_per_token
 from megatron.parallel.layout import Layout
 from megatron.training.batches import BatchPlan, Rampup

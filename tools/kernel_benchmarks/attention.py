@@ -19,14 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.kernels.attention import (
     AttentionOptions,
     FlashPackage,
-    Mask,
-    Segments,
     attention_reference,
     find_flash_package,
     gpu_attention,
     masked_softmax,
 )
 from megatron.kernels.library import KernelLibrary
+from megatron.kernels.segments import Mask, Segments
 from tools.kernel_benchmarks.operation import Implementation, Inputs, Operation
 
 BF16 = torch.bfloat16

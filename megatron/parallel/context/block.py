@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron.device import Device
-from megatron.kernels.attention import flash_problem, number_segments
+from megatron.kernels.attention import flash_problem
+from megatron.kernels.segments import number_segments
 
 # The values needed to redraw a block's dropout mask; empty without dropout.
 RngState = tuple[Tensor, ...]

@@ -39,11 +39,10 @@ from torch.autograd.function import once_differentiable
 from megatron.kernels.attention import (
     AttentionFunction,
     AttentionOptions,
-    Segments,
     leave_to_sinks,
-    number_segments,
     sink_gradient,
 )
+from megatron.kernels.segments import Segments, number_segments
 from megatron.parallel.collectives import all_to_all
 from megatron.parallel.context.block import (
     BlockAttention,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.kernels.attention import Segments
+from megatron.kernels.segments import Segments
 from megatron.parallel.layout import Axis
 
 

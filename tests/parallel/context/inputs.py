@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.kernels.attention import AttentionOptions, Segments, attention_reference
+from megatron.kernels.attention import AttentionOptions, attention_reference
+from megatron.kernels.segments import Segments
 from megatron.parallel.context.block import BlockAttention, QueryRows, merge
 from megatron.parallel.context.ring import documents_of, ring_plan
 from megatron.parallel.context.split import join_sequence, split_sequence

@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels.attention import (
-    AttentionOptions,
-    Segments,
-    attention_reference,
-    fused_attention,
-)
+from megatron.kernels.attention import AttentionOptions, attention_reference, fused_attention
+from megatron.kernels.segments import Segments
 from megatron.parallel.context.block import choose_block
 from megatron.parallel.context.ring import ring_attention, ring_plan, ulysses_attention
 from megatron.parallel.context.split import join_sequence, local_positions, split_sequence

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.attention import AttentionOptions, Segments, fused_attention
+from megatron.kernels.attention import AttentionOptions, fused_attention
+from megatron.kernels.segments import Segments
 from megatron.parallel.context.block import (
     BlockDocuments,
     QueryRows,
