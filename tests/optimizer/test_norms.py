@@ -1,5 +1,7 @@
 """Norms and counts: precision, and equal results however the model is split."""
 
+import itertools
+from dataclasses import replace
 from math import sqrt
 
 import pytest
@@ -9,9 +11,9 @@ from torch import nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.tensor_sums import ROW, sum_of_squares
-from megatron.optimizer.norms import parameters_norm
+from megatron.optimizer.norms import is_counted_here, parameters_norm
 from megatron.parallel.layout import Layout
-from megatron.parallel.parameter import ZEROS
+from megatron.parallel.parameter import ZEROS, ParameterSpec
 from tests.distributed import run_distributed
 from tests.optimizer.stepping import step
 from tests.parallel.buffers import new_buffer, new_optimizer, new_parameter
@@ -73,6 +75,42 @@ def test_tensor_ranks_count_every_element_once():
     ):
         assert all(rank == ranks[0] for rank in ranks)
         assert ranks[0] == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor": 2},
+        {"tensor": 2, "context": 2},
+        {"expert": 2},
+        {"tensor": 2, "expert": 2},
+        {"tensor": 2, "expert_tensor": 1},
+        {"tensor": 2, "expert": 4, "expert_tensor": 1},
+        {"expert": 2, "expert_tensor": 2},
+    ],
+)
+def test_every_part_of_a_parameter_is_counted_by_one_process(sizes, is_sharded):
+    layouts = [Layout.at(rank, 8, **sizes) for rank in range(8)]
+    first = layouts[0]
+    for is_expert, split_dim in itertools.product((False, True), (None, 0)):
+        parameter = nn.Parameter(torch.zeros(4, 2))
+        shape = (4, 2)
+        parameter.spec = ParameterSpec(shape, shape, (0, 0), ZEROS, split_dim, is_expert=is_expert)
+        summed = range(8) if first.divides_experts else first.tensor.ranks
+        if is_sharded and not first.divides_experts:
+            summed = [t + r for t in first.tensor.ranks for r in first.replica.ranks]
+        counted = sum(
+            is_counted_here(parameter, layouts[rank], is_sharded=is_sharded) for rank in summed
+        )
+        tensor, replica = first.tensor, first.replica
+        if is_expert:
+            tensor, replica = first.expert_tensor, first.expert_replica
+        parts = tensor.size if split_dim == 0 else 1
+        parts *= first.expert.size if is_expert else 1
+        assert counted == parts * (replica.size if is_sharded else 1)
+        parameter.spec = replace(parameter.spec, is_copy=True)
+        assert not any(is_counted_here(parameter, each) for each in layouts)
 
 
 def _stage(layout):
