@@ -1,5 +1,6 @@
 """The optimizer against float64 references written out here, its state, and its refusals."""
 
+import itertools
 import json
 from math import inf, nan, sqrt
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.optimizer import rules
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, ParameterSpec
 from tests.distributed import run_distributed
@@ -365,3 +367,18 @@ def test_the_largest_norm_with_which_an_update_is_applied(limit, is_applied):
     result = step(optimizer, 0.1, 0.0, norm_limit=limit)
     assert (result.grad_norm, result.applied) == (5.0, is_applied)
     assert result.found_spike is not is_applied
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces"),
+    [
+        ([], []),
+        ([3], [1]),
+        ([8, 8], [1, 1]),  # a tensor that just fills a piece ends it
+        ([7, 1, 4, 3, 2, 1], [2, 3, 1]),  # the last piece may be small
+        ([1, 20, 1], [2, 1]),
+    ],
+)
+def test_offloaded_updates_have_pieces_of_a_minimum_size(sizes, pieces):
+    ends = list(itertools.accumulate(pieces, initial=0))
+    assert rules._pieces(sizes, 8) == [slice(*pair) for pair in itertools.pairwise(ends)]

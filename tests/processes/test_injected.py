@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,6 +119,8 @@ def test_a_factor_makes_work_longer_but_not_waiting(monkeypatch: pytest.MonkeyPa
         journal.begin_wait(wait)
         now[0] += 10.0
         journal.end_wait()
+        with journal.external_collective("all-gather", (0, 1)):
+            now[0] += 20.0
         now[0] += 0.5
         journal.enter("backward of micro-batch 0, chunk 0")
         now[0] += 7.0
@@ -175,3 +179,25 @@ def test_a_nan_and_a_full_disk_end_a_run_with_their_codes(tmp_path: Path) -> Non
     ended = run_training(tmp_path / "out", *save, "--fault-inject", "save:0:4:full")
     assert ended.code == 8, ended.output
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [
+        ("kill", lambda status: os.WTERMSIG(status) == signal.SIGKILL),
+        ("stop", os.WIFSTOPPED),
+        ("exit", lambda status: os.waitstatus_to_exitcode(status) == 1),
+    ],
+)
+def test_a_process_ends_as_its_fault_says(kind: str, ending: Callable[[int], bool]) -> None:
+    child = os.fork()
+    if child == 0:
+        journal = FaultyJournal(None, [Fault.parse(f"forward:0:1:{kind}")])
+        journal.iteration = 1
+        journal.enter("forward of micro-batch 0, chunk 0")
+        os._exit(77)  # not reached
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ending(status)

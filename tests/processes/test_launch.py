@@ -15,6 +15,8 @@ from megatron.processes.launch import (
     Launch,
     bare_task,
     check_rendezvous_address,
+    end_launcher,
+    module_search_path,
     notify_saved,
     prepare,
     read_launch,
@@ -185,3 +187,37 @@ def test_a_launcher_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("MEGATRON_LAUNCHER_PID", str(pid))
         notify_saved(Launch())
     assert told == [(os.getppid(), signal.SIGUSR1)]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "restarts_left", "calls"),
+    [(0, 1, 1), (0, 0, 0), (1, 1, 0)],
+    ids=["first", "no restarts left", "second"],
+)
+def test_one_rank_of_a_machine_ends_its_launcher(
+    local_rank: int, restarts_left: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    ignored: list[tuple[object, object]] = []
+    monkeypatch.setattr(os, "kill", lambda *call: told.append(call))
+    monkeypatch.setattr(signal, "signal", lambda *call: ignored.append(call))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(2 + restarts_left))
+    monkeypatch.setenv("MEGATRON_LAUNCHER_PID", "0")
+    monkeypatch.delenv("MEGATRON_LAUNCHER_SIGNAL", raising=False)
+    launch = Launch(local_rank=local_rank, local_world_size=2, restart_count=2)
+    end_launcher(launch)
+    notify_saved(launch)  # only our own launcher is told
+    assert told == [(os.getppid(), signal.SIGHUP)] * calls
+    assert ignored == [(signal.SIGHUP, signal.SIG_IGN)]
+
+
+@pytest.mark.parametrize(("previous", "inside"), [(None, "a:b"), ("", "a:b"), ("c:d", "a:b:c:d")])
+def test_folders_are_on_the_search_path_for_a_while(
+    previous: str | None, inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", previous or "")
+    if previous is None:
+        monkeypatch.delenv("PYTHONPATH")
+    with module_search_path(["a", "b"]):
+        assert os.environ["PYTHONPATH"] == inside
+    assert os.environ.get("PYTHONPATH") == previous
