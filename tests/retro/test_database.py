@@ -168,6 +168,8 @@ def test_two_datasets_are_merged_in_order(tmp_path: Path) -> None:
         assert end == before.sum()
     valid = table(tmp_path / "w", "valid")
     assert len(train) + len(valid) == first.n_chunks + second.n_chunks
+    opened = [ChunkDatabase(tmp_path / "w", CHUNK, EOD, name) for name in ("train", "valid")]
+    assert [len(database) for database in opened] == [len(train), len(valid)]
     sampled = table(tmp_path / "w", "sampled")
     places = [int(np.flatnonzero((train == row).all(1))[0]) for row in sampled]
     steps = np.diff(places)

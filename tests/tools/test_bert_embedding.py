@@ -135,3 +135,14 @@ def test_shares_from_0_to_1_and_sizes_from_1_are_accepted(tmp_path: Path):
     for flag in ("--block-size", "--batch-size"):
         with pytest.raises(ConfigError, match=f"{flag} 0: give at least 1"):
             run([*words, flag, "0"])
+
+
+def test_a_folder_keeps_the_record_of_its_vectors(tmp_path: Path):
+    path, origin = tmp_path / "new" / "made_from.json", {"texts": 25, "max_length": 64}
+    bert_embedding._check_origin(path, origin)
+    bert_embedding._check_origin(path, origin)
+    with pytest.raises(ConfigError, match="made with max_length 64, not 32"):
+        bert_embedding._check_origin(path, origin | {"max_length": 32})
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="made with texts None, not 25"):
+        bert_embedding._check_origin(path, origin)

@@ -92,3 +92,25 @@ def test_what_a_resumed_run_repeats_is_replaced_and_a_half_written_line_left_out
     text = "".join(json.dumps(record) + "\n" for record in records)
     metrics.write_text(text + '{"iteration": 3, "lm l')
     assert plot_loss.read_metrics(metrics) == ([(1, 5.0), (2, 5.0)], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [
+        ([], "Pretraining loss"),
+        (["--curve", "grad-norm"], "Grad-norm"),
+        (["--title", "Mine"], "Mine"),
+        (["--curve", "grad-norm", "--title", "Mine"], "Mine"),
+    ],
+)
+def test_a_picture_has_the_title_that_is_given_or_that_of_its_curve(
+    tmp_path, monkeypatch, words, title
+):
+    titles = []
+    monkeypatch.setattr(plot_loss, "draw", lambda *_, title, **__: titles.append(title))
+    metrics = tmp_path / "m.jsonl"
+    lines = [{"iteration": i, "lm loss": 8.0, "grad-norm": 1.0} for i in range(1, 4)]
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    output = ["--output", str(tmp_path / "loss.png")]
+    assert plot_loss.main(["--metrics", str(metrics), *output, *words]) == 0
+    assert titles == [title]

@@ -7,10 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.errors import CheckpointError
 from megatron.tools import text_generation_cli as cli
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
@@ -203,3 +206,30 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
     assert len(chatty.engine.seen[-1].prompt) == 5  # y, yyy and z
     assert chatty.engine.seen[-1].adapter == 1
     assert "/help" in (tmp_path / f"text_generation-{os.getuid()}" / "history").read_text()
+
+
+def test_a_server_that_the_command_started_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import time; print('http://127.0.0.1:1', flush=True); time.sleep(60)"
+    waiting = [sys.executable, "-c", script]
+    monkeypatch.setattr(cli, "module_command", lambda _: waiting)
+    servers: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*given: Any, **more: Any) -> subprocess.Popen[bytes]:
+        servers.append(popen(*given, **more))
+        return servers[-1]
+
+    monkeypatch.setattr(cli.subprocess, "Popen", start)
+    begun = time.monotonic()
+    with cli.serving(tmp_path, ["a=b"]) as address:
+        assert address == "http://127.0.0.1:1"
+        flags = ["serve", "--load", str(tmp_path), "--port", "0", "--serve-adapter", "a=b"]
+        assert servers[0].args[len(waiting) :] == flags
+    assert servers[0].poll() is not None
+    assert time.monotonic() - begun < 30
+    failing = [sys.executable, "-c", "import sys; sys.exit('error: no checkpoint here')"]
+    monkeypatch.setattr(cli, "module_command", lambda _: failing)
+    with pytest.raises(CheckpointError, match="^no checkpoint here$"), cli.serving(tmp_path):
+        pass
