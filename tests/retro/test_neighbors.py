@@ -259,3 +259,21 @@ def test_what_does_not_fit(recorded: Recorded, data: Path):
         query(recorded, data, splits, RecordedEmbedder(vectors))
     with pytest.raises(ConfigError, match="256 is not a multiple of --retro-gpt-chunk-length 60"):
         query_chunks(request(), seq_length=256, chunk_length=60, tokenizer=recorded.gpt_tokenizer())
+
+
+def test_no_more_neighbors_are_stored_than_found(tmp_path: Path) -> None:
+    def run(saved: int) -> None:
+        query_neighbors(
+            tmp_path,
+            INDEXED,
+            replace(QUERY, saved=saved, queried=8),
+            {},
+            database=None,  # type: ignore[arg-type]
+            build_embedder=lambda: pytest.fail("an embedder was loaded"),
+            device=CPU,
+            world=WORLD,
+        )
+
+    run(8)
+    with pytest.raises(ConfigError, match="--retro-query-num-neighbors-save 9 is more than .* 8:"):
+        run(9)
