@@ -469,3 +469,24 @@ def test_timers_compare_ranks():
 def test_timer_formats(option, expected):
     text = format_timers({"part": [1.0, 3.0]}, option, iterations=2)
     assert text.splitlines()[1].endswith(f": {expected}")
+
+
+def test_a_progress_bar_counts_from_where_the_run_resumed(capsys):
+    bar, progress = small.ProgressBar(), types.SimpleNamespace(iteration=5)
+    run = types.SimpleNamespace(progress=progress, train_iterations=10)
+    bar.on_start(run)
+    bar.after_step(run, types.SimpleNamespace(losses={"lm loss": 1.23456}), None)
+    bar.after_skipped(run)
+    bar.on_end(run, None)
+    last = capsys.readouterr().err.rpartition("\r")[2]
+    assert last.startswith("training:  70%")
+    assert " 7/10 [" in last
+    assert "lm loss=1.2346" in last
+
+
+def test_unused_memory_is_returned_after_each_iteration():
+    calls = []
+    device = types.SimpleNamespace(empty_cache=lambda: calls.append(1))
+    for _ in range(2):
+        small.EmptyCache().after_step(types.SimpleNamespace(device=device), None, None)
+    assert len(calls) == 2

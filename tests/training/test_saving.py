@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from megatron.parallel.layout import Layout
 from megatron.training import timers
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.checkpoints import advice, best_interval
+from megatron.training.callbacks.fast_state import NonPersistentCheckpoints
 from megatron.training.checkpointing import meta_of
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.timers import SaveClock
@@ -284,3 +287,43 @@ def test_an_average_for_whose_copy_memory_is_short_is_saved_while_training_waits
     assert "more host memory for --async-save than there is: no memory. From now on" in said
     assert said.count("successfully saved checkpoint") == 3
     assert (tmp_path / TRACKER).read_text() == "6"
+
+
+def test_times_and_sizes_of_saves_are_those_of_this_run(tmp_path, capsys):
+    words = ["--save", str(tmp_path), "--save-interval", "2", "--mean-hours-between-failures"]
+    words += ["1e-7", "--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "global"]
+    recorder, _ = train_toy(Layout.single(), words)
+    times = [
+        (iteration, kind, float(text.removeprefix("saved in ").removesuffix(" s")))
+        for iteration, kind, text in recorder.events
+        if text.startswith("saved in ")
+    ]
+    fast, durable = "non-persistent checkpoint", "checkpoint"
+    assert [(iteration, kind) for iteration, kind, _ in times] == [
+        (iteration, (fast, durable)[iteration % 2 == 0]) for iteration in range(1, 7)
+    ]
+    assert all(0 <= seconds < 60 for *_, seconds in times)
+    told = capsys.readouterr().out
+    (said,) = re.findall(r"first non-persistent checkpoint: .* \((\S+) GB in (\S+) s\)", told)
+    written = next((tmp_path / "non_persistent").iterdir())
+    size = sum(path.stat().st_size for path in written.glob("*.safetensors"))
+    assert float(said[0]) == pytest.approx(size / 1e9, rel=0.2)
+    assert float(said[1]) < 60
+    (waits,) = re.findall(r"training waits (\S+) s for a save", told)
+    assert float(waits) < 60
+
+
+@pytest.mark.parametrize(
+    ("interval", "durable", "due"),
+    [(2, 6, [2, 8, 10]), (3, 4, [3, 6, 9]), (2, None, [2, 6, 8, 10, 12]), (None, 6, [])],
+)
+def test_a_durable_checkpoint_replaces_one_that_is_not(interval, durable, due):
+    """A durable one is also saved after iteration 4, the end of an epoch."""
+    options = SimpleNamespace(non_persistent_save_interval=interval, save_interval=durable)
+    run = SimpleNamespace(config=SimpleNamespace(checkpoint=options), save_at={4})
+    found = []
+    for iteration in range(12):
+        run.progress = SimpleNamespace(iteration=iteration)
+        if NonPersistentCheckpoints(None).interrupts(run):
+            found.append(iteration + 1)
+    assert found == due
