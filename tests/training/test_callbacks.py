@@ -490,3 +490,25 @@ def test_unused_memory_is_returned_after_each_iteration():
     for _ in range(2):
         small.EmptyCache().after_step(types.SimpleNamespace(device=device), None, None)
     assert len(calls) == 2
+
+
+def test_callbacks_say_after_which_updates_they_need_the_device(tmp_path):
+    """The next update must not begin early after these."""
+    (tmp_path / "prompts.txt").write_text("5 17\n")
+    words = f"""--train-iters 12 --sample-prompts {tmp_path}/prompts.txt --sample-interval 3
+        --check-weight-hash-across-dp-replicas-interval 4 --gpu-sniff-test-interval 5
+        --save {tmp_path} --save-interval 6 --eval-interval 7"""
+    run = build_toy(Layout.single(), words.split())
+    found = {}
+    for callback in standard_callbacks(run, [])[0]:
+        for iteration in range(12):
+            run.progress.iteration = iteration
+            if callback.interrupts(run):
+                found.setdefault(type(callback).__name__, []).append(iteration + 1)
+    assert found == {
+        "SampleAnswers": [3, 6, 9, 12],
+        "ReplicaHashes": [4, 8, 12],
+        "HealthCheck": [5, 10],
+        "Checkpoints": [6, 12],
+        "Evaluation": [7],
+    }

@@ -7,8 +7,12 @@ from functools import cache
 import pytest
 
 from megatron.parallel.layout import Layout
+from megatron.training.callbacks.base import EarlyExit
+from megatron.training.callbacks.samples import SampleAnswers
+from megatron.training.callbacks.scalars import Scalars
+from megatron.training.run import Run
 from tests.distributed import run_sharing_memory
-from tests.training.toy import train_toy
+from tests.training.toy import Recorder, build_toy, train_toy
 
 FLAGS = """
     --num-layers 4 --train-iters 2 --eval-interval 1 --eval-iters 0 --sample-tokens 5
@@ -36,6 +40,12 @@ def _alone(prompts: str, network: str) -> list[str]:
     return _answers(Layout.single(), prompts, network)
 
 
+@cache
+def _toy(prompts: str) -> Run:
+    words = "--sample-interval 3 --sample-tokens 2 --sample-prompts".split()
+    return build_toy(Layout.single(), [*words, prompts])
+
+
 @pytest.mark.parametrize(
     ("network", "flags", "sizes"),
     [
@@ -57,3 +67,22 @@ def test_answers_are_those_of_one_process(
     words = " ".join([network, flags, *named])
     for found in run_sharing_memory(2 ** len(sizes), _answers, prompts, words, **sizes):
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("iteration", "early_exit", "count"),
+    [
+        (3, None, 3),
+        (4, None, 0),
+        (3, EarlyExit("--exit-interval"), 3),
+        (3, EarlyExit("SIGTERM", 3), 0),
+    ],
+)
+def test_a_run_that_must_end_at_once_gives_no_answers(
+    iteration: int, early_exit: EarlyExit | None, count: int, prompts: str
+) -> None:
+    run, recorder = _toy(prompts), Recorder()
+    answers = SampleAnswers(run, Scalars([recorder]))
+    run.progress.iteration = iteration
+    answers.after_step(run, None, early_exit)  # type: ignore[arg-type]
+    assert len(recorder.events) == count
