@@ -206,18 +206,17 @@ def flops_per_token(
 
     For GPT this is 6 x (parameters in matrix products: layers and output layer, not the input
     embedding) + 6 x layers x sequence x query size (causal attention counts half of the score
-    matrix). BERT adds its heads and counts the whole matrix. The operations of a T5 sample are
-    divided by the total of its encoder and decoder tokens. Cross-attention computes keys and values
-    for the encoder's tokens. A task head processes one vector per sequence, so its operations are
-    divided by the sequence's tokens. Recomputation is never counted.
+    matrix). BERT adds its heads and counts the whole matrix. The FLOPs of a T5 sample are divided
+    by the total of its encoder and decoder tokens. Cross-attention computes keys and values for the
+    encoder's tokens. A task head processes one vector per sequence, so its FLOPs are divided by the
+    sequence's tokens. Recomputation is never counted.
 
     Args:
         plan: The whole network.
         seq_length: Number of tokens in a sequence, or in the encoder's sequence.
         decoder_seq_length: Number of tokens in the decoder's sequence, if there is one.
         trains_adapters: Whether only adapters are trained. Frozen weights need no gradients, so
-            only two thirds of their operations are counted. The adapters' own operations are not
-            counted.
+            only two thirds of their FLOPs are counted. The adapters' own FLOPs are not counted.
     """
     decoder_length, mtp = decoder_seq_length or seq_length, multi_token_plan(plan)
     products, scores = sum(kind.flops(head, decoder_length) for kind, head in heads_of(plan)), 0

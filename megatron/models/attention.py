@@ -289,7 +289,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def flops(plan: AttentionPlan, length: int, encoder_length: int) -> Flops:
-        """Count the operations. A causal mask halves the scores; a window reduces them further."""
+        """Count the FLOPs. A causal mask halves the scores; a window reduces them further."""
         products = 6 * length * plan.hidden * (plan.qkv + plan.query)
         return Flops(products, (6 if plan.causal else 12) * plan.pairs(length) * plan.query)
 
@@ -462,7 +462,7 @@ class CrossAttention(nn.Module):
 
     @staticmethod
     def flops(plan: AttentionPlan, length: int, encoder_length: int) -> Flops:
-        """Count the operations. Keys and values are computed for the encoder's tokens."""
+        """Count the FLOPs. Keys and values are computed for the encoder's tokens."""
         products = 12 * (length + encoder_length) * plan.hidden * plan.query
         return Flops(products, 12 * length * encoder_length * plan.query)
 

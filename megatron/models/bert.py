@@ -196,7 +196,7 @@ class Classifier(Linear):
 
     @staticmethod
     def flops(plan: ClassifierPlan, length: int) -> int:
-        """Count the operations of the forward and backward passes for one vector per sequence."""
+        """Count the FLOPs of the forward and backward passes for one vector per sequence."""
         return 6 * plan.outputs * plan.hidden
 
     @staticmethod
@@ -266,7 +266,7 @@ class MaskedTokenHead(nn.Module):
 
     @staticmethod
     def flops(plan: MaskedTokenPlan, length: int) -> int:
-        """Count the operations of the forward and backward passes for a sequence."""
+        """Count the FLOPs of the forward and backward passes for a sequence."""
         return 6 * length * plan.hidden * plan.hidden
 
     @staticmethod

@@ -36,7 +36,7 @@ class Vectors(NamedTuple):
 class TextEncoder(BertModel):
     """A tower: a BERT model whose hidden state of [CLS], optionally projected, represents a text.
 
-    Its parameters are those of a BERT model without heads and pooler. With a projection it also has
+    Its parameters are those of a BERT model without heads or pooler. With a projection it also has
     `projection.weight` [e, h] and `projection.bias` [e]. The arguments are those of `BertModel`.
     """
 

@@ -66,7 +66,7 @@ class Sublayer(Protocol):
         ...
 
     def flops(self, plan: Any, length: int, encoder_length: int, /) -> Flops:
-        """Count the operations of the forward and backward passes for one sample.
+        """Count the FLOPs of the forward and backward passes for one sample.
 
         Args:
             plan: The sublayer's plan.
@@ -203,7 +203,7 @@ class Block(nn.Module):
 
     @staticmethod
     def flops(plan: LayerPlan, length: int, encoder_length: int = 0) -> Flops:
-        """Count the operations of the forward and backward passes for one sample.
+        """Count the FLOPs of the forward and backward passes for one sample.
 
         Args:
             plan: The plan of the layer.

@@ -1,7 +1,7 @@
 """Data types used to count the costs of a layer.
 
-A layer's class counts the weights, operations and bytes that the layer takes. Besides the layer's
-plan it needs `WeightSplit` and `MicroBatch`, and it returns operations as `Flops`.
+A layer's class counts the layer's weights, FLOPs and activation bytes. Besides the layer's plan
+it needs `WeightSplit` and `MicroBatch`, and it returns FLOPs as `Flops`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class Flops(NamedTuple):
     """Floating-point operations of the forward and backward passes for one sample.
 
     Attributes:
-        products: Operations of matrix products with weights.
-        scores: Operations of attention scores and of the weighted sums of values.
+        products: FLOPs of matrix products with weights.
+        scores: FLOPs of attention scores and of the weighted sums of values.
     """
 
     products: int

@@ -110,7 +110,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     @staticmethod
     def flops(plan: GatedDeltaNetPlan, length: int, encoder_length: int) -> Flops:
-        """Count the operations of the projections, and of the delta rule in chunks."""
+        """Count the FLOPs of the projections, and of the delta rule in chunks."""
         shapes = GatedDeltaNet.matrices(plan, WeightSplit())
         products = 6 * length * sum(outputs * inputs for outputs, inputs in shapes)
         keys, values, chunk = plan.key_size, plan.value_size, min(plan.chunk, length)

@@ -51,7 +51,7 @@ def is_frozen(name: str, config: ModelConfig) -> bool:
 
 
 def freeze(named_parameters: Iterable[tuple[str, nn.Parameter]], config: ModelConfig) -> None:
-    """Exclude the parameters that the flags freeze from autograd.
+    """Disable the gradients of the parameters that the flags freeze.
 
     Args:
         named_parameters: The parameters, with their global names.

@@ -151,7 +151,7 @@ class GPTModel(Network):
         """Return the normalized hidden states of one depth of multi-token prediction, [s, 1, h].
 
         Args:
-            depth: The depth, from 0.
+            depth: Index of the depth, from 0. Depth k (`multi_token`) has index k - 1.
             tokens: [1, s], the tokens that the depth reads at the cache's positions.
             hidden: [s, 1, h], the normalized hidden states of the previous depth.
             cache: The depth's keys and values of earlier tokens.
@@ -180,8 +180,8 @@ class GPTModel(Network):
     ) -> tuple[Tensor, tuple[Rotation, ...]]:
         """Return the hidden states, normalized if this is the last part, and the rotations used.
 
-        The arguments are those of `forward`, and `length`, the number of tokens that this rank
-        holds of each sequence.
+        The arguments are those of `forward`, plus `length`: the number of tokens of each sequence
+        that this rank holds.
         """
         sequence_length: int | Tensor
         if cache is None:

@@ -89,7 +89,7 @@ class Output(nn.Module):
 
     @staticmethod
     def flops(plan: OutputPlan, length: int) -> int:
-        """Count the operations of the forward and backward passes for a sequence."""
+        """Count the FLOPs of the forward and backward passes for a sequence."""
         return 6 * length * plan.vocabulary * plan.hidden
 
     @staticmethod
@@ -185,7 +185,7 @@ class TokenScore(Linear):
 
     @staticmethod
     def flops(plan: ClassifierPlan, length: int) -> int:
-        """Count the operations of the forward and backward passes for a sequence."""
+        """Count the FLOPs of the forward and backward passes for a sequence."""
         return 6 * length * plan.outputs * plan.hidden
 
     @staticmethod

@@ -127,7 +127,7 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def flops(plan: LatentAttentionPlan, length: int, encoder_length: int) -> Flops:
-        """Count the operations. A causal mask halves the scores; a window reduces them further."""
+        """Count the FLOPs. A causal mask halves the scores; a window reduces them further."""
         shapes = LatentAttention.matrices(plan, WeightSplit())
         products = 6 * length * sum(outputs * inputs for outputs, inputs in shapes)
         width = plan.heads * (plan.key_size + plan.value_size)

@@ -121,7 +121,7 @@ class Mamba(RecurrentMixer):
 
     @staticmethod
     def flops(plan: MambaPlan, length: int, encoder_length: int) -> Flops:
-        """Count the operations of the projections as products, and those of the scan as scores.
+        """Count the FLOPs of the projections as products, and those of the scan as scores.
 
         Within a chunk, the causal mask halves the products of C with B and their products with x.
         Writing to the state and reading from it take one multiplication each per state element and
@@ -266,7 +266,7 @@ class AttentionWithMamba(SelfAttention):
 
     @staticmethod
     def flops(plan: ParallelMambaPlan, length: int, encoder_length: int) -> Flops:  # type: ignore[override]
-        """Count the operations of both mixers."""
+        """Count the FLOPs of both mixers."""
         products, scores = SelfAttention.flops(plan, length, encoder_length)
         mamba_flops = Mamba.flops(plan.mamba, length, encoder_length)
         return Flops(products + mamba_flops.products, scores + mamba_flops.scores)

@@ -87,7 +87,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def flops(plan: MixturePlan, length: int, encoder_length: int) -> Flops:
-        """Count the operations of the experts that a token passes through."""
+        """Count the FLOPs of the experts that a token passes through."""
         router, gate = plan.router, plan.gates_shared + 2 * plan.weighs_shared
         products = 6 * length * plan.hidden * (router.experts + gate)
         products += router.chosen * MLP.flops(plan.expert, length, encoder_length).products

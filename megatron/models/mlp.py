@@ -13,7 +13,9 @@ from megatron.parallel.layers import Linear, Projections
 
 
 class MLP(nn.Module):
-    """A dense MLP from h to f and back. In a gated MLP the first projection computes gate and up.
+    """A dense MLP from width h to `plan.inner` and back.
+
+    In a gated MLP, the first projection computes gate and up.
 
     Args:
         plan: The plan of this layer.
@@ -69,7 +71,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def flops(plan: MLPPlan, length: int, encoder_length: int) -> Flops:
-        """Count the operations of the forward and backward passes."""
+        """Count the FLOPs of the forward and backward passes."""
         return Flops(6 * length * plan.hidden * (plan.up + plan.inner))
 
     @staticmethod

@@ -74,7 +74,7 @@ class Depth(nn.Module):
     Args:
         plan: The plan of all depths.
         context: Layout, device, kernels and number formats.
-        index: The depth, from 0.
+        index: Index of the depth in the plan, from 0. Depth k has index k - 1.
         recompute: Activations to recompute in the backward pass; `None` keeps all of them.
     """
 
@@ -193,7 +193,7 @@ class MultiToken(nn.ModuleList):
 
     @staticmethod
     def flops(plan: MultiTokenPlan, length: int) -> int:
-        """Count the operations of projections and output layers for a sequence."""
+        """Count the FLOPs of projections and output layers for a sequence."""
         projection = 6 * length * 2 * plan.hidden**2
         return plan.depths * (projection + Output.flops(plan.output, length))
 

@@ -97,7 +97,9 @@ def new_norm(plan: NormPlan, hidden: int, context: BuildContext) -> Norm:
 
 
 class Joining(nn.Module):
-    """A substitute for the normalization before a sublayer whose input is not normalized.
+    """A module that joins the residual stream before a sublayer whose input is not normalized.
+
+    It takes the place of a `Norm`.
 
     Args:
         context: The context, which has the number format of the sublayer's weights.

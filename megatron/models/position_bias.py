@@ -1,4 +1,4 @@
-"""T5's relative position bias: added to attention scores, it depends on query-key distance.
+"""T5's relative position bias, a function of query-key distance added to attention scores.
 
 Each short distance has its own bucket. Longer distances share buckets whose width grows with the
 distance (Raffel et al., 2019, 2.1). Every head has a bias for every bucket. All layers of an

@@ -125,7 +125,7 @@ class NeighborCrossAttention(CrossAttention):
 
     @staticmethod
     def flops(plan: Any, length: int, encoder_length: int) -> Flops:
-        """Count one neighbor's operations. All neighbors of a chunk share keys and values."""
+        """Count one neighbor's FLOPs. All neighbors of a chunk share keys and values."""
         chunk, neighbors = plan.retrieval.chunk, plan.retrieval.neighbors
         products = 12 * (length * neighbors + chunk) * plan.hidden * plan.query // neighbors
         return Flops(products, 12 * length * chunk * plan.query)
@@ -188,7 +188,7 @@ class ChunkedCrossAttention(CrossAttention):
 
     @staticmethod
     def flops(plan: Any, length: int, encoder_length: int) -> Flops:
-        """Count the operations. Keys and values are computed for the tokens of all neighbors."""
+        """Count the FLOPs. Keys and values are computed for the tokens of all neighbors."""
         keys = plan.retrieval.keys
         retrieved = length // plan.retrieval.chunk * keys
         products = 12 * (length + retrieved) * plan.hidden * plan.query
