@@ -40,22 +40,22 @@ class RequestError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings for continuing a prompt, and for the scores to report.
+    """Settings for continuing a prompt, and the log probabilities to report.
 
-    A token is sampled in this order: `repetition_penalty` weakens the scores of tokens that have
-    occurred, all scores are divided by `temperature`, the `top_k` most likely tokens are kept, and
-    among these the most likely ones that together have probability `top_p`.
+    They apply in this order: `repetition_penalty` weakens the logits of tokens that have occurred,
+    all logits are divided by `temperature`, the `top_k` most likely tokens are kept, and among
+    these the most likely ones whose total probability reaches `top_p`.
 
     Attributes:
         max_new_tokens: Maximum number of new tokens. 0 only scores the prompt.
-        temperature: Divisor of the scores before sampling. 0 always takes the most likely token.
+        temperature: Divisor of the logits before sampling. 0 always takes the most likely token.
         top_k: Sample from the k most likely tokens. 0 disables the limit; 1 is greedy.
-        top_p: Sample from the smallest set of most likely tokens that has this probability. 0
-            disables the limit.
+        top_p: Sample from the smallest set of most likely tokens whose total probability reaches
+            this value. 0 disables the limit.
         top_p_decay: Factor that multiplies `top_p` after each token. 0 keeps `top_p` constant.
         top_p_bound: Value below which `top_p` does not decay.
-        repetition_penalty: Number that divides the positive scores and multiplies the negative
-            scores of tokens in the prompt and the answer. 1 disables it.
+        repetition_penalty: Number that divides the positive logits and multiplies the negative
+            logits of tokens in the prompt and the answer. 1 disables it.
         seed: Seed of the random draws. The same seed gives the same tokens, regardless of other
             requests. `None` derives one from the engine's seed and the request's id.
         stop_tokens: Tokens that end the answer and are part of it. The tokenizer's end-of-document

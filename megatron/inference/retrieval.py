@@ -113,8 +113,8 @@ class RetroStepCache(StepCache):
         chunk_memory: The part of the cache that belongs to chunks.
         neighbors: Tokens of the neighbors of the chunks that end in this step, [1, C, k, r].
         ending_blocks: Blocks of these chunks, int64 [C].
-        neighbor_singles: For each sequence that adds one token, the chunk that it reads, as a
-            sequence of keys; `None` if there are no such sequences.
+        neighbor_singles: For each sequence that adds one token, the neighbors that it reads, in the
+            form of a cached sequence; `None` if there are no such sequences.
         groups: Blocks of the chunks that the tokens of all other sequences read, int64 [G].
         query_indices: For each of these tokens, its index among the G m queries of all groups,
             int64 [tokens].

@@ -26,8 +26,8 @@ class Choice(NamedTuple):
         target: The token that is known to follow, or `None` if one is to be chosen.
         temperature: Divisor of the logits before sampling. 0 always takes the most likely token.
         top_k: Sample from the k most likely tokens. 0 disables the limit.
-        top_p: Sample from the smallest set of most likely tokens that has this probability. 0
-            disables the limit.
+        top_p: Sample from the smallest set of most likely tokens whose total probability reaches
+            this value. 0 disables the limit.
         uniform: Random number in [0, 1) that determines which token is drawn.
         repetition_penalty: Number that divides the positive logits and multiplies the negative
             logits of tokens in `history`. 1 disables it.
@@ -150,7 +150,7 @@ def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor
 
 
 def _penalized(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Apply repetition penalties to scores [k, v] in place, and return them."""
+    """Apply repetition penalties to logits [k, v] in place, and return them."""
     for row, choice in zip(scores, choices, strict=True):
         if choice.is_penalized:
             seen = _send(np.array(sorted(set(choice.history))), scores)
@@ -182,7 +182,7 @@ def _drawn(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 
 def _draw(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Sample an index in each row of scores [k, v] with the probabilities of their softmax."""
+    """Sample an index from the softmax of each row of logits [k, v]."""
     cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
     thresholds = _send(np.array([choice.uniform for choice in choices]), scores).unsqueeze(1)
     thresholds = thresholds * cumulative[:, -1:]

@@ -51,7 +51,7 @@ class ResponseFormat:
 
 
 def _completion(piece: TextPiece, logprobs: bool, is_part: bool) -> Choice:
-    """Return a completion's text, with its tokens in four lists. Streamed parts look the same."""
+    """Return a completion, or the next part of one, with four parallel lists about its tokens."""
     if not logprobs:
         return {"text": piece.text, "logprobs": None}
     lists = {
