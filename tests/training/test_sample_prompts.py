@@ -42,7 +42,7 @@ def _alone(prompts: str, network: str) -> list[str]:
 
 @cache
 def _toy(prompts: str) -> Run:
-    words = "--sample-interval 3 --sample-tokens 2 --sample-prompts".split()
+    words = "--sample-interval 2 --sample-tokens 2 --sample-prompts".split()
     return build_toy(Layout.single(), [*words, prompts])
 
 
@@ -72,10 +72,10 @@ def test_answers_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("iteration", "early_exit", "count"),
     [
-        (3, None, 3),
-        (4, None, 0),
-        (3, EarlyExit("--exit-interval"), 3),
-        (3, EarlyExit("SIGTERM", 3), 0),
+        (2, None, 3),
+        (3, None, 0),
+        (2, EarlyExit("--exit-interval"), 3),
+        (2, EarlyExit("SIGTERM", 3), 0),
     ],
 )
 def test_a_run_that_must_end_at_once_gives_no_answers(
