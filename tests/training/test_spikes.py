@@ -247,12 +247,15 @@ def test_a_loss_that_stays_high_ends_the_run(spoil: Any) -> None:
         train_toy(Layout.single(), [*_ON, "--on-spike", "skip", "--max-spikes", "2"])
 
 
-def test_a_run_that_goes_back_again_and_again_ends(spoil: Any, tmp_path: Path) -> None:
+def test_a_run_that_goes_back_again_and_again_ends(
+    spoil: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil({24, 32, 40})
     save = ["--save", str(tmp_path), "--save-interval", "6", "--max-spikes", "2"]
     told = r"gone back to the checkpoint of iteration 6 2 times \(--max-spikes\)"
     with pytest.raises(NumericsError, match=told):
         train_toy(Layout.single(), [*_ON, *save, "--on-spike", "rewind"])
+    assert capsys.readouterr().out.count("went back to the weights of iteration 6") == 2
 
 
 def test_the_next_update_is_not_begun_where_weights_may_come_back(tmp_path: Path) -> None:
