@@ -42,9 +42,9 @@ class RequestError(UserError):
 class Sampling:
     """Settings for continuing a prompt, and the log probabilities to report.
 
-    They apply in this order: `repetition_penalty` weakens the logits of tokens that have occurred,
-    all logits are divided by `temperature`, the `top_k` most likely tokens are kept, and among
-    these the most likely ones whose total probability reaches `top_p`.
+    Settings apply in this order: `repetition_penalty` weakens the logits of tokens that have
+    occurred, all logits are divided by `temperature`, the `top_k` most likely tokens are kept, and
+    among these the most likely ones whose total probability reaches `top_p`.
 
     Attributes:
         max_new_tokens: Maximum number of new tokens. 0 only scores the prompt.

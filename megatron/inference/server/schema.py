@@ -149,7 +149,7 @@ class CompletionRequest(OpenAiRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of most likely tokens to report at each position; `None` for no log probabilities."""
+        """Number of most likely tokens to report per position; `None` for no log probabilities."""
         return self.logprobs
 
     def model_post_init(self, context: Any) -> None:
@@ -180,7 +180,7 @@ class ChatRequest(OpenAiRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Number of most likely tokens to report at each position; `None` for no log probabilities."""
+        """Number of most likely tokens to report per position; `None` for no log probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     def model_post_init(self, context: Any) -> None:
