@@ -95,7 +95,7 @@ class Prompts:
     Attributes:
         records: The lines.
         count: The number of samples that the run needs.
-        seed: The seed of the order.
+        seed: The seed of the shuffle.
     """
 
     records: Sequence[Mapping[str, Any]]
