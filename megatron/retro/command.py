@@ -3,7 +3,7 @@
     python tools/retro/main.py --retro-tasks build --retro-workdir WORKDIR --load BERT ...
     torchrun --nproc-per-node 8 tools/retro/main.py ...
 
-The command accepts Megatron-LM's flags: those of a BERT run and those of the preprocessing.
+The command accepts Megatron-LM's flags: those of a BERT run and those of preprocessing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SKIPPED_RULES = (rules_training.batch_size, rules_training.batch_size_ramp)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one process of the preprocessing, and return its exit code."""
+    """Run one preprocessing process, and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     help_if_asked(PROGRAM, RETRO_SECTIONS, trains=False, argv=args)
     from megatron.processes.process import run_process
@@ -157,17 +157,17 @@ def run(args: Sequence[str], launch: Launch) -> int:
 
 
 class Preprocessing:
-    """The stages of the preprocessing, on one of the processes that share the work.
+    """The preprocessing stages, on one of the processes that share the work.
 
     Args:
         config: The configuration of the BERT run, which also has the number of GPT samples.
-        options: The options of the preprocessing.
+        options: The preprocessing options.
         device: The device of this process.
         layout: The layout of all processes.
 
     Attributes:
         workdir: The working folder.
-        options: The options of the preprocessing.
+        options: The preprocessing options.
 
     Raises:
         UserError: A flag or a file must be changed.

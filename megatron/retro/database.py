@@ -102,7 +102,7 @@ def plan_corpora(
     """Open the datasets of --retro-gpt-data-path, and count their documents.
 
     Args:
-        options: The options of the preprocessing.
+        options: The preprocessing options.
         split: The proportions of training, validation and test documents, such as "98,2,0". With
             --retro-compatible, the first is a percentage, and the number of training documents is
             rounded down.
@@ -294,7 +294,7 @@ def build_database(
     """Write all missing files in `db/`. Collective.
 
     Args:
-        options: The options of the preprocessing.
+        options: The preprocessing options.
         corpora: The datasets, from `plan_corpora`.
         cutter: The object that divides documents into chunks.
         world: The processes that share the working folder.

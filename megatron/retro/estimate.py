@@ -46,7 +46,7 @@ def plan_amounts(
     The number of chunks is computed from the lengths of documents.
 
     Args:
-        options: The options of the preprocessing.
+        options: The preprocessing options.
         datasets: The datasets of the chunk database.
         queries: The number of chunks in all samples of the GPT run.
     """
@@ -101,7 +101,7 @@ def describe_work(
     Speeds are measured. A warning is printed if the disk has less space than the stages need.
 
     Args:
-        options: The options of the preprocessing.
+        options: The preprocessing options.
         datasets: The datasets of the chunk database.
         queries: The number of chunks in each split's samples.
         cutter: The object that divides documents into chunks.

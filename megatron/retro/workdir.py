@@ -115,7 +115,7 @@ def write_arguments(
 
     Args:
         workdir: The working folder, which is created if missing.
-        options: The options of the preprocessing.
+        options: The preprocessing options.
         origin: The inputs of the folder.
         run_arguments: The arguments of the BERT run.
 
