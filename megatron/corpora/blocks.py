@@ -119,7 +119,7 @@ class CorpusBlock(PipelineStep):
 
 
 class PieceReader(CorpusBlock):
-    """Reads the documents of a piece of the input.
+    """Reads the documents in one piece of the input.
 
     Args:
         pieces: All pieces of the input.

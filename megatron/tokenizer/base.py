@@ -104,7 +104,7 @@ class Tokenizer(ABC):
         return ids[: len(ids) - len(self.appended_ids)]
 
     def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the token ids of a text that spells out its special tokens, adding none."""
+        """Return the token ids of a text that spells out its special tokens, without adding any."""
         return self.tokenize(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -195,7 +195,7 @@ class ByteTokenizer(Tokenizer):
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the token ids of a text that spells out its special tokens, adding none."""
+        """Return the token ids of a text that spells out its special tokens, without adding any."""
         ids: list[int] = []
         # With one group, split() returns text and special tokens alternately.
         for index, part in enumerate(self._special_pattern.split(text)):

@@ -90,7 +90,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the token ids of a text that spells out its special tokens, adding none."""
+        """Return the token ids of a text that spells out its special tokens, without adding any."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

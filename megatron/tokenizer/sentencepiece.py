@@ -77,7 +77,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return {**ids, "eod": ids["eos"]} if "eos" in ids else ids
 
     def _model_special_ids(self) -> dict[str, int]:
-        """Return the ids of those of `pad`, `bos` and `eos` that the model has."""
+        """Return the ids of the model's `pad`, `bos` and `eos` tokens, except any that it lacks."""
         model = self._model
         ids = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
         return {name: index for name, index in ids.items() if index >= 0}
@@ -100,7 +100,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return ids
 
     def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the token ids of a text that spells out its special tokens, adding none."""
+        """Return the token ids of a text that spells out its special tokens, without adding any."""
         return list(self.tokenize_spans(text)[0])
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:
