@@ -140,11 +140,11 @@ def rehearsed() -> Iterator[None]:
 def _begin_rehearsal() -> None:
     """Fork a process that continues from here without output, and wait until it ends.
 
-    If the forked process ends normally, for example after --help, this process continues and does
-    the same.
+    Do nothing without `ulimit -v`. If the forked process ends normally, for example after --help,
+    this process continues and runs the same code.
 
     Raises:
-        ShortageError: The forked process failed for lack of memory.
+        ShortageError: The forked process failed, which is attributed to a lack of memory.
     """
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return

@@ -98,7 +98,7 @@ def create(path: Path, buffering: int = -1) -> BinaryIO:
 
 
 def open_trusted(path: Path, *owners: int) -> BufferedReader:
-    """Open a file that only this user, root or one of `owners` could have written, for reading.
+    """Open a file for reading if only this user, root or one of `owners` could have written it.
 
     The check is made on the open file, so it holds even if another file takes the name in the
     meantime.

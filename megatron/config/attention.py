@@ -86,7 +86,7 @@ class SelfAttentionOptions:
             which the delta rule overwrites the value of a key (Yang et al., 2024).
         linear_attention_freq: The layers with --experimental-attention-variant: a number N means
             all layers except every Nth, which keeps its attention; a pattern such as ([1]*3+[0])*4
-            has a 1 for each such layer.
+            has a 1 for each layer with the variant.
         linear_conv_kernel_dim: Kernel size of the causal convolution of a gated delta net.
         linear_key_head_dim: Channels of a query and a key of a gated delta net.
         linear_value_head_dim: Channels of a value of a gated delta net.

@@ -393,7 +393,7 @@ def _warm_up(
 
 
 def _length(given: Mapping[str, Any]) -> str:
-    """Return, as text for a message, the length of a decay whose length the file does not set."""
+    """Return the decay length that applies if the file sets none, as text for a message."""
     for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         if given.get(f"schedule.{name}") is not None:
             return field_at(f"schedule.{name}").spell(given[f"schedule.{name}"])

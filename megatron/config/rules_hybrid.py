@@ -107,7 +107,7 @@ def _experts(config: RunOptions, flag: str, symbols: str) -> Iterator[str]:
 
 
 def _mamba(config: RunOptions) -> Iterator[str]:
-    """Yield an error for each number of Mamba-2 heads or groups that does not divide evenly."""
+    """Yield an error if the number of Mamba-2 heads or groups is not divisible as required."""
     model, parallel = config.model, config.parallel
     heads, groups = model.mamba_num_heads, model.mamba_num_groups
     if heads is None or min(heads, groups) < 1:

@@ -84,7 +84,7 @@ def required_length(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def heads(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each number of heads that does not divide evenly."""
+    """Yield an error if the hidden size or the number of heads is not divisible as required."""
     model = config.model
     hidden, count, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     if not count or count < 1:
@@ -361,7 +361,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in, and conflict with, the relative position buckets."""
+    """Yield an error for invalid relative position buckets and for settings that exclude them."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":

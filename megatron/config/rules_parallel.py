@@ -309,7 +309,7 @@ def torch_ddp(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def no_effect(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield a notice for each flag without effect on these processes or with the other flags."""
+    """Yield a notice for each flag that has no effect in this layout or with other given flags."""
     parallel = config.parallel
     overlaps = {
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,

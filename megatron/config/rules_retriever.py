@@ -38,7 +38,7 @@ def towers(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def titles(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if a bi-encoder does not train on one dataset and its titles."""
+    """Yield an error unless a bi-encoder trains on a single dataset that has titles."""
     data = config.data
     if config.model.architecture != "ict" or data.mock_data:
         return

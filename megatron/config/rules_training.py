@@ -251,8 +251,8 @@ def _folder(path: str) -> str:
 def warm_up(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if warm-up and WSD's final decay do not fit into the schedule.
 
-    `length` ensures that all lengths are counted in the same unit, so neither the global batch nor
-    its ramp-up matters.
+    The rule `length` ensures that all lengths are counted in the same unit, so this rule can ignore
+    the global batch size and its ramp-up.
     """
     schedule, training = config.schedule, config.training
     if schedule.lr_decay_style == "range-test":
@@ -396,7 +396,7 @@ def nonfinite(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def spikes(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if there will be no checkpoint with optimizer states to go back to."""
+    """Yield an error if --on-spike rewind would find no checkpoint with optimizer states."""
     checkpoint = config.checkpoint
     if config.training.on_spike != "rewind":
         return

@@ -30,7 +30,7 @@ _TOKEN = re.compile(r"(?P<symbol>[EtmL|()])|\*(?P<count>\d{1,5})|(?P<other>[^\s,
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Consecutive layers of a model, with its embedding or its head if they begin or end it.
+    """Consecutive layers of a model; the first part includes the embedding, and the last the head.
 
     Attributes:
         layers: Global layer indices.
@@ -43,10 +43,10 @@ class ModelPart:
     head: bool
 
     def halves(self, encoder: int) -> tuple[range, range]:
-        """Return the encoder layers and the decoder layers of a T5 in this part, each from 0.
+        """Return this part's ranges of T5 encoder and decoder layers, each numbered from 0.
 
         Args:
-            encoder: The number of layers of the whole encoder, which come first.
+            encoder: The total number of encoder layers, which precede the decoder layers.
         """
         start, stop = self.layers.start, self.layers.stop
         decoder_layers = range(max(start, encoder) - encoder, max(stop, encoder) - encoder)
@@ -283,7 +283,7 @@ def _even_counts(num_layers: int, config: ParallelOptions, layers_text: str) -> 
 
 
 def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[int]:
-    """Return the layer counts of stages, of which those before the split rank hold the encoder."""
+    """Return the layer count of each stage; stages before the split rank hold the encoder."""
     stages, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
     assert split is not None
     flag = f"--pipeline-model-parallel-split-rank {split}"

@@ -74,7 +74,7 @@ class DialogueConfig:
         prompt_type: What the model writes: knowledge about the topic, or the response to the user.
         prompt_file: File with the examples. For knowledge: JSON lines that give a list of examples
             for each "TOPIC LAST_TURN". For responses: one example in each line.
-        num_prompt_examples: Lines of --prompt-file to use, with --prompt-type response.
+        num_prompt_examples: Number of lines of --prompt-file to use, with --prompt-type response.
         sample_input_file: Dialogues to continue. The columns are separated by tabs: topic, turns
             separated by " [SEP] ", and, for responses, knowledge.
         sample_output_file: File for the generated texts, one line for each dialogue. Default:

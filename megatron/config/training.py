@@ -185,7 +185,7 @@ class TrainingOptions:
 
     @property
     def has_count(self) -> bool:
-        """Whether the length of the run is given in iterations or samples."""
+        """Whether the length of the run is given as a number of iterations or samples."""
         return self.train_iters is not None or self.train_samples is not None
 
 

@@ -112,7 +112,8 @@ def as_script(args: Sequence[str]) -> tuple[str, list[str]]:
         args: The arguments after `megatron pretrain`. --gpus is dropped from them.
 
     Raises:
-        UserError: No recipe or several recipes are named, or the recipe has mistakes.
+        UserError: Neither a recipe nor the flags of a network are given, several recipes are named,
+            or the recipe has mistakes.
     """
     given = split(args)
     flags = command_line_of([flag for flag in given if flag.name not in ("", "--gpus")])

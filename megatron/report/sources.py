@@ -56,8 +56,8 @@ class MetricsFile:
     def read(self) -> bool:
         """Add the lines that were written since the last call.
 
-        A last line without a newline is still being written. Until it is complete, it counts as
-        damaged.
+        A last line without a newline is still being written. It is not added until it is complete;
+        until then, `history.incomplete` is set.
         """
         with self._path.open("rb") as file:
             size = file.seek(0, 2)

@@ -106,7 +106,7 @@ class FinetuneRecipe:
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
-        """Return the training samples of all epochs, and the validation samples."""
+        """Return the training samples of all epochs, the validation samples and no test samples."""
         length = config.data.seq_length
         train = valid = None
         if self._train:

@@ -89,8 +89,8 @@ def evaluate_neighbors(
         parsed: The command line.
         device: The device to run on.
         layout: The grid of processes and this process's position in it.
-        prepare: A function of a tokenizer and a window in tokens, which prepares the texts of
-            --valid-data. `None` scores the validation samples of the working folder.
+        prepare: A function that takes a tokenizer and a window size in tokens, and prepares the
+            texts of --valid-data. `None` scores the validation samples of the working folder.
 
     Raises:
         UserError: The checkpoint, the texts or the working folder is invalid.

@@ -50,7 +50,7 @@ def megatron_line(
 
     Args:
         task: The task's name.
-        headline: Megatron-LM's name of each metric to include, by the metric's name.
+        headline: Megatron-LM's name for each metric to include, by the metric's name here.
         metrics: The metrics by name.
     """
     parts = [

@@ -141,7 +141,7 @@ def _passages(
 
 
 def _entries(path: str, flag: str) -> Iterator[Any]:
-    """Yield the entries of a JSON list without loading it whole, because DPR's file has 7 GB."""
+    """Yield the entries of a JSON list without loading it whole, because DPR's file is 7 GB."""
     decoder, text, is_open = json.JSONDecoder(), "", False
     broken = f"{flag} {path}: not a JSON list of questions in DPR's format"
     try:
@@ -262,7 +262,7 @@ class TowersRecipe:
     def __init__(
         self, train: Sequence[LabeledQuestion], samples_per_epoch: int | None, negatives: int
     ) -> None:
-        """Store the questions, how many to use per epoch, and the number of wrong passages each."""
+        """Store the questions, how many to use per epoch, and how many wrong passages each has."""
         self._train, self._samples_per_epoch, self._negatives = train, samples_per_epoch, negatives
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
@@ -335,7 +335,7 @@ class TowersFinetuning(StartFromBert):
     Args:
         options: The flags that determine where the results are written.
         pretrained: The folder of a pretrained bi-encoder, or `None`.
-        valid: The questions to evaluate on, by file, with only the negatives to be used.
+        valid: The questions to evaluate on, by file, each with only the negatives to rank.
         ends: The updates, counted from 1, that end an epoch.
         group: The number of questions whose passages are compared with each other.
     """

@@ -2,8 +2,8 @@
 
 A small GPT is pretrained as in the plain demo, and finetuned on conversations that follow a rule:
 three kinds of questions about a few words, all answered in the form `Answer: WORDS.` Then a server
-with the finetuned model is asked 100 questions that were in no conversation. The demo fails if
-fewer than 90 answers have this form.
+with the finetuned model is asked 100 questions that occur in none of the conversations. The demo
+fails if fewer than 90 answers have this form.
 """
 
 from __future__ import annotations

@@ -49,13 +49,13 @@ _GPT = f"--num-layers 9 --seq-length {_LENGTH}"
 
 
 def num_documents(iterations: int) -> int:
-    """Return the number of documents with which training makes about one pass over the data."""
+    """Return the number of documents for about one epoch of training."""
     length = _PASSAGE * (1 + _QUOTES)
     return max(2 * _SHARE, iterations * _BATCH * _LENGTH // length)
 
 
 def write_corpus(path: Path, documents: int) -> None:
-    """Write documents of made-up words that repeat each other's passages.
+    """Write documents that consist of made-up words and repeat each other's passages.
 
     Each document consists of its own passage and three passages of training documents, in random
     order. The last twentieth of the documents is for validation. Each word is a token, and a

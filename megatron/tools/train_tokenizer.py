@@ -247,7 +247,7 @@ def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
 
 
 def _cut_long_words(text: str) -> Iterator[str]:
-    """Yield the pieces of a text, which is cut only inside long words."""
+    """Yield a text in pieces, splitting it only within long words and long runs of whitespace."""
     start = 0
     for long_word in _LONG_RUN.finditer(text):
         yield text[start : long_word.end()]

@@ -156,7 +156,7 @@ def _mlp(plan: ModelPlan) -> MLPPlan:
 
 
 def _sizes(plan: ModelPlan) -> dict[str, int]:
-    """Return the sizes of the network by the names used in files of measurements."""
+    """Return the sizes of the network by the names used in measurement files."""
     attention, mlp = plan.attention, _mlp(plan)
     return {
         "layers": len(plan.layers),
@@ -198,7 +198,7 @@ def time_sustained(work: Callable[[], object], device: Device, seconds: float) -
 def products_16bit(
     matrices: list[tuple[int, int]], tokens: int, device: Device
 ) -> Callable[[], None]:
-    """Return a function that computes the output and both gradients of each matrix in bfloat16."""
+    """Return a function that computes each matrix product and its two gradients in bfloat16."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)

@@ -4,10 +4,10 @@
     python tools/checkpoint/inspect.py --no-verify --details runs/demo/checkpoints
     python tools/checkpoint/inspect.py diff runs/demo/checkpoints runs/other/iter_0000100
 
-A folder is the --save or --load folder of a run, also of Megatron-LM, or a Hugging Face folder. For
-`diff`, it may also be a single checkpoint. Tensors are read in chunks. The exit code is 0 if all
-checkpoints are intact, or if both are the same; 1 if the two differ; and 4 if a checkpoint is
-damaged, if the tracker names a missing one, or if there is none.
+A folder is a Hugging Face folder, or the --save or --load folder of a run of this package or of
+Megatron-LM. For `diff`, it may also be a single checkpoint. Tensors are read in chunks. The exit
+code is 0 if all checkpoints are intact, or if the two compared ones are equal; 1 if these differ;
+and 4 if a checkpoint is damaged, if the tracker names a missing one, or if there is none.
 """
 
 from __future__ import annotations

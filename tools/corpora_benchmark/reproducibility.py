@@ -125,7 +125,7 @@ def _moments() -> list[Moment]:
 
 
 def _writes(subfolder: str, name: str = "") -> Callable[[Path], bool]:
-    """Return a function that tests whether the folder has a complete or unfinished file."""
+    """Return a function that tests for a complete or unfinished file that begins with `name`."""
     return lambda corpus: any((corpus / subfolder).glob(f"{name or '*'}*"))
 
 

@@ -28,7 +28,7 @@ class Measurement:
     Attributes:
         losses: Loss of every iteration.
         norms: Gradient norm of every iteration.
-        milliseconds: Median time per iteration in milliseconds, without the first third.
+        milliseconds: Median time per iteration in milliseconds, excluding the first third.
         tokens_per_second: Speed in tokens per second per GPU.
         mfu: Model FLOPs utilization in percent, or `None` if the device's peak is unknown.
         peak_gib: The largest peak of allocated memory of any rank in GiB, or `None` if no rank

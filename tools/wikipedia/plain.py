@@ -139,7 +139,7 @@ def _apostrophes(apostrophes: re.Match[str]) -> str:
 
 
 def _collect(code: Any, site: Site, pieces: list[str], nodes: Any) -> None:
-    """Append the prose of parsed wikitext."""
+    """Append the prose of parsed wikitext to `pieces`."""
     for node in code.nodes:
         match node:
             case nodes.Text():

@@ -245,7 +245,7 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
 
 
 def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a Megatron-LM 23.08 checkpoint, split as the flags specify or as the source."""
+    """Write a Megatron-LM 23.08 checkpoint, split as the flags specify or like the source."""
     source_sizes = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(
         source.config, parallel=target_parallel_config(source_sizes, source.config.model, options)
