@@ -62,7 +62,7 @@ _SKIPPED_RULES = (rules_training.batch_size, rules_training.batch_size_ramp)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one preprocessing process, and return its exit code."""
+    """Run preprocessing on this process, and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     help_if_asked(PROGRAM, RETRO_SECTIONS, trains=False, argv=args)
     from megatron.processes.process import run_process

@@ -118,7 +118,7 @@ class IndexOptions:
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> IndexOptions:
-        """Return the index settings that the preprocessing options give."""
+        """Return the index settings that the preprocessing options specify."""
         index = options.index
         return cls(
             factory=str(index.retro_index_str),

@@ -75,7 +75,7 @@ class QueryOptions:
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> QueryOptions:
-        """Return the search settings that the preprocessing options give."""
+        """Return the search settings that the preprocessing options specify."""
         index = options.index
         return cls(
             queried=index.retro_query_num_neighbors_query,
