@@ -156,7 +156,7 @@ class AdapterStack(nn.Module):
 
     @property
     def _adapter_indices(self) -> Tensor | None:
-        """The adapter of each token that the layer processes; `None` if no token has one."""
+        """The index of each processed token's adapter, int64 [tokens]; `None` if none has one."""
         return self._rows.of_outputs if self._of_outputs else self._rows.of_tokens
 
     @contextmanager

@@ -282,7 +282,7 @@ def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """Start a communication. The function's result and gradient are placeholders."""
+    """Start sending a tensor. The function's result and gradient are placeholders."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, transit: InTransit) -> Tensor:

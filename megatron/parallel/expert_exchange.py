@@ -171,13 +171,13 @@ class ExpertExchange:
         """Start sending this process's sums of outputs back to the tokens' processes.
 
         Args:
-            outputs: The weighted sum of the outputs of this process's experts for each token,
+            outputs: For each token, the weighted sum of the outputs of this process's experts,
                 [R, h].
             dispatched: The tokens that `dispatch` returned.
 
         Returns:
-            A function that waits for the sum over all experts of each of this process's own tokens,
-            [T, h]. Calling it is collective, like `dispatch`.
+            A function that waits for the sum over all experts for each of this process's own
+            tokens, and returns the sums [T, h]. Calling it is collective, like `dispatch`.
         """
         finish = None if dispatched.return_outputs is None else dispatched.return_outputs(outputs)
 

@@ -368,7 +368,7 @@ class GradientBuffer:
         return self._owned[id(parameter)][0]
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the `owned` weights: the parameter or, if sharded, a 1-D view into it."""
+        """Return the weights that `owned` selects: the parameter, or a 1-D view if sharded."""
         if not self.is_sharded:
             return parameter.detach()
         own = self.owned(parameter)
@@ -379,7 +379,7 @@ class GradientBuffer:
         return parameter.dtype
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient of the `owned` elements, in the buffer's dtype.
+        """Return the gradient of the weights that `part` returns, in the buffer's dtype.
 
         The result has the parameter's shape or, if the buffer is sharded, one dimension.
         """

@@ -1,11 +1,12 @@
-"""The journal of a process: its iteration, its operation and the communication it waits for.
+"""A process's journal: its iteration, its operation, and the collective or message it waits for.
 
 Training updates the journal with a few assignments. The watchdog reads it from another thread and,
 when a run hangs, reports which ranks are missing from which operation.
 
-On a GPU, the process runs ahead of its device. It does not wait at each communication, but only
-when it needs the device's results. The journal therefore also sends marks through the device's
-queue. The last mark that the device has reached shows which operation the device is in.
+On a GPU, the process runs ahead of its device. It does not wait for every collective and
+message, but only when it needs the device's results. The journal therefore also sends marks through
+the device's queue. The last mark that the device has reached shows which operation the device is
+in.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from megatron.device import StreamMarks
 
-# The number of communications between two marks. Half of the kernels that fit into a device's queue
-# (about 1,000) must contain more communications than this. A process that fills the queue has then
-# sent marks that its device has not yet reached.
+# The number of waits for collectives and messages between two marks. Half of the kernels that fit
+# into a device's queue (about 1,000) must contain more waits than this. A process that fills the
+# queue has then sent marks that its device has not yet reached.
 _WAITS_PER_MARK = 8
 _RECORDED_POSITIONS = 4096  # a process is never this far ahead of its device
 
@@ -38,17 +39,17 @@ class WaitClock(Protocol):
     """A clock that is notified while the process, or its device, only waits for other processes."""
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Record that a wait for a communication begins."""
+        """Record that a wait for a collective or message begins."""
 
     def end_wait(self) -> None:
         """Record that the wait has ended."""
 
 
 class Transfer:
-    """A communication in progress: a `torch.distributed.Work` with a name and participants.
+    """A collective or message in progress: a `torch.distributed.Work` with its name and ranks.
 
     Attributes:
-        kind: The kind of communication, such as "all-reduce" or "receive".
+        kind: The kind of collective or message, such as "all-reduce" or "receive".
         ranks: The global ranks of the group, including this rank. For a message, only the rank of
             the peer.
         number: The number of collectives that the process has started with these ranks so far,
@@ -85,7 +86,7 @@ class Journal:
 
     Attributes:
         iteration: The current update, counted from 1; 0 before the first.
-        waits_for: The communication that the process is waiting for.
+        waits_for: The collective or message that the process is waiting for, if any.
         started: The number of collectives started so far, by the global ranks that take part.
         clock: A clock to which waits are reported, if they are timed.
     """
@@ -174,7 +175,7 @@ class Journal:
         return Transfer(self, kind, (peer,), None, work)
 
     def begin_wait(self, transfer: Transfer) -> None:
-        """Record that the process is waiting for a communication."""
+        """Record that the process is waiting for a collective or message."""
         self._moved = time.monotonic()
         self.waits_for = transfer
         if self.clock is not None:

@@ -129,11 +129,11 @@ class DetachedWeight:
         return self.queue is not None and self.queue.is_collecting
 
     def accept(self, product: WeightWork, later: list[Callable[[], None]] | None = None) -> None:
-        """Compute the gradient now, later in this backward pass, or deferred in the queue.
+        """Compute the gradient now or later in this backward pass, or defer it to the queue.
 
         Args:
-            product: The product that computes the gradient. It must be started already if the
-                gradient is computed now.
+            product: The product that computes the gradient. It must already be started if
+                the gradient is computed now.
             later: A list of functions that this backward pass will call, to which the computation
                 is added if it is not deferred; `None` computes the gradient now.
         """

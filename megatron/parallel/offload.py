@@ -63,7 +63,7 @@ class HostActivations:
     Args:
         device: The device on which the modules run.
         modules: The names of the modules whose tensors are copied to the host.
-        min_elements: The number of elements from which a tensor is copied to the host.
+        min_elements: The minimum number of elements of a tensor that is copied to the host.
 
     Attributes:
         bytes_sent: The number of bytes copied to the host so far.

@@ -64,10 +64,10 @@ class Gradients(Protocol):
         """Return the span of the flattened parameter that this process updates; it may be empty."""
 
     def part(self, parameter: nn.Parameter, /) -> Tensor:
-        """Return the `owned` weights: the parameter or, if sharded, a 1-D view into it."""
+        """Return the weights that `owned` selects: the parameter, or a 1-D view if sharded."""
 
     def gradient(self, parameter: nn.Parameter, /) -> Tensor:
-        """Return the gradient of the `owned` weights, in the shape that `part` returns."""
+        """Return the gradient of the weights that `part` returns, in the same shape."""
 
     def compute_dtype(self, parameter: nn.Parameter, /) -> torch.dtype:
         """Return the parameter's data type in the forward pass and in checkpoints."""
@@ -178,7 +178,7 @@ class TorchDataParallel:
         """Start averaging a bucket and record the all-reduce in the journal.
 
         After the last bucket nothing is left to compute. The process then waits for all buckets
-        here, so that a report of a hang names the pending communication.
+        here, so that a report of a hang names the pending all-reduce.
         """
         gradients = bucket.buffer()
         pending = start_all_reduce(gradients, self._axis, mean_of(gradients, self._axis))

@@ -125,11 +125,11 @@ class ShardedModel:
         return row_shards(parameter.shape[0], parameter.numel(), axis.size)[axis.rank]
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """Return the `owned` weights, 1-D: an fp32 tensor, or a `PackedWeight`."""
+        """Return the weights that `owned` selects, 1-D: an fp32 tensor or a `PackedWeight`."""
         return self._shards[id(parameter)].view(-1)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient of the `owned` weights, as a 1-D fp32 tensor."""
+        """Return the gradient of the weights that `part` returns, as a 1-D fp32 tensor."""
         return self._slots[id(parameter)].of(self._storage)
 
     def compute_dtype(self, parameter: nn.Parameter) -> torch.dtype:

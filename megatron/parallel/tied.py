@@ -1,4 +1,4 @@
-"""Tied parameters, of which several parts of a model have copies that stay equal.
+"""Tied parameters: copies of a parameter in several parts of a model, which stay equal.
 
 In a pipeline, the first stage looks up word embeddings, and the last stage computes logits with
 them. Every stage with layers of T5's encoder reads the encoder's relative position bias, and
@@ -23,7 +23,7 @@ WORD_EMBEDDING = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of which other pipeline stages also have copies.
+    """A parameter with copies on several pipeline stages.
 
     Attributes:
         axis: The stages that sum their gradients, including all that have a copy.
@@ -47,12 +47,12 @@ class Tie:
 
 
 def tied_names(layout: Layout, *, word_embeddings: bool, tables: Sequence[str]) -> frozenset[str]:
-    """Return the names of parameters of which other stages may have copies.
+    """Return the names of the parameters that may have copies on several stages.
 
     Args:
         layout: The grid of processes as this process sees it.
         word_embeddings: Whether the output layer uses the word embeddings.
-        tables: The names of the other parameters of which any stage may have a copy.
+        tables: The names of the other parameters that may have a copy on any stage.
     """
     names = set(tables) if layout.pipeline.size > 1 else set()
     return frozenset(
@@ -69,7 +69,7 @@ def find_ties(
     device: torch.device,
     gradient_dtype: torch.dtype,
 ) -> list[Tie]:
-    """Return the parameters of which several pipeline stages may have copies.
+    """Return the parameters that may have copies on several pipeline stages.
 
     Collective over the pipeline.
 
@@ -78,7 +78,7 @@ def find_ties(
             a shard of it.
         layout: The grid of processes as this process sees it.
         word_embeddings: Whether the output layer uses the word embeddings.
-        tables: The names of the other parameters of which any stage may have a copy.
+        tables: The names of the other parameters that may have a copy on any stage.
         device: The device of the gradients.
         gradient_dtype: The data type of the gradients.
     """

@@ -80,9 +80,9 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
 def check(schedule: Schedule) -> tuple[int, ...]:
     """Check that the schedule is complete and in order, and runs to the end.
 
-    Every micro-batch must pass every chunk of every stage once: receive, forward, send, receive the
-    gradient, backward, send, each with the right peer and only where it applies. Messages must
-    arrive in the order in which they are received, and no stage may wait forever.
+    Every micro-batch must pass through every chunk of every stage once: receive, forward, send,
+    receive the gradient, backward, send, each with the right peer and only where it applies.
+    Messages must arrive in the order in which they are received, and no stage may wait forever.
 
     Returns:
         The maximum number of (micro-batch, chunk) activations that each stage holds at once.

@@ -134,9 +134,9 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 def loss_bound(kind: ScheduleKind, micro: int) -> int:
     """Return the maximum number of micro-batches whose logits the last stage holds at once.
 
-    Every kind except "gpipe" starts a backward pass as soon as a micro-batch has passed the last
-    part. The head's tensors are freed when its input gradient has been computed, because the head's
-    weight gradient is not deferred.
+    Every kind except "gpipe" starts a backward pass as soon as a micro-batch has passed
+    through the last part. The head's tensors are freed when its input gradient has been computed,
+    because the head's weight gradient is not deferred.
 
     Args:
         kind: The kind of schedule.
