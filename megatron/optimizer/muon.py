@@ -148,7 +148,11 @@ def _sgd(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
 ) -> None:
-    """Run PyTorch's fused SGD, with momentum on raw gradients or without it on final updates."""
+    """Run PyTorch's fused SGD.
+
+    With `buffers`, the gradients are divided by `step.gradient_scale` and update the momentum.
+    Otherwise they are final updates, which are applied unchanged.
+    """
     torch._fused_sgd_(
         weights,
         gradients,
@@ -308,7 +312,7 @@ def _matrix_view(index: int, groups: tuple[int, int, int], rows: slice, tensor: 
 
 
 class _Orthogonalization:
-    """In-place orthogonalization of whole tensors, with matrices of the same shape in a batch.
+    """Orthogonalizes and scales whole tensors in place, batching matrices of the same shape.
 
     Args:
         rule: The settings.
@@ -385,7 +389,7 @@ class _Orthogonalization:
                 tensor.copy_(updated.narrow(dim, shard.tensor.rank * size, size))
 
     def _batch(self, kind: _Kind, views: list[Tensor]) -> None:
-        """Orthogonalize matrices of one kind in place."""
+        """Orthogonalize and scale matrices of one kind in place."""
         rule = self._rule
         dtype = torch.bfloat16 if rule.precision == "medium" else torch.float32
         x = torch.empty((len(views), kind.rows, kind.columns), dtype=dtype, device=views[0].device)

@@ -67,8 +67,8 @@ class LossScale:
         is_dynamic: Whether the scale changes. Otherwise only `value` is used.
         minimum: The lower bound of the scale.
         window: The number of consecutive iterations without overflow after which the scale doubles.
-        hysteresis: The number of overflows, not necessarily consecutive, from which on each
-            overflow halves the scale.
+        hysteresis: The number of overflows, not necessarily consecutive, at which the scale is
+            first halved. Every later overflow halves it again.
         overflows_left: The number of overflows left until the scale is halved. Only a doubling
             resets this number to `hysteresis`.
         clean_iterations: The number of iterations since the last overflow or doubling.
@@ -91,7 +91,7 @@ class LossScale:
         """Return the scale of the next iteration.
 
         Args:
-            found_overflow: Whether gradients of this iteration were not finite.
+            found_overflow: Whether any gradient of this iteration was not finite.
         """
         if not self.is_dynamic:
             return self
@@ -163,7 +163,7 @@ class StepResult:
         grad_norm: The global L2 norm of the unscaled gradients, before clipping.
         found_nonfinite: Whether the gradients of any rank contained inf or nan.
         found_spike: Whether the norm or a loss was too large, although all gradients were finite.
-        overflow: Whether gradients were not finite and a dynamic loss scale can still shrink in
+        overflow: Whether any gradient was not finite and a dynamic loss scale can still shrink in
             response, which is a normal part of fp16 training.
         zeros: The number of gradient elements of the whole model that are exactly zero; `None` if
             not counted.

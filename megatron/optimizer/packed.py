@@ -71,7 +71,8 @@ class PackedTensor:
         like: A tensor with the desired shape and device.
         state_format: The number format.
         on_host: Whether to allocate host memory instead, pinned if `like` is on a GPU.
-        roots: Whether formats with scales store square roots. No value may be negative.
+        roots: Whether formats with scales store square roots of the values, which must then be
+            nonnegative.
         first: The index of the first element in its parameter.
         salt: A number that makes the rounding independent of the rounding of other states.
     """

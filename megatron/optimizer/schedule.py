@@ -249,7 +249,7 @@ class Schedules:
         """Return the schedules of a resumed run, and the number of samples consumed so far.
 
         Args:
-            saved: The `to_dict` of the saved run, or Megatron's, possibly under its older names.
+            saved: The saved run's state from `to_dict`, or Megatron's, possibly under older names.
             override: Whether to keep these schedules regardless of the saved ones.
             use_checkpoint: Whether to use the saved schedules even if they differ.
 
@@ -307,7 +307,7 @@ class Schedules:
         these schedules.
 
         Args:
-            saved: The `to_dict` of the saved run.
+            saved: The saved run's state from `to_dict`.
 
         Returns:
             The schedules, and the number of samples consumed so far.
@@ -343,7 +343,7 @@ class Schedules:
         """Return the schedules of a resumed branch, and the number of samples consumed so far.
 
         Args:
-            saved: The `to_dict` of the branch.
+            saved: The branch's state from `to_dict`.
 
         Raises:
             CheckpointError: The saved state is invalid (see `resumed`), or the flags have a
@@ -470,7 +470,7 @@ _STYLES = {  # the options that list the valid values
 def _check_saved(saved: dict[str, Any]) -> None:
     """Raise `CheckpointError` if a saved value is not valid.
 
-    Another program may have written it, which may support other styles.
+    The checkpoint may come from another program, which may support other styles.
     """
     for key, value in saved.items():
         name = _OLD_NAMES.get(key, key)
