@@ -51,7 +51,7 @@ _BIAS_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _FLASH_DISTRIBUTION = "flash-attn-4"
 _LARGEST_FLASH_HEAD = 128  # the largest head size that the package supports on all of its GPUs
-# The compute capability from which on the package has no deterministic backward pass.
+# The lowest compute capability for which the package has no deterministic backward pass.
 _WITHOUT_DETERMINISM = (12, 0)
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def attention_reference(
         value: The values [keys, b, g, d].
         options: The attention options.
         scale_by_layer: Whether to divide scores by the layer number before they are rounded to 16
-            bits, and multiply them by it in fp32.
+            bits, and to multiply them by this number again in fp32.
         softmax_in_fp32: Whether to compute the softmax in fp32 instead of the dtype of the scores.
 
     Returns:

@@ -241,7 +241,7 @@ class Fp8(NamedTuple):
 def inverses_of(amaxes: Tensor, fp8: torch.dtype) -> Tensor:
     """Return `Fp8.inverse` for casts with one scale, given the amaxes [n]: fp32 [n]."""
     clamped = amaxes.clamp(min=SMALLEST)
-    # A GPU divides by a Python number by multiplying with its inverse, which would round twice.
+    # A GPU divides by a Python number by multiplying by its inverse, which would round twice.
     return clamped / torch.full_like(clamped, torch.finfo(fp8).max)
 
 

@@ -581,7 +581,7 @@ def latent_attention(
         library: Compiled kernels.
         query: The queries [u, n, w].
         vectors: The cached vectors [slots, 1, w], including those of the new tokens.
-        rank: The number of leading channels of the vectors that are summed.
+        rank: The number of leading channels of each vector that enter the weighted sums.
         tables: The cache blocks of each sequence, int32 [u, m].
         lengths: The number of tokens of each sequence, int32 [u].
         longest: An upper bound on the lengths.

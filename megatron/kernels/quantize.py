@@ -131,7 +131,7 @@ def quantize(matrix: Tensor, frozen_format: FrozenFormat) -> tuple[Tensor, Tenso
 def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the largest fp8 value as a tensor [].
 
-    GPUs divide by a Python number by multiplying with its inverse, which would round twice.
+    GPUs divide by a Python number by multiplying by its inverse, which would round twice.
     """
     return torch.tensor(torch.finfo(E4M3).max, dtype=dtype, device=device)
 
