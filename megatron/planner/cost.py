@@ -245,7 +245,7 @@ def layer_passes(layer: LayerPlan, setting: Setting) -> PassTimes:
 
 
 def _launches(sublayer: SublayerPlan, setting: Setting) -> int:
-    """Return the number of kernel launches of a sublayer without dropout."""
+    """Return the number of kernel launches of a sublayer, forward and backward, without dropout."""
     is_mixture = isinstance(sublayer, MixturePlan)
     exchanges = (setting.batch.tensor > 1) + (is_mixture and setting.expert > 1)
     exchanges += setting.batch.context > 1 and isinstance(sublayer, AttentionPlan | RecurrentPlan)
@@ -323,7 +323,7 @@ def _casts(sublayer: SublayerPlan, setting: Setting, side: int) -> float:
 def _copies(
     sublayer: SublayerPlan, setting: Setting, inputs: int, results: int, kernels: int
 ) -> float:
-    """Return the time of the copies that all-to-all makes around attention, in one direction.
+    """Return the time of all-to-all's copies around attention in the forward or backward pass.
 
     Args:
         sublayer: The sublayer.

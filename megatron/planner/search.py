@@ -224,7 +224,10 @@ class Search:
     def _examine(
         self, candidate: Candidate, limit: float, pipelines: Callable[..., Pipeline]
     ) -> Plan | None:
-        """Return the prediction for a layout, or `None` if it is refused or does not fit."""
+        """Return a layout with its prediction, or `None` if it is refused, too large or too slow.
+
+        A better distribution of its layers is tried if that could make it one of the fastest.
+        """
         config, plan = self._resolved(candidate.values), candidate.plan
         if not self._may_fit(candidate) or (
             largest_process(config, plan, self.gpus).total > self.memory
