@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.inference import sampling as sampling_module
 from megatron.inference.answers import PlainAnswer, ends
 from megatron.inference.request import Request, Sampling
 from megatron.inference.sampling import Choice, choose, uniform, unpack
@@ -85,6 +86,7 @@ def test_the_repetition_penalty_weakens_what_occurred() -> None:
     assert chosen(Choice(), logits) == 0
     assert chosen(Choice(repetition_penalty=1.4, history=[0, 0]), logits) == 1
     assert chosen(Choice(repetition_penalty=1.2, history=[0]), logits) == 0
+    assert chosen(Choice(repetition_penalty=2.0, history=[0]), torch.tensor([0.9, 0.5])) == 1
     low = torch.tensor([-1.0, -1.5])
     assert chosen(Choice(repetition_penalty=2.0, history=[0]), low) == 1
 
@@ -112,6 +114,41 @@ def test_uniform_numbers_spread_evenly_and_differ_by_seed_and_place() -> None:
     bins = Counter(int(value * 10) for value in values)
     assert all(abs(count - 1000) < 150 for count in bins.values())
     assert uniform(5, 1) == uniform(5, 1)
+
+
+@pytest.mark.parametrize(
+    ("seed", "index", "value"),
+    [(0, 0, 2181674112), (1, 0, 1461041750), (0, 1, 1814276812), (2**63 + 5, 7, 907753719)],
+)
+def test_a_seed_gives_the_same_numbers_in_every_version(seed: int, index: int, value: int) -> None:
+    assert uniform(seed, index) * 2**32 == value
+
+
+def test_the_smallest_number_draws_no_banned_token() -> None:
+    assert chosen(Choice(temperature=1, uniform=0.0, banned=(0, 1))) == 2
+    assert chosen(Choice(temperature=1, uniform=0.0)) == 0
+    assert chosen(Choice(temperature=1, uniform=1 - 2**-32)) == 3
+
+
+def test_top_p_takes_the_next_token_if_the_first_ones_just_reach_it() -> None:
+    """As in Megatron-LM, those before it must exceed the share, not reach it."""
+    even = torch.zeros(2)
+    assert chosen(Choice(temperature=1, top_p=0.5, uniform=0.75), even) == 1
+    assert chosen(Choice(temperature=1, top_p=0.49, uniform=0.75), even) == 0
+
+
+def test_all_rows_are_scored_and_a_small_vocabulary_is_listed_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampling_module, "_MAX_SCORED_ROWS", 2)
+    rows = [Choice(logprob=True, top_logprobs=3 * (i % 2)) for i in range(5)]
+    logits = torch.stack([LOGITS[[0, 1]].roll(i) for i in range(5)])
+    found = unpack(choose(logits, rows).flatten().tolist(), rows)
+    assert [row.token for row in found] == [0, 1, 0, 1, 0]
+    assert [row.logprob for row in found] == pytest.approx([math.log(0.5 / 0.8)] * 5)
+    assert [row.top[:2] for row in found[1::2]] == [
+        ((1, pytest.approx(math.log(5 / 8))), (0, pytest.approx(math.log(3 / 8))))
+    ] * 2
 
 
 def choices_of(sampling: Sampling, answer: list[int]) -> list[Choice]:
