@@ -342,8 +342,8 @@ def parse_layout(text: str, num_layers: int, stages: int, layers_text: str) -> l
     """Return the number of layers in each part of a string such as `Ett|tt|tt|ttL`.
 
     `E` stands for the embedding, `t` for a layer and `L` for the loss. `|` starts the next part.
-    The layers of multi-token prediction may be written as `m` before the loss, to which they always
-    belong. `t*3` and `(tt|)*2` are repetitions. Parts are in the order of the model, with T5's
+    The layers of multi-token prediction, which are always in the last part, may be written as `m`
+    before `L`. `t*3` and `(tt|)*2` are repetitions. Parts are in the order of the model, with T5's
     encoder first.
 
     Args:

@@ -93,7 +93,7 @@ def measure(
 ) -> dict[str, str]:
     """Return the microseconds of each variant as text, with a note if its result is bit-identical.
 
-    The reference is the collective. Times are medians over the rounds.
+    Results are compared with that of the collective. Times are medians over the rounds.
     """
     if not device.is_gpu:
         del variants["PyTorch, fused"]

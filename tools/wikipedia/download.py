@@ -239,7 +239,7 @@ def _fetch_rest(source: Source, part: Path, *, show_progress: bool) -> bool:
         if error.code != 416:
             raise
         error.close()
-        if not complete:  # longer than the file, so of another version
+        if not complete:  # the part is longer, so it is from another version
             part.write_bytes(b"")
             raise ConnectionError("the file on the server has changed") from None
         return True
