@@ -24,9 +24,9 @@ from megatron.inference.build import EngineOptions, build_engine
 from megatron.inference.engine import BatchEngine
 from megatron.inference.executor import Executor
 from megatron.inference.load import Loaded, serving_context
-from megatron.inference.request import Request, Sampling, Token
+from megatron.inference.request import Request, Sampling, Stats, Token
 from megatron.inference.scheduler import Row, Sequence, StepPlan
-from megatron.inference.speculation import MultiTokenDrafter, NgramDrafter
+from megatron.inference.speculation import MultiTokenDrafter, NgramDrafter, describe_drafts
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
@@ -282,3 +282,17 @@ def test_mistakes_are_named(text: str, message: str) -> None:
 def test_more_drafts_than_depths_are_refused() -> None:
     with pytest.raises(ConfigError, match="give at most 3"):
         engine_of(replace(MTP, num_speculative_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("stats", "line"),
+    [
+        (Stats(), "0.00 tokens of an answer per step, 0 of 0 drafts accepted"),
+        (
+            Stats(new_tokens=5000, choosing_rows=2000, drafted_tokens=6000, accepted_tokens=3000),
+            "2.50 tokens of an answer per step, 3,000 of 6,000 drafts accepted",
+        ),
+    ],
+)
+def test_a_line_says_what_drafts_have_saved(stats: Stats, line: str) -> None:
+    assert describe_drafts(stats) == f"speculative decoding: {line}"

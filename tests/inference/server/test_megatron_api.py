@@ -10,6 +10,8 @@ import httpx2 as httpx
 import pytest
 
 from megatron.config.generation import ServerConfig
+from megatron.inference.server.endpoint import ApiError
+from megatron.inference.server.megatron_api import MegatronRequest, parse_request
 from tests.inference.server.fake_engine import FakeEngine, logprob_of
 from tests.inference.server.live import Live, make_settings, running
 
@@ -295,3 +297,27 @@ def test_prompts_are_logged_only_if_asked_for(
     assert ("a secret" in caplog.text) == asked
     assert "not for logs" not in caplog.text
     assert "an own one" not in caplog.text
+
+
+def test_documented_bounds_are_those_that_are_checked() -> None:
+    def is_valid(name: str, value: float) -> bool:
+        try:
+            parse_request({"prompts": ["x"], "logprobs": True, name: value})
+        except ApiError:
+            return False
+        return True
+
+    checked = 0
+    for name, field in MegatronRequest.model_json_schema()["properties"].items():
+        for kind in field.get("anyOf", [field]):
+            step = 1 if kind.get("type") == "integer" else 1 / 64
+            for key, outside in (("minimum", -step), ("maximum", step)):
+                if key in kind and kind.get("type") in ("integer", "number"):
+                    bound = int(kind[key]) if step == 1 else float(kind[key])
+                    assert is_valid(name, bound), (name, bound)
+                    assert not is_valid(name, bound + outside), (name, bound)
+                    checked += 1
+            if "exclusiveMinimum" in kind:
+                assert not is_valid(name, kind["exclusiveMinimum"])
+                assert is_valid(name, kind["exclusiveMinimum"] + step)
+    assert checked > 5
