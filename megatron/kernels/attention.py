@@ -499,7 +499,7 @@ def _by_token(rows: Tensor) -> Tensor:
 
 
 def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute attention with the flash kernel, skipping keys in other documents or windows."""
+    """Compute attention with the flash kernel, skipping keys outside a document or window."""
     (length, samples), segments = query.shape[:2], options.mask
     heads = [x.transpose(0, 1) for x in (query, key, value)]  # [b, s, n or g, d]
     kernel_options: dict[str, Any] = {"scale": options.scale}

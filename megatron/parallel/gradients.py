@@ -519,8 +519,9 @@ class GradientBuffer:
     def reduce(self) -> None:
         """Average the gradients over the replica axis. Collective over this axis.
 
-        Every element is summed on one process and sent to the others, so all processes have the
-        same bits. Gradients are divided before they are summed, which keeps fp16 sums in range.
+        Every element is summed on one process and, in stage 0, sent to the others, so all of them
+        have the same bits. Gradients are divided before they are summed, which keeps fp16 sums in
+        range.
         """
         self.complete()
         self._reducer.reduce()

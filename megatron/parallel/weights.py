@@ -165,7 +165,7 @@ class WeightBuffer:
             self._is_outdated = False
 
     def forget(self) -> None:
-        """Discard the gathered weights, because all processes have changed their weights."""
+        """Discard the gathered 8-bit weights, because all processes have changed the weights."""
         assert not self._pending and not self._is_outdated, "call wait before changing a weight"
         for cast in self._casts:
             cast.forget()
