@@ -95,7 +95,7 @@ def launch(args: Sequence[str], processes: int, timeout: float) -> tuple[str, li
 
 
 def error_line(log: str, code: int) -> str:
-    """Return the line that says what failed: our own error message, otherwise Python's."""
+    """Return our own error message from a log, otherwise Python's, otherwise the exit code."""
     for pattern in (r"^(?:\[rank \d+\] )?error: .*", r"^(?:\[rank\d+\]: )?[\w.]*Error: .*"):
         error_lines = [
             line
