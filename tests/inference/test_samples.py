@@ -316,6 +316,7 @@ def test_texts_of_other_copies_are_written_in_the_order_of_the_prompts() -> None
     first.finish()
     assert [text.prompt for text in written] == ["b", "c", "d"]
     assert first.failed == 1
+    assert not any(store.check([f"text/{index}"]) for index in range(4)), "the store stays small"
     assert not [*mine, *others]
     with pytest.raises(DataError, match="found 3 prompts, and rank 0 found 4"):
         SharedPrompts(store, prompts[:3])

@@ -289,6 +289,10 @@ def test_more_drafts_than_depths_are_refused() -> None:
     [
         (Stats(), "0.00 tokens of an answer per step, 0 of 0 drafts accepted"),
         (
+            Stats(new_tokens=3, choosing_rows=1, drafted_tokens=2, accepted_tokens=2),
+            "3.00 tokens of an answer per step, 2 of 2 drafts accepted",
+        ),
+        (
             Stats(new_tokens=5000, choosing_rows=2000, drafted_tokens=6000, accepted_tokens=3000),
             "2.50 tokens of an answer per step, 3,000 of 6,000 drafts accepted",
         ),
