@@ -126,3 +126,11 @@ def test_every_word_is_as_likely_as_any_other() -> None:
     )
     assert sorted(counts) == list(range(20))
     assert max(abs(count / 600 - 1) for count in counts.values()) < 0.15  # 4000 * 3 / 20 = 600
+
+
+def test_generated_words_need_a_vocabulary_of_16_entries() -> None:
+    ids = SpecialIds.generated(16)
+    assert ids.sentinels == (6, 7, 8, 9, 10)
+    assert len(SpecialIds.generated(1000).sentinels) == 100
+    with pytest.raises(ConfigError, match="of 15 entries .* give one with at least 16 entries"):
+        SpecialIds.generated(15)

@@ -237,6 +237,8 @@ def test_a_split_in_which_no_document_begins_is_refused(long_lines, vocabulary):
         dataset.require_tokens()
     with pytest.raises(DataError, match=told):
         _ = dataset[0]
+    with pytest.raises(DataError, match=r": part 2 of 49, .* to one split, has no tokens: give"):
+        dataset_of(long_lines, vocabulary, pieces=(1, 2)).require_tokens()
 
 
 def test_a_small_text_may_leave_no_validation_data(long_lines, vocabulary, capsys):
@@ -501,7 +503,13 @@ def test_the_end_of_a_run_counts_the_lines_left_out(vocabulary, tmp_path, capfd)
     words += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocabulary]
     toy.train_toy(Layout.single(), words)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "skip-bad-lines" in line]
-    assert re.search(r"WARNING: --skip-bad-lines: \d+ lines without a document were skipped", line)
+    told = re.search(
+        r"WARNING: --skip-bad-lines: (\d+) lines without a document were skipped", line
+    )
+    assert told is not None
+    passes, rest = divmod(int(told[1]), 20)
+    assert passes > 1
+    assert rest == 0, "whole passes over the file"
 
 
 @pytest.mark.usefixtures("_no_mock_data")
