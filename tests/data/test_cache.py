@@ -13,7 +13,7 @@ import pytest
 
 from megatron import durable
 from megatron.data import cache as cache_module
-from megatron.data.cache import ArraySpec, IndexCache, builder_first, digest_of
+from megatron.data.cache import ArraySpec, IndexCache, builder_first, digest_of, open_array
 from megatron.errors import DataError
 from tests.test_durable import ATTACKS
 
@@ -264,3 +264,15 @@ def test_an_error_of_the_builder_releases_the_others() -> None:
     with pytest.raises(OSError, match="disk"):
         fail()
     assert calls == [1]
+
+
+@pytest.mark.parametrize(("age", "is_used"), [(-1, True), (0, True), (1, False)])
+def test_an_array_that_is_older_than_its_source_is_not_used(
+    age: int, is_used: bool, tmp_path: Path
+) -> None:
+    source, array = tmp_path / "source", tmp_path / "array.npy"
+    source.touch()
+    np.save(array, np.arange(3))
+    os.utime(source, (1000, 1000))
+    os.utime(array, (1000 - age, 1000 - age))
+    assert (open_array(array, source) is not None) == is_used
