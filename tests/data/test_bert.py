@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.data.bert import BertDataset, _segments, build_bert_datasets, truncate
+from megatron.data.bert import BertDataset, build_bert_datasets, truncate
 from megatron.data.datasets import Datasets
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
@@ -269,12 +269,3 @@ def test_samples_are_those_that_gave_the_golden_losses(
         for name in KEYS[:-1]:
             digest.update(np.asarray(sample[name]).tobytes())  # type: ignore[literal-required]
     assert digest.hexdigest() == "169dd1f1913aa5f317d26e4f2db9ce39"
-
-
-def test_nothing_is_drawn_to_split_two_sentences() -> None:
-    """As in Megatron-LM, so that later samples have the same random numbers."""
-    random, other = np.random.RandomState(5), np.random.RandomState(5)
-    a, b, is_swapped = _segments([np.array([1, 2]), np.array([3])], random, two=True)
-    assert is_swapped == (other.random_sample() < 0.5)
-    assert (b if is_swapped else a).tolist() == [1, 2]
-    assert random.random_sample() == other.random_sample()
