@@ -68,7 +68,8 @@ class Program:
             by name, as "section.field". Other fields are accepted, and one notice names them.
             `None` means all fields.
         check_extra: A function that returns the mistakes in the instances of `extra`.
-        elsewhere: Flags that belong to other tasks of the program, with the names of those tasks.
+        flags_of_other_tasks: Flags that belong only to other tasks of the program, with the names
+            of those tasks.
     """
 
     name: str = "pretrain_gpt.py"
@@ -77,7 +78,7 @@ class Program:
     rules: Sequence[Rule] = RULES
     reads: Callable[[Mapping[str, Any]], Collection[str] | None] = lambda given: None
     check_extra: Callable[..., Iterable[str]] = lambda *extra: ()
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    flags_of_other_tasks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -306,16 +307,16 @@ def _read_command_line(argv: Sequence[str], program: Program) -> _CommandLine:
     known = {"--config": _CONFIG} | dict.fromkeys(deepspeed.NAMES, _DEEPSPEED)
     known |= by_spelling(sections().values()) | own
     without_field: dict[str, Field] = {}
-    if names - {"", *known} or names & {*_READ_IN_CONTEXT, *program.elsewhere}:
+    if names - {"", *known} or names & {*_READ_IN_CONTEXT, *program.flags_of_other_tasks}:
         without_field = {
             field.name: field
             for field in other_flags().unsupported
-            if field.name not in known and field.name not in program.elsewhere
+            if field.name not in known and field.name not in program.flags_of_other_tasks
         }
         known |= without_field
         deepspeed.check_flags(flags, line)
-        flags = translate(flags, line, {*own, *program.elsewhere})
-        flags = _drop_unknown(flags, known, program.elsewhere, line)
+        flags = translate(flags, line, {*own, *program.flags_of_other_tasks})
+        flags = _drop_unknown(flags, known, program.flags_of_other_tasks, line)
     _find_contradictions(flags, known, line)
     stray_values = []
     for flag in flags:
@@ -344,7 +345,7 @@ def _read_command_line(argv: Sequence[str], program: Program) -> _CommandLine:
 def _drop_unknown(
     flags: Sequence[ParsedFlag],
     known: Mapping[str, Field],
-    elsewhere: Mapping[str, str],
+    flags_of_other_tasks: Mapping[str, str],
     findings: Findings,
 ) -> list[ParsedFlag]:
     """Return the known flags, and report the others.
@@ -352,8 +353,10 @@ def _drop_unknown(
     The fields that misspelled flags probably meant are added to `findings.unknown_fields`.
     """
     for flag in flags:
-        if flag.name in elsewhere:
-            findings.problems.append(f"{flag.name} belongs to {elsewhere[flag.name]}: drop it")
+        if flag.name in flags_of_other_tasks:
+            findings.problems.append(
+                f"{flag.name} belongs to {flags_of_other_tasks[flag.name]}: drop it"
+            )
         elif flag.name and flag.name not in known:
             problem, match = explain(flag.name, known)
             findings.problems.append(problem)

@@ -49,7 +49,7 @@ from megatron.tasks.results import (
     format_table,
     report_results,
 )
-from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 from megatron.tasks.texts import find_missing, read_text
 
 _MEASURING = ("guess_file", "answer_file")
@@ -132,7 +132,7 @@ def parse(
         rules=(),
         reads=lambda given: (),
         check_extra=check,
-        elsewhere=flags_elsewhere(task),
+        flags_of_other_tasks=flags_of_other_tasks(task),
     )
     return parse_config(arguments, world_size=world_size, program=program)
 

@@ -32,7 +32,7 @@ from megatron.tasks.results import (
     report_results,
     results_path,
 )
-from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 
 _MICRO_BATCH = 8  # the default micro-batch size
 _READS = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}
@@ -83,7 +83,7 @@ def parse_evaluation(
             rules=SAVED_MODEL_RULES,
             reads=reads,
             check_extra=check,
-            elsewhere=flags_elsewhere(task),
+            flags_of_other_tasks=flags_of_other_tasks(task),
         ),
     )
 

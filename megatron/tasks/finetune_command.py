@@ -35,7 +35,7 @@ from megatron.processes.process import print_notices
 from megatron.tasks.classify import GLUE, Example, read_glue, read_race
 from megatron.tasks.finetune import FinetuneRecipe, Finetuning
 from megatron.tasks.results import check_results
-from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 from megatron.tasks.target import HEADS, Target
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.training.pretrain import dry_run, pretrain
@@ -202,7 +202,7 @@ def parse(
             ],
             reads=reads,
             check_extra=check,
-            elsewhere=flags_elsewhere(task),
+            flags_of_other_tasks=flags_of_other_tasks(task),
         ),
     )
     options, task_options = parsed.extra

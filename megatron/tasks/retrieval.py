@@ -60,7 +60,7 @@ from megatron.tasks.results import (
     report_results,
     results_path,
 )
-from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -113,7 +113,7 @@ def parse(
             rules=SAVED_MODEL_RULES,
             reads=lambda given: SAVED_MODEL_READS | _READS,
             check_extra=check,
-            elsewhere=flags_elsewhere(task),
+            flags_of_other_tasks=flags_of_other_tasks(task),
         ),
     )
 

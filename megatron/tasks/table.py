@@ -76,7 +76,7 @@ TASKS: dict[str, Task] = {
 }
 
 
-def flags_elsewhere(task: str) -> dict[str, str]:
+def flags_of_other_tasks(task: str) -> dict[str, str]:
     """Return the flags that only other tasks accept.
 
     Each flag is mapped to the end of the error message "FLAG belongs to ...".

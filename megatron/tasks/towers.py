@@ -54,7 +54,7 @@ from megatron.tasks.results import (
     report_results,
     results_path,
 )
-from megatron.tasks.table import PROGRAM, flags_elsewhere
+from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.tokenizer import Tokenizer
 from megatron.training.callbacks.base import Callback
@@ -546,8 +546,8 @@ def parse(
         yield from find_mistakes(options)
 
     own_flags = {flag for field in fields_of(FinetuneConfig) for flag in field.spellings}
-    elsewhere = {
-        flag: text for flag, text in flags_elsewhere(task).items() if flag not in own_flags
+    other_flags = {
+        flag: text for flag, text in flags_of_other_tasks(task).items() if flag not in own_flags
     }
     late = (*LATE_RULES, *PRETRAINING_RULES, titles)
     parsed = parse_config(
@@ -560,7 +560,7 @@ def parse(
             find_start=find_start or _start,
             rules=[*(rule for rule in RULES if rule not in late), refuse_pretraining_flags],
             check_extra=check,
-            elsewhere=elsewhere,
+            flags_of_other_tasks=other_flags,
         ),
     )
     model, texts = parsed.config.model, parsed.extra[3]

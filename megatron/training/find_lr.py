@@ -304,7 +304,7 @@ def draw(curve: RateCurve, result: RangeTestResult, output: Path) -> None:
         xlabel="Learning rate",
         ylabel="Loss after the update",
     )
-    axes.set_title("Range test of the learning rate")
+    axes.set_title("Learning rate range test")
     axes.grid(alpha=0.3)
     axes.legend()
     with writing_to("--output", output):

@@ -199,7 +199,7 @@ def _state_rows(config: RunConfig, plan: ModelPlan, world_size: int) -> list[Pan
     """Return the row about moments, master weights and gradients below 32 bits, if any."""
     options = config.optimizer
     formats = {name: getattr(options, name) for name in FORMAT_FIELDS}
-    packed = {name: form for name, form in formats.items() if form != "fp32"}
+    packed = {name: dtype for name, dtype in formats.items() if dtype != "fp32"}
     if not packed:
         return []
     changes: dict[str, Any] = {f"optimizer.{name}": "fp32" for name in packed}
@@ -208,7 +208,7 @@ def _state_rows(config: RunConfig, plan: ModelPlan, world_size: int) -> list[Pan
     fp32_config = with_values(config, changes)
     before, after = (largest_process(each, plan, world_size) for each in (fp32_config, config))
     saved = before.total + before.host - after.total - after.host
-    text = ", ".join(f"{name.removesuffix('_dtype')} in {form}" for name, form in packed.items())
+    text = ", ".join(f"{name.removesuffix('_dtype')} in {dtype}" for name, dtype in packed.items())
     text += f": {amount(saved)} per process less than in fp32"
     if packed.keys() - {"main_grads_dtype"}:
         text += "; PyTorch's operations update them, because the fused Adam kernel needs fp32"
@@ -223,9 +223,9 @@ def _adapter_rows(config: RunConfig, plan: ModelPlan) -> list[PanelRow]:
     trained = count_adapters(model, plan.embedding.vocabulary)
     kind = "DoRA" if model.use_dora else "LoRA"
     text = f"{trained:,} parameters ({kind} of rank {model.lora_rank}); all others are frozen"
-    form = frozen_format(model)
-    if form is not None:
-        text += f", those of linear layers in {form}"
+    frozen = frozen_format(model)
+    if frozen is not None:
+        text += f", those of linear layers in {frozen}"
     return [("adapters", text)]
 
 

@@ -193,7 +193,7 @@ def openapi_document(needs_token: bool, legacy_status_codes: bool) -> dict[str, 
         content({"type": "string", "description": "The error message."}),
     )
     if legacy_status_codes:
-        api["description"] = "Most mistakes are answered with status 200 and a string."
+        api["description"] = "Most invalid requests are answered with status 200 and a string."
     whole, stream = content({"type": "object"}), content({"type": "string"}, "text/event-stream")
     whole_or_stream = {"content": whole["content"] | stream["content"]}
     completion = operation("Continue a text", CompletionRequest, whole_or_stream, openai_error)

@@ -141,7 +141,7 @@ class PipelineChannel:
                 edge.pending.popleft()[0].wait()
 
     def _edge(self, operation: Operation) -> _Edge:
-        assert operation.peer is not None, f"{operation} is not a communication"
+        assert operation.peer is not None, f"{operation} is neither a send nor a receive"
         return self._edges[operation.kind, operation.peer]
 
 
