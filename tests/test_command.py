@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from megatron.command import format_panel, run_command
+from megatron.command import format_panel, print_line, run_command
 from megatron.errors import CheckpointError, ConfigError
 from tests.repository import ROOT
 
@@ -76,6 +76,14 @@ sys.exit(run_process([], work))
     assert process.returncode == code
     assert said.count(b"the program that read this run's log has ended") == 1
     assert (b"told" in said) == (place == "inside")
+
+
+def test_lines_are_printed_where_stderr_is_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    print_line("iteration 1")
+    assert capsys.readouterr().out == "iteration 1\n"
 
 
 def test_streams_that_were_closed_at_the_start_are_the_null_device() -> None:

@@ -37,5 +37,9 @@ def test_the_best_interval_is_daly_s_and_no_other_is_better():
         assert all(best >= failures.goodput(failures.best * factor) for factor in (0.7, 0.95, 1.4))
 
 
+def test_where_saving_takes_longer_than_failures_daly_waits_for_one():
+    assert Failures(between=10.0, checkpoint=30.0, restart=1.0).daly == 10.0
+
+
 def test_nothing_gets_done_if_an_interval_never_ends():
     assert LLAMA.goodput(1e9) == 0.0

@@ -80,6 +80,7 @@ RUNS = {
 SEARCHES = {
     "gpt": f"--gpus 8xH100 --global-batch 64 -- {_GPT}",
     "experts": f"--gpus 8xH200 --global-batch 64 -- {_GPT} --num-experts 8 --moe-router-topk 2",
+    "distillation": f"--gpus 8xH100 --global-batch 64 --teacher gpt-1.3b -- {_GPT}",
 }
 
 
@@ -94,7 +95,12 @@ def _prediction(name: str) -> dict[str, Any]:
 def _layouts(name: str) -> list[list[Any]]:
     request = read_request(build_parser().read(SEARCHES[name].split()))
     search = Search(
-        request.start, request.vocabulary, request.gpus, request.machine, request.machine.memory
+        request.start,
+        request.vocabulary,
+        request.gpus,
+        request.machine,
+        request.machine.memory,
+        teacher=request.teacher,
     )
     return [
         [describe(plan.config, request.gpus), plan.prediction.seconds] for plan in search.best(3)
