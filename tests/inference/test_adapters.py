@@ -335,9 +335,9 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"r": "many"}, "r is many: give a positive whole number"),
-        ({"r": 2.5}, "r is 2.5: give a positive whole number"),
-        ({"lora_alpha": 0}, "lora_alpha is 0: give a positive number"),
+        ({"r": "many"}, "r is many, not a positive integer"),
+        ({"r": 2.5}, "r is 2.5, not a positive integer"),
+        ({"lora_alpha": 0}, "lora_alpha is 0, not a positive number"),
         ({"r": 5}, r"has shape \[3, 32\], but it is \[5, 32\] here"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* is not supported"),
     ],
