@@ -138,7 +138,7 @@ def test_no_family_of_hugging_face_has_it():
         ("--use-mup --softmax-scale 0.1", "--use-mup with --softmax-scale 0.1: muP has its own"),
         (
             "--use-mup --save x --save-interval 1 --ckpt-format torch_dist",
-            "--use-mup with --ckpt-format torch_dist: its files do not hold",
+            "--use-mup with --ckpt-format torch_dist: its files do not contain",
         ),
         (
             "--use-mup --mup-embedding-mult 2",
