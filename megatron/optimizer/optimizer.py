@@ -546,6 +546,9 @@ class Optimizer:
                             weight.store(part.to(dtype))
                         else:
                             weight.copy_(part.to(dtype))
+                    elif part.dtype == torch.float32 and weight is not part:
+                        # With ZeRO 3, the loaded weights went into temporary 16-bit copies.
+                        part.copy_(values_of(weight))
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

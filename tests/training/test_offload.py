@@ -143,3 +143,19 @@ def test_offloading_may_begin_and_end_at_a_checkpoint(tmp_path, precision):
         ours, _, last = _train(Layout.single(), words)
         assert ours == losses[2 * part : 2 * part + 2]
     assert last == state
+
+
+def _resumed(layout, folder, flags):
+    saves = ["--save", str(folder), "--save-interval", "2"]
+    whole = _train(layout, [*FLAGS, *flags, *saves])
+    again = _train(layout, [*FLAGS, *flags, "--load", str(folder), "--ckpt-step", "4"])
+    return whole, again
+
+
+@pytest.mark.parametrize("precision", ["--bf16", ""])
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path, stage, precision):
+    flags = [OFFLOAD, "--zero-stage", stage, *precision.split()]
+    for whole, again in run_sharing_memory(2, _resumed, tmp_path, flags):
+        assert again[0] == whole[0][4:]
+        assert again[1:] == (whole[1][4:], whole[2])
