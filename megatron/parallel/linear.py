@@ -490,7 +490,7 @@ class _ArrivingInput(WeightProduct):
     ) -> None:
         super().__init__(products, saved, grad)
         self._exchange = exchange
-        self._rows = None if self._x is None else self._x.flatten(0, -2)
+        self._rows = None if self._x is None else self._x.flatten(0, -2).contiguous()
         self._has_arrived = False
 
     def start(self) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from megatron.config.parser import parse_config
@@ -12,7 +13,8 @@ from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import exchange_bytes, largest_expert_message, largest_message
 from megatron.training.build import new_exchange
-from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy
+from tests.distributed import run_distributed
+from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy, train_toy
 
 SPLIT = "--train-iters 1 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
 
@@ -67,3 +69,20 @@ def test_a_run_asks_for_room_for_all_texts_of_a_sample(monkeypatch):
 def test_one_process_has_none():
     run = build_toy(Layout.single(), ["--tp-comm-overlap", "--train-iters", "1"])
     assert new_exchange(run.config, run.layout, run.device, 1) is None
+
+
+def _losses(layout, flags):
+    return train_toy(layout, flags)[0].values("lm loss")
+
+
+def test_parts_of_a_projection_are_exchanged_too():
+    """Without a norm, latent attention's second projections read parts of the first one's rows."""
+    latent = """--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4
+        --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm --eval-iters 0
+        --hidden-dropout 0 --attention-dropout 0"""
+    *plain, overlap = SPLIT.removeprefix("--train-iters 1 ").split()
+    flags = [*latent.split(), *plain]
+    overlapped, whole = (
+        run_distributed(2, _losses, more, tensor=2)[-1] for more in ([*flags, overlap], flags)
+    )
+    assert overlapped == pytest.approx(whole, rel=1e-6)
