@@ -1,4 +1,4 @@
-"""Random combinations of features: refused by name, or trained, saved and resumed to the bit.
+"""Random combinations of features train, save and resume to the bit, or are refused by name.
 
 Other tests try each feature alone or with those that it is known to meet. To try more of them:
 
@@ -202,7 +202,7 @@ def problem_of(found, folder):
         return str(error)
     if isinstance(resumed, str):
         return f"a checkpoint of its own is refused: {resumed}"
-    # Megatron's formats contain neither the history of fp8 scaling nor packed states.
+    # Megatron's formats contain neither the history of fp8 scaling nor packed states: only finite.
     is_exact = "--ckpt-format" not in found.flags
     if len(resumed) != 2 or not all(map(math.isfinite, whole)):
         return f"losses {whole}, resumed {resumed}"
