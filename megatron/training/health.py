@@ -114,11 +114,12 @@ def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
     device.synchronize()
     fastest, deadline, ready = float("inf"), time.perf_counter() + _SECONDS, ReadyClock()
     while True:
+        # The waits are read within the timed span: a wait at a reading must not be taken from it.
         start, waited = time.perf_counter(), ready.seconds()
         work()
         device.synchronize()
-        end = time.perf_counter()
-        fastest = min(fastest, end - start - (ready.seconds() - waited))
+        waited, end = ready.seconds() - waited, time.perf_counter()
+        fastest = min(fastest, end - start - waited)
         if end > deadline:
             return amount / fastest
 

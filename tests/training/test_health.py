@@ -158,6 +158,27 @@ def test_ranks_measure_themselves_and_their_links(tmp_path: Path) -> None:
     assert lines[-1].startswith("versions of rank 0: megatron ")
 
 
+def test_a_wait_at_a_reading_of_the_clocks_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = waited = 0.0
+
+    def clock() -> float:  # other processes have the core for a second whenever a clock is read
+        nonlocal now, waited
+        now, waited = now + 1.0, waited + 1.0
+        return now
+
+    def waits() -> float:
+        clock()
+        return waited
+
+    def work() -> None:
+        nonlocal now
+        now += 10.0
+
+    monkeypatch.setattr(health, "ReadyClock", lambda: SimpleNamespace(seconds=waits))
+    monkeypatch.setattr(time, "perf_counter", clock)
+    assert health._speed(work, 60.0, Device.cpu()) == 5.0
+
+
 def test_a_run_tests_before_it_and_at_an_interval(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
