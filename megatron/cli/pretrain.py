@@ -33,7 +33,7 @@ _HELP = {"-h", "--help", "--help-all"}
 
 
 def pretrain(argv: Sequence[str]) -> int:
-    """Replace this process with the training of a recipe.
+    """Replace this process with one that trains a recipe.
 
     Returns:
         The exit code after --help, --small or a mistake.

@@ -46,7 +46,7 @@ class ComparingRecipe:
 
 
 class DocumentSums(NamedTuple):
-    """For each segment, sums over its tokens that count in the loss.
+    """The sums over each segment's tokens that count in the loss.
 
     Attributes:
         log_probs: The log-probabilities, fp64 [k].

@@ -291,7 +291,7 @@ class _Writer(NamedTuple):
     def top_tokens(
         self, batches: Iterator[Batch], sizes: Sequence[int], device: torch.device
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
-        """Return each sample's top log-probabilities, on the CPU, and its digest, for one file.
+        """Return the top log-probabilities (on the CPU) and the digest of each sample of one file.
 
         Pipeline stages other than the last return empty lists. Collective over the tensor, context
         and pipeline ranks.

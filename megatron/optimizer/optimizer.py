@@ -529,7 +529,7 @@ class Optimizer:
             self._shared_weights.wait()
 
     def reload_masters(self, *, include_16_bit: bool = True) -> None:
-        """Copy loaded weights to their fp32 master weights or copies.
+        """Copy loaded weights to the master weights, which are in fp32 or packed.
 
         Args:
             include_16_bit: Whether to also overwrite the master weights of 16-bit weights. Pass

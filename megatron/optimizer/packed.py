@@ -206,7 +206,7 @@ def _power(exponents: Tensor) -> Tensor:
 
 
 def _uniform(like: Tensor, first: int, salt: int, count: Tensor | None) -> Tensor:
-    """Return uniform numbers in [0, 1) for the elements from `first` on, in the shape of `like`."""
+    """Return uniform random numbers in [0, 1) for elements from `first` on, shaped like `like`."""
     index = torch.arange(first, first + like.numel(), device=like.device)
     seed = torch.full((), salt, device=like.device) if count is None else count.long() * 8 + salt
     x = (index * 0x9E3779B1 + _mixed(seed & _WORD)) & _WORD

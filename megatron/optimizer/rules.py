@@ -280,7 +280,7 @@ class OverlappedUpdate:
 
 
 def _pieces(sizes: Sequence[int], limit: int) -> list[slice]:
-    """Return consecutive slices, each ending once its sizes add up to at least `limit`."""
+    """Return slices in order. All but the last end once their sizes add up to at least `limit`."""
     pieces, start, filled = [], 0, 0
     for index, size in enumerate(sizes, 1):
         filled += size

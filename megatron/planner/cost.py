@@ -73,7 +73,7 @@ _ACCUMULATED, _EXPERT_ACCUMULATED = 8, 10
 
 
 class Seconds(NamedTuple):
-    """The time of one pass, by activity of the device.
+    """The time of one pass, by what the device is doing.
 
     Attributes:
         products: Matrix products.

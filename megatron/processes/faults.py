@@ -51,7 +51,7 @@ _FLIPPED = {
 
 
 class InjectedFaultError(Exception):
-    """Raised by the fault "exception"."""
+    """Raised when the fault "exception" is triggered."""
 
 
 class FaultyJournal(Journal):
@@ -111,7 +111,7 @@ class FaultyJournal(Journal):
 
     @contextmanager
     def external_collective(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Wrap a collective that another library starts and waits for."""
+        """Record a collective that another library runs, and count its time as waiting."""
         with super().external_collective(kind, ranks):
             yield
         self._waited += time.monotonic() - self._waits_since

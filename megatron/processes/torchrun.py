@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Remove torchrun's own traceback from its report that a rank has ended."""
+    """Remove torchrun's own traceback from the report that a rank has ended. Keep the report."""
     record.exc_info = None
     return True
 

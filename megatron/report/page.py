@@ -73,7 +73,7 @@ def _clock(history: History) -> dict[str, Any]:
 
 
 def summarize(history: History) -> list[tuple[str, str]]:
-    """Return a few figures about a run as (name, text) pairs."""
+    """Return the key figures of a run as (name, text) pairs."""
     rows: list[tuple[str, str]] = []
     curves = history.curves
     total = f" of {history.iterations:,}" if history.iterations else ""

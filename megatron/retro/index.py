@@ -432,7 +432,7 @@ class Codec:
 
 
 def codec_of(index: Any) -> Codec:
-    """Return the codec for the way in which a faiss index stores its entries."""
+    """Return the codec that matches how a faiss index stores its entries."""
     with packages_of("retro"):
         import faiss
     inner = index
@@ -447,7 +447,7 @@ def check_factory(options: IndexOptions) -> None:
     """Check the flags that describe the index before anything is embedded.
 
     Raises:
-        ConfigError: faiss does not know the string, or the index cannot skip rows.
+        ConfigError: faiss rejects the --retro-index-str, or the index cannot skip rows.
     """
     flag = f"--retro-index-str {options.factory}"
     with faiss_threads(options.threads) as faiss:

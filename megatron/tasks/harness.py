@@ -159,7 +159,7 @@ def _run_harness(model: LM, task_options: HarnessConfig) -> dict[str, Any]:
     """Run the harness, and return the result of `simple_evaluate`.
 
     Raises:
-        ConfigError: The harness has no task of a requested name.
+        ConfigError: A requested task does not exist.
         DataError: The data of a task cannot be read.
     """
     import lm_eval
@@ -201,7 +201,7 @@ def _unknown(names: Sequence[str], manager: TaskManager) -> list[str]:
 
 
 def _metrics(results: Mapping[str, Any]) -> Metrics:
-    """Return values by `task metric`, and standard errors by `task metric_stderr`."""
+    """Return each value as "TASK METRIC", and its standard error as "TASK METRIC_stderr"."""
     metrics: Metrics = {}
     for task, task_metrics in results["results"].items():
         for key, value in task_metrics.items():

@@ -64,7 +64,7 @@ def _rows(path: str, flag: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_passages(path: str) -> Iterator[Passage]:
-    """Yield the passages of --evidence-data-path. The first line is a header.
+    """Yield the passages in the --evidence-data-path file, whose first line is a header.
 
     Raises:
         DataError: The file cannot be read or has no passages, or a line does not have a number, a
@@ -196,7 +196,7 @@ class PassageVectors(NamedTuple):
         """Return the vectors in a file, and the description passed to `save` as `origin`.
 
         Raises:
-            ConfigError: The file was not written by `save`. Megatron-LM's pickles are not read.
+            ConfigError: The file was not written by `save`, for example a Megatron-LM pickle.
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:

@@ -128,7 +128,7 @@ class GigatokenEncoder:
 class TiktokenEncoder:
     """A tiktoken encoder with GPT-2's split pattern and merges.
 
-    tiktoken computes ranks, which are positions in the list of merges. They are mapped to ids.
+    tiktoken returns ranks: the bytes come first, then the merges in order. They are mapped to ids.
 
     Args:
         vocab: The map from entries, with bytes written as in `byte_of_character`, to ids.

@@ -84,7 +84,7 @@ def batches(dump: Path, first: int) -> Iterator[Batch]:
 
 
 def extract_batch(batch: Batch) -> ExtractedLines:
-    """Return the JSON lines of a batch, without empty, unparsable and too long articles."""
+    """Return the JSON lines of a batch, without articles that are empty, unparsable or too long."""
     lines, counts = list[str](), Counter[str]()
     for page in batch.pages:
         try:

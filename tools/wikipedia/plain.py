@@ -133,7 +133,7 @@ def _unclosed(wikitext: str) -> int:
 
 
 def _apostrophes(apostrophes: re.Match[str]) -> str:
-    """Return the apostrophes of a run that are not markup: one of four, or all after the fifth."""
+    """Return the apostrophes in a row that are not markup: one of four, or all after the fifth."""
     length = len(apostrophes.group())
     return "'" if length == 4 else "'" * (length - 5)
 
