@@ -105,9 +105,9 @@ class HostBuffer:
 
 
 class BackgroundSaver:
-    """The background saves of a run, one at a time.
+    """A saver that writes a run's checkpoints in the background, one at a time.
 
-    All ranks construct it and call `start` together.
+    Every rank constructs one, and all ranks call `start` together.
     """
 
     def __init__(

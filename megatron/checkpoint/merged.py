@@ -91,7 +91,7 @@ def without_adapters(
 
 
 class MergedReader(Reader):
-    """A checkpoint whose adapters are presented as part of the weights that they adapt.
+    """A checkpoint that presents its adapters merged into the weights that they adapt.
 
     Optimizer states are left out, because they belong to the adapters.
     """

@@ -71,7 +71,7 @@ def open_trusted(
         follows: Follow a link to a regular file.
 
     Raises:
-        CheckpointError: The file is not a regular one, belongs to another user, or is
+        CheckpointError: The path is not a regular file, or the file belongs to another user or is
             world-writable.
         OSError: The file cannot be opened.
     """

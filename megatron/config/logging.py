@@ -40,8 +40,8 @@ class LoggingConfig:
         log_pipeline_bubble: Time every pipeline operation, and log the share of time that stages
             spend waiting, together with the share that the schedule predicts from the measured
             times.
-        log_straggler: Time the work of every rank without its waits for others, log the slowest
-            ranks with each log line, and report a rank that stays slow.
+        log_straggler: Time each rank's own work, excluding its waits for other ranks, log the
+            slowest ranks with each log line, and report a rank that stays slow.
         straggler_minmax_count: With --log-straggler, number of slowest and of fastest ranks that
             each log line names.
         tensorboard_dir: Folder for TensorBoard. Off by default.

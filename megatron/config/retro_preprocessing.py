@@ -32,8 +32,8 @@ class RetroStagesConfig:
             interruption, work continues with the first file that is missing.
         retro_doc_block_size: Number of documents in a file of chunks.
         retro_compatible: Reproduce the bugs of Megatron-LM's preprocessing (docs/retro.md has the
-            list), so that the files are equal to those that it writes.
-        retro_threads: Number of threads of each process for faiss. Default: an equal share of the
+            list), so that the files are identical to the ones that it writes.
+        retro_threads: Number of faiss threads in each process. Default: an equal share of the
             cores.
         retro_return_doc_ids: Accepted for old scripts; no effect. Neighbors from a sample's own
             documents are always left out.
@@ -117,7 +117,7 @@ class RetroEmbeddingConfig:
         bert_embedder_load: Folder of the embedding network. Default: --load.
         retro_bert_tokenizer_type: BERT's tokenizer type.
         retro_bert_vocab_file: BERT's vocabulary file.
-        retro_bert_batch_size: Number of chunks that are embedded at a time.
+        retro_bert_batch_size: Number of chunks to embed at a time.
         retro_bert_max_chunk_length: Maximum length of a text in BERT's tokens. Longer texts are
             truncated.
         output_bert_embeddings: Accepted for old scripts; no effect.

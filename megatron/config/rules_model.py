@@ -210,7 +210,7 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def sinkhorn(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each router flag that cannot be combined with Sinkhorn's balancing."""
+    """Yield an error for each router flag that cannot be combined with Sinkhorn balancing."""
     model = config.model
     kinds = model.moe_router_load_balancing_type
     if not model.num_experts or "sinkhorn" not in kinds:
@@ -314,7 +314,7 @@ def normalization(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def precision(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in the number formats, other than FP8."""
+    """Yield an error for each mistake in the flags of 16-bit training and of fused operations."""
     options, head = config.precision, config.model.kv_channels
     if options.fp16 and options.bf16:
         yield "--fp16 and --bf16 cannot be combined: use one of them"
@@ -387,7 +387,7 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each missing setting of a T5, and for each that it does not support."""
+    """Yield an error for each setting that T5 requires but lacks, or does not support."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
@@ -407,7 +407,7 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def retro(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each missing setting of a Retro, and for each that it does not support."""
+    """Yield an error for each setting that Retro requires but lacks, or does not support."""
     model, parallel, chunk = config.model, config.parallel, config.model.retro_chunk_length
     if model.architecture != "retro":
         return

@@ -168,7 +168,7 @@ def learning_rate(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _range_test(config: RunOptions) -> Iterator[str]:
-    """Yield an error for each flag that a range test of the learning rate does not allow."""
+    """Yield an error for each flag that a learning-rate range test does not allow."""
     schedule, training = config.schedule, config.training
     prefix = "--lr-decay-style range-test cannot be combined with"
     if schedule.decoupled_lr is not None:
@@ -413,7 +413,7 @@ def spikes(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def replica_hashes(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if weights are to be compared between replicas, but ZeRO stage 3 has none."""
+    """Yield an error if replicas are to be compared, but ZeRO stage 3 keeps no replicas."""
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and config.parallel.zero_stage == 3:
         yield (

@@ -70,7 +70,10 @@ def plan_model(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
 
 
 def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
-    """Return whether there are layers and all sizes are in bounds. If not, a rule reports it."""
+    """Return whether the number of layers is known and all sizes are in bounds.
+
+    If not, a rule reports the error.
+    """
     sizes = vars(model) | vars(config)
     fields = (*fields_of(ModelOptions), *fields_of(ParallelOptions))
     invalid = (

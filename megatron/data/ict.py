@@ -47,7 +47,7 @@ class BlockMapPlan(NamedTuple):
     Attributes:
         num_samples: The minimum number of rows. Passes over the documents are always completed, so
             there may be more.
-        max_length: The length of a block and its title in tokens, without special tokens.
+        max_length: The target length of a block and its title in tokens, without special tokens.
         seed: The seed of the shuffle.
         min_sentences: The minimum number of sentences in a block.
     """

@@ -161,7 +161,9 @@ class TextCorpus:
 
 @dataclass(eq=False)
 class TextDataset:
-    """The samples of one split of a corpus: `text`, the tokens `[s + 1]`, `id`, and `ROW_POSITION`.
+    """The samples of one split of a corpus.
+
+    Each sample contains `text` (the tokens, `[s + 1]`), `id` and `ROW_POSITION`.
 
     Attributes:
         corpus: The text.

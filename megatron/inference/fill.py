@@ -1,4 +1,4 @@
-"""Filling in words that are masked by `[MASK]` in a text, with a trained BERT or T5 model.
+"""Fill in the `[MASK]`s of a text with a trained BERT or T5 model.
 
 BERT fills each `[MASK]` with a single token, and T5 with any number of words.
 """

@@ -194,7 +194,7 @@ class RetroExecutor(Executor):
         self._retrieve = retrieve
 
     def retrieved(self, plan: StepPlan) -> list[Retrieved]:
-        """Return the passages of the chunks that a plan completes, or finds in the cache."""
+        """Return the passages of chunks that a plan completes or finds in the cache, each once."""
         m, events = self.chunk_memory.sizes.chunk, []
         for row in plan:
             # A preempted sequence recomputes chunks that have already been reported.

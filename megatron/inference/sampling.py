@@ -131,9 +131,9 @@ def unpack(result: Sequence[float], choices: Sequence[Choice]) -> list[Chosen]:
 
 
 def _tokens(logits: Tensor, tokens: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """Return each row's target, sampled token or, without these, most likely token, int64 [k].
+    """Return the token of each row, int64 [k]: its target, a sampled token or the likeliest one.
 
-    `tokens` has the most likely token of each row.
+    `tokens` contains each row's likeliest token before penalties, and is changed in place.
     """
     targets_by_row = {
         i: choice.target for i, choice in enumerate(choices) if choice.target is not None

@@ -179,7 +179,7 @@ class Scorer:
         return tokens
 
     def _scores(self, logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Return [b, 3] on the CPU: log probability, whether greedy, and 1 to count the sample.
+        """Return [b, 3] on the CPU: log probability, whether greedy, and 1 as the sample's count.
 
         Args:
             logits: Logits [b, s, v/t].

@@ -411,7 +411,7 @@ def _run(commands: Sequence[list[str]], outputs_of: Sequence[str], clock: _Clock
 
 @contextmanager
 def _alone(path: Path, report_waiting: LineWriter) -> Iterator[None]:
-    """Hold a lock file inside the context.
+    """Hold the lock on a file inside the context.
 
     If the file system has no locks, or another process holds the lock for too long, continue
     without it. Files are renamed into place, so building twice only wastes time.

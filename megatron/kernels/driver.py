@@ -152,7 +152,9 @@ class Driver:
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """A plan's launches as driver structures, for one thread only, because calls change them.
+    """A plan's launches in the driver's structures.
+
+    Calls change the structures, so only one thread may use them.
 
     Attributes:
         packer: The packer that writes the values of a call into `values`.

@@ -256,7 +256,7 @@ def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) 
 
 
 class Fp8Casts:
-    """Casts in plain PyTorch.
+    """Casts to fp8 in plain PyTorch.
 
     Matrices x are [m, k], contiguous, in bf16, fp16 or fp32; `fp8` is E4M3 or E5M2.
 

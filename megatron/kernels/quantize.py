@@ -105,7 +105,7 @@ def bytes_of(parameters: int, frozen_format: FrozenFormat, scale_bytes: int) -> 
 
 @torch.no_grad()
 def quantize(matrix: Tensor, frozen_format: FrozenFormat) -> tuple[Tensor, Tensor]:
-    """Round a matrix to codes.
+    """Quantize a matrix.
 
     Args:
         matrix: The values [..., in]; `in` is a multiple of `BLOCK`.

@@ -117,7 +117,7 @@ class Scaling(NamedTuple):
     min_kept_turns: float = 4.0
 
     def slow_down(self, frequency: Tensor) -> Tensor:
-        """Return frequencies [r/2] in radians per token, with low frequencies divided."""
+        """Return frequencies [r/2] in radians per token, the low ones divided by `factor`."""
         turns = _FIRST_CONTEXT * frequency / (2 * math.pi)
         if self.min_kept_turns == _SLOWED_TURNS:
             kept = (turns >= self.min_kept_turns).to(turns.dtype)
@@ -147,7 +147,7 @@ class Yarn(NamedTuple):
     concentration: float = 1.0
 
     def slow_down(self, frequency: Tensor, base: float) -> Tensor:
-        """Return frequencies [r/2] in radians per token, with low frequencies divided.
+        """Return frequencies [r/2] in radians per token, the low ones divided by `factor`.
 
         Args:
             frequency: The frequencies base^(-2i/r), in radians per token.

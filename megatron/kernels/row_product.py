@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add in the same order.
+    """Kernels that add in the same order, so that their results are bitwise equal.
 
     Attributes:
         kind: The id of the family.

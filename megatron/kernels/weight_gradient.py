@@ -1,7 +1,7 @@
-"""Products for weight gradients that accumulate directly into a gradient buffer.
+"""Products that accumulate weight gradients directly into a gradient buffer.
 
-Otherwise a linear layer or an embedding would write a 16-bit gradient as large as its weight, and
-another pass over memory would add this gradient to the buffer.
+Without them, a linear layer or an embedding would write a 16-bit gradient as large as its weight,
+and another pass over memory would add this gradient to the buffer.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class MambaPlan(RecurrentPlan):
 
     @property
     def widths(self) -> tuple[int, int, int, int, int]:
-        """Outputs of the input projection: gate z, input x, vectors B and C, time steps."""
+        """Widths of the input projection's gate z, input x, vectors B and C, and time steps."""
         vectors = self.groups * self.state
         return self.inner, self.inner, vectors, vectors, self.heads
 
@@ -166,7 +166,7 @@ class GatedDeltaNetPlan(RecurrentPlan):
 
     @property
     def widths(self) -> tuple[int, int, int, int, int, int]:
-        """Outputs of the input projection: queries, keys, values, gates, rates, decays."""
+        """Widths of the input projection's queries, keys, values, gates, rates and decays."""
         heads = (self.value_heads,) * 2
         return self.keys, self.keys, self.values, self.values, *heads
 

@@ -272,7 +272,7 @@ class ChunkedCrossAttention(CrossAttention):
         return rows.permute(2, 3, 0, 1, 4, 5).flatten(1, 3)
 
     def _by_token(self, context: Tensor, batch: int) -> Tensor:
-        """Undo `_by_chunk` for [m, b l, n/t d]; tokens before the first group get 0."""
+        """Undo `_by_chunk`: [m, b l, n/t d] -> [s, b, n/t d], zero before the first group."""
         slices, before = self._slices
         rows = context.unflatten(1, (batch, slices, -1))  # [m, b, slices, groups, n/t d]
         rows = rows.permute(2, 3, 0, 1, 4).flatten(1, 2)  # [slices, groups m, b, n/t d]

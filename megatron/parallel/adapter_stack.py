@@ -37,7 +37,7 @@ class AdapterRows:
     Attributes:
         names: The names of the adapters.
         of_tokens: The adapter of each token, int64 [s], counted from 1; 0 is the base model. `None`
-            means that no token has an adapter, and layers skip the products of adapters.
+            means that no token has an adapter, so layers skip the adapters' matrix products.
         of_outputs: The same for the tokens whose logits are computed, int64 [k].
     """
 

@@ -221,7 +221,7 @@ def _chunk_of(
 
 
 class _WholeChunk:
-    """A few tokens, with the teacher's whole distribution."""
+    """A chunk of tokens, with the teacher's whole distribution."""
 
     def __init__(self, x: Tensor, teacher: Tensor, axis: Axis) -> None:
         self.x, self.teacher, self.axis = x, teacher, axis
@@ -241,7 +241,7 @@ class _WholeChunk:
 
 
 class _TopChunk:
-    """A few tokens, with the teacher's top k."""
+    """A chunk of tokens, with the teacher's top k."""
 
     def __init__(self, x: Tensor, teacher: TopLogProbs, axis: Axis, first: int) -> None:
         self.x, self.teacher, self.axis = x, teacher, axis

@@ -194,7 +194,7 @@ class ExpertExchange:
     def _send_to_all(
         self, axis: Axis, tokens: Tensor, choices: Tensor, weights: Tensor
     ) -> DispatchedTokens:
-        """Gather all tokens. The host waits for the number of rows only when `count` is called.
+        """Gather all ranks' tokens. The host waits for the row count only when `count` is called.
 
         Until then, the host queues all work that does not depend on this number, so the device
         stays busy while the host waits.

@@ -219,7 +219,7 @@ def training_command(
 
 
 def split_of(documents: int) -> tuple[str, int]:
-    """Return a `--split` with 1/20 of the documents for validation, and the first one's index.
+    """Return a `--split` that holds out 1/20 of the documents, and the index of the first of them.
 
     Raises:
         DataError: There are fewer than two documents.

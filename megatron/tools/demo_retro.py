@@ -169,7 +169,7 @@ def demo(out: Path, iterations: int) -> None:
 
     Args:
         out: An empty folder for everything that the demo writes.
-        iterations: The number of updates of the Retro and of the GPT.
+        iterations: The number of updates of each of the two models, Retro and GPT.
 
     Raises:
         DataError: The path of the folder contains a space.

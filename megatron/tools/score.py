@@ -1,6 +1,6 @@
 """Score the answers in a file with a trained reward model.
 
-python tools/score.py --load runs/reward --input held-out-pairs.jsonl --output rewards.jsonl
+    python tools/score.py --load runs/reward --input held-out-pairs.jsonl --output rewards.jsonl
 
 Each line of the input is a conversation, or a pair with "chosen" and "rejected", as in training.
 """

@@ -1,6 +1,7 @@
-"""Passes of micro-batches through this process's model parts, ordered by a pipeline schedule.
+"""Forward and backward passes of micro-batches through this process's model parts.
 
-A model that is not split is a pipeline of one stage, with the same schedule and executor.
+A pipeline schedule orders the passes. A model that is not split is a pipeline of one stage, with
+the same schedule and executor.
 """
 
 from __future__ import annotations

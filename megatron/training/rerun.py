@@ -114,7 +114,7 @@ class Reruns:
         self._first_losses: dict[str, float] = {}
 
     def begin(self, passes: Passes) -> None:
-        """Store the state that an update will change. Call this before its passes end."""
+        """Store the state that an update will change. Its passes may have begun, but not ended."""
         run = self._run
         self._passes, self._scale = passes, run.optimizer.scale
         self._before = replace(run.progress)

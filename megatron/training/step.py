@@ -282,7 +282,7 @@ def _may_look_ahead(run: Run) -> bool:
 
 
 class _OutcomeReader:
-    """The values that the host reads from an update, all at once because each read waits."""
+    """A single read of all results of an update, because each read makes the host wait."""
 
     def __init__(self, run: Run, passes: Passes) -> None:
         """Add up the losses over the ranks. Collective."""

@@ -70,7 +70,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the checkpoint, which its chunks tile without gaps or overlaps."""
+    """A tensor in the checkpoint. Its chunks tile it without gaps or overlaps."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -140,7 +140,7 @@ def is_copy(name: str) -> bool:
 
 
 def is_derived(name: str) -> bool:
-    """Return whether an entry of the tree is derived from the flags and not a parameter."""
+    """Return whether an entry of the tree is not a parameter, but derived from the flags."""
     return name.endswith(("_extra_state", "inv_freq"))
 
 

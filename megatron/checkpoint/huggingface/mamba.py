@@ -194,7 +194,7 @@ class Mamba2(rules.Family):
 
 @dataclass(frozen=True)
 class NemotronH(Mamba2):
-    """Nemotron-H, whose layers are Mamba-2, attention without positions, MLPs or mixtures."""
+    """Nemotron-H. A layer is Mamba-2, attention (without positions), an MLP or a mixture."""
 
     module_prefix: str | None = "model."
     keys: tuple[rules.Key, ...] = (

@@ -163,7 +163,7 @@ class ParameterRule:
         return [tuple(part.shape) for part in parts] * self.parts
 
     def join(self, load: Callable[[str], Tensor], box: Box, dtype: torch.dtype) -> Tensor:
-        """Return the values in a box of our parameter, reading only the tensors of its experts.
+        """Return the values in a box of our parameter, reading only the experts in the box.
 
         Args:
             load: Function that returns the Hugging Face tensor with a given name.

@@ -175,7 +175,7 @@ class TextPiece:
 
 
 class TokenDecoder:
-    """Converts tokens to their texts, each in the context of the tokens before it."""
+    """A decoder of tokens to text, each in the context of the tokens before it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), offset: int = 0) -> None:
         """Start after a prompt.

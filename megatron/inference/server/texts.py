@@ -341,7 +341,7 @@ class Texts:
         await asyncio.gather(*(process.start() for process in self._processes()))
 
     async def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         await asyncio.gather(*(process.close() for process in self._processes()))
 
     def _processes(self) -> list[TextProcess]:

@@ -1,4 +1,4 @@
-"""Side tasks of a run, which the training loop calls around each update.
+"""Callbacks: the side tasks of a run, which the training loop calls around each update.
 
     base                the hooks that a callback may have
     logging             the log line, timers and memory report on the terminal

@@ -139,7 +139,7 @@ class SkippedUpdates(Callback):
 
 
 def _reason_of(run: Run, outcome: StepOutcome) -> _SkipReason:
-    """Return why an update was skipped, and what the flags say about such updates. Collective."""
+    """Return why an update was skipped, and how the flags treat such updates. Collective."""
     options, ids = run.config.training, _suspects(run, outcome)
     id_text = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
     position, samples = f"iteration {run.progress.iteration}", f"(training sample ids {id_text})"
