@@ -352,6 +352,17 @@ def test_modules_that_the_page_of_kernels_names_exist() -> None:
     assert not [x for x in named if not any((folder / x).is_file() for folder in folders)]
 
 
+def test_the_reference_of_the_code_names_what_its_modules_define() -> None:
+    """The site leaves out a member that its module does not define, without a warning."""
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^::: (\S+)\n.*\n +members: \[(.*)\]$", text, re.MULTILINE)
+    assert len(entries) == text.count(":::") > 10
+    for module, members in entries:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        for member in members.split(", "):
+            assert re.search(rf"^(class|def) {member}\b", source, re.MULTILINE), (module, member)
+
+
 def test_file_tree_names_what_exists() -> None:
     block = re.search(r"^```text\n(.*?)^```$", (ROOT / "docs/files.md").read_text(), re.M | re.S)
     assert block
