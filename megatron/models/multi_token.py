@@ -31,12 +31,6 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear
 
 
-def without_multi_token(plan: ModelPlan) -> ModelPlan:
-    """Return the plan of the same network that predicts only the next token."""
-    heads = tuple(head for head in plan.heads if not isinstance(head, MultiTokenPlan))
-    return replace(plan, heads=heads, embedding=replace(plan.embedding, ahead=0))
-
-
 def layers_of(plan: ModelPlan, part: ModelPart) -> list[LayerPlan]:
     """Return the layers of a part of the model, including those of multi-token prediction."""
     mtp = multi_token_plan(plan)
