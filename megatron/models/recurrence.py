@@ -17,8 +17,7 @@ from megatron.kernels.rope import Rotation
 from megatron.kernels.segments import Mask, Segments, number_segments
 from megatron.models.attention import KeyValueCache
 from megatron.parallel.build import BuildContext
-from megatron.parallel.collectives import all_to_all
-from megatron.parallel.context.split import join_sequence, split_for_all
+from megatron.parallel.context.split import gather_sequences, scatter_sequences
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import Init
@@ -99,7 +98,8 @@ class RecurrentMixer(nn.Module, ABC):
         projected = self.input(x)
         if cache is not None:
             return self.output(cache.recur(self.layer_number, projected, self._continue))
-        by_group = gather_sequences(projected.unflatten(2, (-1, self._group)), self.context)
+        by_rank = projected.unflatten(2, (self.context.size, -1, self._group))
+        by_group = gather_sequences(by_rank, self.context)
         mixed, _ = self.mix(by_group, None, documents_of(mask), self.context)
         return self.output(scatter_sequences(mixed, self.context).flatten(2))
 
@@ -199,37 +199,6 @@ class CausalConvolution(nn.Module):
             result = product if result is None else result + product
         assert result is not None
         return F.silu(result), padded[length:].transpose(0, 1)
-
-
-def gather_sequences(x: Tensor, axis: Axis) -> Tensor:
-    """Return this context rank's groups of whole sequences: [s/C, b, g, ...] -> [s, b, g/C, ...].
-
-    Collective. The groups of channels must be independent of each other until `scatter_sequences`.
-
-    Args:
-        x: All groups of this rank's part of the sequence (`context.split`).
-        axis: The context ranks, C of them.
-    """
-    if axis.size == 1:
-        return x
-    by_rank = x.unflatten(2, (axis.size, -1)).movedim(2, 0)
-    return join_sequence(all_to_all(by_rank, axis).unbind(0), dim=0)
-
-
-def scatter_sequences(x: Tensor, axis: Axis) -> Tensor:
-    """Undo `gather_sequences`: [s, b, g/C, ...] -> [s/C, b, g, ...]. Collective.
-
-    Args:
-        x: This rank's groups of whole sequences.
-        axis: The context ranks, C of them.
-
-    Returns:
-        All groups of this rank's part of the sequence.
-    """
-    if axis.size == 1:
-        return x
-    parts = torch.stack(split_for_all(x, axis.size, dim=0))  # [C, s/C, b, g/C, ...]
-    return all_to_all(parts, axis).movedim(0, 2).flatten(2, 3)
 
 
 def local_slice(size: int, axis: Axis) -> slice:

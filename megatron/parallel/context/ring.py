@@ -43,7 +43,6 @@ from megatron.kernels.attention import (
     sink_gradient,
 )
 from megatron.kernels.segments import Segments, number_segments
-from megatron.parallel.collectives import all_to_all
 from megatron.parallel.context.block import (
     BlockAttention,
     BlockDocuments,
@@ -53,7 +52,12 @@ from megatron.parallel.context.block import (
     merge,
     plain_block,
 )
-from megatron.parallel.context.split import join_sequence, split_for_all, split_segments
+from megatron.parallel.context.split import (
+    gather_sequences,
+    scatter_sequences,
+    split_for_all,
+    split_segments,
+)
 from megatron.parallel.journal import Transfer
 from megatron.parallel.layout import Axis
 
@@ -415,13 +419,11 @@ def ulysses_attention(
     by_rank = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]
     heads = [x.shape[3] for x in by_rank]
     packed = torch.cat(by_rank, dim=3)  # [s/C, b, C, (n + 2g)/C, d]: one message to each rank
-    tokens = all_to_all(packed.movedim(2, 0), axis)
-    whole = join_sequence(tokens.unbind(0), dim=0)  # [s, b, (n + 2g)/C, d]
+    whole = gather_sequences(packed, axis)  # [s, b, (n + 2g)/C, d]
     query, key, value = whole.split(heads, dim=2)
     if options.sinks is not None:
         options = options._replace(sinks=options.sinks.chunk(axis.size)[axis.rank])
     if options.slopes is not None:
         options = options._replace(slopes=options.slopes.chunk(axis.size)[axis.rank])
-    out = attend(query, key, value, options)
-    parts = torch.stack(split_for_all(out, axis.size, dim=0))  # [C, s/C, b, n/C * d]
-    return all_to_all(parts, axis).movedim(0, 2).flatten(2)
+    out = attend(query, key, value, options)  # [s, b, n/C * d]
+    return scatter_sequences(out, axis).flatten(2)

@@ -10,7 +10,7 @@ be equal only with one document per sequence. With documents much shorter than a
 averages out: chunks differ only by a few documents. With documents as long as a few chunks, the
 ranks that hold the end of a document have more work.
 
-s is the sequence length, C the context-parallel size.
+Shapes: s sequence, C context-parallel size, b micro-batch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.segments import Segments
+from megatron.parallel.collectives import all_to_all
 from megatron.parallel.layout import Axis
 
 
@@ -72,6 +73,32 @@ def join_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
         return parts[0]
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
     return torch.cat((*early, *reversed(late)), dim)
+
+
+def gather_sequences(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's channels of whole sequences: [s/C, b, C, ...] -> [s, b, ...]. Collective.
+
+    Args:
+        x: The channels of each rank, for the tokens of this rank's shard of the sequence. Ranks
+            compute their channels independently of each other until `scatter_sequences`.
+        axis: The context axis.
+    """
+    if axis.size == 1:
+        return x.squeeze(2)
+    return join_sequence(all_to_all(x.movedim(2, 0), axis).unbind(0), dim=0)
+
+
+def scatter_sequences(x: Tensor, axis: Axis) -> Tensor:
+    """Undo `gather_sequences`: [s, b, ...] -> [s/C, b, C, ...]. Collective.
+
+    Args:
+        x: This rank's channels of whole sequences.
+        axis: The context axis.
+    """
+    if axis.size == 1:
+        return x.unsqueeze(2)
+    parts = torch.stack(split_for_all(x, axis.size, dim=0))  # [C, s/C, b, ...]
+    return all_to_all(parts, axis).movedim(0, 2)
 
 
 def split_segments(segments: Segments, size: int) -> tuple[Tensor, Tensor]:
