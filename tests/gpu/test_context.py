@@ -9,6 +9,7 @@ import torch
 from megatron.device import Device, gpu_count
 from megatron.parallel.context.block import (
     BlockDocuments,
+    BlockOptions,
     QueryRows,
     choose_block,
     flash_backward,
@@ -48,16 +49,16 @@ def test_flash_blocks_equal_plain_blocks(groups, size, dtype):
     inputs = [x.to(DEVICE.torch_device, dtype) for x in by_head(heads(256, groups, d=size))]
     grad = weights_of(inputs[0].cpu()).to(DEVICE.torch_device, dtype)
     for causal in (True, False):
-        options = {"causal": causal, "dropout": 0.0}
-        out, logsumexp, rng_state = block.forward(*inputs, **options)
-        expected, expected_sum, nothing = reference_forward(*inputs, **options)
+        options = BlockOptions(causal, dropout=0.0)
+        out, logsumexp, rng_state = block.forward(*inputs, options)
+        expected, expected_sum, nothing = reference_forward(*inputs, options)
         assert close(out, expected)
         assert (logsumexp - expected_sum).abs().max() < 1e-3
         query, key, value = inputs
         rows = QueryRows(grad, query, out, logsumexp)
-        got = block.backward(rows, key, value, **options, rng_state=rng_state)
+        got = block.backward(rows, key, value, options, rng_state)
         rows = QueryRows(grad, query, expected, expected_sum)
-        wanted = reference_backward(rows, key, value, **options, rng_state=nothing)
+        wanted = reference_backward(rows, key, value, options, nothing)
         assert all(map(close, got, wanted))
     got = in_two_blocks(flash_forward, flash_backward, inputs, grad)
     wanted = in_two_blocks(reference_forward, reference_backward, inputs, grad)
@@ -124,16 +125,16 @@ def test_a_query_without_keys_changes_nothing_on_a_gpu():
     has_keys = torch.ones(2, 256, dtype=torch.bool, device=DEVICE.torch_device)
     has_keys[0, :100] = False
     documents = BlockDocuments(*ends.to(DEVICE.torch_device), longest=256, has_keys=has_keys)
-    options = {"causal": False, "dropout": 0.0, "documents": documents}
-    out, logsumexp, rng_state = flash_forward(query, key, value, **options)
-    expected, expected_sum, _ = reference_forward(query, key, value, **options)
+    options = BlockOptions(False, 0.0, documents)
+    out, logsumexp, rng_state = flash_forward(query, key, value, options)
+    expected, expected_sum, _ = reference_forward(query, key, value, options)
     assert (logsumexp[0, :, :100] == -torch.inf).all()
     assert (out[0, :, :100] == 0).all()
     assert close(out, expected)
     rows = QueryRows(out, query, out, expected_sum.clamp(min=-10))
     for ours, theirs in zip(
-        flash_backward(rows, key, value, **options, rng_state=rng_state),
-        reference_backward(rows, key, value, **options, rng_state=()),
+        flash_backward(rows, key, value, options, rng_state),
+        reference_backward(rows, key, value, options, ()),
         strict=True,
     ):
         assert close(ours, theirs)

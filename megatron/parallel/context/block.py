@@ -17,8 +17,9 @@ q and k tokens in a block, d head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,69 +100,44 @@ class ScoreRules(NamedTuple):
     key_positions: Tensor
 
 
-class BlockForward(Protocol):
-    """The forward function of one implementation of attention within a block."""
+class BlockOptions(NamedTuple):
+    """The properties of a block's attention, the same in both passes.
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        dropout: float,
-        documents: BlockDocuments | None = None,
-        rules: ScoreRules | None = None,
-    ) -> tuple[Tensor, Tensor, RngState]:
-        """Compute attention within a block. Dropout draws from the device's default generator.
+    Attributes:
+        causal: Whether query i attends only to keys up to i, which requires q = k.
+        dropout: The dropout probability of attention weights.
+        documents: The documents within which queries attend; `None` means one document per sample.
+        rules: The scale, window and biases of the scores; `None` applies only the scale
+            1 / sqrt(d).
+    """
 
-        Args:
-            query: The queries [b, n, q, d].
-            key: The keys [b, g, k, d].
-            value: The values [b, g, k, d].
-            causal: Whether query i attends only to keys up to i, which requires q = k.
-            dropout: The dropout probability of attention weights.
-            documents: The documents within which queries attend; `None` means one document per
-                sample.
-            rules: The scale, window and biases of the scores; `None` applies only the scale
-                1 / sqrt(d).
+    causal: bool
+    dropout: float
+    documents: BlockDocuments | None = None
+    rules: ScoreRules | None = None
 
-        Returns:
-            The result [b, n, q, d], the log-sum-exp of the scores, fp32 [b, n, q], and the values
-            from which the backward pass redraws the dropout mask.
-        """
+    def scale(self, query: Tensor) -> float:
+        """Return the factor applied to the scores of `query` [b, n, q, d]."""
+        scale = None if self.rules is None else self.rules.scale
+        return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-class BlockBackward(Protocol):
-    """The backward function of one implementation of attention within a block."""
+BlockForward = Callable[[Tensor, Tensor, Tensor, BlockOptions], tuple[Tensor, Tensor, RngState]]
+"""The forward function of one implementation of attention within a block.
 
-    def __call__(
-        self,
-        rows: QueryRows,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        dropout: float,
-        rng_state: RngState,
-        documents: BlockDocuments | None = None,
-        rules: ScoreRules | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a block's contribution to the gradients of query, key and value.
+It takes queries [b, n, q, d], keys and values [b, g, k, d], and the options. It returns the result
+[b, n, q, d], the log-sum-exp of the scores, fp32 [b, n, q], and the values from which the backward
+pass redraws the dropout mask. Dropout draws from the device's default generator.
+"""
+BlockBackward = Callable[
+    [QueryRows, Tensor, Tensor, BlockOptions, RngState], tuple[Tensor, Tensor, Tensor]
+]
+"""The backward function, which returns a block's contribution to the gradients of all inputs.
 
-        Args:
-            rows: The queries of the block, with their merged results.
-            key: The keys [b, g, k, d].
-            value: The values [b, g, k, d].
-            causal: As in the forward pass.
-            dropout: As in the forward pass.
-            rng_state: The values that the forward pass returned for redrawing the dropout mask.
-            documents: As in the forward pass.
-            rules: As in the forward pass.
-
-        Returns:
-            The gradients of query [b, n, q, d], key and value [b, g, k, d].
-        """
+It takes the queries with their merged results, the keys and values, the options, and the values
+that the forward function returned for redrawing the dropout mask. It returns the gradients of
+queries [b, n, q, d], keys and values [b, g, k, d].
+"""
 
 
 @dataclass(frozen=True)
@@ -217,40 +193,25 @@ def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_sum: Tensor) -> Non
 
 
 def reference_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    dropout: float,
-    documents: BlockDocuments | None = None,
-    rules: ScoreRules | None = None,
+    query: Tensor, key: Tensor, value: Tensor, options: BlockOptions
 ) -> tuple[Tensor, Tensor, RngState]:
     """Implement `BlockForward` in fp32 or wider, with all scores of the block in memory."""
     query, key, value = _widen(query), _widen(key), _widen(value)
-    scores = _scores(query, key, causal, documents, rules)  # [b, g, n/g * q, k]
+    scores = _scores(query, key, options)  # [b, g, n/g * q, k]
     logsumexp = scores.logsumexp(dim=-1)
     # Rows without keys subtract a finite number instead of -inf, so their weights are 0.
     finite = logsumexp.clamp(min=torch.finfo(logsumexp.dtype).min)
     weights = (scores - finite.unsqueeze(-1)).exp()
     rng_state: RngState = ()
-    if dropout > 0:
+    if options.dropout > 0:
         generator = Device(query.device).default_generator
         rng_state = (generator.get_state(),)
-        weights = weights * _dropout_mask(weights, dropout, generator)
+        weights = weights * _dropout_mask(weights, options.dropout, generator)
     return (weights @ value).view_as(query), logsumexp.view(query.shape[:3]), rng_state
 
 
 def reference_backward(
-    rows: QueryRows,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    dropout: float,
-    rng_state: RngState,
-    documents: BlockDocuments | None = None,
-    rules: ScoreRules | None = None,
+    rows: QueryRows, key: Tensor, value: Tensor, options: BlockOptions, rng_state: RngState
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implement `BlockBackward` in fp32 or wider, with all scores of the block in memory.
 
@@ -260,31 +221,24 @@ def reference_backward(
     """
     logsumexp, groups = rows.logsumexp, key.shape[1]
     grad, query, out, key, value = (_widen(x) for x in (*rows[:3], key, value))
-    scores = _scores(query, key, causal, documents, rules)
+    scores = _scores(query, key, options)
     weights = (scores - _by_group(logsumexp, groups).unsqueeze(-1)).exp()
     grad_rows = _by_group(grad, groups)
     row_sums = _by_group((grad * out).sum(-1), groups).unsqueeze(-1)
     grad_weights, dropped_weights = grad_rows @ value.transpose(2, 3), weights
-    if dropout > 0:
+    if options.dropout > 0:
         generator = torch.Generator(query.device)
         generator.set_state(rng_state[0])
-        dropout_mask = _dropout_mask(weights, dropout, generator)
+        dropout_mask = _dropout_mask(weights, options.dropout, generator)
         grad_weights, dropped_weights = grad_weights * dropout_mask, weights * dropout_mask
     grad_value = dropped_weights.transpose(2, 3) @ grad_rows
-    grad_scores = weights * (grad_weights - row_sums) * _scale(query, rules)
+    grad_scores = weights * (grad_weights - row_sums) * options.scale(query)
     grad_key = grad_scores.transpose(2, 3) @ _by_group(query, groups)
     return (grad_scores @ key).view_as(query), grad_key, grad_value
 
 
 def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    dropout: float,
-    documents: BlockDocuments | None = None,
-    rules: ScoreRules | None = None,
+    query: Tensor, key: Tensor, value: Tensor, options: BlockOptions
 ) -> tuple[Tensor, Tensor, RngState]:
     """Implement `BlockForward` with the flash kernel, in the 16-bit dtype of the inputs.
 
@@ -292,38 +246,32 @@ def flash_forward(
     used. With documents, the kernel's variant for sequences of different lengths runs. In this
     variant, a document without queries or keys in the block costs almost nothing.
     """
+    causal, dropout, documents, _ = options
     if documents is not None:
         samples, _, length, _ = query.shape
         tensors = (_in_one_row(x) for x in (query, key, value))
         kernel_arguments, debug = documents.kernel_arguments(length, key.shape[2]), False
         # PyTorch's public interface to this variant (`torch.nn.attention.varlen`) has no dropout.
         flat, sums, *rng_state, _ = torch.ops.aten._flash_attention_forward(
-            *tensors, *kernel_arguments, dropout, causal, debug, scale=_scale(query, rules)
+            *tensors, *kernel_arguments, dropout, causal, debug, scale=options.scale(query)
         )  # [b q, n, d] and [n, b q]
         logsumexp = sums.unflatten(1, (samples, length)).transpose(0, 1)
         if documents.has_keys is not None:  # the kernel returns inf for queries without keys
             logsumexp = logsumexp.masked_fill(~documents.has_keys.unsqueeze(1), -math.inf)
         return _by_sample(flat, samples), logsumexp, tuple(rng_state) if dropout > 0 else ()
     out, logsumexp, _, _, _, _, *rng_state, _ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout, causal, scale=_scale(query, rules)
+        query, key, value, dropout, causal, scale=options.scale(query)
     )
     return out, logsumexp, tuple(rng_state) if dropout > 0 else ()
 
 
 def flash_backward(
-    rows: QueryRows,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    dropout: float,
-    rng_state: RngState,
-    documents: BlockDocuments | None = None,
-    rules: ScoreRules | None = None,
+    rows: QueryRows, key: Tensor, value: Tensor, options: BlockOptions, rng_state: RngState
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implement `BlockBackward` with the flash kernel."""
     if not rng_state:
         rng_state = (torch.empty(2, dtype=torch.uint64, device=key.device),) * 2  # unused
+    causal, dropout, documents, _ = options
     grad, query, out, logsumexp = rows
     if documents is not None:
         joined = (_in_one_row(x) for x in (grad, query, key, value, out))
@@ -336,16 +284,16 @@ def flash_backward(
             dropout,
             causal,
             *rng_state,
-            scale=_scale(query, rules),
+            scale=options.scale(query),
         )
         of_query, of_key, of_value = (_by_sample(x, query.shape[0]) for x in flat)
         return of_query, of_key, of_value
     # The kernel requires a dense log-sum-exp, and a slice for half of the queries is not dense.
     tensors = (grad, query, key, value, out, logsumexp.contiguous(), None, None)
-    options = (query.shape[2], key.shape[2], dropout, causal, *rng_state)
+    arguments = (query.shape[2], key.shape[2], dropout, causal, *rng_state)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     gradients: tuple[Tensor, Tensor, Tensor] = backward(
-        *tensors, *options, scale=_scale(query, rules)
+        *tensors, *arguments, scale=options.scale(query)
     )
     return gradients
 
@@ -366,11 +314,6 @@ def _by_sample(x: Tensor, samples: int) -> Tensor:
     return x.unflatten(0, (samples, -1)).transpose(1, 2)
 
 
-def _scale(query: Tensor, rules: ScoreRules | None) -> float:
-    scale = None if rules is None else rules.scale
-    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-
-
 def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
@@ -384,16 +327,11 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
-def _scores(
-    query: Tensor,
-    key: Tensor,
-    causal: bool,
-    documents: BlockDocuments | None,
-    rules: ScoreRules | None,
-) -> Tensor:
+def _scores(query: Tensor, key: Tensor, options: BlockOptions) -> Tensor:
     """Return the scores [b, g, n/g * q, k], with -inf for masked pairs."""
+    causal, _, documents, rules = options
     samples, _, length, _ = query.shape
-    scores = _by_group(query * _scale(query, rules), key.shape[1]) @ key.transpose(2, 3)
+    scores = _by_group(query * options.scale(query), key.shape[1]) @ key.transpose(2, 3)
     by_head = scores.unflatten(2, (-1, length))  # [b, g, n/g, q, k]
     if rules is not None:
         distance = rules.query_positions[:, None] - rules.key_positions

@@ -46,6 +46,7 @@ from megatron.kernels.segments import Segments, number_segments
 from megatron.parallel.context.block import (
     BlockAttention,
     BlockDocuments,
+    BlockOptions,
     QueryRows,
     RngState,
     ScoreRules,
@@ -243,7 +244,11 @@ def ring_attention(
         ]
     if window is not None or options.slopes is not None:
         block = _PLAIN
-    ring = _Ring(axis, block, steps, documents, rules, options.dropout)
+    block_options = [
+        BlockOptions(step.causal, options.dropout, block_documents, block_rules)
+        for step, block_documents, block_rules in zip(steps, documents, rules, strict=True)
+    ]
+    ring = _Ring(axis, block, steps, block_options)
     out: Tensor = _RingAttention.apply(query, key, value, options.sinks, ring)  # [b, n, l, d]
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -283,14 +288,12 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring of context ranks, and this rank's blocks, each with its documents and score rules."""
+    """A ring of context ranks, and this rank's blocks with their options."""
 
     axis: Axis
     block: BlockAttention
     steps: list[RingStep]
-    documents: Sequence[BlockDocuments | None]
-    rules: list[ScoreRules | None]
-    dropout: float
+    options: list[BlockOptions]
 
     def by_source(self) -> list[list[tuple[int, RingStep]]]:
         """Return the blocks with their indices, grouped by the rank whose keys they use."""
@@ -316,11 +319,7 @@ class _RingAttention(torch.autograd.Function):
                 if not step.is_empty:
                     some_keys, some_values = pair[:, :, :, step.keys]
                     part, part_sum, rng_state = ring.block.forward(
-                        *(query[:, :, step.queries], some_keys, some_values),
-                        causal=step.causal,
-                        dropout=ring.dropout,
-                        documents=ring.documents[index],
-                        rules=ring.rules[index],
+                        query[:, :, step.queries], some_keys, some_values, ring.options[index]
                     )
                     if index == 0 and part.shape[2] == length:
                         out, logsumexp = part.to(part_sum.dtype), part_sum
@@ -366,12 +365,7 @@ class _RingAttention(torch.autograd.Function):
                 rows = QueryRows(*(x[:, :, step.queries] for x in (grad, query, out, logsumexp)))
                 some_keys, some_values = pair[:, :, :, step.keys]
                 of_query, *of_pair = ring.block.backward(
-                    *(rows, some_keys, some_values),
-                    causal=step.causal,
-                    dropout=ring.dropout,
-                    rng_state=ctx.rng_states[index],
-                    documents=ring.documents[index],
-                    rules=ring.rules[index],
+                    rows, some_keys, some_values, ring.options[index], ctx.rng_states[index]
                 )
                 grad_query[:, :, step.queries] += of_query
                 of_pairs.append((step.keys, of_pair))

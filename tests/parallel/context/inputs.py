@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.kernels.attention import AttentionOptions, attention_reference
 from megatron.kernels.segments import Segments
-from megatron.parallel.context.block import BlockAttention, QueryRows, merge
+from megatron.parallel.context.block import BlockAttention, BlockOptions, QueryRows, merge
 from megatron.parallel.context.ring import documents_of, ring_plan
 from megatron.parallel.context.split import join_sequence, split_sequence
 from megatron.parallel.layout import Axis
@@ -57,14 +57,11 @@ def ring_in_one(
         rank, length = axis.rank, query[axis.rank].shape[2]
         plan = ring_plan(axis, length, causal=segments.causal)
         documents = documents_of(segments, plan, axis, length)
-        fixed = [
-            {"causal": x.causal, "dropout": 0.0, "documents": y}
-            for x, y in zip(plan, documents, strict=True)
-        ]
+        options = [BlockOptions(x.causal, 0.0, y) for x, y in zip(plan, documents, strict=True)]
         for index, step in enumerate(plan):
             places = [x[step.source][:, :, step.keys] for x in (key, value)]
             part, part_sum, _ = block.forward(
-                query[rank][:, :, step.queries], *places, **fixed[index]
+                query[rank][:, :, step.queries], *places, options[index]
             )
             if index == 0:
                 out, logsumexp = part.float(), part_sum
@@ -76,7 +73,7 @@ def ring_in_one(
         for index, step in enumerate(plan):
             rows = QueryRows(*(x[:, :, step.queries] for x in (grad, query[rank], out, logsumexp)))
             places = [x[step.source][:, :, step.keys] for x in (key, value)]
-            found = block.backward(rows, *places, **fixed[index], rng_state=())
+            found = block.backward(rows, *places, options[index], ())
             of_query[rank][:, :, step.queries] += found[0]
             of_key[step.source][:, :, step.keys] += found[1]
             of_value[step.source][:, :, step.keys] += found[2]

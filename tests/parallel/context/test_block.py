@@ -1,7 +1,6 @@
 """Attention blocks: the plain form against autograd, merging rows, and the choice of block."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from megatron.errors import ConfigError
 from megatron.kernels.attention import choose_attention
 from megatron.parallel.build import attention_over
 from megatron.parallel.context.block import (
+    BlockOptions,
     QueryRows,
     choose_block,
     flash_backward,
@@ -35,18 +35,13 @@ def test_the_plain_form_equals_attention(groups, causal):
     out, *gradients = by_head(
         [x.unflatten(2, (4, 8)) if x.dim() == 3 else x for x in one_process(inputs, causal=causal)]
     )
-    got, logsumexp, rng_state = reference_forward(*by_head(inputs), causal=causal, dropout=0.0)
+    options = BlockOptions(causal, dropout=0.0)
+    got, logsumexp, rng_state = reference_forward(*by_head(inputs), options)
     torch.testing.assert_close(got, out, rtol=1e-5, atol=1e-6)
     grad = weights_of(torch.empty(9, 2, 32)).unflatten(2, (4, 8)).permute(1, 2, 0, 3)
     query, key, value = by_head(inputs)
-    back = reference_backward(
-        QueryRows(grad, query, got, logsumexp),
-        key,
-        value,
-        causal=causal,
-        dropout=0.0,
-        rng_state=rng_state,
-    )
+    rows = QueryRows(grad, query, got, logsumexp)
+    back = reference_backward(rows, key, value, options, rng_state)
     for ours, theirs in zip(back, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -56,29 +51,24 @@ def in_two_blocks(forward, backward, inputs, grad, dropout=0.0):
 
     Both backward passes see the merged result; the late block has only the late queries.
     """
-    forward = partial(forward, dropout=dropout)
-    backward = partial(backward, dropout=dropout)
+    past, own = BlockOptions(False, dropout), BlockOptions(True, dropout)
     query, key, value = inputs
     half = key.shape[2] // 2
     halves = [(x[:, :, :half], x[:, :, half:]) for x in (key, value)]
     (early_key, late_key), (early_value, late_value) = halves
-    part, logsumexp, of_early = forward(query, early_key, early_value, causal=False)
+    part, logsumexp, of_early = forward(query, early_key, early_value, past)
     out = part.to(logsumexp.dtype)
     late = [x[:, :, half:] for x in (query, out, logsumexp, grad)]
-    *added, of_late = forward(late[0], late_key, late_value, causal=True)
+    *added, of_late = forward(late[0], late_key, late_value, own)
     merge(late[1], late[2], *added)
     rounded = out.to(query.dtype)
     early = backward(
         QueryRows(grad, query, rounded, logsumexp),
-        *(early_key, early_value),
-        causal=False,
-        rng_state=of_early,
+        *(early_key, early_value, past, of_early),
     )
     other = backward(
         QueryRows(late[3], late[0], rounded[:, :, half:], late[2]),
-        *(late_key, late_value),
-        causal=True,
-        rng_state=of_late,
+        *(late_key, late_value, own, of_late),
     )
     grad_query = early[0].to(out.dtype).clone()
     grad_query[:, :, half:] += other[0]
@@ -117,7 +107,7 @@ def dropped_factors(forward, inputs, dropout, rtol=1e-5):
     query, key, value = inputs
     units = torch.eye(key.shape[2]).to(value).expand_as(value)
 
-    def nothing(rows, key, value, **_):
+    def nothing(rows, key, value, *_):
         return torch.zeros_like(rows.query), torch.zeros_like(key), torch.zeros_like(value)
 
     units = (query, key, units)
@@ -155,9 +145,9 @@ def test_blocks_drop_the_same_weights_in_both_directions(groups):
 
 def test_sums_are_in_fp32():
     query, key, value = (x.bfloat16() for x in by_head(heads(64, 2)))
-    forward = partial(reference_forward, causal=True, dropout=0.0)
-    out, logsumexp, _ = forward(query, key, value)
-    wide, wide_sum, _ = forward(query.float(), key.float(), value.float())
+    options = BlockOptions(causal=True, dropout=0.0)
+    out, logsumexp, _ = reference_forward(query, key, value, options)
+    wide, wide_sum, _ = reference_forward(query.float(), key.float(), value.float(), options)
     assert out.dtype == logsumexp.dtype == torch.float32
     assert torch.equal(out, wide)
     assert torch.equal(logsumexp, wide_sum)
@@ -167,15 +157,15 @@ def test_sums_are_in_fp32():
 def test_the_flash_form_calls_operations_that_torch_has(dropout):
     """Check types and shapes on the meta device; values are compared on a GPU."""
     query, key, value = (x.bfloat16().to("meta") for x in by_head(heads(16, 2)))
-    out, logsumexp, rng_state = flash_forward(query, key, value, causal=True, dropout=dropout)
+    out, logsumexp, rng_state = flash_forward(query, key, value, BlockOptions(True, dropout))
     assert len(rng_state) == (2 if dropout else 0)
     assert out.shape == query.shape
     assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:3], torch.float32)
     half = logsumexp[:, :, 8:]
     late = [x[:, :, 8:] for x in (out, query)]
-    options = {"causal": False, "dropout": dropout, "rng_state": rng_state}
+    options = BlockOptions(causal=False, dropout=dropout)
     rows = QueryRows(late[0], late[1], late[0], half)
-    gradients = flash_backward(rows, key, value, **options)
+    gradients = flash_backward(rows, key, value, options, rng_state)
     assert [g.shape for g in gradients] == [late[1].shape, key.shape, value.shape]
 
 

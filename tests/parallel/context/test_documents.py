@@ -9,6 +9,7 @@ from megatron.kernels.attention import AttentionOptions, fused_attention
 from megatron.kernels.segments import Segments
 from megatron.parallel.context.block import (
     BlockDocuments,
+    BlockOptions,
     QueryRows,
     choose_block,
     flash_backward,
@@ -121,11 +122,12 @@ def test_a_query_without_keys_changes_nothing():
     query, key, value = by_head(heads(8, 2))
     ends = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
     documents = BlockDocuments(ends, torch.tensor([0, 0, 8, 16], dtype=torch.int32), 8)
-    options = {"causal": False, "dropout": 0.0}
-    part, part_sum, _ = reference_forward(query, key, value, **options, documents=documents)
+    options = BlockOptions(causal=False, dropout=0.0)
+    within = options._replace(documents=documents)
+    part, part_sum, _ = reference_forward(query, key, value, within)
     assert (part[0, :, :3] == 0).all()
     assert (part_sum[0, :, :3] == -math.inf).all()
-    whole, whole_sum, _ = reference_forward(query, key, value, **options)
+    whole, whole_sum, _ = reference_forward(query, key, value, options)
     torch.testing.assert_close(part[1], whole[1])
     out, logsumexp = whole.clone(), whole_sum.clone()
     merge(out, logsumexp, part, part_sum)
@@ -142,13 +144,13 @@ def test_the_flash_form_of_documents_calls_operations_that_torch_has(dropout):
     ends = torch.zeros(4, dtype=torch.int32, device="meta")
     has_keys = torch.ones(2, 16, dtype=torch.bool, device="meta")
     documents = BlockDocuments(ends, ends, 16, has_keys)
-    options = {"causal": True, "dropout": dropout, "documents": documents}
-    out, logsumexp, rng_state = flash_forward(query, key, value, **options)
+    options = BlockOptions(True, dropout, documents)
+    out, logsumexp, rng_state = flash_forward(query, key, value, options)
     assert len(rng_state) == (2 if dropout else 0)
     assert out.shape == query.shape
     assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:3], torch.float32)
     rows = QueryRows(out, query, out, logsumexp)
-    gradients = flash_backward(rows, key, value, **options, rng_state=rng_state)
+    gradients = flash_backward(rows, key, value, options, rng_state)
     assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
 
 
