@@ -129,8 +129,7 @@ class Bloom(_Shared):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        for key in _TRAINING_KEYS:
-            settings.must_be(key, settings.values.get(key))
+        settings.ignore(*_TRAINING_KEYS)
         return ModelConfig(
             **flags,
             ffn_hidden_size=settings.size("n_inner", 4 * flags["hidden_size"]),
@@ -164,7 +163,7 @@ class Falcon(_Shared):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        settings.must_be("auto_map", settings.values.get("auto_map"))  # any value: no code is run
+        settings.ignore("auto_map")  # no code is run
         settings.must_be("apply_residual_connection_post_layernorm", False)
         heads, is_new = (
             flags["num_attention_heads"],

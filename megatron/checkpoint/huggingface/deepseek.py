@@ -98,8 +98,7 @@ class DeepSeek(Mixtral):
             "norm_topk_prob": self.biased,
         }.items():
             settings.must_be(key, value)
-        for key in _TRAINING_KEYS:
-            settings.must_be(key, settings.values.get(key))  # any value: no effect
+        settings.ignore(*_TRAINING_KEYS)
         for key in ("rope_parameters", "rope_scaling"):
             _check_yarn(settings.section(key))
         query_rank = None
@@ -116,7 +115,7 @@ class DeepSeek(Mixtral):
         if settings.values.get(_DEPTHS):
             model = replace(model, mtp_num_layers=settings.size(_DEPTHS, None, MAX_DEPTHS))
         else:
-            settings.must_be(_DEPTHS, settings.values.get(_DEPTHS))  # 0 or absent
+            settings.ignore(_DEPTHS)  # 0 or absent
         return self._read_mixture(settings, model)
 
     def without_missing_layers(self, names: Collection[str], model: ModelConfig) -> ModelConfig:
@@ -204,8 +203,7 @@ class DeepSeek(Mixtral):
         else:
             settings.must_be("topk_method", "noaux_tc")
         if not is_limited:
-            for key in ("n_group", "topk_group"):
-                settings.must_be(key, settings.values.get(key))  # any value: no effect
+            settings.ignore("n_group", "topk_group")
             return {}
         groups = settings.size("n_group", None, experts)
         best = settings.size("topk_group", None, groups)

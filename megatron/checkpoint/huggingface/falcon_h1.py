@@ -69,8 +69,7 @@ class FalconH1(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         read_limit(settings)
-        for key in ("attn_layer_indices", "mamba_chunk_size", "num_logits_to_keep"):
-            settings.must_be(key, settings.values.get(key))  # any value: no effect
+        settings.ignore("attn_layer_indices", "mamba_chunk_size", "num_logits_to_keep")
         heads, groups = flags["mamba_num_heads"], flags["mamba_num_groups"]
         if heads % groups:
             raise settings.error("mamba_n_groups", f"does not divide {heads} heads")

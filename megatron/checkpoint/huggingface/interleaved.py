@@ -184,8 +184,7 @@ class Cohere(LlamaLike):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        for key in ("layer_switch", "use_embedding_sharing", "use_parallel_embedding"):
-            settings.must_be(key, settings.values.get(key))  # any value: no effect
+        settings.ignore("layer_switch", "use_embedding_sharing", "use_parallel_embedding")
         model = replace(
             super().network(settings, flags),
             normalization="LayerNorm",

@@ -291,7 +291,7 @@ def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
     both = {name: rope.number(name) for name in scales if rope.values.get(name)}
     for name in (*scales, "attention_factor"):
         if not rope.values.get(name):
-            rope.must_be(name, rope.values.get(name))  # null or 0: no effect
+            rope.ignore(name)  # null or 0
     if rope.values.get("attention_factor"):
         strength = 0.1 * math.log(flags["rotary_scaling_factor"])
         factor = rope.number("attention_factor")

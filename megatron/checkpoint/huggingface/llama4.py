@@ -77,7 +77,7 @@ class Llama4(Mixtral):
         tunes = settings.values.get("attn_temperature_tuning", True)
         if type(tunes) not in (bool, int):
             raise settings.error("attn_temperature_tuning", "expected true or false")
-        settings.must_be("attn_temperature_tuning", tunes)  # 4 in published files
+        settings.ignore("attn_temperature_tuning")  # 4 in published files
         has_chunks = any(rotates) and chunk < model.max_position_embeddings
         return replace(
             model,

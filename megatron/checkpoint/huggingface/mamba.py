@@ -131,8 +131,7 @@ class Mamba2(rules.Family):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         hidden = flags["hidden_size"]
-        for key in (*_WITHOUT_EFFECT, "norm_before_gate", "time_step_rank"):
-            settings.must_be(key, settings.values.get(key))
+        settings.ignore(*_WITHOUT_EFFECT, "norm_before_gate", "time_step_rank")
         expand = settings.size("expand", 2)
         if hidden * expand != flags["mamba_num_heads"] * flags["mamba_head_dim"]:
             raise settings.error("expand", "times hidden_size is not num_heads times head_dim")
@@ -224,8 +223,7 @@ class NemotronH(Mamba2):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         pattern = _read_pattern(settings)
-        for key in (*_WITHOUT_EFFECT, *_NEMOTRON_KEYS):
-            settings.must_be(key, settings.values.get(key))
+        settings.ignore(*_WITHOUT_EFFECT, *_NEMOTRON_KEYS)
         settings.must_be("attention_head_dim", flags["kv_channels"])
         heads = flags["num_attention_heads"]
         kv_heads = settings.size("num_key_value_heads", heads)
@@ -300,7 +298,7 @@ def read_limit(settings: Settings) -> None:
     limit = settings.values.get("time_step_limit")
     if limit not in _NO_LIMIT:
         raise settings.error("time_step_limit", "time steps with limits are not supported")
-    settings.must_be("time_step_limit", limit)
+    settings.ignore("time_step_limit")
 
 
 def _read_mamba(settings: Settings, heads_key: str, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,13 +352,12 @@ def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
         pattern: The symbol of each layer.
     """
     if MIXTURE not in pattern:
-        for key in (*_MIXTURE_KEYS, "moe_latent_size"):
-            settings.must_be(key, settings.values.get(key))
+        settings.ignore(*_MIXTURE_KEYS, "moe_latent_size")
         return {}
     if "moe_latent_size" in settings.values:
         raise settings.error("moe_latent_size", "experts on projected inputs are not supported")
     settings.must_be("norm_topk_prob", True)
-    settings.must_be("n_shared_experts", settings.values.get("n_shared_experts"))
+    settings.ignore("n_shared_experts")
     maximum = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // len(pattern))
     experts = settings.size("n_routed_experts", 8, maximum)
     chosen = settings.size("num_experts_per_tok", 2, experts)

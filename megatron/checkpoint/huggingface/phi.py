@@ -61,8 +61,7 @@ def _read_long_rope(rope: Settings, settings: Settings, share: float) -> dict[st
     strength = _attention_factor(rope.number("factor", positions / original), original)
     size = settings.size("hidden_size") // settings.size("num_attention_heads")
     planes = int(settings.size("head_dim", size) * share) // 2
-    for key in ("rope_type", "type"):
-        rope.must_be(key, rope.values.get(key))
+    rope.ignore("rope_type", "type")
     rope.must_be("partial_rotary_factor", share)
     flags = {
         "rope_type": "longrope",
@@ -85,7 +84,7 @@ class Phi(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         settings.size(_TRAINED, 1)  # affects only LongRoPE's frequencies
-        settings.must_be("auto_map", settings.values.get("auto_map"))  # any value: no code is run
+        settings.ignore("auto_map")  # no code is run
         settings.fraction("embd_pdrop", 0.0)
         dropout = settings.fraction("resid_pdrop", 0.0)
         return replace(super().network(settings, flags), hidden_dropout=dropout)

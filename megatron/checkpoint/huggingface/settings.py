@@ -174,6 +174,10 @@ class Settings:
         if self._get(key, expected) != expected:
             raise self.error(key, f"only {json.dumps(expected)} is supported")
 
+    def ignore(self, *keys: str) -> None:
+        """Accept any values of keys that do not change what the network computes."""
+        self._read_keys.update(keys)
+
     def refuse_unread_keys(self) -> None:
         """Check that every key has been read.
 
