@@ -71,6 +71,7 @@ class _Shared(rules.Family):
     """
 
     prefix: str = "transformer."
+    tied: bool | None = True
     older: dict[str, str] = field(default_factory=dict)
 
     def read(self, settings: Settings) -> rules.ModelDescription:
@@ -136,15 +137,7 @@ class Bloom(_Shared):
             kv_channels=_head_size(settings, flags),
             position_embedding_type="alibi",
             embed_layernorm=True,
-            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", True),
         )
-
-    def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
-        """Return the content of config.json for a network."""
-        return {
-            **super().write(model, vocab),
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        }
 
 
 @dataclass(frozen=True)
@@ -193,7 +186,6 @@ class Falcon(_Shared):
             shared_parallel_norm=parallel and norms == 1,
             onnx_safe=is_exact or None,
             openai_gelu=not is_exact,
-            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", True),
         )
 
     def _positions(self, settings: Settings) -> dict[str, Any]:
@@ -225,7 +217,6 @@ class Falcon(_Shared):
             "parallel_attn": parallel,
             "rope_scaling": write_rope(model),
             "rope_theta": model.rotary_base,
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:

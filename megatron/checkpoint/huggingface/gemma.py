@@ -41,7 +41,7 @@ class Gemma(LlamaLike):
         default_factory=lambda: {"hidden_act": _GELU, "hidden_activation": _GELU}
     )
     head_size: int | None = 256
-    tied: bool = True
+    tied: bool | None = True
     version: int = 1
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:

@@ -39,7 +39,7 @@ class GPT2(rules.Family):
     def __init__(self) -> None:
         """Define the family's names and keys."""
         names = ("gpt2", "GPT2LMHeadModel", "transformer.")
-        super().__init__(*names, keys=_KEYS, fixed=_FIXED, derived=_MASKS)
+        super().__init__(*names, keys=_KEYS, fixed=_FIXED, tied=True, derived=_MASKS)
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
@@ -52,7 +52,6 @@ class GPT2(rules.Family):
             ffn_hidden_size=settings.size("n_inner", 4 * hidden),
             kv_channels=hidden // heads,
             onnx_safe=settings.choice("activation_function", EXACT_GELU, "gelu_new") or None,
-            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", True),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -63,7 +62,6 @@ class GPT2(rules.Family):
             "n_inner": model.ffn_hidden_size,
             "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
             "embd_pdrop": model.hidden_dropout,
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 
     def names(self, model: ModelConfig) -> rules.Names:

@@ -101,6 +101,7 @@ class GPTJ(rules.Family):
 
     prefix: str = "transformer."
     keys: tuple[rules.Key, ...] = _J_KEYS
+    tied: bool | None = False
     # Causal masks and rotary embeddings, in older files.
     derived: str = r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)"
 
@@ -131,7 +132,6 @@ class GPTJ(rules.Family):
             add_bias_attention=False,
             lm_head_bias=True,
             onnx_safe=is_exact or None,
-            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", False),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -143,7 +143,6 @@ class GPTJ(rules.Family):
             "embd_pdrop": model.hidden_dropout,
             "n_inner": model.ffn_hidden_size,
             "rotary_dim": max(2, int(size * model.rotary_percent) // 2 * 2),
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
@@ -178,7 +177,7 @@ class Cohere(LlamaLike):
         default_factory=lambda: {"hidden_act": "silu", **_DESCRIPTIONS}
     )
     optional_kv_heads: bool = True
-    tied: bool = True
+    tied: bool | None = True
     classifies: bool = False
     has_windows: bool = False
 

@@ -58,7 +58,6 @@ class LlamaLike(rules.Family):
             num_attention_heads, as in files of early versions.
         head_size: The head size if config.json does not give one. None means hidden size / heads.
         rotary_base: The base of the rotary frequencies if config.json does not give one.
-        tied: Whether the output shares the word embeddings if config.json does not say.
         classifies: Whether `transformers` has a class for the family's reward models.
     """
 
@@ -72,7 +71,7 @@ class LlamaLike(rules.Family):
     optional_kv_heads: bool = False
     head_size: int | None = None
     rotary_base: float = 10000.0
-    tied: bool = False
+    tied: bool | None = False
     classifies: bool = True
 
     @property
@@ -104,9 +103,6 @@ class LlamaLike(rules.Family):
             position_embedding_type="rope",
             normalization="RMSNorm",
             swiglu=True,
-            untie_embeddings_and_output_weights=not settings.boolean(
-                "tie_word_embeddings", self.tied
-            ),
             add_bias_linear=False,
             add_qkv_bias=self.qkv_bias,
             qk_layernorm=self.qk_norm is not None,
@@ -209,7 +205,6 @@ class LlamaLike(rules.Family):
             "max_position_embeddings": model.max_position_embeddings,
             "rope_theta": model.rotary_base,
             "rope_scaling": write_rope(model),
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             **({} if self.qkv_bias else {"attention_bias": False}),
             **score,
             **self._write_windows(model),

@@ -114,6 +114,7 @@ class Mamba2(rules.Family):
     """The Mamba-2 family, whose layers are all Mamba-2 mixers."""
 
     prefix: str = _PREFIX
+    tied: bool | None = False
     whole_names: tuple[str, ...] = (".A_log", ".D", ".dt_bias", "e_score_correction_bias")
     keys: tuple[rules.Key, ...] = (
         rules.Key("hidden_size", "hidden_size"),
@@ -143,7 +144,6 @@ class Mamba2(rules.Family):
             num_attention_heads=1,
             kv_channels=hidden,
             max_position_embeddings=_POSITIONS,
-            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", False),
             hidden_dropout=0.0,
         )
 
@@ -159,7 +159,6 @@ class Mamba2(rules.Family):
             "head_dim": size,
             "expand": heads * size // model.hidden_size,
             "n_groups": math.gcd(model.mamba_num_groups, heads),
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 
     def names(self, model: ModelConfig) -> rules.Names:
@@ -238,7 +237,6 @@ class NemotronH(Mamba2):
             group_query_attention=kv_heads != heads,
             num_query_groups=kv_heads if kv_heads != heads else 1,
             squared_relu=True,
-            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", False),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -259,7 +257,6 @@ class NemotronH(Mamba2):
             "mamba_num_heads": heads,
             "n_groups": math.gcd(model.mamba_num_groups, heads),
             "mlp_hidden_act": "relu2",
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             **(_write_mixture(model) if MIXTURE in pattern else {}),
         }
 

@@ -38,6 +38,7 @@ class NeoX(rules.Family):
 
     prefix: str = "gpt_neox."
     tied_head: str = "embed_out.weight"
+    tied: bool | None = False
     keys: tuple[rules.Key, ...] = _KEYS
     fixed: dict[str, Any] = field(default_factory=lambda: {"attention_bias": True})
     # Causal masks and rotary frequencies, in older files.
@@ -62,7 +63,6 @@ class NeoX(rules.Family):
             kv_channels=hidden // heads,
             position_embedding_type="rope",
             onnx_safe=settings.choice("hidden_act", EXACT_GELU, "gelu") or None,
-            untie_embeddings_and_output_weights=not settings.boolean("tie_word_embeddings", False),
         )
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
@@ -74,7 +74,6 @@ class NeoX(rules.Family):
             "rotary_emb_base": model.rotary_base,
             "rotary_pct": model.rotary_percent,
             "rope_scaling": write_rope(model),
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
 
     def names(self, model: ModelConfig) -> rules.Names:

@@ -273,6 +273,8 @@ class Family(ABC):
             Files may lack all of an optional part.
         keys: Keys of config.json that correspond to a network flag.
         fixed: Keys of config.json for which our networks support only one value, with that value.
+        tied: Whether the output shares the word embeddings if config.json does not say. None means
+            that the family does not have the key `tie_word_embeddings`.
         vocab: The vocabulary size if config.json lacks it. None means that config.json must contain
             it.
         derived: Regular expression for the names of tensors that are derived from config.json, such
@@ -292,6 +294,7 @@ class Family(ABC):
     pieces: Mapping[str, str] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    tied: bool | None = None
     vocab: int | None = None
     derived: str = ""
     head_activates: bool = False
@@ -314,6 +317,9 @@ class Family(ABC):
                 The message names the key.
         """
         flags = read_keys(settings, self.keys)
+        if self.tied is not None:
+            is_tied = settings.boolean("tie_word_embeddings", self.tied)
+            flags["untie_embeddings_and_output_weights"] = not is_tied
         for key, value in {"model_type": self.name, **self.fixed}.items():
             settings.must_be(key, value)
         model, vocab = self.network(settings, flags), settings.size("vocab_size", self.vocab)
@@ -326,7 +332,7 @@ class Family(ABC):
 
         Args:
             settings: The keys of config.json. A key that is never read is refused.
-            flags: The flags that have been read from `keys`.
+            flags: The flags that have been read from `keys`, and that of tied embeddings.
 
         Raises:
             CheckpointError: A key is missing or invalid, or our networks do not support its value.
@@ -342,6 +348,8 @@ class Family(ABC):
             vocab: Number of rows of the word embedding.
         """
         values = {key.key: getattr(model, key.field) for key in self.keys}
+        if self.tied is not None:
+            values["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
         return {"model_type": self.name, "vocab_size": vocab, **values}
 
     def without_missing_layers(self, names: Collection[str], model: ModelConfig) -> ModelConfig:

@@ -47,6 +47,7 @@ class T5(rules.Family):
             head_follows_files=True,
             embedding_copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
             keys=_KEYS,
+            tied=True,
             vocab=32128,
             # The earliest files contain a position bias for cross attention, which T5 does not use.
             derived=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
@@ -54,7 +55,7 @@ class T5(rules.Family):
 
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
-        tied = settings.boolean("tie_word_embeddings", True)
+        tied = not flags["untie_embeddings_and_output_weights"]
         dropout = settings.fraction("dropout_rate", 0.1)
         decoder = settings.size("num_decoder_layers", flags["num_layers"], MAX_LAYERS)
         name = settings.choice("feed_forward_proj", {key: key for key in _ACTIVATIONS}, "relu")
@@ -68,7 +69,6 @@ class T5(rules.Family):
             decoder_num_layers=decoder,
             position_embedding_type="relative",
             normalization="RMSNorm",
-            untie_embeddings_and_output_weights=not tied,
             scale_decoder_outputs=settings.boolean("scale_decoder_outputs", tied),
             add_output_bias=False,
             add_bias_linear=False,
@@ -96,7 +96,6 @@ class T5(rules.Family):
             "num_decoder_layers": model.decoder_num_layers,
             "feed_forward_proj": names.get(model.activation, "relu"),
             "dropout_rate": model.hidden_dropout,
-            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
             "scale_decoder_outputs": model.scale_decoder_outputs,
         }
 
