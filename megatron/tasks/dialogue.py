@@ -19,7 +19,6 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron import __version__
 from megatron.checkpoint.exchange import JsonExchange
@@ -102,12 +101,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     return EXIT_OK
 
 
-def parse(
-    task: str,
-    arguments: list[str],
-    world_size: int,
-    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
-) -> ParsedRun:
+def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
     """Parse and check a command line. Only MSDP-PROMPT without --api-prompt loads a model.
 
     Raises:
@@ -122,7 +116,6 @@ def parse(
             world_size=world_size,
             options=DialogueConfig,
             check=check,
-            find_start=find_start,
             unread=["training.micro_batch_size"],
         )
     program = Program(

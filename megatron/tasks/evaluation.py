@@ -10,7 +10,6 @@ from typing import Any
 from megatron import __version__
 from megatron.command import format_panel, print_line
 from megatron.config import ParsedRun, Program, parse_config
-from megatron.config.run import RunOptions
 from megatron.config.tasks import TaskConfig
 from megatron.device import Device
 from megatron.errors import EXIT_OK, StorageError
@@ -47,7 +46,6 @@ def parse_evaluation(
     world_size: int,
     options: type,
     check: Callable[[TaskConfig, Any], Iterable[str]],
-    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
     unread: Collection[str] = (),
     kinds: Sequence[str] = ("gpt",),
 ) -> ParsedRun:
@@ -59,8 +57,6 @@ def parse_evaluation(
         world_size: The number of processes.
         options: The dataclass of the task's own flags.
         check: A function that yields the errors in the task's flags.
-        find_start: A function that returns the settings that flags override. The default reads
-            them from the checkpoint in --load.
         unread: Fields that other evaluations read but this one does not, as "section.field".
         kinds: The architectures that the task can evaluate.
 
@@ -79,7 +75,7 @@ def parse_evaluation(
         program=Program(
             name=PROGRAM,
             extra=(TaskConfig, options),
-            find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH, kinds=kinds),
+            find_start=partial(saved_run, micro_batch=_MICRO_BATCH, kinds=kinds),
             rules=SAVED_MODEL_RULES,
             reads=reads,
             check_extra=check,

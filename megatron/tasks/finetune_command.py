@@ -40,7 +40,6 @@ from megatron.tasks.target import HEADS, Target
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.training.pretrain import dry_run, pretrain
 
-FindStart = Callable[[Mapping[str, Any]], RunOptions]
 # The rules that need the length of the run, which is known only after the data has been read.
 LATE_RULES: tuple[Rule, ...] = (
     rules_model.required_length,
@@ -153,9 +152,7 @@ def prepare(
     return config, recipe, extras
 
 
-def parse(
-    task: str, arguments: list[str], world_size: int, find_start: FindStart | None = None
-) -> ParsedRun:
+def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
     """Parse a command line, which overrides the settings of the pretrained checkpoint.
 
     The configuration has no length yet, because this depends on the data.
@@ -194,7 +191,7 @@ def parse(
         program=Program(
             name=PROGRAM,
             extra=(TaskConfig, FinetuneConfig),
-            find_start=find_start or partial(_pretrained, target=find_target(task)[0]),
+            find_start=partial(_pretrained, target=find_target(task)[0]),
             rules=[
                 *(rule for rule in RULES if rule not in (*LATE_RULES, *PRETRAINING_RULES)),
                 _required,

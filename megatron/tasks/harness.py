@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.config import ParsedRun
-from megatron.config.run import RunOptions
 from megatron.config.tasks import HarnessConfig, TaskConfig
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError, UserError
@@ -38,12 +37,7 @@ if TYPE_CHECKING:
 _INSTALL = "--task LM_EVAL needs the package lm-eval: pip install -e '.[eval]'"
 
 
-def parse(
-    task: str,
-    arguments: list[str],
-    world_size: int,
-    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
-) -> ParsedRun:
+def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
     """Parse and check a command line, which overrides the settings of the checkpoint.
 
     Raises:
@@ -73,7 +67,6 @@ def parse(
         world_size=world_size,
         options=HarnessConfig,
         check=check,
-        find_start=find_start,
         unread=["parallel.sequence_parallel"],
     )
 

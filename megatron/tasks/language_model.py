@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
 from megatron.command import print_line
 from megatron.config import ParsedRun
 from megatron.config.parser import asks_for
-from megatron.config.run import RunOptions
 from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
 from megatron.device import Device
 from megatron.errors import DataError
@@ -238,12 +236,7 @@ PREPARE: dict[str, Callable[..., Prepared]] = {
 }
 
 
-def parse(
-    task: str,
-    arguments: list[str],
-    world_size: int,
-    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
-) -> ParsedRun:
+def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
     """Parse and check a command line, which overrides the settings of the checkpoint.
 
     Raises:
@@ -283,7 +276,6 @@ def parse(
         world_size=world_size,
         options=LanguageModelTaskConfig,
         check=check,
-        find_start=find_start,
         kinds=("gpt", "retro") if task == "PERPLEXITY" else ("gpt",),
     )
 

@@ -24,7 +24,6 @@ from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.reader import PaddedReader, restore
 from megatron.command import print_line
 from megatron.config import ParsedRun, Program, RunConfig, parse_config
-from megatron.config.run import RunOptions
 from megatron.config.tasks import RetrieverTaskConfig, RetrieverTextConfig, TaskConfig
 from megatron.device import Device
 from megatron.errors import EXIT_OK, ConfigError
@@ -69,12 +68,7 @@ _TOPS = (1, 5, 20, 100)  # the top-k accuracies to report by default
 _READS = {"training.micro_batch_size", "retriever.retriever_report_topk_accuracies"}
 
 
-def parse(
-    task: str,
-    arguments: list[str],
-    world_size: int,
-    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
-) -> ParsedRun:
+def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
     """Parse and check a command line, which overrides the settings of the checkpoint.
 
     Raises:
@@ -109,7 +103,7 @@ def parse(
         program=Program(
             name=PROGRAM,
             extra=(TaskConfig, RetrieverTaskConfig, RetrieverTextConfig),
-            find_start=find_start or partial(saved_run, micro_batch=_MICRO_BATCH, kinds=("ict",)),
+            find_start=partial(saved_run, micro_batch=_MICRO_BATCH, kinds=("ict",)),
             rules=SAVED_MODEL_RULES,
             reads=lambda given: SAVED_MODEL_READS | _READS,
             check_extra=check,

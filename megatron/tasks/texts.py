@@ -51,32 +51,32 @@ def read_text(path: str, flag: str) -> str:
         ) from error
 
 
-def read_documents(paths: Sequence[str], key: str = "text") -> Iterator[str]:
+def read_documents(paths: Sequence[str]) -> Iterator[str]:
     """Yield the texts of a corpus: JSON lines (also compressed), Parquet, or whole .txt files.
 
     Raises:
-        DataError: A file cannot be read, or a line is not a JSON object with text under `key`. The
-            message names the line.
+        DataError: A file cannot be read, or a line is not a JSON object with a "text". The message
+            names the line.
     """
     try:
         lines = dict.fromkeys(find_inputs(paths), 0)
-        for block in read_blocks(lines, [key]):
+        for block in read_blocks(lines, ["text"]):
             for line in block.read().splitlines():
                 lines[block.path] += 1
                 if line.strip():
-                    yield _text_of(line, key, f"{block.path}, line {lines[block.path]}")
+                    yield _text_of(line, f"{block.path}, line {lines[block.path]}")
     except DataError as error:  # the message names the flag of preprocess_data.py
         raise DataError(str(error).replace("--input", "--valid-data")) from error
 
 
-def _text_of(line: bytes, key: str, where: str) -> str:
+def _text_of(line: bytes, where: str) -> str:
     try:
         document = load_line(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}: give one object per line") from None
-    text = document.get(key) if isinstance(document, dict) else None
+    text = document.get("text") if isinstance(document, dict) else None
     if not isinstance(text, str):
-        raise DataError(f'{where}: no text under "{key}": write each line as {{"{key}": "..."}}')
+        raise DataError(f'{where}: no text under "text": write each line as {{"text": "..."}}')
     return text
 
 

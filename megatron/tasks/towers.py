@@ -508,12 +508,7 @@ def prepare(parsed: ParsedRun, world_size: int) -> tuple[RunConfig, TowersRecipe
     return config, TowersRecipe(train, samples_per_epoch, negatives), extras
 
 
-def parse(
-    task: str,
-    arguments: list[str],
-    world_size: int,
-    find_start: Callable[[Mapping[str, Any]], RunOptions] | None = None,
-) -> ParsedRun:
+def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
     """Parse a command line, which overrides the settings of the pretrained checkpoint.
 
     Raises:
@@ -557,7 +552,7 @@ def parse(
         program=Program(
             name=PROGRAM,
             extra=(TaskConfig, FinetuneConfig, TowersConfig, RetrieverTextConfig),
-            find_start=find_start or _start,
+            find_start=_start,
             rules=[*(rule for rule in RULES if rule not in late), refuse_pretraining_flags],
             check_extra=check,
             flags_of_other_tasks=other_flags,
