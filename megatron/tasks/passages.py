@@ -128,12 +128,24 @@ class PaddedTexts(NamedTuple):
     mask: NDArray[np.bool_]
 
 
-def pad_texts(texts: Sequence[Sequence[int]], tokenizer: Tokenizer, length: int) -> PaddedTexts:
-    """Put texts between [CLS] and [SEP], cut them to `length` tokens and pad to the longest."""
+def pad_texts(
+    texts: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    length: int,
+    shape: tuple[int, int] | None = None,
+) -> PaddedTexts:
+    """Put texts between [CLS] and [SEP], cut them to `length` tokens and pad them.
+
+    Args:
+        texts: The token ids of the texts.
+        tokenizer: The tokenizer of a BERT.
+        length: The maximum length of a text, including [CLS] and [SEP].
+        shape: The shape of the result. Rows beyond the texts are padding. By default, there are no
+            such rows, and texts are padded to the longest.
+    """
     rows = [[tokenizer.cls, *text[: length - 2], tokenizer.sep] for text in texts]
-    max_length = max(map(len, rows))
-    tokens = np.full((len(rows), max_length), tokenizer.pad, np.int64)
-    mask = np.zeros((len(rows), max_length), bool)
+    shape = shape or (len(rows), max(map(len, rows)))
+    tokens, mask = np.full(shape, tokenizer.pad, np.int64), np.zeros(shape, bool)
     for i, row in enumerate(rows):
         tokens[i, : len(row)], mask[i, : len(row)] = row, True
     return PaddedTexts(tokens, mask)

@@ -46,7 +46,7 @@ from megatron.tasks.finetune_command import (
     resumed_folder,
     with_length,
 )
-from megatron.tasks.passages import ids_of_passage
+from megatron.tasks.passages import PaddedTexts, ids_of_passage, pad_texts
 from megatron.tasks.results import (
     Metrics,
     check_results,
@@ -169,36 +169,6 @@ def _entries(path: str, flag: str) -> Iterator[Any]:
         raise DataError(f"{flag} {path}: cannot be read ({error}): give a JSON file") from error
 
 
-class TextRows:
-    """A converter of texts to token rows of equal length.
-
-    Args:
-        tokenizer: The tokenizer of a BERT.
-        length: The number of tokens in a row.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, length: int) -> None:
-        """Store the tokenizer and the length."""
-        self._tokenizer, self._length = tokenizer, length
-
-    def question(self, text: str) -> list[int]:
-        """Return the token ids of a question."""
-        return self._tokenizer.tokenize_with_special(text)
-
-    def passage(self, title_and_text: tuple[str, str]) -> list[int]:
-        """Return the token ids of a passage."""
-        return ids_of_passage(*title_and_text, self._tokenizer)
-
-    def stacked(self, texts: Sequence[Sequence[int]], rows: int) -> tuple[Any, Any]:
-        """Return tokens and masks, int64 `[rows, s]` each. Rows beyond the texts are masked."""
-        tokens = np.full((rows, self._length), self._tokenizer.pad, np.int64)
-        mask = np.zeros_like(tokens)
-        for i, text in enumerate(texts):
-            ids = [self._tokenizer.cls, *text[: self._length - 2], self._tokenizer.sep]
-            tokens[i, : len(ids)], mask[i, : len(ids)] = ids, 1
-        return tokens, mask
-
-
 class TrainingQuestions:
     """Questions in training order, each with its passage and some wrong passages.
 
@@ -206,7 +176,8 @@ class TrainingQuestions:
 
     Args:
         questions: The questions.
-        rows: The converter of texts to rows.
+        tokenizer: The tokenizer of a BERT.
+        length: The number of tokens in a row.
         order: The index of the question of each sample.
         negatives: The number of wrong passages per question. If a question has fewer, the missing
             rows are masked.
@@ -216,14 +187,16 @@ class TrainingQuestions:
     def __init__(
         self,
         questions: Sequence[LabeledQuestion],
-        rows: TextRows,
+        tokenizer: Tokenizer,
+        length: int,
         order: Epochs,
         *,
         negatives: int,
         seed: int,
     ) -> None:
         """Store the arguments."""
-        self._questions, self._rows, self._order = questions, rows, order
+        self._questions, self._order = questions, order
+        self._tokenizer, self._length = tokenizer, length
         self._negatives, self._seed = negatives, seed
 
     def __len__(self) -> int:
@@ -236,20 +209,23 @@ class TrainingQuestions:
         The passage that answers the question comes first.
         """
         index: Any = self._order[i]
-        question, rows = self._questions[index], self._rows
+        question, tokenizer = self._questions[index], self._tokenizer
         order = np.random.default_rng((self._seed, i)).permutation(len(question.hard_negatives))
         negatives = [question.hard_negatives[k] for k in order[: self._negatives].tolist()]
         negatives += question.negatives[: self._negatives - len(negatives)]
-        tokens, mask = rows.stacked([rows.question(question.text)], 1)
-        texts = [rows.passage(passage) for passage in (question.positive, *negatives)]
-        passages, passage_mask = rows.stacked(texts, 1 + self._negatives)
+        query = self._padded([tokenizer.tokenize_with_special(question.text)], 1)
+        texts = [ids_of_passage(*passage, tokenizer) for passage in (question.positive, *negatives)]
+        contexts = self._padded(texts, 1 + self._negatives)
         return {
-            "query_tokens": tokens[0],
-            "query_pad_mask": mask[0],
-            "context_tokens": passages,
-            "context_pad_mask": passage_mask,
+            "query_tokens": query.tokens[0],
+            "query_pad_mask": query.mask[0].astype(np.int64),
+            "context_tokens": contexts.tokens,
+            "context_pad_mask": contexts.mask.astype(np.int64),
             "id": i,
         }
+
+    def _padded(self, texts: Sequence[Sequence[int]], rows: int) -> PaddedTexts:
+        return pad_texts(texts, self._tokenizer, self._length, (rows, self._length))
 
 
 class TowersRecipe:
@@ -291,8 +267,10 @@ class TowersRecipe:
         order = Epochs(
             indices, seed=seed, length=samples[0], samples_per_epoch=self._samples_per_epoch
         )
-        rows = TextRows(tokenizer, config.data.seq_length)
-        train = TrainingQuestions(self._train, rows, order, negatives=self._negatives, seed=seed)
+        length = config.data.seq_length
+        train = TrainingQuestions(
+            self._train, tokenizer, length, order, negatives=self._negatives, seed=seed
+        )
         return train, None, None
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
@@ -404,7 +382,6 @@ class TowersFinetuning(StartFromBert):
         (part,), config, data = run.parts, run.config, run.layout.data
         assert isinstance(part, BiEncoderModel), "the towers form a single part"
         part.eval()
-        rows = TextRows(run.tokenizer, config.data.seq_length)
         questions, tops = self._valid[path], config.retriever.retriever_report_topk_accuracies
         sums = torch.zeros(1 + len(tops), device=run.device.torch_device)
         groups = range(0, len(questions), self._group)
@@ -416,12 +393,12 @@ class TowersFinetuning(StartFromBert):
                 for passage in (*question.negatives, *question.hard_negatives)
             ]
             passages = [
-                rows.passage(passage)
+                ids_of_passage(*passage, run.tokenizer)
                 for passage in [question.positive for question in group] + negatives
             ]
-            vectors = _embed(run, part.contexts.encode, rows, passages)
-            queries = [rows.question(question.text) for question in group]
-            scores = _embed(run, part.queries.encode, rows, queries) @ vectors.t()
+            vectors = _embed(run, part.contexts.encode, passages)
+            queries = [run.tokenizer.tokenize_with_special(question.text) for question in group]
+            scores = _embed(run, part.queries.encode, queries) @ vectors.t()
             ranks = (scores > scores.diagonal()[:, None]).sum(1)
             sums += torch.stack([ranks.sum(), *((ranks < k).sum() for k in tops)])
         rank, *hits = (all_reduce(sums, data) / len(questions)).tolist()
@@ -434,20 +411,17 @@ class TowersFinetuning(StartFromBert):
 
 
 def _embed(
-    run: Run,
-    encode: Callable[[Tensor, Tensor], Tensor],
-    rows: TextRows,
-    texts: Sequence[Sequence[int]],
+    run: Run, encode: Callable[[Tensor, Tensor], Tensor], texts: Sequence[Sequence[int]]
 ) -> Tensor:
     """Return the vectors of texts, fp32 `[n, e]`."""
-    vectors = []
+    vectors, length = [], run.config.data.seq_length
     for first in range(0, len(texts), _EMBED_BATCH):
         batch = texts[first : first + _EMBED_BATCH]
         tokens, mask = (
             torch.from_numpy(array).to(run.device.torch_device)
-            for array in rows.stacked(batch, len(batch))
+            for array in pad_texts(batch, run.tokenizer, length, (len(batch), length))
         )
-        vectors.append(encode(tokens, mask.bool()).float())
+        vectors.append(encode(tokens, mask).float())
     return torch.cat(vectors)
 
 

@@ -18,7 +18,7 @@ from megatron.processes.launch import Launch
 from megatron.tasks import towers
 from megatron.tasks.classify import Epochs
 from megatron.tasks.retrieval import load_towers
-from megatron.tasks.towers import TextRows, TrainingQuestions, read_labeled
+from megatron.tasks.towers import TrainingQuestions, read_labeled
 from megatron.tokenizer import build_tokenizer
 from megatron.training.build import build_run
 from megatron.training.checkpointing import save_run
@@ -176,9 +176,8 @@ def test_wrong_passages_are_drawn_anew_and_stood_in_for(toy):
     assert not questions[0].text.endswith("?")
     assert [len(questions[i].hard_negatives) for i in (0, 2)] == [2, 0]
     assert len(questions[0].negatives) == 1
-    rows = TextRows(tokenizer, LENGTH)
     order = Epochs(range(QUESTIONS), seed=1, length=200)
-    dataset = TrainingQuestions(questions, rows, order, negatives=2, seed=1)
+    dataset = TrainingQuestions(questions, tokenizer, LENGTH, order, negatives=2, seed=1)
     drawn = set()
     for i in range(200):
         sample, question = dataset[i], questions[order[i]]
