@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -243,7 +242,7 @@ class SampleInbox:
         tokenizer: Tokenizer of the model.
         sampling: Settings for continuing a prompt.
         limits: Limits of the engine. Longer prompts are errors, and longer answers are cut off.
-        write: Function that is called with each text, in the order of the prompts.
+        put: Function that is called with the index of a prompt and its text.
         max_in_progress: Maximum number of requests in progress.
         adapter: Index of the adapter to use, counted from 1; 0 is the base model.
     """
@@ -252,16 +251,13 @@ class SampleInbox:
     tokenizer: Tokenizer
     sampling: Sampling
     limits: EngineLimits
-    write: Callable[[GeneratedText], None]
+    put: Callable[[int, GeneratedText], None]
     max_in_progress: int
     adapter: int = 0
 
     def __post_init__(self) -> None:
         """Start with no requests in progress."""
         self._in_progress: dict[str, _UnfinishedText] = {}
-        # Indices of prompts whose texts have not been written yet.
-        self._unwritten: deque[int] = deque()
-        self._complete: dict[int, GeneratedText] = {}  # texts that wait for earlier ones
 
     def poll(self, wait: float) -> list[Command]:
         """Return the next requests, or the command to shut down once all are answered."""
@@ -270,7 +266,6 @@ class SampleInbox:
             index, prompt = next(self.prompts, (None, None))
             if index is None:
                 return commands if self._in_progress else [Shutdown()]
-            self._unwritten.append(index)
             try:
                 commands.append(Add(self._new_request(index, prompt)))
             except RequestError as error:
@@ -278,7 +273,7 @@ class SampleInbox:
         return commands
 
     def send(self, events: Sequence[Event]) -> None:
-        """Collect tokens and passages, and write the texts that are complete."""
+        """Collect tokens and passages, and store the texts that are complete."""
         for event in events:
             unfinished = self._in_progress[event.request]
             if isinstance(event, Token):
@@ -323,16 +318,10 @@ class SampleInbox:
         text = "".join([*map(detokenizer.add, tokens), detokenizer.flush()])
         passages = [*map(asdict, unfinished.passages)] or None
         sample = GeneratedText(prompt, text, len(tokens), is_finished, passages=passages)
-        self._put(index, sample)
+        self.put(index, sample)
 
     def _fail(self, index: int, prompt: str | None, why: str) -> None:
-        self._put(index, GeneratedText(prompt, "", 0, finished=False, error=why))
-
-    def _put(self, index: int, text: GeneratedText) -> None:
-        """Write the text of a prompt once all earlier ones are written."""
-        self._complete[index] = text
-        while self._unwritten and self._unwritten[0] in self._complete:
-            self.write(self._complete.pop(self._unwritten.popleft()))
+        self.put(index, GeneratedText(prompt, "", 0, finished=False, error=why))
 
 
 def printer(total: int) -> Callable[[GeneratedText], None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -76,19 +75,16 @@ class SharedPrompts:
                 "machines the same file"
             )
         self._first = self._next
-        self._claimed: deque[int] = deque()  # indices of this copy's unanswered prompts
         self._texts: dict[int, GeneratedText] = {}  # this copy's texts, waiting for earlier ones
         self.failed = 0
 
     def claim(self) -> Iterator[tuple[int, str | None]]:
         """Yield the index and text of prompts that no other copy has claimed."""
         while (index := self._first + self._store.add(_CLAIMED, 1) - 1) < len(self._prompts):
-            self._claimed.append(index)
             yield index, self._prompts[index]
 
-    def put(self, text: GeneratedText) -> None:
-        """Store the text of the earliest claimed prompt that has no text yet."""
-        index = self._claimed.popleft()
+    def put(self, index: int, text: GeneratedText) -> None:
+        """Store the text of a claimed prompt."""
         if self._write is None:
             self._store.set(f"text/{index}", json.dumps(asdict(text)))
         else:

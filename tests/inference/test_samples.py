@@ -200,20 +200,21 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
 
 def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     """A request that the engine refuses anyway is an error, not an empty answer."""
-    written: list[GeneratedText] = []
+    texts: dict[int, GeneratedText] = {}
     tokenizer: Any = SimpleNamespace(eod=0, tokenize_unterminated=lambda text: [1] * len(text))
     limits = EngineLimits(vocab_size=9, max_length=100, cache_tokens=10, max_beams=1)
     prompts = iter([(0, "x" * 4), (1, "x" * 10)])
-    inbox = SampleInbox(prompts, tokenizer, greedy(99), limits, written.append, max_in_progress=4)
+    inbox = SampleInbox(
+        prompts, tokenizer, greedy(99), limits, texts.__setitem__, max_in_progress=4
+    )
     (add,) = inbox.poll(0.0)
     assert isinstance(add, Add)
     assert add.request.sampling.max_new_tokens == 6
-    assert not written, "texts come in the order of their prompts"
+    assert [*texts] == [1]
     inbox.send([Finished("0", "refused", "no room")])
-    assert [text.prompt for text in written] == ["x" * 4, "x" * 10]
-    assert written[0].error == "no room"
-    assert "the cache's 10 positions" in written[1].error
-    assert all(text.error for text in written)
+    assert [texts[index].prompt for index in (0, 1)] == ["x" * 4, "x" * 10]
+    assert texts[0].error == "no room"
+    assert "the cache's 10 positions" in texts[1].error
 
 
 def test_several_texts_for_one_prompt_are_printed(
@@ -302,21 +303,23 @@ def test_copies_of_the_model_share_the_work_and_write_the_same(model: Path, tmp_
 
 def test_texts_of_other_copies_are_written_in_the_order_of_the_prompts() -> None:
     store, written = HashStore(), []
-    prompts = ["a", "b", "c", "d"]
+    prompts = ["a", "b", "c", "d", "e"]
     first = SharedPrompts(store, prompts, 1, written.append)
     second = SharedPrompts(store, prompts)
     mine, others = first.claim(), second.claim()
     assert next(others) == (1, "b")
     assert next(mine) == (2, "c")
     assert next(others) == (3, "d")
-    first.put(GeneratedText("c", "", 0, finished=False, error="too long"))
+    assert next(mine) == (4, "e")
+    first.put(4, GeneratedText("e", "x", 1, finished=True))
+    first.put(2, GeneratedText("c", "", 0, finished=False, error="too long"))
     assert not written
-    for prompt in ("b", "d"):
-        second.put(GeneratedText(prompt, "x", 1, finished=True))
+    for index, prompt in ((3, "d"), (1, "b")):
+        second.put(index, GeneratedText(prompt, "x", 1, finished=True))
     first.finish()
-    assert [text.prompt for text in written] == ["b", "c", "d"]
+    assert [text.prompt for text in written] == ["b", "c", "d", "e"]
     assert first.failed == 1
-    assert not any(store.check([f"text/{index}"]) for index in range(4)), "the store stays small"
+    assert not any(store.check([f"text/{index}"]) for index in range(5)), "the store stays small"
     assert not [*mine, *others]
-    with pytest.raises(DataError, match="found 3 prompts, and rank 0 found 4"):
+    with pytest.raises(DataError, match="found 3 prompts, and rank 0 found 5"):
         SharedPrompts(store, prompts[:3])
