@@ -141,10 +141,7 @@ def build_packed_datasets(
         first = part.bounds[0]
         return PackedDataset(examples, first, packing, part.num_samples, request.seed, padding_id)
 
-    def refuse_mock(count: int, split: int) -> SampleDataset:
-        raise AssertionError("a rule refuses --mock-data")
-
-    return build_datasets(request, build_part, refuse_mock, open_source=open_source)
+    return build_datasets(request, build_part, open_source=open_source)
 
 
 def build_chat_datasets(

@@ -147,9 +147,9 @@ class _Member(NamedTuple):
 def build_datasets(
     request: DataRequest,
     build_part: BuildPart,
-    build_mock: Callable[[int, int], SampleDataset],
+    build_mock: Callable[[int, int], SampleDataset] | None = None,
     *,
-    count_documents: Callable[[IndexedDataset], int] = len,
+    has_sentences: bool = False,
     build_text: BuildText | None = None,
     reads_tfrecords: bool = False,
     open_source: Callable[[str, str], DataSource] | None = None,
@@ -162,9 +162,9 @@ def build_datasets(
         request: The data that the run needs.
         build_part: A function that makes the samples of one part of one dataset.
         build_mock: A function that makes the samples of --mock-data, from the number of samples and
-            the index of the split.
-        count_documents: A function that counts the documents that --split divides. By default each
-            sequence is a document, as in Megatron's GPT.
+            the index of the split. `None` if a rule refuses --mock-data.
+        has_sentences: Whether the sequences of an indexed dataset are sentences, so that --split
+            divides documents. By default each sequence is a document, as in Megatron's GPT.
         build_text: A function that makes the samples of text. Without it, text is refused.
         reads_tfrecords: Whether `build_part` also makes samples from TFRecords, one per record.
         open_source: A function that opens the path in a flag as a custom source, instead of any of
@@ -175,12 +175,13 @@ def build_datasets(
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     if request.data.mock_data:
+        assert build_mock is not None, "a rule refuses --mock-data"
         counts = enumerate(request.samples)
         return Datasets(*(build_mock(count, i) if count else None for i, count in counts))
     with builder_first(request.is_builder, request.barrier):
         members = _open_members(
             request.data,
-            count_documents,
+            has_sentences=has_sentences,
             reads_text=build_text is not None,
             reads_tfrecords=reads_tfrecords,
             open_source=open_source,
@@ -370,8 +371,8 @@ def _local(name: str, flag: str, data: DataConfig) -> str:
 
 def _open_members(
     data: DataConfig,
-    count_documents: Callable[[IndexedDataset], int],
     *,
+    has_sentences: bool,
     reads_text: bool,
     reads_tfrecords: bool,
     open_source: Callable[[str, str], DataSource] | None,
@@ -399,8 +400,8 @@ def _open_members(
                     prefix, flag, data, reads_text=reads_text, reads_tfrecords=reads_tfrecords
                 )
             documents = len(source)
-            if isinstance(source, IndexedDataset):
-                documents = count_documents(source)
+            if has_sentences and isinstance(source, IndexedDataset):
+                documents = source.num_documents
             bounds = [(0, documents)] * 3
             if len(split_indices) > 1:
                 bounds = list(itertools.pairwise(split_bounds(data.split, documents)))

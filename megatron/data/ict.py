@@ -328,12 +328,7 @@ def build_ict_datasets(
         plan = SentenceMapPlan(0, room, 0.0, request.seed, min_sentences)
         return ICTDataset(MockBlocks(MockSentences(count, plan, ids, split)), ids, options)
 
-    return build_datasets(
-        request,
-        build_part,
-        build_mock,
-        count_documents=lambda dataset: len(dataset.document_indices) - 1,
-    )
+    return build_datasets(request, build_part, build_mock, has_sentences=True)
 
 
 def map_blocks(
@@ -358,12 +353,11 @@ def map_blocks(
         DataError: The titles belong to another dataset, or no document is usable.
     """
     data, (start, end) = part.data, part.bounds
-    counts = [len(dataset.document_indices) - 1 for dataset in (data, titles)]
-    if counts[0] != counts[1]:
+    if data.num_documents != titles.num_documents:
         raise DataError(
-            f"--titles-data-path {titles.prefix} has {counts[1]} titles for the {counts[0]} "
-            f"documents of {data.prefix}: make both in one run of tools/preprocess_data.py, with "
-            "--json-keys text title"
+            f"--titles-data-path {titles.prefix} has {titles.num_documents} titles for the "
+            f"{data.num_documents} documents of {data.prefix}: make both in one run of "
+            "tools/preprocess_data.py, with --json-keys text title"
         )
     before = np.concatenate([[0], np.cumsum(titles.sequence_lengths, dtype=np.int64)])
     text = TitledDocuments(

@@ -322,10 +322,7 @@ def build_preference_datasets(
         arguments = (part.data, part.bounds[0], packing, part.num_samples, request.seed)
         return PreferenceDataset(*arguments, padding_id)
 
-    def refuse_mock(count: int, split: int) -> SampleDataset:
-        raise AssertionError("a rule refuses --mock-data")
-
-    return build_datasets(request, build_part, refuse_mock, open_source=open_source)
+    return build_datasets(request, build_part, open_source=open_source)
 
 
 def preference_members(dataset: SampleDataset | None) -> list[PreferenceDataset]:

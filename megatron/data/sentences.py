@@ -172,14 +172,11 @@ def build_sentence_datasets(
     def build_mock(count: int, split: int) -> DescribedDataset:
         return build(MockSentences(count, plan, ids, split), ids)
 
-    def count_documents(dataset: IndexedDataset) -> int:
-        return len(dataset.document_indices) - 1
-
     return build_datasets(
         request,
         build_part,
         build_mock,
-        count_documents=count_documents,
+        has_sentences=True,
         reads_tfrecords=build_from_tfrecords is not None,
     )
 

@@ -319,7 +319,7 @@ def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
     from megatron.data.indexed import IndexedDataset
 
     dataset = IndexedDataset(prefix)
-    split, first = split_of(len(dataset.document_indices) - 1)
+    split, first = split_of(dataset.num_documents)
     validation = describe_validation(dataset, first, out / "tokenizer" / "tokenizer.json")
     count, gpu = processes()
     share_cores(count)

@@ -150,7 +150,7 @@ def demo(out: Path, source: Path | None, iterations: int) -> None:
     kind, base = replace(KINDS["gpt"], tokenizer=_tokenizer), out / "base"
     base.mkdir()
     prefix = prepare(kind, base, source)
-    split, _ = split_of(len(IndexedDataset(prefix).document_indices) - 1)
+    split, _ = split_of(IndexedDataset(prefix).num_documents)
     count, gpu = processes()
     share_cores(count)
     run_step(
