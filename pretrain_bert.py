@@ -72,14 +72,7 @@ class BertRecipe:
     ) -> Splits:
         """Build datasets of segment pairs with masked tokens. Collective."""
         return build_bert_datasets(
-            DataRequest(
-                config.data,
-                config.training.seed,
-                samples,
-                is_builder=layout.world.rank == 0,
-                barrier=layout.wait_for_all,
-                unit=config.training.samples_per_unit,
-            ),
+            DataRequest.of(config, samples, layout),
             seq_length=config.data.seq_length,
             tokenizer=tokenizer,
             binary_head=config.model.bert_binary_head,

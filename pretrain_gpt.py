@@ -105,14 +105,7 @@ class GPTRecipe:
     def _open_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Datasets:
-        request = DataRequest(
-            config.data,
-            config.training.seed,
-            samples,
-            is_builder=layout.world.rank == 0,
-            barrier=layout.wait_for_all,
-            unit=config.training.samples_per_unit,
-        )
+        request = DataRequest.of(config, samples, layout)
         length, pair = config.data.seq_length, (config.tokenizer, tokenizer)
         if config.preferences.preference_loss is not None:
             raise ConfigError(

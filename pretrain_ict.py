@@ -73,14 +73,7 @@ class ICTRecipe:
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         """Build datasets of sentences, each with the block of text around it. Collective."""
-        request = DataRequest(
-            config.data,
-            config.training.seed,
-            samples,
-            is_builder=layout.world.rank == 0,
-            barrier=layout.wait_for_all,
-            unit=config.training.samples_per_unit,
-        )
+        request = DataRequest.of(config, samples, layout)
         return build_ict_datasets(
             request, config.retriever, seq_length=config.data.seq_length, tokenizer=tokenizer
         )

@@ -73,14 +73,7 @@ class RetroRecipe:
     ) -> Splits:
         """Build datasets of documents, with the neighbors of their chunks. Collective."""
         return build_retro_datasets(
-            DataRequest(
-                config.data,
-                config.training.seed,
-                samples,
-                is_builder=layout.world.rank == 0,
-                barrier=layout.wait_for_all,
-                unit=config.training.samples_per_unit,
-            ),
+            DataRequest.of(config, samples, layout),
             config.model,
             tokenizer,
             batch_size=config.training.global_batch_size,

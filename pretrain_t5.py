@@ -71,14 +71,7 @@ class T5Recipe:
     ) -> Splits:
         """Build datasets of texts with some spans cut out. Collective."""
         return build_t5_datasets(
-            DataRequest(
-                config.data,
-                config.training.seed,
-                samples,
-                is_builder=layout.world.rank == 0,
-                barrier=layout.wait_for_all,
-                unit=config.training.samples_per_unit,
-            ),
+            DataRequest.of(config, samples, layout),
             encoder_seq_length=config.data.seq_length,
             decoder_seq_length=config.data.decoder_tokens,
             tokenizer=tokenizer,

@@ -19,12 +19,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config import RunConfig
 from megatron.config.data import SPLIT_NAMES, DataConfig, is_number
 from megatron.data.cache import ArraySpec, IndexCache, builder_first
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
@@ -39,6 +41,7 @@ from megatron.data.text_stream import (
 )
 from megatron.data.tfrecord import TFRecords, find_tfrecords
 from megatron.errors import ConfigError, DataError, warn
+from megatron.parallel.layout import Layout
 
 _BLOCKS, _BLOCK = 64, 4096  # blocks of each file that a fingerprint reads, and bytes per block
 _ADDRESS = "://"  # part of every URL, and of no path
@@ -70,6 +73,18 @@ class DataRequest(NamedTuple):
     barrier: Callable[[], None] = lambda: None
     unit: int = 1
     blends_single: bool = False
+
+    @staticmethod
+    def of(config: RunConfig, samples: tuple[int, int, int], layout: Layout) -> DataRequest:
+        """Return the request of a run for these numbers of samples."""
+        return DataRequest(
+            config.data,
+            config.training.seed,
+            samples,
+            is_builder=layout.world.rank == 0,
+            barrier=layout.wait_for_all,
+            unit=config.training.samples_per_unit,
+        )
 
     def cache(self, *folders: Path) -> IndexCache:
         """Return the cache in `folders`, and in --data-cache-path if it is given."""
@@ -178,14 +193,11 @@ def build_datasets(
         assert build_mock is not None, "a rule refuses --mock-data"
         counts = enumerate(request.samples)
         return Datasets(*(build_mock(count, i) if count else None for i, count in counts))
+    if open_source is None:
+        reads_text = build_text is not None
+        open_source = partial(_open, request.data, reads_text, reads_tfrecords)
     with builder_first(request.is_builder, request.barrier):
-        members = _open_members(
-            request.data,
-            has_sentences=has_sentences,
-            reads_text=build_text is not None,
-            reads_tfrecords=reads_tfrecords,
-            open_source=open_source,
-        )
+        members = _open_members(request.data, open_source, has_sentences=has_sentences)
 
         def build(split: str, member: _Member, count: int, dataset_index: int) -> DescribedDataset:
             if not isinstance(member.data, TextCorpus):
@@ -370,12 +382,7 @@ def _local(name: str, flag: str, data: DataConfig) -> str:
 
 
 def _open_members(
-    data: DataConfig,
-    *,
-    has_sentences: bool,
-    reads_text: bool,
-    reads_tfrecords: bool,
-    open_source: Callable[[str, str], DataSource] | None,
+    data: DataConfig, open_source: Callable[[str, str], DataSource], *, has_sentences: bool
 ) -> tuple[list[_Member], list[_Member], list[_Member]]:
     """Open the training, validation and test datasets, and split those of --data-path."""
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
@@ -391,14 +398,7 @@ def _open_members(
     for flag, path, split_indices in entries:
         pairs = parse_weighted_paths(path, flag)
         for weight, name in pairs:
-            prefix = _local(name, flag, data)
-            source: DataSource
-            if open_source is not None:
-                source = open_source(prefix, flag)
-            else:
-                source = _open(
-                    prefix, flag, data, reads_text=reads_text, reads_tfrecords=reads_tfrecords
-                )
+            source = open_source(_local(name, flag, data), flag)
             documents = len(source)
             if has_sentences and isinstance(source, IndexedDataset):
                 documents = source.num_documents
@@ -420,7 +420,7 @@ def _open_members(
 
 
 def _open(
-    prefix: str, flag: str, data: DataConfig, *, reads_text: bool, reads_tfrecords: bool
+    data: DataConfig, reads_text: bool, reads_tfrecords: bool, prefix: str, flag: str
 ) -> DataSource:
     """Open a dataset, or list the files of a text corpus."""
     if reads_tfrecords and (records := find_tfrecords(prefix)):

@@ -180,14 +180,7 @@ class PreferenceRecipe(ComparingRecipe):
     ) -> Splits:
         """Build rows of packed pairs. Collective."""
         return build_preference_datasets(
-            DataRequest(
-                config.data,
-                config.training.seed,
-                samples,
-                is_builder=layout.world.rank == 0,
-                barrier=layout.wait_for_all,
-                unit=config.training.samples_per_unit,
-            ),
+            DataRequest.of(config, samples, layout),
             config.finetuning,
             seq_length=config.data.seq_length,
             tokenizer=(config.tokenizer, tokenizer),

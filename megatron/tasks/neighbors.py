@@ -214,13 +214,8 @@ def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) 
     """
     assert config.data.retro_workdir is not None, "a rule requires it"
     arguments = read_arguments(config.data.retro_workdir)
-    request = DataRequest(
-        config.data,
-        config.training.seed,
-        (0, _count_samples(config.data.retro_workdir, arguments), 0),
-        is_builder=layout.world.rank == 0,
-        barrier=layout.wait_for_all,
-    )
+    count = _count_samples(config.data.retro_workdir, arguments)
+    request = DataRequest.of(config, (0, count, 0), layout)
     dataset = build_retro_datasets(request, config.model, tokenizer, batch_size=1).valid
     if not isinstance(dataset, RetroDataset):
         raise ConfigError(

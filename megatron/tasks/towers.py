@@ -214,7 +214,7 @@ class TrainingQuestions:
         negatives = [question.hard_negatives[k] for k in order[: self._negatives].tolist()]
         negatives += question.negatives[: self._negatives - len(negatives)]
         query = self._padded([tokenizer.tokenize_with_special(question.text)], 1)
-        texts = [ids_of_passage(*passage, tokenizer) for passage in (question.positive, *negatives)]
+        texts = [ids_of_passage(*passage, tokenizer) for passage in [question.positive, *negatives]]
         contexts = self._padded(texts, 1 + self._negatives)
         return {
             "query_tokens": query.tokens[0],

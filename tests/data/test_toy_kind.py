@@ -29,13 +29,7 @@ class MirrorRecipe(GPTRecipe):
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         """Build mirrored documents. Collective."""
-        request = DataRequest(
-            config.data,
-            config.training.seed,
-            samples,
-            is_builder=layout.world.rank == 0,
-            barrier=layout.wait_for_all,
-        )
+        request = DataRequest.of(config, samples, layout)
         return build_mirror_datasets(
             request, seq_length=config.data.seq_length, vocab_size=tokenizer.vocab_size
         )
