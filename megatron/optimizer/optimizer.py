@@ -608,14 +608,14 @@ class Optimizer:
         states = self._named_states().items()
         return {name for name, (state, _) in states if not isinstance(state, PackedTensor)}
 
-    def encode_loaded(self, tensors: Mapping[str, Tensor]) -> None:
+    def encode_loaded(self, named: Mapping[str, tuple[Tensor, nn.Parameter]]) -> None:
         """Encode the packed states after a checkpoint has been loaded.
 
         Args:
-            tensors: The tensors that `named_tensors` returned, with the loaded values.
+            named: The result of `named_tensors`, with the loaded values.
         """
         states = self._named_states()
-        for name, tensor in tensors.items():
+        for name, (tensor, _) in named.items():
             state, _ = states[name]
             if isinstance(state, PackedTensor):
                 state.load(tensor)

@@ -490,7 +490,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     is_dropped = _SCORE in new_parts
     whole = () if run.layout.pipeline.size > 1 else _REWARD_BODY if is_dropped else ("model.",)
     restore(reader, state, prefixes=whole, cast=weights_only, cast_prefixes=(STATES,))
-    run.optimizer.encode_loaded({name: tensor for name, (tensor, _) in named.items()})
+    run.optimizer.encode_loaded(named)
     if _ADAPTERS in new_parts:
         initialize_adapters(run.parts)
     if run.config.model.load_adapter is not None:
@@ -557,7 +557,7 @@ def rewind_run(run: Run, checkpoint: Reader) -> int:
     named = run.optimizer.named_tensors()
     state = _weights_state(run, is_copy=True) | _updated_state(run, reader, named)
     restore(reader, state, cast_prefixes=(STATES,))
-    run.optimizer.encode_loaded({name: tensor for name, (tensor, _) in named.items()})
+    run.optimizer.encode_loaded(named)
     _continue_updates(run, reader)
     run.layers.forget_weights()
     progress, saved = run.progress, _saved_progress(run.config, reader)

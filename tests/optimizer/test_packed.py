@@ -186,10 +186,10 @@ def test_loaded_values_are_taken_over():
     _step(named, optimizer, 0)
     saved = {name: t.clone() for name, (t, _) in optimizer.named_tensors().items()}
     fresh, other = _optimizer(_config("fp8", "fp16", "fp16"))
-    tensors = {name: t for name, (t, _) in other.named_tensors().items()}
-    for name, tensor in tensors.items():
+    loaded = other.named_tensors()
+    for name, (tensor, _) in loaded.items():
         tensor.copy_(saved[name])
-    other.encode_loaded(tensors)
+    other.encode_loaded(loaded)
     with torch.no_grad():
         for name, p in fresh.items():
             p.copy_(named[name])
