@@ -371,15 +371,9 @@ class Schedules:
             anneal=own_rate.anneal,
             anneal_style=own_rate.anneal_style,
         )
-        decoupled_rates = (
-            (None, None)
-            if self.decoupled is None
-            else (
-                self.decoupled.peak,
-                self.decoupled.minimum,
-            )
-        )
-        return Schedules(rate, trunk.weight_decay, _decoupled(rate, *decoupled_rates))
+        own = self.decoupled
+        decoupled = None if own is None else replace(rate, peak=own.peak, minimum=own.minimum)
+        return Schedules(rate, trunk.weight_decay, decoupled)
 
     def _with_saved(self, saved: dict[str, Any]) -> Schedules:
         """Return these schedules with their values replaced by the saved values."""
@@ -515,10 +509,8 @@ def _check_equal(current: Schedules, saved: Schedules) -> None:
 
 def _check_branch(branch: Schedules, trunk: Schedules) -> None:
     """Raise `CheckpointError` if a branch does not agree with the run from which it branches."""
-    own_fields = ("peak", "in_tokens")
-    rate = replace(
-        trunk.learning_rate, **{name: getattr(branch.learning_rate, name) for name in own_fields}
-    )
+    own_rate = branch.learning_rate
+    rate = replace(trunk.learning_rate, peak=own_rate.peak, in_tokens=own_rate.in_tokens)
     decay = replace(branch.weight_decay, length=trunk.weight_decay.length)
     peak = None if branch.decoupled is None else branch.decoupled.peak
     minimum = None if trunk.decoupled is None else trunk.decoupled.minimum
