@@ -27,7 +27,7 @@ from megatron.training.callbacks.stragglers import Stragglers
 from megatron.training.callbacks.suspicious_updates import ResultDifferences, SuspiciousUpdates
 from megatron.training.evaluation import Evaluation
 from megatron.training.run import Run
-from megatron.training.step import Updates, any_rank, reduce_losses, skip_iteration
+from megatron.training.step import Updates, any_rank, skip_iteration
 
 
 def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callback], Scalars]:
@@ -115,7 +115,7 @@ def train(run: Run, callbacks: Sequence[Callback]) -> EarlyExit | None:
 
 def _steps(run: Run, callbacks: Sequence[Callback]) -> EarlyExit | None:
     early_exit = None
-    if any_rank(run.exit.is_requested, run):
+    if any_rank([run.exit.is_requested], run)[0]:
         early_exit = _agreed_exit(run)
     updates, exit_interval = Updates(run), run.config.training.exit_interval
     while early_exit is None and not run.finished:
@@ -143,5 +143,5 @@ def _agreed_exit(run: Run) -> EarlyExit:
     If ranks disagreed, they would not all take part in an evaluation that is due now.
     """
     codes = (EXIT_SAVED_ON_SIGNAL, OutputClosedError.exit_code)
-    requested = reduce_losses(None, [run.exit.code == code for code in codes], run)[2]
+    requested = any_rank([run.exit.code == code for code in codes], run)
     return EarlyExit(run.exit.reason, max([EXIT_OK, *itertools.compress(codes, requested)]))

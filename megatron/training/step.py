@@ -381,13 +381,14 @@ def _ordinary(passes: Passes, run: Run) -> Tensor:
     return ordinary
 
 
-def any_rank(flag: bool, run: Run) -> bool:
-    """Return whether any rank has set the flag. Collective."""
-    return reduce_losses(None, [flag], run)[2][0]
+def any_rank(flags: Sequence[bool], run: Run) -> list[bool]:
+    """Return for each flag whether any rank has set it. Collective."""
+    counts = torch.tensor(flags, dtype=torch.float32, device=run.device.torch_device)
+    return [count > 0 for count in all_reduce(counts, run.layout.world).tolist()]
 
 
 def reduce_losses(
-    passes: Passes | None, flags: Sequence[bool], run: Run
+    passes: Passes, flags: Sequence[bool], run: Run
 ) -> tuple[dict[str, float], float, list[bool]]:
     """Return the mean of each loss over the global batch, the weight of the batch, and the flags.
 
@@ -396,7 +397,7 @@ def reduce_losses(
     device.
 
     Args:
-        passes: The passes that computed the losses, or `None` if only the flags are needed.
+        passes: The passes that computed the losses.
         flags: The flags of this rank.
         run: The run.
     """
@@ -437,7 +438,7 @@ def unpack_router_losses(
 
 
 def pack_losses(
-    passes: Passes | None, flags: Sequence[bool], run: Run, more: Tensor | None = None
+    passes: Passes, flags: Sequence[bool], run: Run, more: Tensor | None = None
 ) -> Tensor:
     """Return the losses on the device, and for each flag the number of ranks that set it.
 
@@ -447,7 +448,7 @@ def pack_losses(
     context rank contributes its mean over micro-batches.
 
     Args:
-        passes: The passes that computed the losses, or `None` if only the flags are needed.
+        passes: The passes that computed the losses.
         flags: The flags of this rank.
         run: The run.
         more: Further values, `[n]`, which are summed over all ranks and appended to the result.
@@ -455,7 +456,7 @@ def pack_losses(
     layout, names = run.layout, run.recipe.loss_names(run.config)
     count = len(names) + run.config.training.calculate_per_token_loss
     packed = torch.zeros(count + len(flags), device=run.device.torch_device)
-    if passes is not None and passes.losses and layout.tensor.is_first:
+    if passes.losses and layout.tensor.is_first:
         zeros = torch.zeros(len(passes.sample_ids), device=packed.device)
         columns = [
             torch.stack(passes.losses[name]).float() if name in passes.losses else zeros

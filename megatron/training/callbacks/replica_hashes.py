@@ -68,7 +68,7 @@ class ReplicaHashes(Callback):
         for axis, tensors in _copies(run):
             if axis.size > 1 and tensors:
                 differences += _differences(axis, tensors, run.device.torch_device)
-        if any_rank(bool(differences), run):
+        if any_rank([bool(differences)], run)[0]:
             gathered = JsonExchange(run.layout.world).gather(differences)
             lines = list(dict.fromkeys(line for rank_lines in gathered for line in rank_lines))
             suffix = f"; and {len(lines) - _SHOWN} more tensors" if len(lines) > _SHOWN else ""
