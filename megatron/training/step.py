@@ -92,11 +92,6 @@ class Updates:
         self._reruns = None if mode == "disabled" else Reruns(run, partial(_gradients_of, run))
         self._flops_per_token: dict[int, int] = {}  # by sequence length
 
-    @property
-    def has_next(self) -> bool:
-        """Whether the next update's first forward pass is under way."""
-        return self._next is not None
-
     def make(self, *, look_ahead: bool) -> StepOutcome:
         """Consume one global batch and update the parameters. Collective.
 

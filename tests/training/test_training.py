@@ -329,7 +329,7 @@ def test_where_a_forward_pass_is_begun_early():
         run = build_toy(Layout.single(), flags)
         updates = Updates(run)
         updates.make(look_ahead=True)
-        return updates.has_next
+        return updates._next is not None
 
     assert begun("--bf16")
     assert not begun("--fp16")  # its loss scale may change
