@@ -58,7 +58,7 @@ class Checkpoints(Callback):
 
     def interrupts(self, run: Run) -> bool:
         """Return whether a save follows the next update. An early forward pass would delay it."""
-        return _is_due(run, run.progress.iteration + 1)
+        return is_scheduled(run, run.progress.iteration + 1)
 
     def before_step(self, run: Run) -> None:
         """Start timing the step, for the advice on how often to save."""
@@ -194,11 +194,12 @@ def _continued(run: Run) -> tuple[Path, int] | None:
 def is_save_due(run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> bool:
     """Return whether a run with --save saves now, because a checkpoint is due or the run ends."""
     is_last = early_exit is not None or run.finished
-    is_due = _is_due(run, run.progress.iteration) or outcome.save_due or is_last
+    is_due = is_scheduled(run, run.progress.iteration) or outcome.save_due or is_last
     return is_due and run.config.checkpoint.save is not None
 
 
-def _is_due(run: Run, iteration: int) -> bool:
+def is_scheduled(run: Run, iteration: int) -> bool:
+    """Return whether a checkpoint is due after an iteration: at the interval, or after an epoch."""
     interval = run.config.checkpoint.save_interval
     return iteration in run.save_at or (interval is not None and iteration % interval == 0)
 

@@ -11,6 +11,7 @@ from megatron.command import print_line
 from megatron.errors import StorageError
 from megatron.training import checkpointing
 from megatron.training.callbacks.base import Callback, EarlyExit
+from megatron.training.callbacks.checkpoints import is_scheduled
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.fast_state import store_of
 from megatron.training.run import Run
@@ -83,10 +84,8 @@ class NonPersistentCheckpoints(Callback):
 
 
 def _is_due(run: Run, iteration: int) -> bool:
-    options = run.config.checkpoint
-    interval, durable = options.non_persistent_save_interval, options.save_interval
-    is_durable = iteration in run.save_at or (durable is not None and iteration % durable == 0)
-    return interval is not None and iteration % interval == 0 and not is_durable
+    interval = run.config.checkpoint.non_persistent_save_interval
+    return interval is not None and iteration % interval == 0 and not is_scheduled(run, iteration)
 
 
 class Goodput(Callback):

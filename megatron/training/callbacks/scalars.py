@@ -75,10 +75,6 @@ class RunStart:
             },
         )
 
-    def record(self) -> dict[str, Any]:
-        """Return the description as plain data."""
-        return asdict(self)
-
     def tables(self) -> str:
         """Return two Markdown tables: the settings, changed ones first, and the facts."""
         names = [*self.changed, *(name for name in self.settings if name not in self.changed)]
@@ -272,7 +268,7 @@ class JsonLinesWriter:
 
     def write_start(self, start: RunStart, iteration: int, samples: int) -> None:
         """Append a line with the description of the run."""
-        self._append({"event": "start", **start.record()}, iteration, samples)
+        self._append({"event": "start", **asdict(start)}, iteration, samples)
 
     def write_event(self, kind: str, text: str, iteration: int, samples: int) -> None:
         """Append a line with the event."""

@@ -164,7 +164,8 @@ def _suspects(run: Run, outcome: StepOutcome) -> list[int]:
     width = run.batches.micro_batch
     local_ids = torch.tensor(outcome.sample_ids).reshape(-1, width)
     bad = ~torch.tensor(outcome.ordinary).reshape(-1, 1)
-    table = torch.cat([local_ids, bad.long().expand(-1, 1)], dim=1)
+    table = torch.cat([local_ids, bad.long()], dim=1)
     rows = all_gather(table, run.layout.world)  # the last stage may be on another rank
-    suspicious = rows[rows[:, -1] > 0] if bool((rows[:, -1] > 0).any()) else rows
+    is_bad = rows[:, -1] > 0
+    suspicious = rows[is_bad] if is_bad.any() else rows
     return sorted(set(suspicious[:, :-1].flatten().tolist()))

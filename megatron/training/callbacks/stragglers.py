@@ -85,10 +85,8 @@ class StragglerWatch:
             layout: The grid of processes as this process sees it.
             axes: The names of the axes whose groups are compared.
         """
-        sizes = {
-            **{name: getattr(layout, name).size for name in ("tensor", "context", "pipeline")},
-            **{name: getattr(layout, name).size for name in ("expert", "expert_tensor")},
-        }
+        names = ("tensor", "context", "pipeline", "expert", "expert_tensor")
+        sizes = {name: getattr(layout, name).size for name in names}
         grid = [Layout.at(rank, layout.world.size, **sizes) for rank in layout.world.ranks]
         groups = {
             name: list(dict.fromkeys(getattr(rank_layout, name).ranks for rank_layout in grid))
