@@ -319,7 +319,10 @@ class TeacherLogitsDataset:
                 self._has_warned = True
                 warn(f"{error} (--logits-load-ignore-errors: only the sample's tokens are used)")
             # Without logits, all of the probability belongs to the remaining tokens.
-            return {**sample, **self._padded(np.zeros(self.header.seq_length, np.int32))}
+            counts, rest = (
+                np.zeros(self.header.seq_length, kind) for kind in (np.int32, np.float32)
+            )
+            return {**sample, **self._padded(counts, counts[:0], rest[:0], rest)}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
         """Return the text datasets, each with its number of samples (see `ReadsText`)."""
@@ -349,7 +352,10 @@ class TeacherLogitsDataset:
             if parts[1].dtype == torch.int16:
                 ids = ids & 0xFFFF
             if len(counts) != self.header.seq_length or len(rest) != len(counts):
-                raise ValueError(f"{len(counts)} tokens, expected {self.header.seq_length}")
+                raise ValueError(
+                    f"{len(counts)} tokens and {len(rest)} remainders, "
+                    f"expected {self.header.seq_length}"
+                )
             if counts.min() < 0 or counts.sum() != len(ids):
                 raise ValueError("the numbers of entries do not add up")
             if len(ids) and not 0 <= ids.min() <= ids.max() < self.header.vocab_size:
@@ -368,18 +374,16 @@ class TeacherLogitsDataset:
     def _padded(
         self,
         counts: NDArray[np.int32],
-        ids: NDArray[np.int32] | None = None,
-        values: NDArray[np.float32] | None = None,
-        rest: NDArray[np.float32] | None = None,
+        ids: NDArray[np.int32],
+        values: NDArray[np.float32],
+        rest: NDArray[np.float32],
     ) -> dict[str, NDArray[Any]]:
         width = min(self.header.top_k, self.header.vocab_size)
         is_entry = np.arange(width) < counts[:, None]
         all_ids = np.full(is_entry.shape, -1, np.int32)
         all_values = np.full(is_entry.shape, -np.inf, np.float32)
-        if ids is not None and values is not None:
-            all_ids[is_entry], all_values[is_entry] = ids, values
-        none = np.zeros(len(counts), np.float32)
-        return {TOP_IDS: all_ids, TOP_VALUES: all_values, TOP_REST: none if rest is None else rest}
+        all_ids[is_entry], all_values[is_entry] = ids, values
+        return {TOP_IDS: all_ids, TOP_VALUES: all_values, TOP_REST: rest}
 
     def _file(self, path: Path) -> Mapping[str, Any]:
         """Return the tensors of a file by name, as slices that are read on demand."""

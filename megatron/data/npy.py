@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.errors import DataError
 
-_SEARCH_BLOCK = 1 << 24  # the number of tokens searched for ends of documents at a time
+_SEARCH_CHUNK = 1 << 24  # the number of tokens searched for ends of documents at a time
 
 
 class Shard(NamedTuple):
@@ -36,8 +36,8 @@ class Shard(NamedTuple):
             yield from self.ids
             return
         start = 0
-        for first in range(0, len(self.ids) if eod is not None else 0, _SEARCH_BLOCK):
-            ends = np.flatnonzero(self.ids[first : first + _SEARCH_BLOCK] == eod)
+        for first in range(0, len(self.ids) if eod is not None else 0, _SEARCH_CHUNK):
+            ends = np.flatnonzero(self.ids[first : first + _SEARCH_CHUNK] == eod)
             for end in (first + 1 + ends).tolist():
                 yield self.ids[start:end]
                 start = end

@@ -213,6 +213,66 @@ def test_hints_to_the_disk_cover_the_file_and_may_fail(
     assert bin_path(tmp_path / "x").read_bytes() == tokens.tobytes()
 
 
+def test_documents_come_in_parts_of_limited_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.RandomState(3)
+    counts = random.randint(0, 4, 30)
+    lengths = random.randint(0, 6, counts.sum())
+    tokens = np.arange(lengths.sum())
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
+        builder.add_documents(tokens, lengths, counts)
+    data, bounds = IndexedDataset(tmp_path / "x"), [0, *np.cumsum(counts)]
+    ends = np.array([0, *np.cumsum(lengths)])
+    assert data.num_documents == 30
+    for chunk, most, first, end in (
+        (9, 100, 0, 30),
+        (1, 100, 3, 27),
+        (1000, 4, 5, 29),
+        (1000, 100, 29, 30),
+        (12, 2, 1, 18),
+        (9, 3, 7, 7),
+    ):
+        monkeypatch.setattr(indexed, "_CHUNK", chunk)
+        monkeypatch.setattr(indexed, "_MAX_DOCUMENTS", most)
+        parts = [*data.documents(first, end)]
+        # Each part has as many documents as fit.
+        expected, start = [], first
+        while start < end:
+            size = min(most, end - start)
+            while size > 1 and ends[bounds[start + size]] - ends[bounds[start]] > chunk:
+                size -= 1
+            expected.append((start, start + size))
+            start += size
+        assert len(parts) == len(expected)
+        for part, (low, high) in zip(parts, expected, strict=True):
+            assert part.sequences_per_document.tolist() == counts[low:high].tolist()
+            assert part.lengths.tolist() == lengths[bounds[low] : bounds[high]].tolist()
+            assert part.tokens.tolist() == tokens[ends[bounds[low]] : ends[bounds[high]]].tolist()
+
+
+def test_a_negative_token_is_named_by_document_or_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "_CHUNK", 5)
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
+        builder.add_documents([0, 1, 2, -3, 4, 5, 6, 0], [2, 0, 3, 3], [1, 1, 1, 1])
+    data = IndexedDataset(tmp_path / "x")
+    assert data.get(3).tolist() == [5, 6, 0]
+    assert data.get(2, offset=1, length=0).tolist() == data.get(1).tolist() == []
+    with pytest.raises(DataError, match=r"x.bin: negative token id -3 in sequence 2: this file"):
+        data.get(2)
+    parts = data.documents(0, 4)
+    with pytest.raises(DataError, match="negative token id -3 in documents 0 to 2: this file"):
+        next(parts)
+    assert [part.tokens.tolist() for part in data.documents(3, 4)] == [[5, 6, 0]]
+    assert [part.tokens.tolist() for part in data.documents(0, 2)] == [[0, 1]]
+    with IndexedDatasetBuilder(tmp_path / "unsigned", np.uint16) as builder:
+        builder.add_documents([65535], [1], [1])
+    whole = IndexedDataset(tmp_path / "unsigned")
+    assert whole.get(0).tolist() == [*whole.documents(0, 1)][0].tokens.tolist() == [65535]
+
+
 def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     def write() -> None:
         with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:

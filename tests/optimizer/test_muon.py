@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,10 +12,13 @@ from torch import nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.optimizer import muon
+from megatron.optimizer import optimizer as optimizers
+from megatron.optimizer.groups import ParameterGroup
 from megatron.optimizer.muon import COEFFICIENTS, Muon, RowExchange, cost_of, orthogonalize
 from megatron.optimizer.update import MatrixShard
 from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import ZEROS, Matrices, ParameterSpec
+from tests.distributed import run_sharing_memory
 from tests.optimizer.stepping import step
 from tests.parallel.buffers import new_buffer, new_optimizer
 
@@ -83,7 +89,9 @@ def test_equals_pytorchs_over_20_updates(nesterov, mode, factor, theirs):
             p.grad = values[name].clone()
         reference.step()
     for name, p in named.items():
-        torch.testing.assert_close(p, other[name], rtol=0, atol=1e-6)
+        # Momenta that differ in their last bit may round to different bf16, which changes an update
+        # by up to 1e-5. Whether that happens depends on the CPU.
+        torch.testing.assert_close(p, other[name], rtol=0, atol=2e-5)
         held = optimizer.named_tensors()[f"{name}.momentum_buffer"][0]
         torch.testing.assert_close(held, reference.state[other[name]]["momentum_buffer"])
 
@@ -98,6 +106,106 @@ def test_singular_values_come_close_to_1():
         inner = left.mT @ found @ right.mT
         assert (inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))).abs().max() < 1e-4
         assert values.max() > 3  # the matrices were not orthogonal
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 3), (2, 3, 7), (1, 5, 5), (3, 1, 4), (2, 4, 1)])
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("size", [1e-3, 100.0])
+def test_the_iterations_apply_their_polynomials_to_the_singular_values(shape, name, size):
+    x = size * torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    x[0, 0] = 0  # without full rank
+    left, values, right = torch.linalg.svd(x.double(), full_matrices=False)
+    values = values / values.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-7)
+    for i in range(7):
+        a, b, c = COEFFICIENTS[name][i % len(COEFFICIENTS[name])]
+        values = a * values + b * values**3 + c * values**5
+    expected = left @ torch.diag_embed(values) @ right
+    for precision, within in (("highest", 2e-4), ("medium", 0.1)):
+        given = x.bfloat16() if precision == "medium" else x
+        found = orthogonalize(given, COEFFICIENTS[name], 7, precision=precision)
+        assert found.dtype == given.dtype
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=within)
+
+
+# Shape, rows of each projection in a group, and dimension that is split over two processes.
+_SPLIT = [((4, 9), (), 0), ((4, 10), (), 1), ((24, 6), (2, 1, 1), 0), ((2, 9, 4), (), 2)]
+_SPLIT += [((2, 4, 9), (), 1), ((5, 6), (), None), ((3, 6, 4), (2, 1), None)]
+
+
+def _orthogonalized(layout, mode, splits):
+    rule = Muon(tensor_mode=mode, precision="highest", extra_scale=0.2)
+    tensors, shards = [], []
+    for i, (shape, shares, dim) in enumerate(_SPLIT):
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        axis = layout.tensor
+        if dim is not None and splits:
+            whole = whole.chunk(2, dim)[axis.rank]
+        tensors.append(whole.contiguous())
+        spec = _spec(whole.shape, shares=shares, split_dim=dim)
+        shards.append(MatrixShard(spec, axis, None))
+    muon._Orthogonalization(rule, shards)(tensors)
+    return [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_processes_that_share_matrices_orthogonalize_them_as_one(mode):
+    expected = _orthogonalized(Layout.single(), "blockwise", False)
+    ranks = run_sharing_memory(2, _orthogonalized, mode, True, tensor=2)
+    for i, (_, _, dim) in enumerate(_SPLIT):
+        parts = [torch.tensor(rank[i]) for rank in ranks]
+        found = parts[0] if dim is None else torch.cat(parts, dim)
+        torch.testing.assert_close(found, torch.tensor(expected[i]), rtol=1e-4, atol=1e-5)
+
+
+def test_the_size_of_a_batch_makes_no_difference(monkeypatch):
+    expected = _orthogonalized(Layout.single(), "blockwise", False)
+    for size in (1, 50):
+        monkeypatch.setattr(muon, "CHUNK", size)
+        found = _orthogonalized(Layout.single(), "blockwise", False)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
+
+
+@pytest.mark.parametrize(
+    ("mode", "tall", "wide"),
+    [("spectral", 3.0, 3.0), ("unit_rms_norm", 1.5, 2 / 3), ("shape_scaling", 1.5, 1.0)],
+)
+def test_scales_depend_on_the_size_of_a_matrix(mode, tall, wide):
+    assert Muon(scale_mode=mode).scale_of(9, 4) == pytest.approx(tall)
+    assert Muon(scale_mode=mode, extra_scale=0.2).scale_of(4, 9) == pytest.approx(0.2 * wide)
+
+
+@pytest.mark.parametrize("shares_weights", [False, True])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_rule_learns_which_processes_hold_a_matrix(shares_weights, replicas):
+    """Experts are split and replicated over other processes than other weights."""
+    axes = [Axis(size, 0, tuple(range(size))) for size in (2, 4, replicas, 5)]
+    layout = replace(
+        Layout.single(), tensor=axes[0], expert_tensor=axes[1], replica=axes[2],
+        expert_replica=axes[3],
+    )  # fmt: skip
+    parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    for is_expert, p in enumerate(parameters):
+        p.spec = replace(_spec((3, 2)), is_expert=bool(is_expert))
+    rule = SimpleNamespace(needs_whole=True, joins_rows=True, bind=lambda tensors, library: tensors)
+    flat = [p.detach().flatten() for p in parameters]
+    group = optimizers._OwnedGroup(
+        ParameterGroup(rule, True, False, ("a", "b"), tuple(parameters)),
+        ["a", "b"], parameters, flat, [torch.float32] * 2, flat, {"momentum_buffer": flat},
+    )  # fmt: skip
+    gradients = SimpleNamespace(shares_weights=shares_weights, gradient=lambda p: flat[0])
+    found = group.bind(gradients, layout, None, OptimizerConfig(), (None, None))
+    shape = (6,) if shares_weights else (3, 2)
+    for tensors in (found.weights, found.gradients, found.state["momentum_buffer"]):
+        assert [tuple(tensor.shape) for tensor in tensors] == [shape] * 2
+    rows = [
+        axes[2] if shares_weights and replicas > 1 else None,
+        axes[3] if shares_weights else None,
+    ]
+    assert [(shard.tensor, shard.rows) for shard in found.shards] == [
+        (axes[0], rows[0]),
+        (axes[1], rows[1]),
+    ]
 
 
 def test_projections_and_stacked_matrices_are_orthogonalized_by_themselves():
