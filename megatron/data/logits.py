@@ -319,9 +319,8 @@ class TeacherLogitsDataset:
                 self._has_warned = True
                 warn(f"{error} (--logits-load-ignore-errors: only the sample's tokens are used)")
             # Without logits, all of the probability belongs to the remaining tokens.
-            counts, rest = (
-                np.zeros(self.header.seq_length, kind) for kind in (np.int32, np.float32)
-            )
+            counts = np.zeros(self.header.seq_length, np.int32)
+            rest = np.zeros(self.header.seq_length, np.float32)
             return {**sample, **self._padded(counts, counts[:0], rest[:0], rest)}
 
     def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
