@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
-from megatron.checkpoint.huggingface.llama import read_rope, write_rope
+from megatron.checkpoint.huggingface.llama import read_rotation, write_rope
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
@@ -190,11 +190,7 @@ class Falcon(_Shared):
 
     def _positions(self, settings: Settings) -> dict[str, Any]:
         """Return the flags for position embeddings. With ALiBi, rotary keys have no effect."""
-        new = settings.section("rope_parameters")
-        base = settings.number("rope_theta", 10000.0)
-        flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
-        for rope in (new, settings.section("rope_scaling")):
-            flags |= read_rope(rope, settings)
+        flags = read_rotation(settings, settings.number("rope_theta", 10000.0))
         if settings.boolean("alibi", False):
             return {"position_embedding_type": "alibi", "scale_alibi": True}
         return {**flags, "position_embedding_type": "rope"}

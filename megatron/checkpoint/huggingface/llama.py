@@ -153,28 +153,7 @@ class LlamaLike(rules.Family):
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags for rotary embeddings, from the keys of transformers 4 or 5."""
-        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
-        base = settings.number("rope_theta", self.rotary_base)
-        flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
-        for rope in (new, old):
-            flags |= read_rope(rope, settings)
-        return flags
-
-    def _read_partial_rotation(self, settings: Settings, share: float) -> dict[str, Any]:
-        """Return the flags for rotary embeddings that rotate only some channels of each head.
-
-        Args:
-            settings: The keys of config.json.
-            share: The fraction of channels that rotate if config.json does not say.
-        """
-        new, old = settings.section("rope_parameters"), settings.section("rope_scaling")
-        share = settings.number("partial_rotary_factor", share)
-        share = new.number("partial_rotary_factor", share)
-        base = settings.number("rope_theta", self.rotary_base)
-        flags = {"rotary_base": new.number("rope_theta", base), "rotary_percent": share}
-        for rope in (new, old):
-            flags |= read_rope(rope, settings, share)
-        return flags
+        return read_rotation(settings, settings.number("rope_theta", self.rotary_base))
 
     def _write_windows(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys for attention windows."""
@@ -296,6 +275,33 @@ def _read_yarn(rope: Settings, settings: Settings) -> dict[str, Any]:
     elif have_both:
         flags |= both
     return flags
+
+
+def read_rotation(settings: Settings, base: float, share: float = 1.0) -> dict[str, Any]:
+    """Return the flags for rotary embeddings, from the keys of transformers 4 or 5.
+
+    Args:
+        settings: All keys of config.json.
+        base: The base if rope_parameters does not contain it.
+        share: The fraction of a head's channels that rotates.
+    """
+    new = settings.section("rope_parameters")
+    flags: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
+    for rope in (new, settings.section("rope_scaling")):
+        flags |= read_rope(rope, settings, share)
+    return flags
+
+
+def read_partial_rotation(settings: Settings, base: float, share: float) -> dict[str, Any]:
+    """Return the flags for rotary embeddings that rotate only some channels of each head.
+
+    Args:
+        settings: All keys of config.json.
+        base: The base if rope_parameters does not contain it.
+        share: The fraction of channels that rotate if rope_parameters does not say.
+    """
+    share = settings.section("rope_parameters").number("partial_rotary_factor", share)
+    return {**read_rotation(settings, base, share), "rotary_percent": share}
 
 
 def read_rope(rope: Settings, settings: Settings, share: float = 1.0) -> dict[str, Any]:

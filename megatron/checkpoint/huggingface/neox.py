@@ -7,7 +7,12 @@ from typing import Any
 
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
-from megatron.checkpoint.huggingface.llama import LLAMA_KEYS, LlamaLike, read_rope, write_rope
+from megatron.checkpoint.huggingface.llama import (
+    LLAMA_KEYS,
+    LlamaLike,
+    read_partial_rotation,
+    write_rope,
+)
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
@@ -50,16 +55,11 @@ class NeoX(rules.Family):
         if hidden % heads:
             raise settings.error("num_attention_heads", f"does not divide hidden_size {hidden}")
         settings.fraction("classifier_dropout", 0.1)
-        new = settings.section("rope_parameters")
-        share = new.number("partial_rotary_factor", settings.number("rotary_pct", 0.25))
+        share = settings.number("rotary_pct", 0.25)
         base = settings.number("rotary_emb_base", 10000.0)
-        rotation: dict[str, Any] = {"rotary_base": new.number("rope_theta", base)}
-        for rope in (new, settings.section("rope_scaling")):
-            rotation |= read_rope(rope, settings, share)
         return ModelConfig(
             **flags,
-            **rotation,
-            rotary_percent=share,
+            **read_partial_rotation(settings, base, share),
             kv_channels=hidden // heads,
             position_embedding_type="rope",
             onnx_safe=settings.choice("hidden_act", EXACT_GELU, "gelu") or None,
@@ -117,7 +117,9 @@ class StableLm(LlamaLike):
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags for rotary embeddings."""
-        return self._read_partial_rotation(settings, 0.25)
+        share = settings.number("partial_rotary_factor", 0.25)
+        base = settings.number("rope_theta", self.rotary_base)
+        return read_partial_rotation(settings, base, share)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return the content of config.json for a network."""

@@ -11,7 +11,12 @@ from torch import Tensor
 
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.llama import FULL, LLAMA_KEYS, layer_pattern
+from megatron.checkpoint.huggingface.llama import (
+    FULL,
+    LLAMA_KEYS,
+    layer_pattern,
+    read_partial_rotation,
+)
 from megatron.checkpoint.huggingface.mixtures import QwenMixture
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, Settings
 from megatron.config.attention import delta_net_layers
@@ -124,7 +129,9 @@ class QwenNext(QwenMixture):
 
     def _read_rotation(self, settings: Settings) -> dict[str, Any]:
         """Return the flags for rotary embeddings."""
-        return self._read_partial_rotation(settings, _ROTATING)
+        share = settings.number("partial_rotary_factor", _ROTATING)
+        base = settings.number("rope_theta", self.rotary_base)
+        return read_partial_rotation(settings, base, share)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return the content of config.json for a network."""
