@@ -164,14 +164,9 @@ class Mamba2(rules.Family):
     def names(self, model: ModelConfig) -> rules.Names:
         """Yield each of our modules with the corresponding Hugging Face modules, in file order."""
         yield "embedding.word", [f"{_PREFIX}embeddings"]
-        experts = range(max(model.num_experts or (0,)))
+        experts = max(model.num_experts or (0,))
         for layer, symbol in enumerate(layer_symbols(model.hybrid_layer_pattern)):
-            modules = {
-                module: [name.format(expert) for expert in experts for name in names]
-                if module.startswith("mlp.experts.")
-                else names
-                for module, names in _MODULES[symbol].items()
-            }
+            modules = rules.expert_names(_MODULES[symbol], experts)
             yield from rules.layer_names(f"layers.{layer}", f"{_PREFIX}layers.{layer}", modules)
         yield "final_norm", [f"{_PREFIX}norm_f"]
         yield "output", ["lm_head"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.llama import LlamaLike, layer_pattern
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.experts import MAX_EXPERTS, mixture_layers
@@ -71,17 +72,8 @@ class Mixtral(LlamaLike):
 
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return the Hugging Face modules in a layer, by native module name."""
-        mixture = {
-            module: [
-                name.format(number)
-                for number in range(max(model.num_experts or (0,)))
-                for name in names
-            ]
-            if module.startswith("mlp.experts.")
-            else names
-            for module, names in self.mixture.items()
-        }
-        return {**super().modules(model), **mixture}
+        experts = max(model.num_experts or (0,))
+        return {**super().modules(model), **rules.expert_names(self.mixture, experts)}
 
 
 @dataclass(frozen=True)

@@ -647,6 +647,22 @@ def mlp_shapes(name: str, mlp: plans.MLPPlan) -> dict[str, dict[str, Shape]]:
     }
 
 
+def expert_names(modules: Mapping[str, Sequence[str]], experts: int) -> dict[str, Sequence[str]]:
+    """Return the Hugging Face modules in a layer, with those of each expert in turn.
+
+    Args:
+        modules: The names of Hugging Face modules in the layer, by native module name. In the names
+            of experts, {} stands for the index.
+        experts: The number of experts.
+    """
+    return {
+        module: [name.format(index) for index in range(experts) for name in names]
+        if module.startswith("mlp.experts.")
+        else names
+        for module, names in modules.items()
+    }
+
+
 def layer_names(prefix: str, hf_prefix: str, modules: Mapping[str, Sequence[str]]) -> Names:
     """Yield each of our modules in a layer with the corresponding Hugging Face modules.
 
