@@ -8,7 +8,7 @@ from typing import Any
 
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.mixtures import Mixtral
+from megatron.checkpoint.huggingface.mixtures import Mixtral, read_groups, written_groups
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, Settings
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
@@ -205,20 +205,7 @@ class DeepSeek(Mixtral):
         if not is_limited:
             settings.ignore("n_group", "topk_group")
             return {}
-        groups = settings.size("n_group", None, experts)
-        best = settings.size("topk_group", None, groups)
-        counted = 2 if self.biased else 1
-        if experts % groups or counted > experts // groups or chosen > best * (experts // groups):
-            raise settings.error(
-                "n_group", f"does not fit {experts} experts, of which {chosen} are chosen"
-            )
-        if groups == 1:
-            return {}
-        return {
-            "moe_router_num_groups": groups,
-            "moe_router_group_topk": best,
-            "moe_router_group_score_topk": counted,
-        }
+        return read_groups(settings, experts, chosen, counted=2 if self.biased else 1)
 
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return the content of config.json for a network.
@@ -237,11 +224,8 @@ class DeepSeek(Mixtral):
         dense = kinds.index(True) if any(kinds) else model.num_layers
         experts = max(2, *(model.num_experts or (2,)))
         inner = model.moe_ffn_hidden_size or model.ffn_hidden_size
-        groups, best = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
         chosen = min(max(model.moe_router_topk, 1 + self.biased), experts)
-        fits = 2 * groups <= experts and not experts % groups and best <= groups
-        if not fits or chosen > best * (experts // groups):
-            groups = best = 1
+        groups, best = written_groups(model, experts, chosen)
         is_limited = self.biased or groups > 1
         rotary_size = model.qk_pos_emb_head_dim // 2 * 2 or 2
         return {

@@ -13,15 +13,14 @@ from torch import Tensor
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.llama import layer_pattern
+from megatron.checkpoint.huggingface.mixtures import max_experts, read_groups, written_groups
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
-from megatron.config.experts import MAX_EXPERTS
 from megatron.config.hybrid import ATTENTION, MAMBA, MIXTURE, MLP, layer_symbols, pattern_parts
 from megatron.config.model import ModelConfig
 from megatron.models.recurrent_plan import MambaPlan
 
 _CONVOLUTION = 4  # tokens, as in Megatron Core
 _POSITIONS = 8192  # the context length of a model without attention, whose files do not state one
-_MAX_TOTAL_EXPERTS = 1 << 18  # experts of all layers
 _PREFIX = "backbone."
 # Keys of both families that do not change what the network computes.
 _WITHOUT_EFFECT = (
@@ -350,28 +349,14 @@ def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
         raise settings.error("moe_latent_size", "experts on projected inputs are not supported")
     settings.must_be("norm_topk_prob", True)
     settings.ignore("n_shared_experts")
-    maximum = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // len(pattern))
-    experts = settings.size("n_routed_experts", 8, maximum)
+    experts = settings.size("n_routed_experts", 8, max_experts(len(pattern)))
     chosen = settings.size("num_experts_per_tok", 2, experts)
     if chosen < 2:
         raise settings.error("num_experts_per_tok", "only 2 or more are supported")
-    groups = settings.size("n_group", 1, experts)
-    best = settings.size("topk_group", 1, groups)
-    limits: dict[str, Any] = {}
-    if groups > 1:
-        each = experts // groups
-        if experts % groups or each < 2 or chosen > best * each:
-            raise settings.error(
-                "n_group", f"does not fit {experts} experts, of which {chosen} are chosen"
-            )
-        limits = {
-            "moe_router_num_groups": groups,
-            "moe_router_group_topk": best,
-            "moe_router_group_score_topk": 2,
-        }
+    groups = read_groups(settings, experts, chosen, counted=2, default=1)
     scale = settings.number("routed_scaling_factor", 1.0)
     return {
-        **limits,
+        **groups,
         "num_experts": (experts,),
         "moe_layer_freq": layer_pattern(symbol == MIXTURE for symbol in pattern),
         "moe_router_topk": chosen,
@@ -388,16 +373,13 @@ def _read_mixture(settings: Settings, pattern: str) -> dict[str, Any]:
 def _write_mixture(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json that describe mixtures of experts."""
     experts = max(2, *(model.num_experts or (2,)))
-    groups, best = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
     chosen = min(max(model.moe_router_topk, 2), experts)
-    fits = not experts % groups and experts // groups > 1 and best <= groups
-    if groups > 1 and not (fits and chosen <= best * (experts // groups)):
-        groups = best = 1
+    groups, best = written_groups(model, experts, chosen)
     return {
         "n_routed_experts": experts,
         "num_experts_per_tok": chosen,
         "n_group": groups,
-        "topk_group": best if groups > 1 else 1,
+        "topk_group": best,
         "moe_intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 1,
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,

@@ -31,6 +31,53 @@ _QWEN = {
 }
 
 
+def max_experts(layers: int) -> int:
+    """Return the largest number of experts that each of a network's layers may have."""
+    return min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // layers)
+
+
+def read_groups(
+    settings: Settings, experts: int, chosen: int, counted: int, default: int | None = None
+) -> dict[str, Any]:
+    """Return the flags for groups of experts, the best of which each token's experts come from.
+
+    Args:
+        settings: The keys of config.json.
+        experts: The number of experts.
+        chosen: The number of experts chosen for each token.
+        counted: The number of a group's experts whose scores are added to score the group.
+        default: The number of groups, and of chosen groups, if the file does not say. `None` if it
+            must.
+    """
+    groups = settings.size("n_group", default, experts)
+    best = settings.size("topk_group", default, groups)
+    each = experts // groups
+    if experts % groups or counted > each or chosen > best * each:
+        raise settings.error(
+            "n_group", f"does not fit {experts} experts, of which {chosen} are chosen"
+        )
+    if groups == 1:
+        return {}
+    return {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": best,
+        "moe_router_group_score_topk": counted,
+    }
+
+
+def written_groups(model: ModelConfig, experts: int, chosen: int) -> tuple[int, int]:
+    """Return the numbers of groups and of chosen groups; 1 and 1 if they do not fit the experts.
+
+    Args:
+        model: The network.
+        experts: The number of experts in the file, at least 2.
+        chosen: The number of experts chosen for each token, in the file.
+    """
+    groups, best = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+    fits = 2 * groups <= experts and not experts % groups and best <= groups
+    return (groups, best) if fits and chosen <= best * (experts // groups) else (1, 1)
+
+
 @dataclass(frozen=True)
 class Mixtral(LlamaLike):
     """A family whose layers are all SwiGLU mixtures, with a softmax over the chosen experts.
@@ -49,9 +96,9 @@ class Mixtral(LlamaLike):
     def network(self, settings: Settings, flags: dict[str, Any]) -> ModelConfig:
         """Return the network that a config.json describes."""
         dense = super().network(settings, flags)
-        maximum = min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // dense.num_layers)
         is_other = self.other_count in settings.values and self.count not in settings.values
-        experts = settings.size(self.other_count if is_other else self.count, None, maximum)
+        count = self.other_count if is_other else self.count
+        experts = settings.size(count, None, max_experts(dense.num_layers))
         for key in (self.count, self.other_count):
             settings.must_be(key, experts)
         return replace(
