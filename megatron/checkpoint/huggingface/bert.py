@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
+from megatron.checkpoint.huggingface.gpt2 import gelu_name
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
 
@@ -91,7 +92,7 @@ class Bert(rules.Family):
         """Return the content of config.json for a network."""
         return {
             **super().write(model, vocab),
-            "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
+            "hidden_act": gelu_name(model),
             **_TABLES,
         }
 

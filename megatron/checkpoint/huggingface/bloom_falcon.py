@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
+from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU, gelu_name
 from megatron.checkpoint.huggingface.llama import read_rotation, write_rope
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.model import ModelConfig
@@ -204,7 +204,7 @@ class Falcon(_Shared):
         return {
             **super().write(model, vocab),
             **keys,
-            "activation": "gelu" if model.activation == "gelu" else "gelu_new",
+            "activation": gelu_name(model),
             "alibi": model.position_embedding_type == "alibi",
             "ffn_hidden_size": model.ffn_hidden_size,
             "multi_query": model.kv_heads == 1,

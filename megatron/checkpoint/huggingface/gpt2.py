@@ -33,6 +33,11 @@ _LAYER = {
 }
 
 
+def gelu_name(model: ModelConfig) -> str:
+    """Return the name in config.json of the GELU, exact or approximate, nearest to a network's."""
+    return "gelu" if model.activation == "gelu" else "gelu_new"
+
+
 class GPT2(rules.Family):
     """The GPT-2 family."""
 
@@ -60,7 +65,7 @@ class GPT2(rules.Family):
             **super().write(model, vocab),
             "n_ctx": model.max_position_embeddings,
             "n_inner": model.ffn_hidden_size,
-            "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
+            "activation_function": gelu_name(model),
             "embd_pdrop": model.hidden_dropout,
         }
 

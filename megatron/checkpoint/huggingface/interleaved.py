@@ -14,7 +14,7 @@ import torch
 
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
+from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU, gelu_name
 from megatron.checkpoint.huggingface.llama import (
     LAYER,
     LLAMA_KEYS,
@@ -139,7 +139,7 @@ class GPTJ(rules.Family):
         size = model.hidden_size // model.num_attention_heads
         return {
             **super().write(model, vocab),
-            "activation_function": "gelu" if model.activation == "gelu" else "gelu_new",
+            "activation_function": gelu_name(model),
             "embd_pdrop": model.hidden_dropout,
             "n_inner": model.ffn_hidden_size,
             "rotary_dim": max(2, int(size * model.rotary_percent) // 2 * 2),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU
+from megatron.checkpoint.huggingface.gpt2 import EXACT_GELU, gelu_name
 from megatron.checkpoint.huggingface.llama import (
     LLAMA_KEYS,
     LlamaLike,
@@ -70,7 +70,7 @@ class NeoX(rules.Family):
         return {
             **super().write(model, vocab),
             "attention_bias": True,
-            "hidden_act": "gelu" if model.activation == "gelu" else "gelu_new",
+            "hidden_act": gelu_name(model),
             "rotary_emb_base": model.rotary_base,
             "rotary_pct": model.rotary_percent,
             "rope_scaling": write_rope(model),
