@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from megatron.config.fields import MAX_LAYERS
 
@@ -47,3 +48,8 @@ def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[b
     if len(entries) != layers:
         raise ValueError(f"it names {len(entries)} layers, but the model has {layers}")
     return tuple(entry == "1" for entry in entries)
+
+
+def layer_pattern(chosen: Iterable[bool]) -> str:
+    """Return the text of a flag that chooses layers, such as "[1,0,1]"."""
+    return f"[{','.join(str(int(is_chosen)) for is_chosen in chosen)}]"

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.config.data import DataOptions
 from megatron.config.hybrid import MIXTURE, layer_symbols, pipeline_layout
+from megatron.config.patterns import layer_pattern
 from megatron.config.run import RunOptions, flatten, with_values
 
 # Fields that are derived again if a flag changes the values that they depend on (`forget_derived`).
@@ -54,9 +55,7 @@ def _values_from_pattern(config: RunOptions) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {}
     if model.num_experts and model.moe_layer_freq == "1":
-        values["model.moe_layer_freq"] = (
-            f"[{','.join('1' if symbol == MIXTURE else '0' for symbol in symbols)}]"
-        )
+        values["model.moe_layer_freq"] = layer_pattern(symbol == MIXTURE for symbol in symbols)
     layout = pipeline_layout(model.hybrid_layer_pattern)
     if parallel.pipeline_model_parallel_size == 1 or layout is None:
         values["model.hybrid_layer_pattern"] = symbols

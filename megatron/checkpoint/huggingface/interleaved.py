@@ -19,13 +19,13 @@ from megatron.checkpoint.huggingface.llama import (
     LAYER,
     LLAMA_KEYS,
     LlamaLike,
-    layer_pattern,
     read_alternating_windows,
     write_alternating_windows,
 )
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
+from megatron.config.patterns import layer_pattern
 
 _J_KEYS = (
     rules.Key("n_embd", "hidden_size"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
+from megatron.config.patterns import layer_pattern
 from megatron.models.plans import yarn
 
 # The values that --use-rope-scaling uses. No others are supported.
@@ -361,11 +362,6 @@ def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
     if kinds and len(kinds) != layers:
         raise settings.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
     return [kind == SLIDING for kind in kinds] if kinds else None
-
-
-def layer_pattern(chosen: Iterable[bool]) -> str:
-    """Return the text of a flag that chooses layers, such as "[1,0,1]"."""
-    return f"[{','.join(str(int(is_chosen)) for is_chosen in chosen)}]"
 
 
 def window_flags(window: int, limited: Sequence[bool]) -> dict[str, Any]:

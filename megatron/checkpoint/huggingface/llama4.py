@@ -12,12 +12,13 @@ import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.gpt_oss import DOWN
 from megatron.checkpoint.huggingface.interleaved import interleaved
-from megatron.checkpoint.huggingface.llama import FULL, LAYER, layer_pattern
+from megatron.checkpoint.huggingface.llama import FULL, LAYER
 from megatron.checkpoint.huggingface.mixtures import Mixtral
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.attention import rotary_layers
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
+from megatron.config.patterns import layer_pattern
 
 _CHUNKED = "chunked_attention"  # a value of layer_types
 _SCALE, _FLOOR = 0.1, 8192  # the settings of the attention temperature

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import megatron.models.plan as plans
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.llama import layer_pattern
 from megatron.checkpoint.huggingface.mixtures import max_experts, read_groups, written_groups
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, MAX_LAYERS, Settings
 from megatron.config.hybrid import ATTENTION, MAMBA, MIXTURE, MLP, layer_symbols, pattern_parts
 from megatron.config.model import ModelConfig
+from megatron.config.patterns import layer_pattern
 from megatron.models.recurrent_plan import MambaPlan
 
 _CONVOLUTION = 4  # tokens, as in Megatron Core

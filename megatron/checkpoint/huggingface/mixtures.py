@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.checkpoint.huggingface import rules
-from megatron.checkpoint.huggingface.llama import LlamaLike, layer_pattern
+from megatron.checkpoint.huggingface.llama import LlamaLike
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.experts import MAX_EXPERTS, mixture_layers
 from megatron.config.model import ModelConfig
+from megatron.config.patterns import layer_pattern
 
 _MAX_TOTAL_EXPERTS = 1 << 18  # experts of all layers; the largest models have about twenty thousand
 _MIXTRAL = {

@@ -14,13 +14,13 @@ from megatron.checkpoint.huggingface import rules
 from megatron.checkpoint.huggingface.llama import (
     FULL,
     LLAMA_KEYS,
-    layer_pattern,
     read_partial_rotation,
 )
 from megatron.checkpoint.huggingface.mixtures import QwenMixture
 from megatron.checkpoint.huggingface.settings import MAX_HEADS, Settings
 from megatron.config.attention import delta_net_layers
 from megatron.config.model import ModelConfig
+from megatron.config.patterns import layer_pattern
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
 
 _LINEAR = "linear_attention"  # a value of layer_types
