@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_IDS, MAX_WIDTH, Requirement, flag
+from megatron.config.fields import MAX_IDS, MAX_WIDTH, ROTARY, Requirement, flag
 from megatron.config.patterns import read_pattern
 
 _WINDOW = Requirement(lambda run: run.model.window_size, "--window-size")
-_ROTARY = Requirement(
-    lambda run: run.model.position_embedding_type == "rope", "--position-embedding-type rope"
-)
 _LATENT = Requirement(lambda run: run.model.multi_latent_attention, "--multi-latent-attention")
 _YARN = Requirement(lambda run: run.model.rope_type == "yarn", "--rope-type yarn")
 _DELTA = Requirement(
@@ -146,7 +143,7 @@ class SelfAttentionOptions:
         longrope_attention_factor: Factor by which LongRoPE multiplies queries and keys.
     """
 
-    multi_latent_attention: bool = flag(False, only_for=("gpt",), requires=_ROTARY)
+    multi_latent_attention: bool = flag(False, only_for=("gpt",), requires=ROTARY)
     q_lora_rank: int | None = flag(
         None, unit="channels", at_least=1, at_most=MAX_WIDTH, requires=_LATENT
     )
@@ -178,10 +175,10 @@ class SelfAttentionOptions:
         "vanilla", choices=("vanilla", "off-by-one", "learnable"), only_for=("gpt",)
     )
     attn_logit_softcapping: float | None = flag(None, above=0, only_for=("gpt",))
-    window_rotary_base: float | None = flag(None, above=0, requires=_ROTARY, needs=_WINDOW)
-    no_rope_freq: str | None = flag(None, requires=_ROTARY)
+    window_rotary_base: float | None = flag(None, above=0, requires=ROTARY, needs=_WINDOW)
+    no_rope_freq: str | None = flag(None, requires=ROTARY)
     attention_chunk_size: int | None = flag(
-        None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_ROTARY, only_for=("gpt",)
+        None, unit="tokens", at_least=1, at_most=MAX_IDS, requires=ROTARY, only_for=("gpt",)
     )
     attention_temperature_scale: float | None = flag(
         None, above=0, requires=_WITHOUT_ROTATION, only_for=("gpt",)
@@ -189,9 +186,9 @@ class SelfAttentionOptions:
     attention_temperature_floor: int = flag(
         8192, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_TEMPERED
     )
-    qk_l2_norm: bool = flag(False, requires=_ROTARY, only_for=("gpt",))
+    qk_l2_norm: bool = flag(False, requires=ROTARY, only_for=("gpt",))
     rope_type: str = flag(
-        "rope", choices=("rope", "yarn", "longrope", "dynamic", "proportional"), requires=_ROTARY
+        "rope", choices=("rope", "yarn", "longrope", "dynamic", "proportional"), requires=ROTARY
     )
     rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_SCALED)
     yarn_original_max_position_embeddings: int | None = flag(

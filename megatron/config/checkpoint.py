@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Requirement, flag
+from megatron.config.fields import LOADS, SAVES, Requirement, flag
 
 AVERAGES, SNAPSHOTS = "average.", "snapshot"  # prefixes of averaged weights in checkpoints
 _CORE_FORMATS = ("torch", "torch_dcp", "zarr", "fsdp_dtensor")
@@ -39,8 +39,6 @@ def _non_persistent_type(text: str) -> str:
 
 
 # Conditions for the flags below, used as their `needs` or `requires`.
-_LOADS = Requirement(lambda run: run.checkpoint.load is not None, "--load")
-_SAVES = Requirement(lambda run: run.checkpoint.save is not None, "--save")
 _NON_PERSISTENT = Requirement(
     lambda run: run.checkpoint.non_persistent_save_interval is not None,
     "--non-persistent-save-interval",
@@ -121,23 +119,23 @@ class CheckpointConfig:
         names="--save-interval --persistent-save-interval",
         is_common=True,
         at_least=1,
-        needs=_SAVES,
+        needs=SAVES,
     )
     ckpt_format: str = flag(
-        "native", choices=("native", "legacy", "torch_dist"), convert=_written_format, needs=_SAVES
+        "native", choices=("native", "legacy", "torch_dist"), convert=_written_format, needs=SAVES
     )
     transformer_impl: str = flag(
         "transformer_engine",
         choices=("local", "transformer_engine", "inference_optimized"),
         needs=_FOR_CORE,
     )
-    save_interval_in_mins: float | None = flag(None, unit="minutes", above=0, needs=_SAVES)
-    async_save: bool = flag(False, needs=_SAVES)
-    keep_latest: int | None = flag(None, unit="checkpoints", at_least=1, needs=_SAVES)
-    save_retain_interval: int | None = flag(None, unit="iterations", at_least=1, needs=_SAVES)
-    mean_hours_between_failures: float | None = flag(None, unit="hours", above=0, needs=_SAVES)
+    save_interval_in_mins: float | None = flag(None, unit="minutes", above=0, needs=SAVES)
+    async_save: bool = flag(False, needs=SAVES)
+    keep_latest: int | None = flag(None, unit="checkpoints", at_least=1, needs=SAVES)
+    save_retain_interval: int | None = flag(None, unit="iterations", at_least=1, needs=SAVES)
+    mean_hours_between_failures: float | None = flag(None, unit="hours", above=0, needs=SAVES)
     non_persistent_save_interval: int | None = flag(
-        None, unit="iterations", at_least=1, requires=_SAVES
+        None, unit="iterations", at_least=1, requires=SAVES
     )
     non_persistent_ckpt_type: str | None = flag(
         None, choices=("global", "local"), convert=_non_persistent_type, needs=_NON_PERSISTENT
@@ -147,14 +145,14 @@ class CheckpointConfig:
     replication: bool = flag(False, requires=_LOCAL)
     replication_jump: int | None = flag(None, unit="ranks", at_least=1, requires=_REPLICATED)
     replication_factor: int = flag(2, unit="machines", at_least=2, requires=_REPLICATED)
-    no_save_optim: bool = flag(False, needs=_SAVES)
-    no_save_rng: bool = flag(False, needs=_SAVES)
+    no_save_optim: bool = flag(False, needs=SAVES)
+    no_save_rng: bool = flag(False, needs=SAVES)
     load: str | None = flag(None, is_common=True)
-    ckpt_step: int | None = flag(None, unit="iterations", at_least=0, requires=_LOADS)
+    ckpt_step: int | None = flag(None, unit="iterations", at_least=0, requires=LOADS)
     allow_foreign_checkpoints: bool = False
-    load_averaged_weights: bool = flag(False, requires=_LOADS)
-    no_load_optim: bool = flag(False, needs=_LOADS)
-    no_load_rng: bool = flag(False, needs=_LOADS)
-    finetune: bool = flag(False, needs=_LOADS)
-    use_checkpoint_args: bool = flag(False, requires=_LOADS)
-    exit_on_missing_checkpoint: bool = flag(False, requires=_LOADS)
+    load_averaged_weights: bool = flag(False, requires=LOADS)
+    no_load_optim: bool = flag(False, needs=LOADS)
+    no_load_rng: bool = flag(False, needs=LOADS)
+    finetune: bool = flag(False, needs=LOADS)
+    use_checkpoint_args: bool = flag(False, requires=LOADS)
+    exit_on_missing_checkpoint: bool = flag(False, requires=LOADS)

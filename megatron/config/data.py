@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.config.fields import MAX_IDS, Requirement, flag
+from megatron.config.fields import CYCLIC, MAX_IDS, SAVES, Requirement, flag
 from megatron.config.retro import RetroDataOptions
 
 # Kinds of tokenizers, with the fields that each is built from: its files, or its size.
@@ -68,13 +68,11 @@ _WHOLE_CORPUS = Requirement(lambda run: run.data.data_path is not None, "--data-
 _BLEND = Requirement(
     lambda run: len(run.data.train_data_path or run.data.data_path or ()) > 1, "several datasets"
 )
-_SAVE = Requirement(lambda run: run.checkpoint.save is not None, "--save")
 _FIM = Requirement(lambda run: run.data.fim_data, "--fim-data")
 _FRAGMENTS = Requirement(lambda run: run.data.fim_split_sample is not None, "--fim-split-sample")
 _FRAGMENT_RATE = Requirement(
     lambda run: run.data.fim_fragment_rate is not None, "--fim-fragment-rate"
 )
-_CYCLIC = Requirement(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +201,7 @@ class DataOptions(RetroDataOptions):
     num_workers: int = flag(2, unit="processes", at_least=0, at_most=1024)
     data_impl: str = flag("infer", choices=("mmap", "infer", "lazy", "cached"))
     dataloader_type: str | None = flag(None, choices=("single", "cyclic"))
-    data_sharding: bool = flag(True, needs=_CYCLIC)
+    data_sharding: bool = flag(True, needs=CYCLIC)
     reset_position_ids: bool = flag(False, only_for=("gpt", "retro"))
     reset_attention_mask: bool = flag(False, only_for=("gpt",))
     eod_mask_loss: bool = flag(False, only_for=("gpt", "retro"))
@@ -222,7 +220,7 @@ class DataOptions(RetroDataOptions):
     fim_eod_token: str | None = flag(None, needs=_FIM)
     mask_prob: float = flag(0.15, unit="0 to 1", at_least=0, at_most=1, only_for=("bert", "t5"))
     short_seq_prob: float = flag(0.1, unit="0 to 1", at_least=0, at_most=1, only_for=("bert", "t5"))
-    log_sample_ids: bool = flag(False, requires=_SAVE)
+    log_sample_ids: bool = flag(False, requires=SAVES)
 
 
 @dataclass(frozen=True, kw_only=True)

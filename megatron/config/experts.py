@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_WIDTH, Requirement, flag
+from megatron.config.fields import MAX_WIDTH, MIXTURE, Requirement, flag
 from megatron.config.patterns import read_pattern
 
 MAX_EXPERTS = 2**16
@@ -18,7 +18,6 @@ BALANCING_LOSSES = {
 Z_LOSS = "z_loss"
 _LAST_OF = re.compile(r"last-of-([1-9][0-9]{0,4})")
 
-_MIXTURE = Requirement(lambda run: run.model.num_experts, "--num-experts")
 _BALANCED = Requirement(
     lambda run: run.model.moe_router_enable_expert_bias and run.model.lora_rank is None,
     "--moe-router-enable-expert-bias, or with --lora-rank",
@@ -122,51 +121,51 @@ class ExpertOptions:
     num_experts: tuple[int, ...] | None = flag(
         None, unit="experts", at_least=1, at_most=MAX_EXPERTS
     )
-    moe_layer_freq: str = flag("1", needs=_MIXTURE)
-    moe_ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MAX_WIDTH, needs=_MIXTURE)
+    moe_layer_freq: str = flag("1", needs=MIXTURE)
+    moe_ffn_hidden_size: int | None = flag(None, at_least=1, at_most=MAX_WIDTH, needs=MIXTURE)
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, at_least=1, at_most=MAX_WIDTH, requires=_MIXTURE
+        None, at_least=1, at_most=MAX_WIDTH, requires=MIXTURE
     )
     moe_shared_expert_gate: bool = flag(False, requires=_SHARED)
-    mlp_type: str = flag("standard", choices=("standard", "residual"), requires=_MIXTURE)
-    moe_router_gating: str = flag("core", choices=("core", "deepspeed"), needs=_MIXTURE)
+    mlp_type: str = flag("standard", choices=("standard", "residual"), requires=MIXTURE)
+    moe_router_gating: str = flag("core", choices=("core", "deepspeed"), needs=MIXTURE)
     noisy_gate_policy: str | None = flag(None, choices=("RSample", "Jitter"), requires=_GATED)
     moe_top2_2nd_expert_sampling: bool = flag(
         True, off="--disable-moe-top2-2nd-expert-sampling", needs=_GATED_TOP_2
     )
     moe_use_rts: bool = flag(True, needs=_GATED_TOP_1)
-    moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=_MIXTURE)
-    moe_router_bias: bool = flag(False, needs=_MIXTURE)
+    moe_router_topk: int = flag(2, unit="experts", at_least=1, at_most=64, needs=MIXTURE)
+    moe_router_bias: bool = flag(False, needs=MIXTURE)
     moe_router_score_function: str = flag(
-        "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), needs=_MIXTURE
+        "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), needs=MIXTURE
     )
-    moe_router_pre_softmax: bool = flag(False, needs=_MIXTURE)
+    moe_router_pre_softmax: bool = flag(False, needs=MIXTURE)
     moe_apply_probs_on_input: bool = flag(False, requires=_TOP_1)
-    moe_router_num_groups: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
-    moe_router_group_topk: int | None = flag(None, unit="groups", at_least=1, requires=_MIXTURE)
+    moe_router_num_groups: int | None = flag(None, unit="groups", at_least=1, requires=MIXTURE)
+    moe_router_group_topk: int | None = flag(None, unit="groups", at_least=1, requires=MIXTURE)
     moe_router_group_score_topk: int | None = flag(
         None, unit="experts", at_least=1, requires=_GROUPED
     )
-    moe_router_topk_scaling_factor: float | None = flag(None, above=0, requires=_MIXTURE)
-    moe_router_enable_expert_bias: bool = flag(False, requires=_MIXTURE)
+    moe_router_topk_scaling_factor: float | None = flag(None, above=0, requires=MIXTURE)
+    moe_router_enable_expert_bias: bool = flag(False, requires=MIXTURE)
     moe_router_bias_update_rate: float = flag(1e-3, at_least=0, needs=_BALANCED)
     moe_router_load_balancing_type: tuple[str, ...] = flag(
-        ("aux_loss",), choices=(*BALANCING_LOSSES, "sinkhorn", "none"), needs=_MIXTURE
+        ("aux_loss",), choices=(*BALANCING_LOSSES, "sinkhorn", "none"), needs=MIXTURE
     )
-    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), at_least=0, needs=_MIXTURE)
-    moe_z_loss_coeff: float | None = flag(None, at_least=0, requires=_MIXTURE)
-    moe_input_jitter_eps: float | None = flag(None, at_least=0, below=1, requires=_MIXTURE)
-    moe_expert_capacity_factor: float | None = flag(None, above=0, requires=_MIXTURE)
-    moe_eval_capacity_factor: float | None = flag(None, above=0, needs=_MIXTURE)
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), at_least=0, needs=MIXTURE)
+    moe_z_loss_coeff: float | None = flag(None, at_least=0, requires=MIXTURE)
+    moe_input_jitter_eps: float | None = flag(None, at_least=0, below=1, requires=MIXTURE)
+    moe_expert_capacity_factor: float | None = flag(None, above=0, requires=MIXTURE)
+    moe_eval_capacity_factor: float | None = flag(None, above=0, needs=MIXTURE)
     moe_min_capacity: int = flag(0, unit="tokens", at_least=0, needs=_LIMITED)
-    moe_token_dropping: bool = flag(True, off="--disable-moe-token-dropping", needs=_MIXTURE)
+    moe_token_dropping: bool = flag(True, off="--disable-moe-token-dropping", needs=MIXTURE)
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), needs=_LIMITED)
     moe_pad_expert_input_to_capacity: bool = flag(
         False,
         requires=_DROPS,
         notice="changes nothing: experts compute exactly the rows that they receive",
     )
-    moe_per_layer_logging: bool = flag(False, requires=_MIXTURE)
+    moe_per_layer_logging: bool = flag(False, requires=MIXTURE)
 
     @property
     def expert_counts(self) -> tuple[int, ...]:

@@ -37,6 +37,21 @@ class Requirement:
     description: str
 
 
+# Conditions for flags of several groups.
+CYCLIC = Requirement(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
+RECOMPUTED = Requirement(
+    lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
+)
+HALF = Requirement(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
+LOADS = Requirement(lambda run: run.checkpoint.load is not None, "--load")
+MIXTURE = Requirement(lambda run: run.model.num_experts, "--num-experts")
+ROTARY = Requirement(
+    lambda run: run.model.position_embedding_type == "rope", "--position-embedding-type rope"
+)
+SAVES = Requirement(lambda run: run.checkpoint.save is not None, "--save")
+SFT = Requirement(lambda run: run.finetuning.sft, "--sft")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlagInfo:
     """The attributes of a flag beyond its name, type, default and help.

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.arguments import split
-from megatron.config.fields import Requirement, flag
+from megatron.config.fields import SFT, Requirement, flag
 
 _SAMPLES = Requirement(lambda run: run.finetuning.sample_prompts is not None, "--sample-prompts")
-_SFT = Requirement(lambda run: run.finetuning.sft, "--sft")
 
 TRUNCATIONS = ("error", "drop", "keep-start", "keep-end", "split")
 
@@ -39,15 +38,15 @@ class FinetuningConfig:
     """
 
     sft: bool = flag(False, only_for=("gpt",))
-    train_on_inputs: bool = flag(False, requires=_SFT)
-    last_turn_only: bool = flag(False, requires=_SFT)
-    truncation: str = flag("error", choices=TRUNCATIONS, requires=_SFT)
-    packing: bool = flag(True, requires=_SFT)
+    train_on_inputs: bool = flag(False, requires=SFT)
+    last_turn_only: bool = flag(False, requires=SFT)
+    truncation: str = flag("error", choices=TRUNCATIONS, requires=SFT)
+    packing: bool = flag(True, requires=SFT)
     sample_prompts: str | None = flag(None, only_for=("gpt",))
     sample_interval: int | None = flag(None, unit="iterations", at_least=1, needs=_SAMPLES)
     sample_tokens: int = flag(64, unit="tokens", at_least=1, at_most=2**20, needs=_SAMPLES)
     train_epochs: int | None = flag(
-        None, unit="epochs", names="--train-epochs --num-train-epochs", at_least=1, requires=_SFT
+        None, unit="epochs", names="--train-epochs --num-train-epochs", at_least=1, requires=SFT
     )
 
 

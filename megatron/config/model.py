@@ -13,7 +13,16 @@ from megatron.config.attention import (
     SelfAttentionOptions,
 )
 from megatron.config.experts import ExpertOptions
-from megatron.config.fields import MAX_IDS, MAX_LAYERS, MAX_WIDTH, Requirement, flag
+from megatron.config.fields import (
+    HALF,
+    LOADS,
+    MAX_IDS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ROTARY,
+    Requirement,
+    flag,
+)
 from megatron.config.hybrid import MAMBA_FIELDS, HybridOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.retro import RetroOptions
@@ -24,10 +33,6 @@ _FLASH_HEAD_STEP, _LARGEST_FLASH_HEAD = 8, 256
 
 # Conditions for the flags below, used as their `needs` or `requires`.
 _GROUPED = Requirement(lambda run: run.model.group_query_attention, "--group-query-attention")
-_ROTARY = Requirement(
-    lambda run: run.model.position_embedding_type == "rope",
-    "--position-embedding-type rope",
-)
 _SCALED = Requirement(lambda run: run.model.use_rope_scaling, "--use-rope-scaling")
 _UNBIASED = Requirement(
     lambda run: not run.model.add_bias_linear,
@@ -45,7 +50,6 @@ _PLAIN_SCORES = Requirement(
 )
 _QK_NORM = Requirement(lambda run: run.model.qk_layernorm, "--qk-layernorm")
 _MUP = Requirement(lambda run: run.model.use_mup, "--use-mup")
-_LOAD = Requirement(lambda run: run.checkpoint.load is not None, "--load")
 _RELATIVE = Requirement(
     lambda run: run.model.position_embedding_type == "relative",
     "--position-embedding-type relative",
@@ -57,7 +61,6 @@ _PARALLEL = Requirement(lambda run: run.model.parallel_residual, "--parallel-res
 _GATED = Requirement(
     lambda run: run.model.is_gated, "--swiglu, --geglu or --quick-geglu, which have a gate"
 )
-_HALF = Requirement(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +203,10 @@ class DenseOptions:
         32, unit="buckets", at_most=MAX_WIDTH, requires=_RELATIVE
     )
     relative_attention_max_distance: int = flag(128, unit="tokens", at_least=1, requires=_RELATIVE)
-    rotary_percent: float = flag(1.0, unit="0 to 1", above=0, at_most=1, needs=_ROTARY)
-    rotary_base: float = flag(10000.0, above=0, needs=_ROTARY)
-    rotary_seq_len_interpolation_factor: float | None = flag(None, at_least=1, needs=_ROTARY)
-    use_rope_scaling: bool = flag(False, requires=_ROTARY)
+    rotary_percent: float = flag(1.0, unit="0 to 1", above=0, at_most=1, needs=ROTARY)
+    rotary_base: float = flag(10000.0, above=0, needs=ROTARY)
+    rotary_seq_len_interpolation_factor: float | None = flag(None, at_least=1, needs=ROTARY)
+    use_rope_scaling: bool = flag(False, requires=ROTARY)
     rope_scaling_factor: float = flag(8.0, above=0, needs=_SCALED)
     rope_high_freq_factor: float = flag(4.0, unit="rotations", at_least=1, needs=_SCALED)
     make_vocab_size_divisible_by: int = flag(128, unit="entries", at_least=1, at_most=MAX_IDS)
@@ -250,8 +253,8 @@ class DenseOptions:
     hidden_dropout: float = flag(0.1, unit="0 to 1", at_least=0, below=1)
     init_method_std: float = flag(0.02, at_least=0)
     init_method_xavier_uniform: bool = False
-    perform_initialization: bool = flag(True, off="--no-initialization", requires=_LOAD)
-    use_flash_attn: bool = flag(False, requires=_HALF)
+    perform_initialization: bool = flag(True, off="--no-initialization", requires=LOADS)
+    use_flash_attn: bool = flag(False, requires=HALF)
     batch_invariant_mode: bool = flag(False, only_for=("gpt",))
     masked_softmax_fusion: bool = flag(True, needs=_PLAIN_SCORES)
     apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Requirement, flag
+from megatron.config.fields import LOADS, Requirement, flag
 from megatron.config.training import TOKEN_ARCHITECTURES, TrainingOptions
 
 FORMAT_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
@@ -38,7 +38,6 @@ _LOW_PRECISION = Requirement(
 _OFFLOAD = Requirement(lambda run: run.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload")
 _LAWA = Requirement(lambda run: run.optimizer.lawa_interval is not None, "--lawa-interval")
 _DECOUPLED = Requirement(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
-_LOADS = Requirement(lambda run: run.checkpoint.load is not None, "--load")
 _RANGE = Requirement(
     lambda run: run.schedule.lr_decay_style == "range-test", "--lr-decay-style range-test"
 )
@@ -235,12 +234,12 @@ class ScheduleConfig:
     decoupled_lr: float | None = flag(None, at_least=0)
     decoupled_min_lr: float | None = flag(None, at_least=0, needs=_DECOUPLED)
     override_opt_param_scheduler: bool = flag(
-        False, names="--override-opt_param-scheduler --override-opt-param-scheduler", needs=_LOADS
+        False, names="--override-opt_param-scheduler --override-opt-param-scheduler", needs=LOADS
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         names="--use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler",
-        needs=_LOADS,
+        needs=LOADS,
     )
 
     def in_tokens(self, training: TrainingOptions) -> bool:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import MAX_LAYERS, Requirement, flag
+from megatron.config.fields import MAX_LAYERS, MIXTURE, RECOMPUTED, Requirement, flag
 
 # Conditions for the flags below, used as their `needs` or `requires`.
 _CONTEXT_PARALLEL = Requirement(
     lambda run: run.parallel.context_parallel_size > 1,
     "--context-parallel-size: sequences are not split",
 )
-_FULL = Requirement(
-    lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
-)
-_MIXTURE = Requirement(lambda run: run.model.num_experts, "--num-experts")
 _SHARDED = Requirement(
     lambda run: run.parallel.zero_stage, "--use-distributed-optimizer or --zero-stage"
 )
@@ -94,10 +90,10 @@ class ParallelOptions:
         1,
         unit="processes",
         at_least=1,
-        requires=_MIXTURE,
+        requires=MIXTURE,
     )
     expert_tensor_parallel_size: int | None = flag(
-        None, unit="processes", at_least=1, requires=_MIXTURE
+        None, unit="processes", at_least=1, requires=MIXTURE
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, unit="layers", at_least=1)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, unit="stages", at_least=1)
@@ -114,8 +110,8 @@ class ParallelOptions:
     sequence_parallel: bool = False
     async_tensor_model_parallel_allreduce: bool = True
     tp_comm_overlap: bool = False
-    overlap_moe_expert_parallel_comm: bool = flag(False, requires=_MIXTURE)
-    distribute_saved_activations: bool = flag(False, requires=_FULL)
+    overlap_moe_expert_parallel_comm: bool = flag(False, requires=MIXTURE)
+    distribute_saved_activations: bool = flag(False, requires=RECOMPUTED)
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, unit="minutes", above=0, at_most=365 * 24 * 60)
     ddp_impl: str = flag("local", names="--DDP-impl", choices=("local", "torch"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.fields import Requirement, flag
+from megatron.config.fields import HALF, Requirement, flag
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,6 @@ _DYNAMIC_SCALE = Requirement(
     lambda run: run.precision.fp16 and run.precision.loss_scale is None,
     "--fp16 and its dynamic loss scale",
 )
-_HALF = Requirement(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
 _FP16 = Requirement(lambda run: run.precision.fp16, "--fp16")
 _FP8 = Requirement(lambda run: run.precision.fp8_format, "--fp8-format")
 _DELAYED = Requirement(lambda run: run.precision.fp8_recipe == "delayed", "--fp8-recipe delayed")
@@ -72,12 +71,12 @@ class PrecisionConfig:
 
     fp16: bool = False
     bf16: bool = flag(False, is_common=True)
-    loss_scale: float | None = flag(None, above=0, needs=_HALF)
+    loss_scale: float | None = flag(None, above=0, needs=HALF)
     initial_loss_scale: float = flag(2.0**32, above=0, needs=_DYNAMIC_SCALE)
     min_loss_scale: float = flag(1.0, above=0, needs=_DYNAMIC_SCALE)
     loss_scale_window: float = flag(1000.0, unit="iterations", at_least=1, needs=_DYNAMIC_SCALE)
     hysteresis: int = flag(2, unit="iterations", at_least=1, needs=_DYNAMIC_SCALE)
-    fp32_residual_connection: bool = flag(False, requires=_HALF)
+    fp32_residual_connection: bool = flag(False, requires=HALF)
     apply_query_key_layer_scaling: bool = flag(True, off="--no-query-key-layer-scaling")
     attention_softmax_in_fp32: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import Requirement, flag
+from megatron.config.fields import SFT, Requirement, flag
 
 # Losses that compare the policy with a reference model, and those that need none.
 WITH_REFERENCE = ("dpo", "ipo", "hinge", "robust", "kto")
 WITHOUT_REFERENCE = ("simpo", "orpo")
 # The loss of a reward model, which scores answers instead of generating them.
 REWARD_LOSS = "bradley-terry"
-_SFT = Requirement(lambda run: run.finetuning.sft, "--sft")
 _BETA = Requirement(
     lambda run: run.preferences.preference_loss not in (None, REWARD_LOSS),
     f"a --preference-loss other than {REWARD_LOSS}",
@@ -64,7 +63,7 @@ class PreferenceConfig:
     preference_loss: str | None = flag(
         None,
         choices=(*WITH_REFERENCE, *WITHOUT_REFERENCE, REWARD_LOSS),
-        requires=_SFT,
+        requires=SFT,
         only_for=("gpt",),
     )
     preference_beta: float = flag(0.1, above=0, needs=_BETA)

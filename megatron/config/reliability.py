@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import Requirement, flag, suggestion
+from megatron.config.fields import SAVES, Requirement, flag, suggestion
 
 POINTS = ("load", "step", "data", "forward", "backward", "optimizer", "save")
 # The kinds of faults, and the points at which each can be triggered. `None` means all of them.
@@ -107,7 +107,6 @@ def _checked(text: str) -> str:
 _DUMPS = Requirement(
     lambda run: run.reliability.flight_recorder_dump_path, "--flight-recorder-dump-path"
 )
-_SAVES = Requirement(lambda run: run.checkpoint.save is not None, "--save")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +140,7 @@ class ReliabilityConfig:
     flight_recorder_trace_buffer_size: int = flag(
         2000, unit="collectives", at_least=1, needs=_DUMPS
     )
-    on_crash_loop: str = flag("stop", choices=("stop", "skip"), needs=_SAVES)
+    on_crash_loop: str = flag("stop", choices=("stop", "skip"), needs=SAVES)
     fault_inject: tuple[str, ...] = flag((), convert=_checked, adds=True)
 
     @property

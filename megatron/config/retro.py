@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.fields import Requirement, flag
+from megatron.config.fields import CYCLIC, flag
 from megatron.errors import ConfigError
 
 ARGUMENTS = "args.json"  # the arguments of the command that created a working folder
 _MAX_BYTES = 1 << 26
 _RETRO = ("retro",)
-_CYCLIC = Requirement(lambda run: run.data.dataloader_type == "cyclic", "--dataloader-type cyclic")
 # Every third layer attends to neighbors, from the first such layer on. Megatron-LM places the first
 # one at layer 6 in models of up to 15 layers, and at layer 9 in others.
 _FIRST_IN_SHALLOW, _FIRST_IN_DEEP, _MAX_SHALLOW, _STEP = 6, 9, 15, 3
@@ -78,7 +77,7 @@ class RetroDataOptions:
 
     retro_workdir: str | None = flag(None, only_for=_RETRO)
     retro_cyclic_train_iters: int | None = flag(
-        None, unit="iterations", at_least=1, only_for=_RETRO, requires=_CYCLIC
+        None, unit="iterations", at_least=1, only_for=_RETRO, requires=CYCLIC
     )
     retro_compatible: bool = flag(False, only_for=_RETRO)
     retro_eval_shuffled: bool = flag(False, only_for=_RETRO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.config.fields import MAX_WIDTH, Requirement, flag
+from megatron.config.fields import MAX_WIDTH, RECOMPUTED, Requirement, flag
 
 # Networks whose training may be measured in tokens, because all samples have the same length.
 TOKEN_ARCHITECTURES = ("gpt", "bert", "retro")
@@ -27,9 +27,6 @@ _FINDS_SPIKES = Requirement(
     lambda run: run.training.on_spike != "none", "--on-spike skip or --on-spike rewind"
 )
 _MANUAL_GC = Requirement(lambda run: run.training.manual_gc, "--manual-gc")
-_FULL = Requirement(
-    lambda run: run.training.recompute_granularity == "full", "--recompute-granularity full"
-)
 _SELECTIVE = Requirement(
     lambda run: run.training.recompute_granularity == "selective",
     "--recompute-granularity selective",
@@ -152,8 +149,8 @@ class TrainingOptions:
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",), choices=RECOMPUTED_MODULES, needs=_SELECTIVE
     )
-    recompute_method: str | None = flag(None, choices=("uniform", "block"), requires=_FULL)
-    recompute_num_layers: int | None = flag(None, unit="layers", at_least=1, requires=_FULL)
+    recompute_method: str | None = flag(None, choices=("uniform", "block"), requires=RECOMPUTED)
+    recompute_num_layers: int | None = flag(None, unit="layers", at_least=1, requires=RECOMPUTED)
     fine_grained_activation_offloading: bool = flag(False, only_for=("gpt",))
     offload_modules: tuple[str, ...] = flag((), choices=OFFLOADED_MODULES, requires=_OFFLOADS)
     min_offloaded_tensor_size: int = flag(1048576, unit="elements", at_least=1, requires=_OFFLOADS)
