@@ -2,7 +2,7 @@
 
 `deepspeed_keys.json` lists DeepSpeed's keys, grouped by how they are handled:
 
-    translated      the flags that a key sets, for the documentation; `_settings` sets them
+    translated      the flags that a key sets, for the documentation; `_Translation` sets them
     accepted        keys that change nothing here, with the reason and DeepSpeed's default
     refused         keys of unsupported features, with what to do instead and DeepSpeed's default
 
@@ -32,6 +32,7 @@ _MAX_BYTES = 2**20
 _MAX_DIGITS = 100
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]')
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
+_RANGE_TEST = ("min_lr", "step_size", "step_rate", "staircase")  # after lr_range_test_
 _DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _STEPS = "gradient_accumulation_steps"
 # Keys whose values are copied to a field.
@@ -182,7 +183,7 @@ def read(path: Path, given: Mapping[str, Any], findings: Findings) -> DeepSpeedF
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     translated = []
-    for key, field_path, value_in_file in _settings(keys, given, sources, findings):
+    for key, field_path, value_in_file in _Translation(keys, given, sources, findings).settings():
         if value_in_file is None:
             continue
         field = field_at(field_path)
@@ -260,229 +261,220 @@ def check_flags(flags: Sequence[ParsedFlag], findings: Findings) -> None:
         )
 
 
-def _settings(
-    keys: Mapping[str, Any],
-    given: Mapping[str, Any],
-    sources: Mapping[str, str],
-    findings: Findings,
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield what the keys set: the key, "section.field", and the value as in YAML.
+_Setting = tuple[str, str, Any]  # the key, "section.field", and the value as in YAML
 
-    The value is `None` if the file leaves it to the flags.
+
+@dataclass(frozen=True)
+class _Translation:
+    """The translation of a file's keys to fields.
+
+    Attributes:
+        keys: The values of translated keys in the file, by path. `None` leaves one to the flags.
+        given: The values on the command line, by "section.field".
+        sources: The place of each key, for messages.
+        findings: The findings, to which problems and notices are added.
     """
-    for key, field_path in _COPIED_KEYS.items():
-        if key in keys:
-            yield key, field_path, keys[key]
-    yield from _precision(keys, sources, findings)
-    yield from _optimizer(keys, sources, findings)
-    yield from _scheduler(keys, given, sources, findings)
-    yield from _curriculum(keys, sources, findings)
-    yield from _reports(keys, given)
-    steps = keys.get("steps_per_print")
-    if steps is not None:
-        interval = given.get("logging.log_interval")
-        if interval in (None, steps):
-            yield "steps_per_print", "logging.log_interval", steps
+
+    keys: Mapping[str, Any]
+    given: Mapping[str, Any]
+    sources: Mapping[str, str]
+    findings: Findings
+
+    def settings(self) -> Iterator[_Setting]:
+        """Yield what the keys set: the key, "section.field", and the value as in YAML.
+
+        The value is `None` if the file leaves it to the flags.
+        """
+        for key, field_path in _COPIED_KEYS.items():
+            if key in self.keys:
+                yield key, field_path, self.keys[key]
+        yield from self._precision()
+        yield from self._optimizer()
+        yield from self._scheduler()
+        yield from self._curriculum()
+        yield from self._reports()
+        steps = self.keys.get("steps_per_print")
+        if steps is not None:
+            interval = self.given.get("logging.log_interval")
+            if interval in (None, steps):
+                yield "steps_per_print", "logging.log_interval", steps
+            else:
+                self.findings.notices.append(
+                    f"{self.sources['steps_per_print']}: the log line is printed every "
+                    f"--log-interval {interval} iterations"
+                )
+
+    def _precision(self) -> Iterator[_Setting]:
+        if self.keys.get("fp16.loss_scale"):  # 0 means a dynamic scale
+            yield "fp16.loss_scale", "precision.loss_scale", self.keys["fp16.loss_scale"]
+        elif (power := self.keys.get("fp16.initial_scale_power")) is not None:
+            is_power = type(power) is int and 0 <= power < 128
+            scale = 2.0**power if is_power else f"2 to the power of {power}"
+            yield "fp16.initial_scale_power", "precision.initial_loss_scale", scale
+        for key in ("data_types.grad_accum_dtype", "communication_data_type"):
+            kind = self.keys.get(key)
+            if kind in ("fp32", "fp16"):
+                yield key, "precision.accumulate_allreduce_grads_in_fp32", kind == "fp32"
+            elif kind is not None:
+                self._add_problem(
+                    key,
+                    f"expected fp32 or fp16, got {kind!r}: gradients are summed in fp32 with "
+                    "--bf16",
+                )
+
+    def _optimizer(self) -> Iterator[_Setting]:
+        key = "zero_optimization.offload_optimizer.device"
+        if self.keys.get(key) in ("cpu", "none"):
+            yield key, "optimizer.optimizer_cpu_offload", self.keys[key] == "cpu"
+        elif self.keys.get(key) is not None:
+            self._add_problem(key, f"expected cpu or none, got {self.keys[key]!r}")
+        if self.keys.get("optimizer.type") is not None:
+            name = str(self.keys["optimizer.type"])
+            yield "optimizer.type", "optimizer.optimizer", _OPTIMIZERS.get(name.lower(), name)
+        key, betas = "optimizer.params.betas", self.keys.get("optimizer.params.betas")
+        if betas is not None:
+            if isinstance(betas, list) and len(betas) == 2:
+                yield key, "optimizer.adam_beta1", betas[0]
+                yield key, "optimizer.adam_beta2", betas[1]
+            else:
+                self._add_problem(key, f"expected two numbers, got {json.dumps(betas)}")
+
+    def _scheduler(self) -> Iterator[_Setting]:
+        params = {
+            key.removeprefix("scheduler.params."): value
+            for key, value in self.keys.items()
+            if key.startswith("scheduler.params.")
+        }
+        key, kind = "scheduler.type", self.keys.get("scheduler.type")
+        if kind is None:
+            if any(value is not None for value in params.values()):
+                self._add_problem("scheduler.params", "scheduler.type is missing: add it")
+        elif kind == "LRRangeTest":
+            yield key, "schedule.lr_decay_style", "range-test"
+            for name in (f"lr_range_test_{part}" for part in _RANGE_TEST):
+                if name in params:
+                    yield f"scheduler.params.{name}", f"schedule.{name}", params[name]
+        elif not isinstance(kind, str) or kind not in _DECAYS:
+            self._add_problem(
+                key,
+                f"{kind!r} is not supported: use {', '.join(_DECAYS)} or LRRangeTest, or remove "
+                "scheduler and use --lr-decay-style and --lr-warmup-iters",
+            )
         else:
-            findings.notices.append(
-                f"{sources['steps_per_print']}: the log line is printed every --log-interval "
-                f"{interval} iterations"
-            )
+            yield from self._warm_up(kind, params)
+            if kind == "WarmupCosineLR":
+                yield from self._cosine_rates()
+            if kind != "WarmupLR" and params.get("total_num_steps") is None:
+                self.findings.notices.append(
+                    f"{self.sources[key]}: total_num_steps is not given: the decay takes "
+                    f"{self._length()}"
+                )
 
-
-def _precision(
-    keys: Mapping[str, Any], sources: Mapping[str, str], findings: Findings
-) -> Iterator[tuple[str, str, Any]]:
-    if keys.get("fp16.loss_scale"):  # 0 means a dynamic scale
-        yield "fp16.loss_scale", "precision.loss_scale", keys["fp16.loss_scale"]
-    elif (power := keys.get("fp16.initial_scale_power")) is not None:
-        is_power = type(power) is int and 0 <= power < 128
-        scale = 2.0**power if is_power else f"2 to the power of {power}"
-        yield "fp16.initial_scale_power", "precision.initial_loss_scale", scale
-    for key in ("data_types.grad_accum_dtype", "communication_data_type"):
-        kind = keys.get(key)
-        if kind in ("fp32", "fp16"):
-            yield key, "precision.accumulate_allreduce_grads_in_fp32", kind == "fp32"
-        elif kind is not None:
-            findings.problems.append(
-                f"{sources[key]}: expected fp32 or fp16, got {kind!r}: gradients are summed in "
-                "fp32 with --bf16"
-            )
-
-
-def _optimizer(
-    keys: Mapping[str, Any], sources: Mapping[str, str], findings: Findings
-) -> Iterator[tuple[str, str, Any]]:
-    key = "zero_optimization.offload_optimizer.device"
-    if keys.get(key) in ("cpu", "none"):
-        yield key, "optimizer.optimizer_cpu_offload", keys[key] == "cpu"
-    elif keys.get(key) is not None:
-        findings.problems.append(f"{sources[key]}: expected cpu or none, got {keys[key]!r}")
-    if keys.get("optimizer.type") is not None:
-        name = str(keys["optimizer.type"])
-        yield "optimizer.type", "optimizer.optimizer", _OPTIMIZERS.get(name.lower(), name)
-    key, betas = "optimizer.params.betas", keys.get("optimizer.params.betas")
-    if betas is not None:
-        if isinstance(betas, list) and len(betas) == 2:
-            yield key, "optimizer.adam_beta1", betas[0]
-            yield key, "optimizer.adam_beta2", betas[1]
-        else:
-            findings.problems.append(
-                f"{sources[key]}: expected two numbers, got {json.dumps(betas)}"
-            )
-
-
-def _scheduler(
-    keys: Mapping[str, Any],
-    given: Mapping[str, Any],
-    sources: Mapping[str, str],
-    findings: Findings,
-) -> Iterator[tuple[str, str, Any]]:
-    params = {
-        key.removeprefix("scheduler.params."): value
-        for key, value in keys.items()
-        if key.startswith("scheduler.params.")
-    }
-    key, kind = "scheduler.type", keys.get("scheduler.type")
-    if kind is None:
-        if any(value is not None for value in params.values()):
-            findings.problems.append(
-                f"{sources['scheduler.params']}: scheduler.type is missing: add it"
-            )
-    elif kind == "LRRangeTest":
-        yield key, "schedule.lr_decay_style", "range-test"
-        for name in ("min_lr", "step_size", "step_rate", "staircase"):
-            if f"lr_range_test_{name}" in params:
-                long = f"lr_range_test_{name}"
-                yield f"scheduler.params.{long}", f"schedule.{long}", params[long]
-    elif not isinstance(kind, str) or kind not in _DECAYS:
-        findings.problems.append(
-            f"{sources[key]}: {kind!r} is not supported: use {', '.join(_DECAYS)} or LRRangeTest, "
-            "or remove scheduler and use --lr-decay-style and --lr-warmup-iters"
+    def _warm_up(self, kind: str, params: Mapping[str, Any]) -> Iterator[_Setting]:
+        """Yield the settings of DeepSpeed's schedules with a warm-up."""
+        key, shape = "scheduler.type", "scheduler.params.warmup_type"
+        yield (
+            (shape if shape in self.keys else key),
+            "schedule.lr_warmup_style",
+            self.keys.get(shape, "log"),
         )
-    else:
-        yield from _warm_up(kind, keys, params)
+        steps = params.get("warmup_num_steps", 1000)
+        yield key, "schedule.lr_warmup_iters", 2 if steps == 1 else steps  # as DeepSpeed does
+        yield key, "schedule.lr_decay_style", _DECAYS[kind]
+        if kind != "WarmupLR":
+            yield key, "schedule.lr_decay_iters", params.get("total_num_steps")
         if kind == "WarmupCosineLR":
-            yield from _cosine_rates(keys, given, sources, findings)
-        if kind != "WarmupLR" and params.get("total_num_steps") is None:
-            findings.notices.append(
-                f"{sources[key]}: total_num_steps is not given: the decay takes {_length(given)}"
+            return
+        yield key, "schedule.lr_warmup_init", params.get("warmup_min_lr", 0.0)
+        if "warmup_max_lr" in params:
+            yield "scheduler.params.warmup_max_lr", "schedule.lr", params["warmup_max_lr"]
+        elif kind == "WarmupDecayLR":
+            yield key, "schedule.lr", 1e-3
+        if kind == "WarmupDecayLR":
+            yield key, "schedule.min_lr", params.get("warmup_min_lr", 0.0)
+
+    def _length(self) -> str:
+        """Return the decay length that applies if the file sets none, as text for a message."""
+        for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
+            if self.given.get(f"schedule.{name}") is not None:
+                return field_at(f"schedule.{name}").spell(self.given[f"schedule.{name}"])
+        lengths = [f"training.train_{unit}" for unit in ("iters", "samples", "tokens")]
+        flag_texts = [
+            field_at(path).spell(self.given[path])
+            for path in lengths
+            if self.given.get(path) is not None
+        ]
+        return f"the whole run ({', '.join(flag_texts)})" if flag_texts else "the whole run"
+
+    def _cosine_rates(self) -> Iterator[_Setting]:
+        """Yield the rates of WarmupCosineLR, which the file gives as multiples of the peak."""
+        kind, peak = "scheduler.type", self.keys.get("optimizer.params.lr")
+        if peak is None:
+            peak = self.given.get("schedule.lr")
+        for name, default, path in (
+            ("warmup_min_ratio", 0.0, "schedule.lr_warmup_init"),
+            ("cos_min_ratio", 1e-4, "schedule.min_lr"),
+        ):
+            key = f"scheduler.params.{name}"
+            ratio = self.keys.get(key, default)
+            if type(ratio) in (int, float) and type(peak) in (int, float):
+                ratio *= peak
+            yield (key if key in self.keys else kind), path, ratio
+        if peak is None:
+            self._add_problem(
+                kind,
+                "WarmupCosineLR gives rates as multiples of the peak: add optimizer.params.lr, or "
+                "--lr",
             )
 
+    def _curriculum(self) -> Iterator[_Setting]:
+        section = "curriculum_learning"
+        if not self.keys.get(f"{section}.enabled"):
+            return
+        for name in ("min_difficulty", "max_difficulty", "schedule_type"):
+            if self.keys.get(f"{section}.{name}") is None:
+                self._add_problem(section, f"{section}.{name} is missing: add it")
+        kind = self.keys.get(f"{section}.curriculum_type")
+        if kind not in (None, "seqlen"):
+            self._add_problem(
+                f"{section}.curriculum_type",
+                f"expected seqlen, got {kind!r}: sequences can only be ordered by their length",
+            )
+        last = self.keys.get(f"{section}.max_difficulty")
+        lengths = self.keys.get(f"{section}.schedule_config.difficulty")
+        if self.keys.get(f"{section}.schedule_type") != "fixed_discrete":
+            for bound in ("min", "max"):
+                key = f"{section}.{bound}_difficulty"
+                if key in self.keys:
+                    yield key, f"curriculum.curriculum_{bound}_length", self.keys[key]
+        elif isinstance(lengths, list) and lengths[-1:] != [last]:
+            self._add_problem(
+                f"{section}.max_difficulty",
+                f"{last} is not the last of {section}.schedule_config.difficulty: make them equal",
+            )
 
-def _warm_up(
-    kind: str, keys: Mapping[str, Any], params: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield the settings of DeepSpeed's schedules with a warm-up."""
-    key, shape = "scheduler.type", "scheduler.params.warmup_type"
-    yield (shape if shape in keys else key), "schedule.lr_warmup_style", keys.get(shape, "log")
-    steps = params.get("warmup_num_steps", 1000)
-    yield key, "schedule.lr_warmup_iters", 2 if steps == 1 else steps  # as DeepSpeed does
-    yield key, "schedule.lr_decay_style", _DECAYS[kind]
-    if kind != "WarmupLR":
-        yield key, "schedule.lr_decay_iters", params.get("total_num_steps")
-    if kind == "WarmupCosineLR":
-        return
-    yield key, "schedule.lr_warmup_init", params.get("warmup_min_lr", 0.0)
-    if "warmup_max_lr" in params:
-        yield "scheduler.params.warmup_max_lr", "schedule.lr", params["warmup_max_lr"]
-    elif kind == "WarmupDecayLR":
-        yield key, "schedule.lr", 1e-3
-    if kind == "WarmupDecayLR":
-        yield key, "schedule.min_lr", params.get("warmup_min_lr", 0.0)
+    def _reports(self) -> Iterator[_Setting]:
+        level = self.given.get("logging.timing_log_level", -1)
+        if self.keys.get("activation_checkpointing.profile") and level < 2:
+            yield "activation_checkpointing.profile", "logging.timing_log_level", 2
+        elif self.keys.get("wall_clock_breakdown") and level < 1:
+            yield "wall_clock_breakdown", "logging.timing_log_level", 1
+        if self.keys.get("flops_profiler.enabled"):
+            step = self.keys["flops_profiler.profile_step"]
+            yield "flops_profiler.enabled", "profiling.profile", True
+            if type(step) is int:  # DeepSpeed counts updates from 0, --profile-step-start from 1
+                yield "flops_profiler.profile_step", "profiling.profile_step_start", step + 1
+                yield "flops_profiler.profile_step", "profiling.profile_step_end", step + 2
+            else:
+                yield "flops_profiler.profile_step", "profiling.profile_step_start", step
+        if self.keys.get("tensorboard.enabled"):
+            parts = (self.keys["tensorboard.output_path"], self.keys["tensorboard.job_name"])
+            yield "tensorboard.output_path", "logging.tensorboard_dir", str(Path(*map(str, parts)))
+        if self.keys.get("wandb.enabled"):
+            yield "wandb.project", "logging.wandb_project", self.keys["wandb.project"]
 
-
-def _length(given: Mapping[str, Any]) -> str:
-    """Return the decay length that applies if the file sets none, as text for a message."""
-    for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
-        if given.get(f"schedule.{name}") is not None:
-            return field_at(f"schedule.{name}").spell(given[f"schedule.{name}"])
-    lengths = [f"training.train_{unit}" for unit in ("iters", "samples", "tokens")]
-    flag_texts = [
-        field_at(path).spell(given[path]) for path in lengths if given.get(path) is not None
-    ]
-    return f"the whole run ({', '.join(flag_texts)})" if flag_texts else "the whole run"
-
-
-def _cosine_rates(
-    keys: Mapping[str, Any],
-    given: Mapping[str, Any],
-    sources: Mapping[str, str],
-    findings: Findings,
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield the learning rates of WarmupCosineLR, which the file gives as multiples of the peak."""
-    kind, peak = "scheduler.type", keys.get("optimizer.params.lr")
-    if peak is None:
-        peak = given.get("schedule.lr")
-    for name, default, path in (
-        ("warmup_min_ratio", 0.0, "schedule.lr_warmup_init"),
-        ("cos_min_ratio", 1e-4, "schedule.min_lr"),
-    ):
-        key = f"scheduler.params.{name}"
-        ratio = keys.get(key, default)
-        if type(ratio) in (int, float) and type(peak) in (int, float):
-            ratio *= peak
-        yield (key if key in keys else kind), path, ratio
-    if peak is None:
-        findings.problems.append(
-            f"{sources[kind]}: WarmupCosineLR gives rates as multiples of the peak: add "
-            "optimizer.params.lr, or --lr"
-        )
-
-
-def _curriculum(
-    keys: Mapping[str, Any], sources: Mapping[str, str], findings: Findings
-) -> Iterator[tuple[str, str, Any]]:
-    section = "curriculum_learning"
-    if not keys.get(f"{section}.enabled"):
-        return
-    for key in (
-        f"{section}.{name}" for name in ("min_difficulty", "max_difficulty", "schedule_type")
-    ):
-        if keys.get(key) is None:
-            findings.problems.append(f"{sources[section]}: {key} is missing: add it")
-    kind = keys.get(f"{section}.curriculum_type")
-    if kind not in (None, "seqlen"):
-        findings.problems.append(
-            f"{sources[f'{section}.curriculum_type']}: expected seqlen, got {kind!r}: sequences "
-            "can only be ordered by their length"
-        )
-    last = keys.get(f"{section}.max_difficulty")
-    lengths = keys.get(f"{section}.schedule_config.difficulty")
-    if keys.get(f"{section}.schedule_type") != "fixed_discrete":
-        for name, field_name in (
-            ("min_difficulty", "min_length"),
-            ("max_difficulty", "max_length"),
-        ):
-            if f"{section}.{name}" in keys:
-                key = f"{section}.{name}"
-                yield key, f"curriculum.curriculum_{field_name}", keys[key]
-    elif isinstance(lengths, list) and lengths[-1:] != [last]:
-        findings.problems.append(
-            f"{sources[f'{section}.max_difficulty']}: {last} is not the last of "
-            f"{section}.schedule_config.difficulty: make them equal"
-        )
-
-
-def _reports(keys: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    level = given.get("logging.timing_log_level", -1)
-    if keys.get("activation_checkpointing.profile") and level < 2:
-        yield "activation_checkpointing.profile", "logging.timing_log_level", 2
-    elif keys.get("wall_clock_breakdown") and level < 1:
-        yield "wall_clock_breakdown", "logging.timing_log_level", 1
-    if keys.get("flops_profiler.enabled"):
-        step = keys["flops_profiler.profile_step"]
-        yield "flops_profiler.enabled", "profiling.profile", True
-        if type(step) is int:  # DeepSpeed counts updates from 0, and --profile-step-start from 1
-            yield "flops_profiler.profile_step", "profiling.profile_step_start", step + 1
-            yield "flops_profiler.profile_step", "profiling.profile_step_end", step + 2
-        else:
-            yield "flops_profiler.profile_step", "profiling.profile_step_start", step
-    if keys.get("tensorboard.enabled"):
-        parts = (keys["tensorboard.output_path"], keys["tensorboard.job_name"])
-        yield "tensorboard.output_path", "logging.tensorboard_dir", str(Path(*map(str, parts)))
-    if keys.get("wandb.enabled"):
-        yield "wandb.project", "logging.wandb_project", keys["wandb.project"]
+    def _add_problem(self, key: str, problem: str) -> None:
+        self.findings.problems.append(f"{self.sources[key]}: {problem}")
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
