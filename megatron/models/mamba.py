@@ -210,21 +210,20 @@ class Mamba(RecurrentMixer):
                 )
             else:
                 out, final_state = scan_function(x, steps, -decay.exp(), *scan_inputs)
-        if self.norm is None:
-            out = (out.float() + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
-            return out.to(projected.dtype), (conv_state, final_state.flatten(1, 2))
-        weight = self.norm[part(len(self.norm))].view(groups, inner)
-        if kernels is not None and len(x) > 1:
+        new_states = (conv_state, final_state.flatten(1, 2))
+        weight = None
+        if self.norm is not None:
+            weight = self.norm[part(len(self.norm))].view(groups, inner)
+        if weight is not None and kernels is not None and len(x) > 1:
             # One pass over memory for the sum, and one for gate and normalization.
             out = torch.addcmul(out, x, skip.to(x.dtype).unsqueeze(-1)).flatten(3)
             out = kernels.gated_norm(out, gate, weight, plan.epsilon, gate_first=True)
-            return out, (conv_state, final_state.flatten(1, 2))
-        out = (out + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
-        normal = out * (out.square().mean(3, keepdim=True) + plan.epsilon).rsqrt()
-        return (normal * weight.float()).to(projected.dtype), (
-            conv_state,
-            final_state.flatten(1, 2),
-        )
+            return out, new_states
+        out = (out.float() + x * skip.unsqueeze(-1)).flatten(3) * F.silu(gate.float())
+        if weight is not None:
+            out = out * (out.square().mean(3, keepdim=True) + plan.epsilon).rsqrt()
+            out = out * weight.float()
+        return out.to(projected.dtype), new_states
 
 
 class AttentionWithMamba(SelfAttention):
