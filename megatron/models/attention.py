@@ -9,13 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.amax import FusedAmaxes
 from megatron.kernels.attention import AttentionOptions
 from megatron.kernels.paged_attention import LatentHeads
 from megatron.kernels.rope import Rotation
 from megatron.kernels.segments import Mask, Segments
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
-from megatron.models.norm import Norm, Stream, new_query_norm, normalize_projections
+from megatron.models.norm import (
+    Norm,
+    Stream,
+    new_query_norm,
+    normalize_projections,
+    outer_amaxes,
+    output_projection,
+)
 from megatron.models.plan import AttentionPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import gather_to
@@ -258,10 +264,8 @@ class SelfAttention(nn.Module):
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="attention"
         )
-        self.output = _output_projection(plan, context)
-        self.fused_amaxes = FusedAmaxes(
-            self.qkv.products.fused_amaxes.forward, self.output.products.fused_amaxes.backward
-        )
+        self.output = output_projection(plan, plan.query, context)
+        self.fused_amaxes = outer_amaxes(self.qkv, self.output)
         self.query_norm = self.key_norm = None
         if plan.qk_norm is not None:
             query_size, key_size = plan.norm_sizes
@@ -444,10 +448,8 @@ class CrossAttention(nn.Module):
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="cross attention"
         )
-        self.output = _output_projection(plan, context)
-        self.fused_amaxes = FusedAmaxes(
-            self.query.products.fused_amaxes.forward, self.output.products.fused_amaxes.backward
-        )
+        self.output = output_projection(plan, plan.query, context)
+        self.fused_amaxes = outer_amaxes(self.query, self.output)
 
     @staticmethod
     def matrices(plan: AttentionPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -514,18 +516,6 @@ def _projection(
         bias=bias,
         projections=projections,
         adapted_as=adapted_as,
-    )
-
-
-def _output_projection(plan: AttentionPlan, context: BuildContext) -> Linear:
-    return Linear(
-        plan.query,
-        plan.hidden,
-        context,
-        split="row",
-        init=plan.init.weight(plan.query, plan.hidden, into_residual=True),
-        bias=plan.bias,
-        adds_bias=not plan.defers_bias,
     )
 
 

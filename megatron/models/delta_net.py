@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.amax import FusedAmaxes
 from megatron.kernels.delta_rule import chunked_delta_rule, delta_rule_step
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
-from megatron.models.norm import Norm, Stream
+from megatron.models.norm import Norm, Stream, outer_amaxes, output_projection
 from megatron.models.plan import NormPlan
 from megatron.models.recurrence import CausalConvolution, RecurrentMixer, local_slice
 from megatron.models.recurrent_plan import GatedDeltaNetPlan
@@ -84,17 +83,8 @@ class GatedDeltaNet(RecurrentMixer):
         self.norm = Norm(
             NormPlan("RMSNorm", plan.epsilon), plan.value_size, context, partial_gradient=is_split
         )
-        self.output = Linear(
-            plan.values,
-            plan.hidden,
-            context,
-            split="row",
-            init=plan.init.weight(plan.values, plan.hidden, into_residual=True),
-            bias=False,
-        )
-        self.fused_amaxes = FusedAmaxes(
-            self.input.products.fused_amaxes.forward, self.output.products.fused_amaxes.backward
-        )
+        self.output = output_projection(plan, plan.values, context)
+        self.fused_amaxes = outer_amaxes(self.input, self.output)
 
     @staticmethod
     def matrices(plan: GatedDeltaNetPlan, split: WeightSplit) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ from megatron.models.attention import (
     score_bytes,
 )
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
-from megatron.models.norm import Norm, Stream, new_norm
+from megatron.models.norm import Norm, Stream, new_norm, output_projection
 from megatron.models.plan import LatentAttentionPlan
 from megatron.parallel.adapter import WHOLE, Adapter
 from megatron.parallel.adapter_stack import AdapterStack, TokenAdapters
@@ -88,16 +88,7 @@ class LatentAttention(nn.Module):
         self.core = AttentionCore(
             plan, context, layer_number, recompute=recompute_core, site="attention"
         )
-        values = plan.heads * plan.value_size
-        self.output = Linear(
-            values,
-            plan.hidden,
-            context,
-            split="row",
-            init=plan.init.weight(values, plan.hidden, into_residual=True),
-            bias=plan.bias,
-            adds_bias=not plan.defers_bias,
-        )
+        self.output = output_projection(plan, plan.heads * plan.value_size, context)
         self.sinks = new_sinks(plan, context)
         self.offloading_input = context.offloading("qkv_linear")
         self.offloading_output = context.offloading("attn_proj")

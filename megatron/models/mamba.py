@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.amax import NO_FUSED_AMAXES, FusedAmaxes
+from megatron.kernels.amax import NO_FUSED_AMAXES
 from megatron.kernels.rope import Rotation
 from megatron.kernels.segments import Mask
 from megatron.models.attention import KeyValueCache, SelfAttention
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
+from megatron.models.norm import outer_amaxes, output_projection
 from megatron.models.recurrence import CausalConvolution, RecurrentMixer, local_slice
 from megatron.models.recurrent_plan import MambaPlan, ParallelMambaPlan
 from megatron.parallel.adapter import WHOLE
@@ -92,18 +93,8 @@ class Mamba(RecurrentMixer):
             factors = torch.cat(blocks)
         self.register_buffer("factors", factors, persistent=False)
         self.factors: Tensor | None
-        self.output = Linear(
-            plan.inner,
-            plan.hidden,
-            context,
-            split="row",
-            init=plan.init.weight(plan.inner, plan.hidden, into_residual=True),
-            bias=plan.bias,
-            adds_bias=not plan.defers_bias,
-        )
-        self.fused_amaxes = FusedAmaxes(
-            self.input.products.fused_amaxes.forward, self.output.products.fused_amaxes.backward
-        )
+        self.output = output_projection(plan, plan.inner, context)
+        self.fused_amaxes = outer_amaxes(self.input, self.output)
 
     @staticmethod
     def matrices(plan: MambaPlan, split: WeightSplit) -> list[tuple[int, int]]:

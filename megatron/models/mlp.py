@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron.kernels.amax import FusedAmaxes
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
+from megatron.models.norm import outer_amaxes, output_projection
 from megatron.models.plan import MLPPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layers import Linear, Projections
@@ -35,15 +36,7 @@ class MLP(nn.Module):
             adds_bias=False,  # the activation adds it
             projections=Projections(("gate", "up"), (plan.inner,) * 2) if plan.gated else None,
         )
-        self.down = Linear(
-            plan.inner,
-            plan.hidden,
-            context,
-            split="row",
-            init=plan.init.weight(plan.inner, plan.hidden, into_residual=True),
-            bias=plan.bias,
-            adds_bias=not plan.defers_bias,
-        )
+        self.down = output_projection(plan, plan.inner, context)
         up, down = self.up.products.fused_amaxes, self.down.products.fused_amaxes
         self.activation = context.kernels.activation(
             plan.activation,
@@ -51,7 +44,7 @@ class MLP(nn.Module):
             clamp=plan.clamp,
             offset=plan.offset,
         )
-        self.fused_amaxes = FusedAmaxes(up.forward, down.backward)
+        self.fused_amaxes = outer_amaxes(self.up, self.down)
         self.factor, factors = plan.factor, None
         if plan.gate_factor != 1:
             factors = torch.tensor([[plan.gate_factor], [1.0]], device=context.device)

@@ -1,4 +1,4 @@
-"""The residual stream, and the normalization before each sublayer.
+"""The residual stream, the normalization before each sublayer, and the projection at its end.
 
 A normalization also adds the previous sublayer's output to the stream, so that a single pass over
 memory does both.
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from megatron.kernels.amax import FusedAmax, FusedAmaxes
 from megatron.kernels.norm import choose_add_norm
-from megatron.models.plan import NormPlan
+from megatron.models.plan import NormPlan, SublayerPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import copy_to, reduce_from
+from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Axis
 from megatron.parallel.parameter import ONES, ZEROS
 
@@ -39,6 +40,35 @@ class Stream(NamedTuple):
     def join(self) -> Tensor:
         """Return the hidden states."""
         return self.residual if self.update is None else self.residual + self.update
+
+
+def output_projection(plan: SublayerPlan, inputs: int, context: BuildContext) -> Linear:
+    """Build the last linear layer of a sublayer, whose output is added to the residual stream.
+
+    Args:
+        plan: The plan of the sublayer.
+        inputs: Number of inputs of the layer.
+        context: Layout, device, kernels and number formats.
+    """
+    return Linear(
+        inputs,
+        plan.hidden,
+        context,
+        split="row",
+        init=plan.init.weight(inputs, plan.hidden, into_residual=True),
+        bias=plan.bias,
+        adds_bias=not plan.defers_bias,
+    )
+
+
+def outer_amaxes(first: Linear, last: Linear) -> FusedAmaxes:
+    """Return where to store the amaxes of a sublayer's input and of its output's gradient.
+
+    Args:
+        first: The linear layer that reads the sublayer's input.
+        last: The linear layer that computes its output.
+    """
+    return FusedAmaxes(first.products.fused_amaxes.forward, last.products.fused_amaxes.backward)
 
 
 class Norm(nn.Module):
