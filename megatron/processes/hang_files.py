@@ -24,7 +24,7 @@ import torch
 
 from megatron.durable import open_trusted, replace_file
 from megatron.errors import DataError
-from megatron.processes.watchdog import State, absent_ranks, ranks_text
+from megatron.processes.watchdog import State, absent_ranks, ranks_text, waiting_states
 
 REPORT = "report.json"
 _MAX_BYTES = 2**26
@@ -152,11 +152,7 @@ def _table(
     rank_files: Mapping[int, dict[str, Any]],
 ) -> list[str]:
     rows = [["rank", "host", "state", "iteration", "operation", "waits for", "missing", "at"]]
-    waiting = {
-        rank
-        for rank, state in states.items()
-        if state is not None and rank not in silent and (state.wait or state.device_is_behind)
-    }
+    waiting = waiting_states(states, silent)
     for rank, state in sorted(states.items()):
         host = rank_files[rank].get("host", "?")
         if state is None:
@@ -172,7 +168,7 @@ def _table(
                 peers = [peer for peer in state.wait.ranks if peer != rank]
                 waits += f" with {ranks_text(peers)}"
             absent = absent_ranks(state, rank, states, silent) - {rank}
-            absent = absent - waiting or absent  # ranks that also wait are not the cause
+            absent = absent - waiting.keys() or absent  # ranks that also wait are not the cause
             missing = ranks_text(absent) if absent else "none"
         else:
             status = "runs"

@@ -138,11 +138,7 @@ def explain(
     Returns:
         The ranks that kept the others waiting, and the report.
     """
-    waiting = {
-        rank: state
-        for rank, state in states.items()
-        if state is not None and rank not in silent and (state.wait or state.device_is_behind)
-    }
+    waiting = waiting_states(states, silent)
     absent_by_rank = {
         rank: absent_ranks(state, rank, states, silent) for rank, state in waiting.items()
     }
@@ -171,6 +167,20 @@ def explain(
         "--distributed-timeout-minutes.",
     ]
     return missing, "\n  ".join(lines)
+
+
+def waiting_states(states: Mapping[int, State | None], silent: frozenset[int]) -> dict[int, State]:
+    """Return the states of the ranks that are alive and wait for others or for their devices.
+
+    Args:
+        states: The last state of each rank, or `None` for a rank that never published one.
+        silent: The ranks that no longer publish their state.
+    """
+    return {
+        rank: state
+        for rank, state in states.items()
+        if state is not None and rank not in silent and (state.wait or state.device_is_behind)
+    }
 
 
 def absent_ranks(
