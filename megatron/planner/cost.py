@@ -366,11 +366,8 @@ def _exchange(
         if setting.ring:
             sent = 2 * sublayer.kv_heads * head_bytes * (batch.context - 1) / link.bandwidth
             sent += link.latency * (batch.context - 1)
-            for factor, share in ((1, _FORWARD_ATTENTION), (3, 1 - _FORWARD_ATTENTION)):
-                remaining = max(factor * sent - share * attention, _OVERLAPPED * factor * sent)
-                forward, inputs = (
-                    (forward + remaining, inputs) if factor == 1 else (forward, inputs + remaining)
-                )
+            forward += _exposed(sent, _FORWARD_ATTENTION * attention)
+            inputs += _exposed(3 * sent, (1 - _FORWARD_ATTENTION) * attention)
         else:
             sent = 2 * (sublayer.heads + sublayer.kv_heads) * head_bytes * (1 - 1 / batch.context)
             forward += sent / link.bandwidth + 2 * link.latency
@@ -388,6 +385,11 @@ def _exchange(
         forward += 2 * (rows / link.bandwidth + link.latency)
         inputs += 2 * (rows / link.bandwidth + link.latency)
     return forward, inputs, weights
+
+
+def _exposed(sent: float, attention: float) -> float:
+    """Return the time of messages that remains when they overlap with attention."""
+    return max(sent - attention, _OVERLAPPED * sent)
 
 
 def _message(batch: MicroBatch, hidden: int, link: Link) -> float:
@@ -463,6 +465,15 @@ def model_passes(
         layer_limit = recompute.num_layers if recompute.method == "block" else len(plan.layers)
         parts = plan_model(config.model, config.parallel)
         fully_recomputed = {i for part in parts for i in part.layers[:layer_limit]}
+
+    def times_of(layer: LayerPlan, setting: Setting, *, is_recomputed: bool) -> PassTimes:
+        passes = layer_passes(layer, setting)
+        if is_recomputed:
+            return recomputed(layer, passes, None)
+        if recompute is not None and recompute.granularity == "selective":
+            return recomputed(layer, passes, recompute.modules)
+        return passes
+
     cache: dict[tuple[int, int, int, bool], PassTimes] = {}  # most layers are identical
     layers = []
     for index, layer in enumerate(plan.layers):
@@ -472,22 +483,14 @@ def model_passes(
         key = (id(layer), length, encoder_length, index in fully_recomputed)
         if key not in cache:
             batch = replace(setting.batch, length=length, encoder_length=encoder_length)
-            passes = layer_passes(layer, replace(setting, batch=batch))
-            if index in fully_recomputed:
-                passes = recomputed(layer, passes, None)
-            elif recompute is not None and recompute.granularity == "selective":
-                passes = recomputed(layer, passes, recompute.modules)
-            cache[key] = passes
+            cache[key] = times_of(
+                layer, replace(setting, batch=batch), is_recomputed=index in fully_recomputed
+            )
         layers.append(cache[key])
     head = head_passes(plan, setting)
     multi_token = multi_token_plan(plan)
     for layer in multi_token.layers if multi_token is not None else ():
-        passes = layer_passes(layer, setting)
-        if Depth.recomputes_all(recompute):
-            passes = recomputed(layer, passes, None)
-        elif recompute is not None and recompute.granularity == "selective":
-            passes = recomputed(layer, passes, recompute.modules)
-        head = head.plus(passes)
+        head = head.plus(times_of(layer, setting, is_recomputed=Depth.recomputes_all(recompute)))
     if config.model.lora_rank is not None:  # frozen weights have no gradients
         *layers, head = (times._replace(weights=Seconds()) for times in (*layers, head))
     if plan.teacher is not None:
