@@ -114,28 +114,17 @@ class AttentionCore(nn.Module):
     Args:
         plan: The plan of the attention layer that contains the core.
         context: Layout, device, kernels and number formats.
-        layer_number: Index of the layer in the model, from 1.
-        recompute: Whether to recompute the core in the backward pass instead of keeping its
-            intermediates.
         site: Name that gives this core its own dropout mask if the layer has two cores.
     """
 
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute: bool,
-        site: str,
-    ) -> None:
+    def __init__(self, plan: AttentionPlan, context: BuildContext, *, site: str) -> None:
         """Store the attention function, and compute ALiBi's slopes if the plan has them."""
         super().__init__()
         self.axis, self.context_ranks = context.layout.tensor, context.layout.context.size
         self.attend = context.kernels.attention.function
         self.plan = plan
-        self.layer_number = layer_number
-        self.recompute = recompute
+        self.layer_number = context.layer
+        self.recompute = "core_attn" in context.recomputed
         self.site = site
         self.offloading = context.offloading("core_attn")
         self.slopes = None
@@ -231,24 +220,13 @@ class SelfAttention(nn.Module):
     Args:
         plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
-        layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the core in the backward pass instead of keeping its
-            intermediates.
     """
 
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: AttentionPlan, context: BuildContext) -> None:
         """Allocate the projections and the normalizations of queries and keys."""
         super().__init__()
         self.plan = plan
         self.axis, self.context_axis = context.layout.tensor, context.layout.context
-        self.layer_number = layer_number
         self.rotate = context.kernels.rotate
         self.split_rotate = context.kernels.split_rotate
         names, key_value = ("query", "key", "value"), (plan.kv_heads * plan.head_size,) * 2
@@ -261,9 +239,7 @@ class SelfAttention(nn.Module):
         self.qkv = _projection(
             plan, projections, context, bias=plan.bias or plan.qkv_bias, adapted_as=adapted_as
         )
-        self.core = AttentionCore(
-            plan, context, layer_number, recompute=recompute_core, site="attention"
-        )
+        self.core = AttentionCore(plan, context, site="attention")
         self.output = output_projection(plan, plan.query, context)
         self.fused_amaxes = outer_amaxes(self.qkv, self.output)
         self.query_norm = self.key_norm = None
@@ -425,19 +401,9 @@ class CrossAttention(nn.Module):
     Args:
         plan: The plan of this layer, in which every head has its own key and value.
         context: Layout, device, kernels and number formats.
-        layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the core in the backward pass instead of keeping its
-            intermediates.
     """
 
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: AttentionPlan, context: BuildContext) -> None:
         """Allocate the projections."""
         super().__init__()
         self.head_size = plan.head_size
@@ -445,9 +411,7 @@ class CrossAttention(nn.Module):
         self.query = _projection(plan, query, context, bias=plan.bias)
         key_value = Projections(("key", "value"), (plan.query, plan.query), plan.heads)
         self.key_value = _projection(plan, key_value, context, bias=plan.bias)
-        self.core = AttentionCore(
-            plan, context, layer_number, recompute=recompute_core, site="cross attention"
-        )
+        self.core = AttentionCore(plan, context, site="cross attention")
         self.output = output_projection(plan, plan.query, context)
         self.fused_amaxes = outer_amaxes(self.query, self.output)
 

@@ -85,9 +85,9 @@ class Sublayer(Protocol):
         ...
 
 
-# A mixer is constructed with (plan, context, layer_number, recompute_core=...) and called with (x,
-# mask, rotation, cache). The residual sum adds its `bias_to_add`. If it has `fused_amaxes`, the
-# normalizations before and after it store the amaxes of x and of the result's gradient there.
+# A mixer is constructed with (plan, context) and called with (x, mask, rotation, cache). The
+# residual sum adds its `bias_to_add`. If it has `fused_amaxes`, the normalizations before and after
+# it store the amaxes of x and of the result's gradient there.
 MIXERS: dict[str, Any] = {
     "attention": SelfAttention,
     "latent_attention": LatentAttention,
@@ -98,7 +98,7 @@ MIXERS: dict[str, Any] = {
     "parallel_mamba": AttentionWithMamba,
     "gated_delta_net": GatedDeltaNet,
 }
-# An MLP is constructed with (plan, context) and called with x. Otherwise it is like a mixer.
+# An MLP is called with x. Otherwise it is like a mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
 # The name of each kind of MLP in --recompute-modules.
 _MODULES = {"dense": "mlp", "mixture": "moe"}
@@ -135,7 +135,7 @@ class Block(nn.Module):
     def __init__(self, plan: LayerPlan, context: BuildContext, layer_number: int) -> None:
         """Build the sublayers and their normalizations."""
         super().__init__()
-        hidden, recompute_core = plan.hidden, "core_attn" in context.recomputed
+        context = replace(context, layer=layer_number)
         self.residual_after_norm, self.is_parallel = plan.residual_after_norm, plan.parallel
         self.dropout = plan.dropout
         self.bias_dropout_add = context.kernels.bias_dropout_add
@@ -144,15 +144,12 @@ class Block(nn.Module):
         self.attention = None
         if plan.mixer is not None:
             self.attention_norm, self.attention_output_norm = _new_norms(plan, context)
-            self.attention = MIXERS[plan.mixer.kind](
-                plan.mixer, context, layer_number, recompute_core=recompute_core
-            )
+            self.attention = MIXERS[plan.mixer.kind](plan.mixer, context)
         self.cross_norm = self.cross_attention = None
         if plan.cross_attention is not None:
-            self.cross_norm = new_norm(plan.norm, hidden, context)
-            self.cross_attention = MIXERS[plan.cross_attention.kind](
-                plan.cross_attention, context, layer_number, recompute_core=recompute_core
-            )
+            self.cross_norm = new_norm(plan.norm, plan.hidden, context)
+            mixer = MIXERS[plan.cross_attention.kind]
+            self.cross_attention = mixer(plan.cross_attention, context)
         self.retriever = None
         if plan.retriever is not None:
             layers, layer_offset = plan.retriever.layers, plan.retriever.layer_offset
@@ -168,7 +165,7 @@ class Block(nn.Module):
             # Parts of a recomputed MLP must not be recomputed separately, because the tensors kept
             # for their recomputation would outlive the MLP's forward pass.
             parts = frozenset() if self.recomputes_mlp else context.recomputed
-            self.mlp = MLPS[kind](plan.mlp, replace(context, layer=layer_number, recomputed=parts))
+            self.mlp = MLPS[kind](plan.mlp, replace(context, recomputed=parts))
         self.keeps_norms = "layernorm" not in context.recomputed or not _recomputes_norms(plan)
         self.routers = context.registry.routers
         self.offloading_mlp = context.offloading("mlp") if kind == "dense" else nullcontext

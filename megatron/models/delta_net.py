@@ -45,22 +45,12 @@ class GatedDeltaNet(RecurrentMixer):
     Args:
         plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
-        layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute everything between the projections in the backward pass
-            instead of keeping its intermediates.
     """
 
-    def __init__(
-        self,
-        plan: GatedDeltaNetPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: GatedDeltaNetPlan, context: BuildContext) -> None:
         """Allocate the projections, the convolution and the parameters of the heads."""
-        super().__init__(context, layer_number, group=sum(plan.widths) // plan.key_heads)
-        self.plan, self.recompute = plan, recompute_core
+        super().__init__(context, group=sum(plan.widths) // plan.key_heads)
+        self.plan, self.recompute = plan, "core_attn" in context.recomputed
         *wide, rates, decays = plan.widths
         self.input = Linear(
             plan.hidden,

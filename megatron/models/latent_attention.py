@@ -47,19 +47,9 @@ class LatentAttention(nn.Module):
     Args:
         plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
-        layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the core in the backward pass instead of keeping its
-            intermediates.
     """
 
-    def __init__(
-        self,
-        plan: LatentAttentionPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: LatentAttentionPlan, context: BuildContext) -> None:
         """Allocate the projections and the normalizations of latent vectors."""
         super().__init__()
         self.plan, self.layout, self.rank = plan, context.layout, plan.rank
@@ -85,9 +75,7 @@ class LatentAttention(nn.Module):
             if plan.query_rank is not None:
                 self.query_norm = new_norm(plan.qk_norm, plan.query_rank, context)
             self.latent_norm = new_norm(plan.qk_norm, plan.rank, context)
-        self.core = AttentionCore(
-            plan, context, layer_number, recompute=recompute_core, site="attention"
-        )
+        self.core = AttentionCore(plan, context, site="attention")
         self.output = output_projection(plan, plan.heads * plan.value_size, context)
         self.sinks = new_sinks(plan, context)
         self.offloading_input = context.offloading("qkv_linear")

@@ -50,22 +50,12 @@ class Mamba(RecurrentMixer):
     Args:
         plan: The plan of this layer.
         context: Layout, device, kernels and number formats.
-        layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the scan in the backward pass instead of keeping its
-            intermediates.
     """
 
-    def __init__(
-        self,
-        plan: MambaPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: MambaPlan, context: BuildContext) -> None:
         """Allocate the projections, the convolution and the parameters of heads."""
-        super().__init__(context, layer_number, group=sum(plan.widths) // plan.groups)
-        self.plan, self.recompute = plan, recompute_core
+        super().__init__(context, group=sum(plan.widths) // plan.groups)
+        self.plan, self.recompute = plan, "core_attn" in context.recomputed
         self.input = Linear(
             plan.hidden,
             sum(plan.widths),
@@ -225,22 +215,12 @@ class AttentionWithMamba(SelfAttention):
     Args:
         plan: The plan of both mixers.
         context: Layout, device, kernels and number formats.
-        layer_number: Index of the layer in the model, from 1.
-        recompute_core: Whether to recompute the attention core and the scan in the backward pass
-            instead of keeping their intermediates.
     """
 
-    def __init__(
-        self,
-        plan: ParallelMambaPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: ParallelMambaPlan, context: BuildContext) -> None:
         """Build both mixers."""
-        super().__init__(plan, context, layer_number, recompute_core=recompute_core)
-        self.mamba = Mamba(plan.mamba, context, layer_number, recompute_core=recompute_core)
+        super().__init__(plan, context)
+        self.mamba = Mamba(plan.mamba, context)
         self.output_factors = plan.attention_factor, plan.mamba_factor
         self.fused_amaxes = NO_FUSED_AMAXES
 

@@ -36,7 +36,6 @@ class RecurrentMixer(nn.Module, ABC):
 
     Args:
         context: Layout, device, kernels and number formats.
-        layer_number: Index of the layer in the model, from 1.
         group: Width of a group in the input projection.
 
     Attributes:
@@ -48,10 +47,10 @@ class RecurrentMixer(nn.Module, ABC):
     input: Linear
     output: Linear
 
-    def __init__(self, context: BuildContext, layer_number: int, *, group: int) -> None:
+    def __init__(self, context: BuildContext, *, group: int) -> None:
         """Store the settings that the forward pass needs."""
         super().__init__()
-        self.layer_number, self._group = layer_number, group
+        self.layer_number, self._group = context.layer, group
         self.context = context.layout.context
         self._kernels = context.kernels.recurrence.kernels
 

@@ -111,16 +111,9 @@ class NeighborCrossAttention(CrossAttention):
     The arguments are those of `CrossAttention`.
     """
 
-    def __init__(
-        self,
-        plan: RetrievalAttentionPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: RetrievalAttentionPlan, context: BuildContext) -> None:
         """Allocate the projections."""
-        super().__init__(plan, context, layer_number, recompute_core=recompute_core)
+        super().__init__(plan, context)
         self.retrieval = plan.retrieval
 
     @staticmethod
@@ -171,18 +164,9 @@ class ChunkedCrossAttention(CrossAttention):
 
     bias_to_add = None  # forward adds the bias, except to the first tokens
 
-    def __init__(
-        self,
-        plan: RetrievalAttentionPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: RetrievalAttentionPlan, context: BuildContext) -> None:
         """Allocate the projections."""
-        unbiased = replace(plan, defers_bias=True)
-        whole = context.within_rank()
-        super().__init__(unbiased, whole, layer_number, recompute_core=recompute_core)
+        super().__init__(replace(plan, defers_bias=True), context.within_rank())
         self.chunk, self.keys = plan.retrieval.chunk, plan.retrieval.keys
         self.context_axis, self.sequence = context.layout.context, context.layout.sequence
 

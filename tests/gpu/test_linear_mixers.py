@@ -243,10 +243,10 @@ def mixer(kind: str, kernels: RecurrenceKernels | None) -> RecurrentMixer:
     made: RecurrentMixer
     if kind == "mamba":
         plan = MambaPlan(heads=8, head_size=64, groups=2, state=128, **common)
-        made = Mamba(plan, context, 1)
+        made = Mamba(plan, context)
     else:
         heads = {"key_heads": 4, "value_heads": 8, "key_size": 128, "value_size": 128}
-        made = GatedDeltaNet(GatedDeltaNetPlan(**heads, **common), context, 1)
+        made = GatedDeltaNet(GatedDeltaNetPlan(**heads, **common), context)
     initialize(made.named_parameters(), seed=3)
     return made
 

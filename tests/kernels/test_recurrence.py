@@ -285,8 +285,8 @@ def mixer(kind: str, kernels: RecurrenceKernels | None) -> RecurrentMixer:
     choice = RecurrenceChoice("stand-ins", "", kernels)
     context = BuildContext(Layout.single(), kernels=replace(Kernels(), recurrence=choice))
     plan = PLANS[kind]
-    made = Mamba(plan, context, 1) if isinstance(plan, MambaPlan) else None
-    made = made or GatedDeltaNet(plan, context, 1)
+    made = Mamba(plan, context) if isinstance(plan, MambaPlan) else None
+    made = made or GatedDeltaNet(plan, context)
     initialize(made.named_parameters(), seed=3)
     return made
 

@@ -147,7 +147,7 @@ def test_parameters_and_work_are_counted() -> None:
 )
 def test_work_is_about_what_pytorch_counts(sizes: dict[str, int]) -> None:
     plan = GatedDeltaNetPlan(hidden=64, init=InitPlan(0.02, 2), epsilon=1e-6, **sizes)
-    layer = GatedDeltaNet(plan, BuildContext(Layout.single()), 1)
+    layer = GatedDeltaNet(plan, BuildContext(Layout.single()))
     initialize(layer.named_parameters(), 1)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         layer(torch.randn(128, 1, 64), None, None, None)
@@ -162,7 +162,8 @@ def test_work_is_about_what_pytorch_counts(sizes: dict[str, int]) -> None:
 def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -> None:
     sizes = {"key_heads": 2, "value_heads": 8, "key_size": 16, "value_size": 24, "chunk": 32}
     plan = GatedDeltaNetPlan(hidden=64, init=InitPlan(0.02, 2), epsilon=1e-6, **sizes)
-    layer = GatedDeltaNet(plan, BuildContext(Layout.single()), 1, recompute_core=recompute)
+    parts = frozenset({"core_attn"} if recompute else ())
+    layer = GatedDeltaNet(plan, BuildContext(Layout.single(), recomputed=parts))
     initialize(layer.named_parameters(), 1)
     weights = {parameter.data_ptr() for parameter in layer.parameters()}
     kept: dict[int, int] = {}
@@ -177,7 +178,6 @@ def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -
     with saved_tensors_hooks(pack, lambda x: x):
         out = layer(x, None, None)
     assert out.requires_grad
-    parts = frozenset({"core_attn"} if recompute else ())
     batch = MicroBatch(sequences=2, length=128, recomputed=parts)
     held = sum(kept.values()) - x.nbytes  # x, the normalization's output, is counted there
     assert GatedDeltaNet.activation_bytes(plan, batch) == pytest.approx(held, rel=0.03)

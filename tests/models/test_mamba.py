@@ -63,7 +63,8 @@ PARALLEL: dict[str, Any] = {
 
 
 def mixer(mamba: MambaPlan = PLAN, *, recompute: bool = False) -> Mamba:
-    made = Mamba(mamba, BuildContext(Layout.single()), 1, recompute_core=recompute)
+    recomputed = frozenset({"core_attn"} if recompute else ())
+    made = Mamba(mamba, BuildContext(Layout.single(), recomputed=recomputed))
     initialize(made.named_parameters(), seed=3)
     return made
 

@@ -30,14 +30,7 @@ class RunningMean(nn.Module):
 
     bias_to_add = None
 
-    def __init__(
-        self,
-        plan: RunningMeanPlan,
-        context: BuildContext,
-        layer_number: int,
-        *,
-        recompute_core: bool = False,
-    ) -> None:
+    def __init__(self, plan: RunningMeanPlan, context: BuildContext) -> None:
         super().__init__()
         self.up = Linear(
             plan.hidden,
