@@ -8,7 +8,7 @@ from copy import deepcopy
 import torch
 
 from megatron.checkpoint.entries import Box
-from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reader import Reader, WrappedReader
 from megatron.checkpoint.store import WEIGHTS
 from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter
 from megatron.config.checkpoint import AVERAGES
@@ -23,7 +23,7 @@ from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 _WEIGHT = ".weight"
 
 
-class AveragedReader(Reader):
+class AveragedReader(WrappedReader):
     """A checkpoint that presents the averages of the weights as the weights.
 
     Frozen weights and buffers, which are not averaged, are presented unchanged. Optimizer states
@@ -39,9 +39,7 @@ class AveragedReader(Reader):
         Raises:
             CheckpointError: The checkpoint contains no averages.
         """
-        self._reader = reader
-        self.format, self.path, self.iteration = reader.format, reader.path, reader.iteration
-        self.allow_foreign = reader.allow_foreign
+        super().__init__(reader)
         self.meta = {**reader.meta, "optimizer": None}
         self.tensors = {n: meta for n, meta in reader.tensors.items() if n.startswith(WEIGHTS)}
         if not any(name.startswith(AVERAGES) for name in reader.tensors):
@@ -90,7 +88,7 @@ def without_adapters(
     return MergedReader(reader, layers_of(network_in(reader), reader.meta["padded_vocab_size"]))
 
 
-class MergedReader(Reader):
+class MergedReader(WrappedReader):
     """A checkpoint that presents its adapters merged into the weights that they adapt.
 
     Optimizer states are left out, because they belong to the adapters.
@@ -103,9 +101,7 @@ class MergedReader(Reader):
             reader: The opened checkpoint, which has adapters.
             layers: The layers that have adapters, by name.
         """
-        self._reader = reader
-        self.format, self.path, self.iteration = reader.format, reader.path, reader.iteration
-        self.allow_foreign = reader.allow_foreign
+        super().__init__(reader)
         model = reader.meta["config"]["model"]
         settings = {name: value for name, value in model.items() if name not in ADAPTER_FIELDS}
         config = {**reader.meta["config"], "model": settings}

@@ -291,7 +291,21 @@ def _load_manifest(path: Path, allow_foreign: bool) -> manifest.Manifest:
         raise CheckpointError(f"{MANIFEST}: {error}") from error
 
 
-class PaddedReader(Reader):
+class WrappedReader(Reader):
+    """A checkpoint that presents the tensors of another one differently.
+
+    Subclasses replace `tensors` and `meta` where theirs differ.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        """Wrap an opened checkpoint."""
+        self._reader = reader
+        self.format, self.path, self.iteration = reader.format, reader.path, reader.iteration
+        self.allow_foreign, self.meta = reader.allow_foreign, reader.meta
+        self.tensors = reader.tensors
+
+
+class PaddedReader(WrappedReader):
     """A checkpoint whose vocabulary tables are presented with a different number of rows.
 
     Megatron-LM pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size,
@@ -317,10 +331,8 @@ class PaddedReader(Reader):
         Raises:
             CheckpointError: The checkpoint has fewer rows than the tokenizer has entries.
         """
-        self._reader, self._entries = reader, entries
-        self.format, self.path = reader.format, reader.path
-        self.allow_foreign = reader.allow_foreign
-        self.iteration, self.meta = reader.iteration, reader.meta
+        super().__init__(reader)
+        self._entries = entries
         self.tensors = dict(reader.tensors)
         for name in filter(is_vocabulary_table, reader.names()):
             (stored_rows, *width), dtype = reader.tensors[name]

@@ -11,7 +11,7 @@ from megatron.checkpoint.compatibility import check_network
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.loading import open_root
 from megatron.checkpoint.merged import without_adapters
-from megatron.checkpoint.reader import PaddedReader, Reader
+from megatron.checkpoint.reader import PaddedReader, Reader, WrappedReader
 from megatron.command import print_line
 from megatron.config.model import with_article
 from megatron.config.retriever import CONTEXT, QUERY, TOWERS
@@ -77,13 +77,11 @@ class StartFromBert(Extras):
             print_line(f"  the towers start from {reader.path}")
 
 
-class _InTowers(Reader):
+class _InTowers(WrappedReader):
     """A reader that presents a BERT checkpoint as a bi-encoder with the same weights per tower."""
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self.format, self.path, self.meta = reader.format, reader.path, reader.meta
-        self.iteration, self.allow_foreign = reader.iteration, reader.allow_foreign
+        super().__init__(reader)
         self._sources = {
             f"model.{tower}.{name.removeprefix('model.')}": name
             for tower in TOWERS
