@@ -24,7 +24,7 @@ from megatron.checkpoint.legacy.arguments import (
     scalar_fields,
 )
 from megatron.checkpoint.legacy.torch_file import TorchZip
-from megatron.checkpoint.legacy.unpickler import read_pickle, show
+from megatron.checkpoint.legacy.unpickler import show
 from megatron.checkpoint.reader import Reader, TensorMeta
 from megatron.checkpoint.retention import lock_if_listed
 from megatron.checkpoint.trust import open_trusted
@@ -79,9 +79,7 @@ class CoreReader(Reader):
         self._index = Index(path, allow_foreign=allow_foreign)
         self._common = TorchZip(path / COMMON, allow_foreign=allow_foreign)
         self._common.verify()
-        tree = read_pickle(bytes(self._common.record("data.pkl")), str(self._common.path))
-        if not isinstance(tree, dict):
-            raise CheckpointError(f"{self._common.path}: does not contain a dict")
+        tree = self._common.tree()
         try:
             args = plain_arguments(tree.get("args"))
             config = core_config(args)

@@ -14,7 +14,6 @@ from megatron.checkpoint.legacy.unpickler import (
     Factory,
     Opaque,
     TensorRef,
-    read_pickle,
     record_class,
 )
 from megatron.errors import CheckpointError
@@ -173,8 +172,4 @@ def open_file(path: Path, *, allow_foreign: bool = False) -> StateFile:
         CheckpointError: The file is damaged or refused.
     """
     archive = TorchZip(path, allow_foreign=allow_foreign)
-    archive.check("data.pkl")
-    tree = read_pickle(bytes(archive.record("data.pkl")), str(path), names=_NAMES)
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: does not contain a dict")
-    return StateFile(archive, tree)
+    return StateFile(archive, archive.tree(_NAMES))

@@ -156,6 +156,21 @@ class TorchZip:
         start, info = self._records[name]
         return memoryview(self.buffer)[start : start + info.file_size]
 
+    def tree(self, names: Mapping[tuple[str, str], Any] | None = None) -> dict[Any, Any]:
+        """Return the pickled tree, after comparing it with its CRC-32.
+
+        Args:
+            names: The names that the pickle may use, as in `read_pickle`.
+
+        Raises:
+            CheckpointError: The tree is missing, damaged, refused, or not a dict.
+        """
+        self.check("data.pkl")
+        tree = read_pickle(bytes(self.record("data.pkl")), str(self.path), names=names)
+        if not isinstance(tree, dict):
+            raise CheckpointError(f"{self.path}: does not contain a dict")
+        return tree
+
     def find(self, ref: TensorRef) -> memoryview:
         """Return the bytes of a tensor's storage.
 
@@ -466,8 +481,4 @@ def _open(path: Path, allow_foreign: bool) -> tuple[TorchZip, Mapping[str, Any]]
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(f"{path}: missing, or not a regular file")
     archive = TorchZip(path, allow_foreign=allow_foreign)
-    archive.check("data.pkl")
-    tree = read_pickle(bytes(archive.record("data.pkl")), str(path))
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: does not contain a dict")
-    return archive, tree
+    return archive, archive.tree()
