@@ -522,12 +522,9 @@ def _attention_sizes(model: ModelOptions, heads: int, split: int) -> Iterator[tu
     """Yield each dimension of attention's projections: its name, size and number of shards."""
     if model.multi_latent_attention:
         plain, rotary = model.qk_head_dim, model.qk_pos_emb_head_dim
-        for flags, size, parts in (
-            (("num-attention-heads", "v-head-dim"), heads * model.v_head_dim, split),
-            (("q-lora-rank",), model.q_lora_rank or 0, 1),
-            (("kv-lora-rank",), model.kv_lora_rank, 1),
-        ):
-            yield " x ".join(f"--{flag}" for flag in flags), size, parts
+        yield "--num-attention-heads x --v-head-dim", heads * model.v_head_dim, split
+        yield "--q-lora-rank", model.q_lora_rank or 0, 1
+        yield "--kv-lora-rank", model.kv_lora_rank, 1
         yield "--kv-lora-rank + --qk-pos-emb-head-dim", model.kv_lora_rank + rotary, 1
         name = "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim)"
         yield name, heads * (plain + rotary), split
