@@ -18,7 +18,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.command import rehearsed, run_command
-from megatron.config.arguments import ToolParser, add_flags, add_max_line_mb, from_values
+from megatron.config.arguments import (
+    ToolParser,
+    add_flags,
+    add_max_line_mb,
+    from_values,
+    minimum_problems,
+)
 from megatron.config.data import TokenizerConfig
 from megatron.durable import expect_no_file
 from megatron.environment import without_matrix_threads
@@ -176,12 +182,7 @@ def _check(options: argparse.Namespace) -> None:
             f"--workers {options.workers}: give at most {_MAX_WORKERS}; more workers than cores "
             "are not faster"
         )
-    if options.max_line_mb < 1:
-        problems.append(f"--max-line-mb {options.max_line_mb}: give at least 1")
-    if options.partitions < 1:
-        problems.append(f"--partitions {options.partitions}: give at least 1")
-    if options.log_interval < 1:
-        problems.append(f"--log-interval {options.log_interval}: give at least 1")
+    problems += minimum_problems(options, max_line_mb=1, partitions=1, log_interval=1)
     if options.keep_newlines and not options.split_sentences:
         problems.append(
             "--keep-newlines has an effect only with --split-sentences: add --split-sentences, or "

@@ -57,6 +57,7 @@ _PATTERNS = tuple(
 # do not show this.
 _FOLLOW_THE_PHASE = {"elementwise and normalization", "copies, casts and fills"}
 _OPTIMIZER_PHASE = "optimizer"
+_LISTED = 15  # kernels, beginning with the most time-consuming one
 _MARK = re.compile(r"^iteration (\d+)$")
 _KERNEL_KINDS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH_KINDS = {"cuda_runtime", "cuda_driver"}
@@ -95,12 +96,8 @@ def classify(name: str) -> str:
     return next(matches, "elementwise and normalization")
 
 
-def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
+def read_breakdown(path: Path) -> Breakdown:
     """Read a trace file and return its breakdown.
-
-    Args:
-        path: The trace.
-        top: Number of kernels to list, beginning with the most time-consuming one.
 
     Raises:
         DataError: The trace has no kernels, or fewer than three marked iterations.
@@ -109,12 +106,12 @@ def read_breakdown(path: Path, *, top: int = 15) -> Breakdown:
 
     events = orjson.loads(path.read_bytes())["traceEvents"]
     try:
-        return break_down(events, top=top)
+        return break_down(events)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
 
 
-def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdown:
+def break_down(events: Sequence[Mapping[str, Any]]) -> Breakdown:
     """Break down the events of a trace, over all marked iterations except the first and the last.
 
     The first iteration includes the start of the profiler, and the last has no known end.
@@ -141,7 +138,7 @@ def break_down(events: Sequence[Mapping[str, Any]], *, top: int = 15) -> Breakdo
         step=(end - start) * scale,
         parts={part: attributed[part] * scale for part in PARTS},
         hidden={part: hidden[part] * scale for part in PARTS[-3:-1]},
-        kernels=_largest(inside, scale, steps, top),
+        kernels=_largest(inside, scale, steps),
     )
 
 
@@ -215,12 +212,12 @@ def attribute_time(
 
 
 def _largest(
-    kernels: Iterable[Kernel], scale: float, steps: int, top: int
+    kernels: Iterable[Kernel], scale: float, steps: int
 ) -> list[tuple[str, str, float, float]]:
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     launches: Counter[tuple[str, str]] = Counter()
     for kernel in kernels:
         seconds[kernel.name, kernel.part] += (kernel.end - kernel.start) * scale
         launches[kernel.name, kernel.part] += 1
-    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:top]
+    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:_LISTED]
     return [(*key, seconds[key], launches[key] / steps) for key in longest]

@@ -23,6 +23,7 @@ if __package__ in (None, ""):
 from megatron import durable
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
+from megatron.environment import usable_cores
 from megatron.errors import ConfigError
 from megatron.tools.demo import run_step
 from tools.wikipedia import download, extract, merge
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument(
         "--workers",
         type=int,
-        default=extract.default_workers(),
+        default=usable_cores(),
         metavar="N",
         help="Processes that extract and tokenize (default: one per core).",
     )

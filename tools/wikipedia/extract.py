@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from megatron import durable
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
 from megatron.data.preprocess import map_in_order
+from megatron.environment import usable_cores
 from megatron.errors import ConfigError
 from tools.wikipedia.dump import Page, Site, read_pages
 from tools.wikipedia.plain import parser, plain_text
@@ -177,11 +177,6 @@ def _open_manifest(folder: Path, dump: Path) -> list[dict[str, int]]:
     return list(parts)
 
 
-def default_workers() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def report(total: Counter[str]) -> str:
     """Return a line about the extracted and the dropped articles."""
     dropped = [
@@ -210,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument(
         "--workers",
         type=int,
-        default=default_workers(),
+        default=usable_cores(),
         metavar="N",
         help="Processes that extract (default: one per core). 0 does all work in this one.",
     )
