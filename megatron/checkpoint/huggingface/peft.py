@@ -50,18 +50,6 @@ class PeftTensor(NamedTuple):
     meta: TensorMeta
     adapter_slice: AdapterSlice | None = None
 
-    def to_peft(self, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        """Convert our tensor to PEFT's layout, if PEFT does not combine it with other tensors.
-
-        Args:
-            tensor: The tensor; for experts, A [experts, rank, in] or B [experts, ..., rank].
-            kind: "a", "b" or "magnitude".
-        """
-        tensor = _flat(tensor, kind)
-        if self.adapter_slice is None or not self.adapter_slice.is_rearranged:
-            return tensor
-        return join(kind, {self.adapter_slice: tensor}, None)
-
 
 PeftNames = Mapping[str, PeftTensor]  # by native name
 
@@ -217,7 +205,7 @@ def _is_stacked(shape: Sequence[int]) -> bool:
     return len(shape) > 2
 
 
-def _flat(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+def stored_adapter(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """Return an adapter's tensor in the shape that PEFT stores, but with our order of rows.
 
     Args:
@@ -233,7 +221,7 @@ def _flat(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _peft_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in which PEFT stores a tensor, given its native name and shape."""
-    return tuple(_flat(torch.empty(shape, device="meta"), _kind_of(name)).shape)
+    return tuple(stored_adapter(torch.empty(shape, device="meta"), _kind_of(name)).shape)
 
 
 def _kind_of(name: str) -> str:
@@ -621,7 +609,7 @@ class AdapterExport:
     def _read(self, members: Sequence[str]) -> torch.Tensor:
         kind, parts = _kind_of(members[0]), {}
         for name in members:
-            tensor = _flat(self.reader.read(name), kind)
+            tensor = stored_adapter(self.reader.read(name), kind)
             adapter_slice = self.names[name].adapter_slice
             if adapter_slice is None or not adapter_slice.is_rearranged:
                 return tensor
