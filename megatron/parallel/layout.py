@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AXES = ("pipeline", "data", "context", "tensor")  # slowest to fastest
-_EXPERT_AXES = ("expert_replica", "expert", "expert_tensor")
+_EXPERT_AXES = ("expert_replica", "expert", "expert_tensor")  # slowest to fastest
 
 
 @dataclass(frozen=True)
@@ -147,28 +147,21 @@ class Layout:
             return Axis(len(ranks), ranks.index(rank), ranks)
 
         sizes = grid_sizes(world_size, tensor=tensor, context=context, pipeline=pipeline)
+        expert_tensor_size = tensor if expert_tensor is None else expert_tensor
+        replicas = world_size // pipeline // (expert_tensor_size * expert)
+        expert_sizes = dict(zip(_EXPERT_AXES, (replicas, expert, expert_tensor_size), strict=True))
         axes: dict[str, Any] = {"world": axis(*range(world_size))}
-        stride = 1
-        for name in reversed(AXES):
-            reach = sizes[name] * stride
-            first = rank // reach * reach + rank % stride
-            axes[name] = axis(*range(first, first + reach, stride))
-            stride = reach
+        for grid in (sizes, expert_sizes):
+            stride = 1
+            for name, size in reversed(grid.items()):
+                reach = size * stride
+                first = rank // reach * reach + rank % stride
+                axes[name] = axis(*range(first, first + reach, stride))
+                stride = reach
         data, contexts, stages = (axes[name].ranks for name in ("data", "context", "pipeline"))
         axes["replica"] = axis(*(d + c - rank for d in data for c in contexts))
         ends = sorted({stages[0], stages[-1]})
         axes["embedding"] = axis(*(ends if rank in ends else [rank]))
-        stage = world_size // pipeline
-        first, stride = rank // stage * stage, 1
-        expert_tensor_size = tensor if expert_tensor is None else expert_tensor
-        expert_sizes = {"expert_tensor": expert_tensor_size, "expert": expert}
-        for name, size in {
-            **expert_sizes,
-            "expert_replica": stage // (expert_tensor_size * expert),
-        }.items():
-            start = first + (rank - first) // (size * stride) * size * stride + rank % stride
-            axes[name] = axis(*range(start, start + size * stride, stride))
-            stride *= size
         return cls(**axes)
 
     def connect(self, device_type: str, journal: Journal | None = None) -> Layout:
