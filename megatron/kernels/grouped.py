@@ -197,7 +197,9 @@ class Permutation(NamedTuple):
 
     def backward(self, grad: Tensor) -> Tensor:
         """Sum the gradients of each token's rows: [n, h] -> [T, h]."""
-        return _sums(grad, self.grouping, self.library)
+        if self.library is not None and _fits(grad):
+            return combine_rows(self.library, grad.contiguous(), self.grouping.row_of_choice, None)
+        return self.grouping.per_choice(grad).sum(1)
 
 
 def unpermute(rows: Tensor, grouping: Grouping, library: KernelLibrary | None = None) -> Tensor:
@@ -208,27 +210,8 @@ def unpermute(rows: Tensor, grouping: Grouping, library: KernelLibrary | None = 
         grouping: The grouping of the rows.
         library: Compiled kernels; `None` means PyTorch's operations.
     """
-    result: Tensor = _Unpermute.apply(rows, grouping, library)
+    result: Tensor = _Unpermute.apply(rows, Permutation(grouping, library))
     return result
-
-
-def _sums(rows: Tensor, grouping: Grouping, library: KernelLibrary | None) -> Tensor:
-    if library is not None and _fits(rows):
-        return combine_rows(library, rows.contiguous(), grouping.row_of_choice, None)
-    return grouping.per_choice(rows).sum(1)
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, grouping: Grouping, library: KernelLibrary | None
-    ) -> Tensor:
-        ctx.grouping = grouping
-        return _sums(rows, grouping, library)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.grouping.tokens), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -240,6 +223,17 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.permutation.backward(grad), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return permutation.backward(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.permutation.forward(grad), None
 
 
 def combine(
