@@ -377,12 +377,11 @@ def _initialize(
             "give --load with a checkpoint, or drop the flag"
         )
     seed, named_parameters = config.training.seed, gradient_sharing.named_parameters_of(parts)
-    if not gradients.shares_weights:
+    if gradients.shares_weights:
+        specs = {f"model.{name}": spec_of(parameter) for name, parameter in named_parameters}
+        for name, entry in flatten(checkpointing.shard_state(named_parameters, gradients)):
+            spec = replace(specs[name], offset=entry.offset)
+            initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)
+    else:
         initialize(named_parameters, seed)
-        initialize_adapters(parts)
-        return
-    specs = {f"model.{name}": spec_of(parameter) for name, parameter in named_parameters}
-    for name, entry in flatten(checkpointing.shard_state(named_parameters, gradients)):
-        spec = replace(specs[name], offset=entry.offset)
-        initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)
     initialize_adapters(parts)

@@ -118,8 +118,13 @@ class Reruns:
         run = self._run
         self._passes, self._scale = passes, run.optimizer.scale
         self._before = replace(run.progress)
-        self._biases = [s.bias.clone() for s in run.layers.routers.states if s.bias is not None]
+        self._biases = [bias.clone() for bias in self._router_biases]
         self._pop_fingerprints()
+
+    @property
+    def _router_biases(self) -> list[Tensor]:
+        """The biases of this rank's routers."""
+        return [s.bias for s in self._run.layers.routers.states if s.bias is not None]
 
     def _pop_fingerprints(self) -> list[Tensor]:
         """Return the fingerprints of this rank's gradients, and start recording anew."""
@@ -144,7 +149,7 @@ class Reruns:
         run.layout.journal.enter("second computation of the update")
         if next_passes is not None:
             run.train_batches = itertools.chain(next_passes.micro_batches, run.train_batches)
-        second, scores = self._run_again(lambda loss: loss * self._scale.value)
+        second, scores = self._run_again()
         first = {name: losses.get(name, norm) for name in scores}
         second_gradients = self._pop_fingerprints()
         evidence = self._evidence(
@@ -178,13 +183,13 @@ class Reruns:
         is_same = all(is_close(self._first_losses[name], second[name], 0.0) for name in second)
         return Rerun(self._first_losses, second, is_same, [], [])
 
-    def _run_again(self, scale: Callable[[Tensor], Tensor]) -> tuple[Passes, dict[str, float]]:
+    def _run_again(self) -> tuple[Passes, dict[str, float]]:
         """Run the passes again, and return them with their losses and gradient norm."""
         run = self._run
         with self._earlier_biases():
             run.gradients.zero()
             run.forward.begin_update()
-            second = self._passes.repeated(scale)
+            second = self._passes.repeated(lambda loss: loss * self._scale.value)
             second.forward_backward()
             losses, share = self._reduce(second)
             norm = run.optimizer.gradient_norm(self._scale.value, share)
@@ -194,13 +199,12 @@ class Reruns:
     def _earlier_biases(self) -> Iterator[None]:
         """Run the body with the routers' earlier biases, and discard what the routers record."""
         states = self._run.layers.routers.states
-        biases = [state.bias for state in states if state.bias is not None]
-        current = [bias.clone() for bias in biases]
+        current = [bias.clone() for bias in self._router_biases]
         loads = [state.load.clone() for state in states]
-        self._set(biases, self._biases)
+        self._set(self._router_biases, self._biases)
         yield
         self._run.layers.routers.pop_losses()
-        self._set(biases, current)
+        self._set(self._router_biases, current)
         self._set([state.load for state in states], loads)
 
     @staticmethod
@@ -234,5 +238,4 @@ class Reruns:
         run = self._run
         vars(run.progress).update(vars(self._before))
         run.optimizer.restore_scale(self._scale)
-        biases = [s.bias for s in run.layers.routers.states if s.bias is not None]
-        self._set(biases, self._biases)
+        self._set(self._router_biases, self._biases)

@@ -43,9 +43,8 @@ class Checkpoints(Callback):
         self._scalars = scalars
         self._background: BackgroundSaver | None = None
         self._newest: tuple[Path, int] | None = None  # the newest published checkpoint
-        self._saving: int | None = (
-            None  # the iteration of the background save, until it is waited for
-        )
+        # The iteration of the background save, until it is waited for.
+        self._saving: int | None = None
         self._step_start, self._step_seconds = 0.0, 0.0
         self._is_advised = False
 
