@@ -19,7 +19,6 @@ from megatron.config import RunConfig
 from megatron.config.preferences import PreferenceConfig
 from megatron.data.preferences import DESIRABLE, PAIRS, REFERENCE
 from megatron.finetuning.preferences import (
-    Pairs,
     PreferenceRecipe,
     means_over_pairs,
     pair_values,
@@ -125,7 +124,7 @@ class KTORecipe(PreferenceRecipe):
         desirable = values_at_segments(batch, DESIRABLE)[:-1] > 0
         policy = pair_values(output.log_probs, is_answer)
         reference = pair_values(values_at_segments(batch, REFERENCE), is_answer)
-        ratios = Pairs(*(x - y for x, y in zip(policy, reference, strict=True)))
+        ratios = policy.minus(reference)
         divergence = estimate_divergence(ratios.rejected.detach(), is_answer, layout)
         result = kto_losses(config.preferences, ratios.chosen, divergence, desirable)
         log_probs = policy.chosen.detach()

@@ -64,6 +64,10 @@ class Pairs(NamedTuple):
         """The value for the chosen answer minus that for the rejected one, [P]."""
         return self.chosen - self.rejected
 
+    def minus(self, others: Pairs) -> Pairs:
+        """Return these values minus `others`."""
+        return Pairs(self.chosen - others.chosen, self.rejected - others.rejected)
+
     def divided_by(self, divisors: Pairs) -> Pairs:
         """Return these values divided by `divisors`, where divisors below 1 count as 1."""
         return Pairs(*(x / n.clamp(min=1) for x, n in zip(self, divisors, strict=True)))
@@ -93,10 +97,7 @@ def pair_losses(
         reference: The same sums under the reference model, or `None` if the loss has no reference.
     """
     beta, smoothing = options.preference_beta, options.preference_label_smoothing
-    if reference is None:
-        scores = policy.divided_by(tokens)
-    else:
-        scores = Pairs(*(x - y for x, y in zip(policy, reference, strict=True)))
+    scores = policy.divided_by(tokens) if reference is None else policy.minus(reference)
     match options.preference_loss:
         case "dpo":
             losses = dpo_loss(beta * scores.difference, smoothing)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.entries import model_state
+from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.reader import PaddedReader, Reader, restore
 from megatron.command import print_line
 from megatron.config import RunConfig, rules_model, rules_parallel
@@ -46,7 +47,7 @@ from megatron.finetuning.distillation import GPTTeacher, LearningRecipe
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.build import build_model, run_context
 from megatron.models.gpt import GPTModel
-from megatron.parallel.collectives import all_gather, broadcast
+from megatron.parallel.collectives import all_gather
 from megatron.parallel.context.split import join_sequence
 from megatron.parallel.distillation import VocabularyPart, top_log_probs
 from megatron.parallel.layout import Layout
@@ -356,17 +357,11 @@ def _write_missing(
     """Write this data-parallel process's share of the files that do not exist yet. Collective."""
     layout, config = writer.layout, writer.config
     device = next(writer.teacher.parts[0].parameters())
-    files = header.files()
-    missing_starts = {samples.start for samples in missing_files(folder, header)}
     # All processes use rank 0's list of missing files, because processes that share a model must
     # work on the same files.
-    is_missing = torch.tensor(
-        [samples.start in missing_starts for samples in files], device=device.device
-    )
-    broadcast(is_missing, layout.world)
-    missing = [
-        file for file, lacks_file in zip(files, is_missing.tolist(), strict=True) if lacks_file
-    ]
+    exchange = JsonExchange(layout.world)
+    starts = set(exchange.on_main(lambda: [file.start for file in missing_files(folder, header)]))
+    missing = [file for file in header.files() if file.start in starts]
     local_files = missing[layout.data.rank :: layout.data.size]
     micro_batch = config.training.micro_batch_size
     micro_batches = [
