@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,11 +29,13 @@ from megatron.data.datasets import (
     Datasets,
     build_datasets,
 )
-from megatron.data.packing import Packing, one_per_row, pack
+from megatron.data.packing import Packing, describe_rows, one_per_row, pack
 from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
 from megatron.errors import ConfigError
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.chat_template import find_template
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,26 +230,19 @@ def padding_token(tokenizer: Tokenizer) -> int:
     return next(iter(tokenizer.special_ids("pad") or tokenizer.special_ids("eod") or (0,)))
 
 
-def packed_members(dataset: SampleDataset | None) -> list[PackedDataset]:
-    """Return the packed datasets in a split, which may be a blend; empty if there are none."""
+def members_of(dataset: SampleDataset | None, kind: type[Kind]) -> list[Kind]:
+    """Return the datasets of a kind in a split, in the order of its blend if it is one."""
     if isinstance(dataset, BlendedDataset):
-        return [member for each in dataset.datasets for member in packed_members(each)]
-    return [dataset] if isinstance(dataset, PackedDataset) else []
+        return [member for each in dataset.datasets for member in members_of(each, kind)]
+    return [dataset] if isinstance(dataset, kind) else []
 
 
 def rows_per_epoch(dataset: SampleDataset | None) -> int:
     """Return the number of samples in one pass over the examples of a split."""
-    return sum(member.packing.rows for member in packed_members(dataset))
+    return sum(member.packing.rows for member in members_of(dataset, PackedDataset))
 
 
 def describe_packing(dataset: SampleDataset | None) -> str:
     """Describe how full the rows of a split are, for the start-up panel."""
-    members = packed_members(dataset)
-    if not members:
-        return ""
-    packings = [member.packing for member in members]
-    examples = sum(len(packing.lengths) for packing in packings)
-    rows = sum(packing.rows for packing in packings)
-    tokens = sum(int(packing.lengths.sum()) for packing in packings)
-    fullness = tokens / (rows * packings[0].seq_length)
-    return f"{examples:,} examples in {rows:,} rows per epoch, {fullness:.1%} full"
+    members = members_of(dataset, PackedDataset)
+    return describe_rows([member.packing for member in members], "example") if members else ""

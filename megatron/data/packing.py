@@ -135,6 +135,20 @@ def one_per_row(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> 
     return Packing(sizes, seq_length, np.arange(len(sizes)), len(sizes))
 
 
+def describe_rows(packings: Sequence[Packing], noun: str) -> str:
+    """Describe how full the rows of several datasets are, for the start-up panel.
+
+    Args:
+        packings: The rows of each dataset, all of the same length.
+        noun: The name of what the rows hold, in the singular.
+    """
+    count = sum(len(packing.lengths) for packing in packings)
+    rows = sum(packing.rows for packing in packings)
+    tokens = sum(int(packing.lengths.sum()) for packing in packings)
+    fullness = tokens / (rows * packings[0].seq_length)
+    return f"{count:,} {noun}s in {rows:,} rows per epoch, {fullness:.1%} full"
+
+
 def _checked(lengths: Sequence[int] | NDArray[np.int64], seq_length: int) -> NDArray[np.int64]:
     sizes = np.asarray(lengths, np.int64)
     assert len(sizes) and sizes.min() > 0 and sizes.max() <= seq_length, "an example exceeds a row"

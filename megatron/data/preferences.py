@@ -20,16 +20,10 @@ from numpy.typing import NDArray
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.finetuning import FinetuningConfig
-from megatron.data.chat import conversation_reader, padding_token
+from megatron.data.chat import conversation_reader, members_of, padding_token
 from megatron.data.conversations import TokenizedExamples
-from megatron.data.datasets import (
-    BlendedDataset,
-    DataRequest,
-    DatasetPart,
-    Datasets,
-    build_datasets,
-)
-from megatron.data.packing import Packing, one_per_row, pack
+from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
+from megatron.data.packing import Packing, describe_rows, one_per_row, pack
 from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
@@ -325,24 +319,13 @@ def build_preference_datasets(
     return build_datasets(request, build_part, open_source=open_source)
 
 
-def preference_members(dataset: SampleDataset | None) -> list[PreferenceDataset]:
-    """Return the datasets of pairs in a split, in the order of its blend."""
-    if isinstance(dataset, BlendedDataset):
-        return [member for each in dataset.datasets for member in preference_members(each)]
-    return [dataset] if isinstance(dataset, PreferenceDataset) else []
-
-
 def describe_pairs(dataset: SampleDataset | None) -> str:
     """Describe how full the rows of a split are and how many pairs were cut, for the panel."""
-    members = preference_members(dataset)
+    members = members_of(dataset, PreferenceDataset)
     if not members:
         return ""
-    pairs = sum(member.pairs for member in members)
-    rows = sum(member.packing.rows for member in members)
-    tokens = sum(int(member.packing.lengths.sum()) for member in members)
-    fullness = tokens / (rows * members[0].packing.seq_length)
     noun = members[0].source.noun
-    text = f"{pairs:,} {noun}s in {rows:,} rows per epoch, {fullness:.1%} full"
+    text = describe_rows([member.packing for member in members], noun)
     sources = dict.fromkeys(member.source for member in members)
     for count, what in (
         (sum(source.dropped for source in sources), "dropped (--truncation drop)"),

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.preferences import PreferenceConfig
+from megatron.data.chat import members_of
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import context_part, longest_segment, make_batch
 from megatron.data.preferences import (
     PAIRS,
     REFERENCE,
+    PreferenceDataset,
     build_preference_datasets,
-    preference_members,
 )
 from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.finetuning.documents import ComparingRecipe, DocumentSums, document_sums
@@ -191,7 +192,7 @@ class PreferenceRecipe(ComparingRecipe):
     def epoch_samples(self, config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> int:
         """Return the number of rows in an epoch of pairs. Collective."""
         train = self.build_datasets(config, tokenizer, (1, 0, 0), layout)[0]
-        return sum(member.packing.rows for member in preference_members(train))
+        return sum(member.packing.rows for member in members_of(train, PreferenceDataset))
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 at the first token of each pair, 0 elsewhere: the loss averages over pairs."""

@@ -25,7 +25,8 @@ from torch import Tensor
 from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.config.adapters import is_adapter_parameter
-from megatron.data.preferences import PAIRS, PreferenceDataset, preference_members
+from megatron.data.chat import members_of
+from megatron.data.preferences import PAIRS, PreferenceDataset
 from megatron.data.sample import Sample
 from megatron.durable import replace_file, writing_to
 from megatron.errors import CheckpointError
@@ -56,7 +57,9 @@ class ReferenceLogProbs(Extras):
             CheckpointError: The run resumes, and the file is missing or was written for other data.
         """
         options = run.config.preferences
-        members = [member for split in run.datasets for member in preference_members(split)]
+        members = [
+            member for split in run.datasets for member in members_of(split, PreferenceDataset)
+        ]
         if not options.needs_reference or not members:
             return
         resumes = run.progress.iteration > 0

@@ -8,7 +8,7 @@ from megatron.command import PanelRow, format_panel
 from megatron.config import RunConfig
 from megatron.config.optimizer import FORMAT_FIELDS
 from megatron.config.run import with_values
-from megatron.data.chat import describe_packing, packed_members
+from megatron.data.chat import PackedDataset, describe_packing, members_of
 from megatron.data.preferences import describe_pairs
 from megatron.data.text_stream import text_members
 from megatron.device import Device
@@ -104,7 +104,8 @@ def finetuning_rows(run: Run) -> list[PanelRow]:
         weighting = (
             "the mean over micro-batches (to weight tokens equally: --calculate-per-token-loss)"
         )
-    files = {member.examples.name: member.examples for member in packed_members(run.datasets[0])}
+    members = members_of(run.datasets[0], PackedDataset)
+    files = {member.examples.name: member.examples for member in members}
     rows = [("conversations", examples.summary()) for examples in files.values()]
     rows += [("loss", f"{counted}; {weighting}")]
     packing = describe_packing(run.datasets[0])

@@ -16,7 +16,7 @@ from megatron.data.chat import (
     build_chat_datasets,
     build_packed_datasets,
     describe_packing,
-    packed_members,
+    members_of,
     rows_per_epoch,
 )
 from megatron.data.conversations import TokenizedExamples
@@ -92,9 +92,9 @@ def test_samples_depend_on_their_number_alone() -> None:
 
 def test_splits_and_blends() -> None:
     train, valid, test = _build("3", "a", "1", "b", samples=(40, 8, 0))
-    members = packed_members(train)
+    members = members_of(train, PackedDataset)
     assert [len(member.packing.lengths) for member in members] == [32, 32]
-    assert [member.first for member in packed_members(valid)] == [32, 32]
+    assert [member.first for member in members_of(valid, PackedDataset)] == [32, 32]
     assert test is None
     from_a = sum(int(train[i]["text"][0]) < 1000 for i in range(40))
     assert from_a == 30
