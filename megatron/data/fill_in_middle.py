@@ -13,7 +13,7 @@ sample does not depend on the process that loads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,29 +86,18 @@ class FillInMiddle:
             tokens: The tokens of the sample, `[s + 1]`.
             random: The generator of the random draws.
         """
-        eod = self.ids["eod"]
-        parts: list[Any] = []
-        *ended, last = _split(tokens, eod)
-        for document in ended:
-            if len(document):
-                parts += [self._document(document, random), [eod]]
-        parts.append(self._document(last, random))
-        result = np.concatenate(parts)[: len(tokens)]
+        documents = _map_parts(tokens, self.ids["eod"], lambda text: self._document(text, random))
+        result = documents[: len(tokens)]
         padding = np.full(len(tokens) - len(result), self.ids["pad"])
         return np.concatenate([result, padding], dtype=np.int64)
 
     def _document(self, tokens: Tokens, random: np.random.RandomState) -> Tokens:
-        *ended, last = (tokens,) if self.fragment_end is None else _split(tokens, self.fragment_end)
-        if not ended:
+        end = self.fragment_end
+        if end is None or end not in tokens:
             return self._text(tokens, self.rate, random)
         if not random.binomial(1, self.rate):
             return tokens
-        parts: list[Any] = []
-        for fragment in ended:
-            if len(fragment):
-                parts += [self._text(fragment, self.fragment_rate, random), [self.fragment_end]]
-        parts.append(self._text(last, self.fragment_rate, random))
-        return np.concatenate(parts)
+        return _map_parts(tokens, end, lambda text: self._text(text, self.fragment_rate, random))
 
     def _text(self, tokens: Tokens, rate: float, random: np.random.RandomState) -> Tokens:
         if not random.binomial(1, rate):
@@ -159,13 +148,18 @@ class FillInMiddleDataset:
         return text_members(self.dataset, samples)
 
 
-def _split(tokens: Tokens, end: int) -> Iterator[Tokens]:
-    """Split `tokens` at each token `end`, and yield the pieces without it."""
+def _map_parts(tokens: Tokens, end: int, change: Callable[[Tokens], Tokens]) -> Tokens:
+    """Apply a function to the texts that `end` separates, and join the results again.
+
+    The token after an empty text is removed.
+    """
+    results: list[Any] = []
     start = 0
     for position in np.flatnonzero(tokens == end).tolist():
-        yield tokens[start:position]
+        if position > start:
+            results += [change(tokens[start:position]), [end]]
         start = position + 1
-    yield tokens[start:]
+    return np.concatenate([*results, change(tokens[start:])])
 
 
 def _entry(tokenizer: Tokenizer, flag: str, token: str) -> int:
