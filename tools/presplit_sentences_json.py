@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         for record in _records(paths, key, options.max_line_mb):
             text = record[key]
             lines = text.split("\n") if isinstance(text, str) else text
-            new_sentences = [sentence for line in lines for sentence in splitter.split(line)]
+            new_sentences = [sentence for line in lines for sentence in splitter(line)]
             record[key] = "\n".join(sentence.replace("\n", " ") for sentence in new_sentences)
             file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
             count, sentences = count + 1, sentences + len(new_sentences)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,23 +59,16 @@ _BYTES_PER_WORKER = 8 << 20
 _SLICE = 1_000_000
 
 
-class Splitter(Protocol):
-    """A splitter of text into sentences."""
-
-    def split(self, text: str) -> list[str]:
-        """Return the sentences of `text` in order."""
+Splitter = Callable[[str], list[str]]  # returns the sentences of a text in order
 
 
-class LineSplitter(NamedTuple):
-    """A splitter for text that has one sentence per line."""
-
-    def split(self, text: str) -> list[str]:
-        """Return the non-blank lines of `text` in order."""
-        return [line for line in text.split("\n") if line and not line.isspace()]
+def split_lines(text: str) -> list[str]:
+    """Return the non-blank lines of a text that has one sentence per line."""
+    return [line for line in text.split("\n") if line and not line.isspace()]
 
 
 class SentenceSplitter(NamedTuple):
-    """A splitter of text into sentences, using NLTK's Punkt.
+    """A `Splitter` that uses NLTK's Punkt.
 
     Attributes:
         punkt: An NLTK Punkt tokenizer.
@@ -85,7 +78,7 @@ class SentenceSplitter(NamedTuple):
     punkt: Any
     keep_newlines: bool
 
-    def split(self, text: str) -> list[str]:
+    def __call__(self, text: str) -> list[str]:
         """Return the sentences of `text` in order."""
         sentences: list[str] = []
         for first in range(0, len(text), _SLICE):
@@ -183,7 +176,7 @@ class EncodingOptions(NamedTuple):
         tokenizer: The tokenizer's flags.
         keys: The keys of a JSON line to encode, each into its own dataset.
         append_eod: Whether each document ends with the end-of-document id.
-        splitter: The object that splits documents into sentences. Without it, a document is a
+        splitter: The function that splits documents into sentences. Without it, a document is a
             single sequence.
     """
 
@@ -280,7 +273,7 @@ class BlockEncoder:
         for value in values:
             texts = [value] if isinstance(value, str) else value
             if splitter is not None:
-                texts = [sentence for text in texts for sentence in splitter.split(text)]
+                texts = [sentence for text in texts for sentence in splitter(text)]
             documents.append((splitter is None and isinstance(value, str), texts))
         whole = [text for is_whole, texts in documents if is_whole for text in texts]
         sentences = [text for is_whole, texts in documents if not is_whole for text in texts]

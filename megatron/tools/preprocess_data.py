@@ -268,10 +268,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _splitter(options: argparse.Namespace, paths: Sequence[str]) -> Splitter | None:
-    from megatron.data.preprocess import LineSplitter, SentenceSplitter, find_punkt
+    from megatron.data.preprocess import SentenceSplitter, find_punkt, split_lines
 
     if options.presplit_sentences:
-        return LineSplitter()
+        return split_lines
     if not options.split_sentences:
         return None
     punkt = find_punkt(paths, options.json_keys, options.lang, options.max_line_mb)
