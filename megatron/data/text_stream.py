@@ -187,6 +187,7 @@ class TextDataset:
     number: int = 0
     _positions: dict[int, deque[RowPosition]] = field(default_factory=dict)
     _reported: dict[str, set[int]] = field(default_factory=dict)
+    _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     _readers: dict[int, tuple[int, Iterator[tuple[NDArray[np.int64], RowPosition]]]] = field(
         default_factory=dict
     )
@@ -376,10 +377,6 @@ class TextDataset:
                 self.pieces[1] - self.pieces[0]
             )
         return self._orders[epoch]
-
-    @functools.cached_property
-    def _orders(self) -> dict[int, NDArray[np.int64]]:
-        return {}
 
     def _report(self, lines: Sequence[BadLine], block: TextBlock) -> None:
         """Raise an error for bad lines or, if they are skipped, warn about the first of a file."""
