@@ -72,25 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named on the command line, and return its exit code."""
     guard_imports()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in _HELP:
-        return run_command(lambda: print(overview("megatron", COMMANDS)))
-    if arguments[0] == "--version":
+    if arguments[:1] == ["--version"]:
         print(f"megatron {__version__}")
         return 0
     return dispatch("megatron", COMMANDS, arguments)
 
 
 def dispatch(program: str, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
-    """Run the command that the first word names.
+    """Run the command that the first word names, or print the help text if it names none.
 
     Args:
         program: The part of the command line before `argv`, for messages.
         commands: The table of commands.
-        argv: The name of a command and its arguments.
+        argv: The name of a command and its arguments, nothing, or a flag that asks for help.
 
     Returns:
         The exit code.
     """
+    if not argv or argv[0] in _HELP:
+        return run_command(lambda: print(overview(program, commands)))
     name, *arguments = argv
     command = commands.get(name)
     if command is None:
@@ -171,13 +171,9 @@ def convert(argv: Sequence[str]) -> int:
 
 def data(argv: Sequence[str]) -> int:
     """Run a command for datasets and return the exit code."""
-    if not argv or argv[0] in _HELP:
-        return run_command(lambda: print(overview("megatron data", DATA)))
     return dispatch("megatron data", DATA, argv)
 
 
 def detoxify(argv: Sequence[str]) -> int:
     """Run a step of detoxification, and return the exit code."""
-    if not argv or argv[0] in _HELP:
-        return run_command(lambda: print(overview("megatron detoxify", DETOXIFY)))
     return dispatch("megatron detoxify", DETOXIFY, argv)
