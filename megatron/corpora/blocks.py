@@ -221,17 +221,17 @@ def cleaning_blocks(plan: CorpusPlan) -> list[CorpusBlock]:
 def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]:
     """Yield batches of documents, each with a list of its documents that are not dropped."""
     batch: list[Document] = []
+    kept: list[Document] = []
     size = 0
     for document in data:
         batch.append(document)
+        if Mark.DROPPED not in document.metadata:
+            kept.append(document)
         size += len(document.text)
         if len(batch) == _BATCH or size >= _BATCH_CHARACTERS:
-            yield (
-                batch,
-                [doc for doc in batch if Mark.DROPPED not in doc.metadata],
-            )
-            batch, size = [], 0
-    yield batch, [doc for doc in batch if Mark.DROPPED not in doc.metadata]
+            yield batch, kept
+            batch, kept, size = [], [], 0
+    yield batch, kept
 
 
 class SignatureWriter(CorpusBlock):
