@@ -347,12 +347,7 @@ class _Merger:
                     f"{corpus.n_chunks_sampled} chunks, but its training documents have "
                     f"{corpus.n_chunks_train}: lower it, or give the dataset a lower weight"
                 )
-        sizes = {
-            "train": sum(corpus.n_chunks_train for corpus in infos),
-            "valid": sum(corpus.n_chunks - corpus.n_chunks_train for corpus in infos),
-            "sampled": sum(corpus.n_chunks_sampled for corpus in infos),
-        }
-        for name, size in sizes.items():
+        for name, size in _table_sizes(infos).items():
             if not self._is_complete(name, size):
                 self._merge(name, size, infos)
         path = corpora_file(self._workdir)
@@ -430,6 +425,15 @@ class _Merger:
                     written, chunks = part.stop, chunks + int(offsets[-1, 1])
 
 
+def _table_sizes(corpora: Sequence[CorpusChunks]) -> dict[str, int]:
+    """Return the number of chunks in each merged table."""
+    return {
+        "train": sum(corpus.n_chunks_train for corpus in corpora),
+        "valid": sum(corpus.n_chunks - corpus.n_chunks_train for corpus in corpora),
+        "sampled": sum(corpus.n_chunks_sampled for corpus in corpora),
+    }
+
+
 def _merged_contents(size: int | None) -> Mapping[str, DataSet]:
     return {"chunks": DataSet("u4", (size, 5)), "n_written": DataSet("u8", (1,))}
 
@@ -498,12 +502,7 @@ class ChunkDatabase:
         self.path, self.chunk_length, self.eod = merged_file(workdir, name), chunk_length, eod
         self._vocab_size = vocab_size
         corpora = read_corpora(workdir)
-        train = sum(corpus.n_chunks_train for corpus in corpora)
-        size = {
-            "train": train,
-            "valid": sum(corpus.n_chunks for corpus in corpora) - train,
-            "sampled": sum(corpus.n_chunks_sampled for corpus in corpora),
-        }[name]
+        size = _table_sizes(corpora)[name]
         try:
             with open_hdf5(self.path, _merged_contents(size)) as sets:
                 written, offset = int(sets["n_written"][0]), sets["chunks"].id.get_offset()

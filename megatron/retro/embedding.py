@@ -41,7 +41,6 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"  # GPT-2's spelling, which Megatron-LM removes from texts
-KINDS = ("megatron", "huggingface")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BATCHES = 64  # batches of full-length texts in a piece, which is sorted by length
 _ENDS = 2  # [CLS] and [SEP]
