@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.config.run import RunConfig
 from megatron.device import Device
 from megatron.errors import ConfigError
-from megatron.inference.build import EngineOptions, build_engine, make_cache
+from megatron.inference.build import EngineOptions, build_engine, make_cache, stage_channel
 from megatron.inference.cache import StepCache
 from megatron.inference.engine import BatchEngine
 from megatron.inference.executor import Executor
@@ -38,7 +38,6 @@ from megatron.models.attention import AttentionCore
 from megatron.models.plan import ModelPlan, RetrievalAttentionPlan, RetrievalPlan
 from megatron.models.retro import RetroModel
 from megatron.parallel.layout import Axis
-from megatron.parallel.pipeline.p2p import PipelineChannel
 from megatron.retro.dataset import Ids
 from megatron.retro.retriever import Retriever, open_retriever
 
@@ -333,9 +332,7 @@ def build_any_engine(
             layout=loaded.layout,
             memory=memory,
             device=device,
-            channel=PipelineChannel(
-                loaded.layout, device=torch_device, dtype=config.precision.stream_dtype
-            ),
+            channel=stage_channel(loaded, device),
             replica=replica or loaded.layout.world,
             graphs=None,
             vocab_size=vocab_size,
