@@ -44,8 +44,7 @@ from megatron.tasks.results import (
     Metrics,
     TaskProgress,
     check_results,
-    format_number,
-    format_table,
+    metrics_table,
     report_results,
 )
 from megatron.tasks.table import PROGRAM, flags_of_other_tasks
@@ -450,8 +449,7 @@ def measure(options: TaskConfig, task_options: DialogueConfig) -> Metrics:
     metrics: Metrics = dict(zip(("precision", "recall", "f1"), means, strict=True))
     print_line("Precision: {:.4f}; recall: {:.4f}; f1: {:.4f}".format(*means))
     metrics["pairs"] = len(pairs)
-    rows = [(name, format_number(value)) for name, value in metrics.items()]
-    print_line(format_table(("MSDP-EVAL-F1", ""), rows))
+    print_line(metrics_table("MSDP-EVAL-F1", metrics))
     if options.results is not None:
         content = {
             "task": "MSDP-EVAL-F1",

@@ -25,9 +25,9 @@ from megatron.processes.launch import Launch
 from megatron.processes.process import print_notices, processes
 from megatron.tasks.results import (
     Metrics,
+    by_json_key,
     check_results,
-    format_number,
-    format_table,
+    metrics_table,
     report_results,
     results_path,
 )
@@ -119,15 +119,13 @@ def publish(
     """
     if loaded.layout.world.rank:
         return
-    print_line(
-        format_table((task, ""), [(key, format_number(value)) for key, value in metrics.items()])
-    )
+    print_line(metrics_table(task, metrics))
     load = loaded.config.checkpoint.load
     assert load is not None
     path = results_path(options.results, load, task, loaded.iteration)
     content = {
         "task": task,
-        "results": {key.replace(" ", "_"): value for key, value in metrics.items()},
+        "results": by_json_key(metrics),
         **details,
         "data": list(options.valid_data or ()),
         "checkpoint": {"folder": load, "iteration": loaded.iteration},

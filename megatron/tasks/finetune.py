@@ -31,6 +31,7 @@ from megatron.tasks.classify import Epochs, Example, Padded, Repeated, TextSampl
 from megatron.tasks.results import (
     Metrics,
     TaskProgress,
+    by_json_key,
     format_number,
     read_results,
     report_results,
@@ -304,10 +305,10 @@ class Finetuning(Extras):
             "iteration": evaluation.iteration,
             "score": target.score(overall),
             "score_of": target.scores,
-            "results": _with_underscores(overall),
+            "results": by_json_key(overall),
             "files": {
                 name: {
-                    "results": _with_underscores(target.metrics(predictions)),
+                    "results": by_json_key(target.metrics(predictions)),
                     **target.details(predictions),
                 }
                 for name, predictions in evaluation.by_file.items()
@@ -412,10 +413,6 @@ def _best_score(root: Path, scores: Sequence[str]) -> float:
     if isinstance(score, float) and math.isfinite(score) and record.get("of") == list(scores):
         return score
     return -2.0
-
-
-def _with_underscores(metrics: Metrics) -> dict[str, Any]:
-    return {key.replace(" ", "_"): value for key, value in metrics.items()}
 
 
 def _in_line(metrics: Metrics) -> str:

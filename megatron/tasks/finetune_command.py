@@ -38,7 +38,8 @@ from megatron.tasks.results import check_results
 from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 from megatron.tasks.target import HEADS, Target
 from megatron.tasks.texts import find_missing, find_mistakes
-from megatron.training.pretrain import dry_run, pretrain
+from megatron.training.pretrain import Extras, dry_run, pretrain
+from megatron.training.recipe import Recipe
 
 # The rules that need the length of the run, which is known only after the data has been read.
 LATE_RULES: tuple[Rule, ...] = (
@@ -97,20 +98,41 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
+    return run_finetuning(parsed, launch, started, partial(prepare, task, parsed))
+
+
+def run_finetuning(
+    parsed: ParsedRun,
+    launch: Launch,
+    started: float,
+    build: Callable[[int], tuple[RunConfig, Recipe, Extras]],
+) -> int:
+    """Prepare and run a finetuning, and return the exit code. Collective.
+
+    Args:
+        parsed: The command line, with the task's and the finetuning's flags first.
+        launch: This process's rank and the number of processes.
+        started: The time at which the command started (`time.monotonic`).
+        build: A function that reads the data and, from the number of processes, returns the
+            arguments of `pretrain`.
+
+    Raises:
+        UserError: A flag, a checkpoint or the data is invalid.
+    """
     print_notices(parsed.notices, launch)
     training = parsed.config.training
     simulated_world_size = training.dry_run_world_size if training.dry_run else None
-    config, recipe, extras = prepare(task, parsed, simulated_world_size or launch.world_size)
+    config, recipe, extras = build(simulated_world_size or launch.world_size)
     if training.dry_run:
         return dry_run(config, recipe, launch)
     if launch.rank == 0:
-        options, task_options = parsed.extra
-        data = (*(task_options.train_data or ()), *(options.valid_data or ()))
-        check_results(options, data, resumed_folder(config))
+        options, tuning = parsed.extra[:2]
+        data = (*(tuning.train_data or ()), *(options.valid_data or ()))
+        check_results(options, data, _resumed_folder(config))
     return pretrain(config, recipe, launch, started, extras)
 
 
-def resumed_folder(config: RunConfig) -> Path | None:
+def _resumed_folder(config: RunConfig) -> Path | None:
     """Return the --save folder if the run continues from a checkpoint in it, otherwise `None`."""
     options = config.checkpoint
     if options.save is None or options.load is None or options.finetune:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.model import ModelConfig
 from megatron.durable import atomic_file, storage_errors
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
@@ -158,6 +159,20 @@ def ids_of_passage(title: str, text: str, tokenizer: Tokenizer) -> list[int]:
         tokenizer.sep,
         *tokenizer.tokenize_with_special(text),
     ]
+
+
+def check_positions(model: ModelConfig, length: int) -> None:
+    """Check that a model has positions for texts of `length` tokens.
+
+    Raises:
+        ConfigError: It has too few.
+    """
+    positions = model.max_position_embeddings
+    if model.position_embedding_type == "learned_absolute" and length > positions:
+        raise ConfigError(
+            f"--retriever-seq-length {length}: the model has {positions} positions: give at most "
+            f"{positions}"
+        )
 
 
 class PassageVectors(NamedTuple):

@@ -43,6 +43,16 @@ def format_table(titles: Sequence[str], rows: Sequence[Sequence[str | MetricValu
     return "\n".join([line(titles), rule, *map(line, cells)])
 
 
+def metrics_table(task: str, metrics: Mapping[str, MetricValue]) -> str:
+    """Format the metrics of a task as a table with one row for each."""
+    return format_table((task, ""), [(key, format_number(value)) for key, value in metrics.items()])
+
+
+def by_json_key(metrics: Mapping[str, MetricValue]) -> Metrics:
+    """Return metrics by their names in results files, which have no spaces."""
+    return {key.replace(" ", "_"): value for key, value in metrics.items()}
+
+
 def megatron_line(
     task: str, headline: Mapping[str, str], metrics: Mapping[str, MetricValue]
 ) -> str:

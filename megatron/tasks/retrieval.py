@@ -46,6 +46,7 @@ from megatron.tasks.passages import (
     Passage,
     PassageVectors,
     Question,
+    check_positions,
     ids_of_passage,
     pad_texts,
     read_passages,
@@ -53,9 +54,9 @@ from megatron.tasks.passages import (
 )
 from megatron.tasks.results import (
     Metrics,
+    by_json_key,
     check_results,
-    format_number,
-    format_table,
+    metrics_table,
     report_results,
     results_path,
 )
@@ -184,13 +185,7 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
     """
     folder, options = config.checkpoint.load, config.checkpoint
     assert folder is not None
-    if config.model.position_embedding_type == "learned_absolute":
-        max_positions = config.model.max_position_embeddings
-        if length > max_positions:
-            raise ConfigError(
-                f"--retriever-seq-length {length}: the model has {max_positions} positions: give "
-                f"at most {max_positions}"
-            )
+    check_positions(config.model, length)
     reader = open_existing(
         folder,
         step=options.ckpt_step,
@@ -439,12 +434,11 @@ def _publish(
     if not metrics:
         return
     options, load = parsed.extra[0], parsed.config.checkpoint.load
-    rows = [(key, format_number(value)) for key, value in metrics.items()]
-    print_line(format_table((task, ""), rows))
+    print_line(metrics_table(task, metrics))
     path = results_path(options.results, load or "", task, loaded.iteration)
     content = {
         "task": task,
-        "results": {key.replace(" ", "_"): value for key, value in metrics.items()},
+        "results": by_json_key(metrics),
         **details,
         "checkpoint": {"folder": load, "iteration": loaded.iteration},
         "tokenizer": loaded.tokenizer.fingerprint(),

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
-from megatron.processes.process import print_notices
 from megatron.tasks.classify import Epochs
 from megatron.tasks.finetune import EpochEvaluation
 from megatron.tasks.finetune_command import (
@@ -43,24 +43,17 @@ from megatron.tasks.finetune_command import (
     epoch_ends,
     refuse_lengths,
     refuse_pretraining_flags,
-    resumed_folder,
+    run_finetuning,
     with_length,
 )
-from megatron.tasks.passages import PaddedTexts, ids_of_passage, pad_texts
-from megatron.tasks.results import (
-    Metrics,
-    check_results,
-    format_number,
-    report_results,
-    results_path,
-)
+from megatron.tasks.passages import PaddedTexts, check_positions, ids_of_passage, pad_texts
+from megatron.tasks.results import Metrics, format_number, report_results, results_path
 from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.tokenizer import Tokenizer
 from megatron.training.callbacks.base import Callback
 from megatron.training.checkpointing import load_shared_weights
 from megatron.training.from_bert import StartFromBert
-from megatron.training.pretrain import dry_run, pretrain
 from megatron.training.recipe import Batch, SampleCounts, Splits
 from megatron.training.run import Run
 
@@ -433,17 +426,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
     """
     started = time.monotonic()
     parsed = parse(task, arguments, launch.world_size)
-    print_notices(parsed.notices, launch)
-    training = parsed.config.training
-    simulated_world_size = training.dry_run_world_size if training.dry_run else None
-    config, recipe, extras = prepare(parsed, simulated_world_size or launch.world_size)
-    if training.dry_run:
-        return dry_run(config, recipe, launch)
-    if launch.rank == 0:
-        options, tuning = parsed.extra[:2]
-        data = (*(tuning.train_data or ()), *(options.valid_data or ()))
-        check_results(options, data, resumed_folder(config))
-    return pretrain(config, recipe, launch, started, extras)
+    return run_finetuning(parsed, launch, started, partial(prepare, parsed))
 
 
 def prepare(parsed: ParsedRun, world_size: int) -> tuple[RunConfig, TowersRecipe, TowersFinetuning]:
@@ -532,17 +515,8 @@ def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
             flags_of_other_tasks=other_flags,
         ),
     )
-    model, texts = parsed.config.model, parsed.extra[3]
-    max_positions, length = model.max_position_embeddings, texts.retriever_seq_length
-    if (
-        model.position_embedding_type == "learned_absolute"
-        and max_positions
-        and length > max_positions
-    ):
-        raise ConfigError(
-            f"--retriever-seq-length {length}: the model has {max_positions} positions: give at "
-            f"most {max_positions}"
-        )
+    length = parsed.extra[3].retriever_seq_length
+    check_positions(parsed.config.model, length)
     tensor = parsed.config.parallel.tensor_model_parallel_size
     if parsed.config.parallel.sequence_parallel and length % tensor:
         raise ConfigError(
