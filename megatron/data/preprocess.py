@@ -67,7 +67,8 @@ def split_lines(text: str) -> list[str]:
     return [line for line in text.split("\n") if line and not line.isspace()]
 
 
-class SentenceSplitter(NamedTuple):
+@dataclass(frozen=True)
+class SentenceSplitter:
     """A `Splitter` that uses NLTK's Punkt.
 
     Attributes:

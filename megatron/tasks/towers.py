@@ -207,7 +207,8 @@ class TrainingQuestions:
         negatives = [question.hard_negatives[k] for k in order[: self._negatives].tolist()]
         negatives += question.negatives[: self._negatives - len(negatives)]
         query = self._padded([tokenizer.tokenize_with_special(question.text)], 1)
-        texts = [ids_of_passage(*passage, tokenizer) for passage in [question.positive, *negatives]]
+        passages = [question.positive, *negatives]
+        texts = [ids_of_passage(title, text, tokenizer) for title, text in passages]
         contexts = self._padded(texts, 1 + self._negatives)
         return {
             "query_tokens": query.tokens[0],
