@@ -254,9 +254,10 @@ def _require_files(prefix: str) -> None:
         raise DataError(f"dataset {prefix}: give the path without {prefix[-4:]}")
     import difflib  # imported here because only an error needs it
 
-    folder = Path(prefix).parent
-    existing = sorted(str(path)[:-4] for path in folder.glob("*.idx")) if folder.is_dir() else []
-    suggestions = difflib.get_close_matches(prefix, existing, n=5, cutoff=0.4) or existing[:5]
+    folder, name = Path(prefix).parent, Path(prefix).name
+    existing = sorted(path.stem for path in folder.glob("*.idx")) if folder.is_dir() else []
+    similar = difflib.get_close_matches(name, existing, n=5, cutoff=0.4) or existing[:5]
+    suggestions = [str(folder / one) for one in similar]
     hint = (
         f"datasets in that folder: {', '.join(suggestions)}"
         if suggestions

@@ -127,6 +127,7 @@ def test_documents_of_the_oldest_files_end_with_an_empty_sequence(
         (4, 4, "3 dimensions for 4 sequences, expected one per sequence"),
         (6, 5, "176 bytes, expected 184 for 3 sequences and 5 document bounds"),
         (6, 0, "176 bytes, expected 144 for 3 sequences and 0 document bounds"),
+        (7, 1, "dimension offset 0 is 1, expected 0"),
         (8, 2, "dimension offset 1 is 2, expected 1"),
         (12, 3, "offset of sequence 1 is 3, expected 2"),
         (14, 7, "offset of sequence 3 is 7, expected 6"),
@@ -134,6 +135,7 @@ def test_documents_of_the_oldest_files_end_with_an_empty_sequence(
         (15, -1, "length of sequence 0 is -1, expected 0 to 2147483647"),
         (19, 4, "document bound 2 is 3, expected at least the previous"),
         (21, 2, r"document bound 3 is 2, expected at least the previous"),
+        (18, -1, "document bound 0 is -1, expected at least the previous"),
         (18, 1, r"the first and last document bounds are \[1, 3\], expected \[0, 3\]"),
     ],
 )
@@ -149,6 +151,9 @@ def test_a_damaged_older_index_is_refused(
 def test_a_truncated_older_dataset_is_refused(tmp_path: Path) -> None:
     for size in range(8, len(CACHED_IDX)):
         with pytest.raises(DataError, match="truncated"):
+            IndexedDataset(write_cached(tmp_path / "old", CACHED_IDX[:size]))
+    for size, message in ((55, "55 bytes, shorter than the header"), (56, "56 bytes, expected")):
+        with pytest.raises(DataError, match=f"old.idx: {message}"):
             IndexedDataset(write_cached(tmp_path / "old", CACHED_IDX[:size]))
     with pytest.raises(DataError, match="old.bin: 20 bytes, expected 24"):
         IndexedDataset(write_cached(tmp_path / "old", tokens=CACHED_BIN[:-4]))
@@ -307,7 +312,7 @@ def test_empty_dataset(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "empty", np.uint16):
         pass
     data = IndexedDataset(tmp_path / "empty")
-    assert len(data) == 0
+    assert len(data) == data.num_tokens == data.size == data.num_documents == 0
     assert data.document_indices.tolist() == [0]
 
 
@@ -370,6 +375,30 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         idx.write_bytes(content)
         with pytest.raises(DataError, match=message):
             IndexedDataset(tmp_path / "x")
+
+
+def test_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_documents([1, 2, 3, 4], [1, 3], [2])
+    monkeypatch.setattr(indexed, "_MAX_SEQUENCE_TOKENS", 3)
+    assert read_all(tmp_path / "x") == [[1], [2, 3, 4]]
+    monkeypatch.setattr(indexed, "_MAX_SEQUENCE_TOKENS", 2)
+    with pytest.raises(DataError, match="length of sequence 1 is 3, expected 0 to 2: the file"):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_a_missing_dataset_lists_at_most_five_others(tmp_path: Path) -> None:
+    for name in ("a_document", "b", "c", "d", "e", "f", "corpus_text_document"):
+        (tmp_path / f"{name}.idx").touch()
+
+    def listed(name: str) -> list[str]:
+        with pytest.raises(DataError, match=f"{name}.idx does not exist; datasets in that") as e:
+            IndexedDataset(tmp_path / name)
+        return [Path(path).name for path in str(e.value).partition("folder: ")[2].split(", ")]
+
+    assert listed("xyz") == ["a_document", "b", "c", "corpus_text_document", "d"]
+    # Only the names are compared, because all paths in a folder are similar.
+    assert listed("corpus_txt_document") == ["corpus_text_document", "a_document"]
 
 
 def test_a_missing_dataset_lists_similar_names(tmp_path: Path) -> None:
