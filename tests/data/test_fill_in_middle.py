@@ -138,6 +138,36 @@ def test_a_sample_depends_on_seed_and_number_alone():
     assert any(again[i + (1 << 32)]["text"].tolist() != texts[i] for i in range(3))
 
 
+class Fragments(Constant):
+    """A dataset with a text of five documents, of which the first has fragments."""
+
+    def __getitem__(self, i: int) -> Sample:
+        text = ids("abcdef", 6, "ghi", 6, 6, "jk", 5, "lmnop", 5, 5, "#qr", 5, "st")
+        return {"text": text, "id": i}
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        (0, "abcdef6ghi66jk513p2lmno5#qr5"),
+        (1, "1a3f2bcde6ghi613k2j5lmnop5#q"),
+        (2, "1a32bcdef61gh32i6jk5lmnop5#q"),
+        (3, "13f2abcde6ghi6132jk51lm3op2n"),
+        (4, "abcdef6ghi66jk51l3op2mn5#qr5"),
+        (5, "abcdef6ghi66jk5lmnop5#qr5st4"),
+        (4294967296, "abcdef6ghi66jk513lmnop25#qr5"),
+        (21474836483, "abcdef6ghi66jk513nop2lm5#qr5"),
+    ],
+)
+def test_the_samples_of_a_seed_stay_the_same(sample, text):
+    """As recorded. Special tokens are digits."""
+    rules = how(0.6, 0.5, fragment_end=FRAGMENT_END, fragment_rate=0.7, exempt_prefix="#")
+    found = FillInMiddleDataset(Fragments(), rules, 7)[sample]
+    assert found["id"] == sample
+    shown = [chr(token) if token > 6 else str(token) for token in found["text"].tolist()]
+    assert "".join(shown) == text
+
+
 def test_flags_train_a_run(tmp_path, monkeypatch):
     vocabulary = write_vocabulary(tmp_path / "vocab.txt")
     path = tmp_path / "corpus.jsonl"
@@ -178,7 +208,7 @@ def test_one_that_is_not_asked_for_reads_its_namespace():
     """`from_config` uses the run's end-of-document token unless a flag names another one."""
     data = SimpleNamespace(
         fim_rate=0.5,
-        fim_spm_rate=0.5,
+        fim_spm_rate=0.25,
         fim_split_sample=None,
         fim_fragment_rate=None,
         fim_no_prefix=None,
@@ -187,5 +217,14 @@ def test_one_that_is_not_asked_for_reads_its_namespace():
     )
     tokenizer = SimpleNamespace(vocab=IDS, eod=77)
     assert FillInMiddle.from_config(data, tokenizer).ids["eod"] == 77  # type: ignore[arg-type]
+    assert FillInMiddle.from_config(data, tokenizer) == FillInMiddle(  # type: ignore[arg-type]
+        tokenizer,  # type: ignore[arg-type]
+        0.5,
+        0.25,
+        {**IDS, "eod": 77},
+    )
     data.fim_eod_token = "eod"
-    assert FillInMiddle.from_config(data, tokenizer).ids["eod"] == 5  # type: ignore[arg-type]
+    data.fim_split_sample, data.fim_fragment_rate, data.fim_no_prefix = "suffix", 0.75, "#"
+    rules = FillInMiddle.from_config(data, tokenizer)  # type: ignore[arg-type]
+    assert rules.ids["eod"] == 5
+    assert (rules.fragment_end, rules.fragment_rate, rules.exempt_prefix) == (3, 0.75, "#")

@@ -35,6 +35,107 @@ def test_smoothing_takes_noise_out():
     assert sum(error**2 for error in errors) / len(errors) < 0.03**2
 
 
+@pytest.mark.parametrize("count", [3, 20, 44, 46, 100])
+def test_smoothing_fits_a_line_around_each_point(count):
+    import numpy as np
+
+    draw = random.Random(count)
+    points = [(i * i, draw.random()) for i in range(count)]
+    x, y = np.array(points).T
+    reach = max(1, round(count / 30))
+    expected = []
+    for i in range(count):
+        near = slice(max(0, i - reach), i + reach + 1)
+        expected.append(np.polyval(np.polyfit(x[near], y[near], 1), x[i]))
+    smooth = plot_loss.smoothed(points)
+    assert [value for _, value in smooth] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Keep figures instead of writing them."""
+    from matplotlib.figure import Figure
+
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: kept.append(figure))
+    return kept
+
+
+def describe(line):
+    points = [(int(x), round(float(y), 3)) for x, y in zip(*line.get_data(), strict=True)]
+    color, alpha, style = line.get_color(), line.get_alpha(), line.get_linestyle()
+    return points, color, alpha, line.get_linewidth(), style, line.get_marker()
+
+
+def test_what_a_picture_of_one_run_shows(tmp_path, figures):
+    training, validation = [(1, 5.0), (2, 3.0), (4, 4.0)], [(2, 3.5), (4, 4.25)]
+    plot_loss.draw(training, validation, tmp_path / "a.png", title="My loss", entropy=6.5)
+    plot_loss.draw(training, [], tmp_path / "a.png", title="Other", entropy=None, unit="Reward")
+    (axes,), (plain,) = (figure.axes for figure in figures)
+    assert (axes.get_title(), axes.get_xlabel()) == ("My loss", "Iteration")
+    assert (axes.get_ylabel(), plain.get_ylabel()) == ("Loss (nats per token)", "Reward")
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == [
+        "training, each logged value",
+        "training, smoothed",
+        "validation (last: 4.250)",
+        "unigram entropy: 6.500",
+    ]
+    smooth = [(i, round(value, 3)) for i, value in plot_loss.smoothed(training)]
+    assert list(map(describe, axes.get_lines())) == [
+        (training, "tab:blue", 0.3, 1, "-", "None"),
+        (smooth, "tab:blue", None, 2, "-", "None"),
+        (validation, "tab:orange", None, 2, "-", "o"),
+        ([(0, 6.5), (1, 6.5)], "dimgray", None, 2, "--", "None"),  # over the whole width
+    ]
+    assert [describe(line) for line in plain.get_lines()] == [
+        describe(line) for line in axes.get_lines()[:2]
+    ]
+    assert axes.title.get_fontsize() == 15
+    assert axes.xaxis.label.get_fontsize() == 13
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert axes.xaxis.get_gridlines()[0].get_alpha() == 0.3
+    assert figures[0].get_size_inches().tolist() == [8, 5]
+
+
+def test_what_a_picture_of_several_runs_shows(tmp_path, figures, capsys):
+    gpt, t5 = tmp_path / "gpt.jsonl", tmp_path / "t5.jsonl"
+    records = [
+        {"iteration": 10, "lm loss": 9.0},
+        {"iteration": 10, "lm loss validation": 7.5, "other validation": 1.0},
+        {"iteration": 20, "lm loss validation": 7.25, "lm loss (b) validation": 6.0},
+    ]
+    gpt.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    t5.write_text(f"{json.dumps(records[1])}\n")
+    output = ["--output", str(tmp_path / "x.png")]
+    assert plot_loss.main(["--compare", f"GPT={gpt}", f"T5={t5}", *output]) == 0
+    (axes,) = figures[0].axes
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["GPT: 7.250", "GPT (b): 6.000", "T5: 7.500"]
+    described = [describe(line) for line in axes.get_lines()]
+    assert [points for points, *_ in described] == [
+        [(10, 7.5), (20, 7.25)],
+        [(20, 6.0)],
+        [(10, 7.5)],
+    ]
+    assert {(style, marker) for *_, style, marker in described} == {("-", "o")}
+    assert figures[0].get_dpi() == 100
+    capsys.readouterr()
+    for words, message in (
+        ([], "give the file of one run with --metrics, or the files of several with --compare"),
+        (["--compare", f"GPT={gpt}", "--metrics", str(gpt)], "give the file of one run"),
+        (["--compare", f"GPT={gpt}", "--curve", "lr"], "--curve works only with --metrics"),
+    ):
+        assert plot_loss.main([*words, *output]) == 9
+        assert message in capsys.readouterr().err
+    for word in ("x", "=a", "GPT="):
+        assert plot_loss.main(["--compare", word, *output]) == 9
+        assert f"--compare {word}: expected LABEL=FILE" in capsys.readouterr().err
+    gpt.write_text('{"iteration": 1, "lm loss": 9.0, "z validation": 1}\n')
+    assert plot_loss.main(["--compare", f"GPT={gpt}", *output]) == 6
+    assert "no record has a validation loss" in capsys.readouterr().err
+
+
 def test_a_picture_large_enough_for_a_paper(tmp_path, capsys):
     metrics, output = write_metrics(tmp_path / "m.jsonl"), tmp_path / "new" / "loss.png"
     words = ["--metrics", str(metrics), "--output", str(output)]
