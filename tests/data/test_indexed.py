@@ -56,13 +56,16 @@ def read_all(prefix: Path) -> list[list[int]]:
 
 
 def test_writes_the_fixture_bytes(tmp_path: Path) -> None:
-    prefix = tmp_path / "fixture"
+    folder = tmp_path / "new" / "folder"
+    prefix = folder / "fixture"
     with IndexedDatasetBuilder(prefix, best_dtype(50257)) as builder:
         builder.add_documents(np.array([1, 2, 3, 4, 5]), [2, 3], [2])
         builder.add_documents([7], [1], [1])
     assert indexed.idx_path(prefix).read_bytes() == FIXTURE_IDX
     assert indexed.bin_path(prefix).read_bytes() == FIXTURE_BIN
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fixture.bin", "fixture.idx"]
+    assert sorted(path.name for path in folder.iterdir()) == ["fixture.bin", "fixture.idx"]
+    with IndexedDatasetBuilder(folder / "other", np.uint16):
+        pass
 
 
 def test_reads_the_fixture_bytes(tmp_path: Path) -> None:
@@ -116,6 +119,15 @@ def test_documents_of_the_oldest_files_end_with_an_empty_sequence(
     data = IndexedDataset(prefix)
     assert data.document_indices.tolist() == bounds
     assert [len(data.get(i)) for i in range(len(data))] == lengths
+
+
+def test_an_older_file_may_hold_no_document_but_has_bounds(tmp_path: Path) -> None:
+    numbers = np.array([1, 4, 4, 0, 0, 1, 0, 0, 0], "<i8")
+    data = IndexedDataset(write_cached(tmp_path / "old", b"TNTIDX\0\0" + numbers.tobytes(), b""))
+    assert (len(data), data.num_documents) == (0, 0)
+    numbers = np.array([1, 4, 4, 0, 0, 0, 0, 0], "<i8")
+    with pytest.raises(DataError, match="72 bytes, expected 72 for 0 sequences and 0 document bou"):
+        IndexedDataset(write_cached(tmp_path / "old", b"TNTIDX\0\0" + numbers.tobytes(), b""))
 
 
 @pytest.mark.parametrize(

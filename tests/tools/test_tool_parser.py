@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
+from pathlib import Path
+
 import pytest
 
 from megatron.config.arguments import ToolParser, minimum_problems
@@ -17,6 +22,8 @@ from tools import (
     benchmark_retro_training,
     benchmark_server,
 )
+
+_PARSERS = json.loads(Path(__file__).with_name("parsers.json").read_text(encoding="utf-8"))
 
 
 def _parser() -> ToolParser:
@@ -102,6 +109,32 @@ def test_every_number_below_its_minimum_is_reported():
         "--batch-size 1 0: give at least 1",
     ]
     assert minimum_problems(parser.read(["x", "--number", "0.5"]), number=0.5, batch_size=8) == []
+
+
+def _described(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Describe a tool's own flags: those of the configuration have no default here."""
+    found = {}
+    for action in parser._actions:
+        if action.default == argparse.SUPPRESS:
+            continue
+        kind = getattr(action.type, "__name__", "str") if action.nargs != 0 else "switch"
+        parts = [kind, *([f"nargs {action.nargs}"] if action.nargs else [])]
+        if action.choices is not None:
+            parts.append("of " + ", ".join(map(str, action.choices)))
+        required = action.required and "required"
+        default = action.default
+        default = default.as_posix() if isinstance(default, Path) else default
+        found["/".join(action.option_strings) or action.dest] = "; ".join(
+            [*parts, required or f"default {default!r}"]
+        )
+    return found
+
+
+@pytest.mark.parametrize("module", list(_PARSERS))
+def test_flags_and_defaults_of_tools_stay_the_same(module):
+    """Scripts rely on them. After a deliberate change, edit parsers.json."""
+    parser = importlib.import_module(module).build_parser()
+    assert _described(parser) == _PARSERS[module]
 
 
 _GPT2 = ["--vocab-file", "v", "--merge-file", "m"]
