@@ -342,7 +342,7 @@ def _plain_blocks(
         )
     with open(path, "rb") as file:
         start = len(BYTE_ORDER_MARK) if file.read(3) == BYTE_ORDER_MARK else 0
-        if begin:
+        if begin > start:
             file.seek(begin - 1)
             file.readline(end - begin + 1)  # the rest of an earlier line, which may be very long
             start = file.tell()
