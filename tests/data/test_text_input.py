@@ -50,7 +50,7 @@ def _pieces(
         blocks: The blocks.
         data: The content of the file.
         longest: The size of the longest line to read.
-        least: The minimum size of a block that no long line follows.
+        least: The minimum size of a block, the last one aside.
         most: The maximum size of a block without its last line.
     """
     found: list[bytes] = []
@@ -68,8 +68,9 @@ def _pieces(
         assert content.endswith(b"\n") or following is None
         lines = content.splitlines(keepends=True)
         assert max(map(len, lines)) <= longest
-        is_cut = following is not None and len(data[following.offset :].split(b"\n")[0]) >= least
-        assert block.size >= least or following is None or is_cut
+        # The last line of a block that would be larger than the longest line is on its own.
+        is_last = following is None or block.size + following.size > longest
+        assert block.size >= least or is_last
         assert block.size - len(lines[-1]) <= most
         found += lines
     return found
