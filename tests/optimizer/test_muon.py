@@ -289,7 +289,7 @@ def test_only_matrices_of_layers_follow_muon():
     matrix, table = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
     matrix.spec = _spec((4, 4))
     table.spec = ParameterSpec((4, 4), (4, 4), (0, 0), ZEROS, is_vocabulary=True)
-    assert isinstance(choose("layers.0.mlp.up.weight", matrix), Muon)
+    assert choose("layers.0.mlp.up.weight", matrix) == Muon()  # its defaults are the flags'
     assert isinstance(choose("embedding.word.weight", table), AdamW)
 
 
@@ -298,6 +298,10 @@ def test_matrices_that_just_fill_a_chunk_share_it(monkeypatch):
     axis = Axis(size=1, rank=0, ranks=(0,))
     places = [MatrixShard(_spec((8, 4)), None, axis) for _ in range(5)]
     assert muon._chunks(places) == [[0, 1], [2, 3], [4]]
+    # Of two processes with half of the rows each, every one orthogonalizes half of a chunk.
+    halves = Axis(size=2, rank=0, ranks=(0, 1))
+    places = [MatrixShard(_spec((8, 4)), None, halves if i % 2 else None) for i in range(11)]
+    assert muon._chunks(places) == [[0, 2], [4, 6], [8, 10], [1, 3, 5, 7], [9]]
 
 
 @pytest.mark.parametrize(
