@@ -36,7 +36,7 @@ _SAMPLES = ".out"  # the suffix of generated samples in `megatron generate` and 
 PACKED_SUFFIXES = (".gz", ".bz2", ".zst")
 _KNOWN = f"{', '.join(_JSON_SUFFIXES)}, each also with .gz, .bz2 or .zst; {_PARQUET}, {_TEXT}"
 _START = 1 << 12  # bytes within which the first line of a file without a suffix must begin
-_PARQUET_ROWS = 16  # rows read at a time; a value may be as large as the longest line
+_ROWS_AT_A_TIME = 16  # rows read at a time; a value may be as large as the longest line
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_KINDS = {bool: "true or false", int: "a number", float: "a number", type(None): "null"}
 _JSON_KINDS |= {str: "a string", list: "a list", dict: "an object"}
@@ -461,7 +461,7 @@ def _parquet_blocks(
         total_bytes = sum(
             file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups)
         )
-        batch_rows = max(1, min(_PARQUET_ROWS, total * block_bytes // max(total_bytes, 1)))
+        batch_rows = max(1, min(_ROWS_AT_A_TIME, total * block_bytes // max(total_bytes, 1)))
         for batch in file.iter_batches(batch_size=batch_rows, columns=list(keys)):
             for row in (batch.slice(index, 1) for index in range(batch.num_rows)):
                 if size >= block_bytes or (lines and row.nbytes > longest):

@@ -297,6 +297,26 @@ def test_formats_are_known_by_their_suffix(tmp_path: Path) -> None:
     assert not is_splittable(str(tmp_path))
 
 
+def test_only_a_suffix_or_the_first_bytes_tell_a_format(tmp_path: Path) -> None:
+    line = b'{"text": "a"}\n'
+    (tmp_path / "a.txt").write_bytes(line)
+    (block,) = read_blocks(find_inputs([str(tmp_path / "a.txt")]), ["text"])
+    assert json.loads(block.read()) == {"text": line.decode()}
+    for name, data in (
+        ("late", b" " * 4095 + line),
+        ("marked", _MARK + line),
+        ("samples.out", line),
+        ("SAMPLES.OUT", line),
+    ):
+        (tmp_path / name).write_bytes(data)
+        assert find_inputs([str(tmp_path / name)]) == [str(tmp_path / name)]
+        assert is_splittable(str(tmp_path / name))
+    for name, data in (("later", b" " * 4096 + line), ("b.bin", line), ("list", b"[1]\n")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=f"{name}: unknown suffix"):
+            find_inputs([str(tmp_path / name)])
+
+
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
