@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def machine(self) -> range:
-        """The ranks on this machine; ranks up to this one if the launcher does not count them."""
+        """The ranks on this machine, or those up to this one if the launcher gives no number."""
         first = self.rank - self.local_rank
         return range(first, first + max(self.local_world_size, self.local_rank + 1))
 

@@ -277,7 +277,7 @@ def open_block(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py
 
 @contextmanager
 def _open_existing(block: TableBlock, contents: Contents) -> Iterator[dict[str, h5py.Dataset]]:
-    """Yield the checked data sets of a block. A missing file is a DataError."""
+    """Yield the checked data sets of a block. A missing file raises a DataError."""
     try:
         with open_block(block, contents) as sets:
             yield sets

@@ -66,7 +66,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate the product that keeps the GPU busy."""
+        """Allocate the matrices whose product keeps the GPU busy."""
         self.device = device
         self._square = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
         self._product = torch.empty_like(self._square)
