@@ -109,7 +109,6 @@ class Origin(TypedDict, total=False):
 
     family: str | None
     bare_names: bool
-    window: Json
 
 
 class TextPositions(TypedDict):

@@ -79,8 +79,6 @@ class FalconH1(LlamaLike):
             inner = settings.size("mamba_d_ssm", 1024)
         if inner % heads:
             raise settings.error("mamba_n_heads", f"does not divide {inner} channels")
-        if settings.values.get("mamba_d_head") == "auto":
-            settings.must_be("mamba_d_head", "auto")
         settings.must_be("mamba_d_head", inner // heads)
         first = settings.boolean("mamba_norm_before_gate", True)
         if flags["mamba_norm"] and first:
