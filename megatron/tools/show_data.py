@@ -109,14 +109,14 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = build_tokenizer(flags)
     tables: list[Table] = []
     for section in _PARTS:
-        if section in options.show:
-            tables += (
-                _retro_samples(options, data, tokenizer)
-                if section == "samples" and options.kind == "retro"
-                else _samples(options, data, flags, tokenizer)
-                if section == "samples"
-                else _corpora(options, data, flags, tokenizer, section)
-            )
+        if section not in options.show:
+            continue
+        if section != "samples":
+            tables += _corpora(options, data, flags, tokenizer, section)
+        elif options.kind == "retro":
+            tables += _retro_samples(options, data, tokenizer)
+        else:
+            tables += _samples(options, data, flags, tokenizer)
     if options.html:
         from jinja2 import Environment
 

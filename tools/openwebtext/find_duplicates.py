@@ -62,10 +62,9 @@ def build_parser() -> ToolParser:
         default=100,
         help="Number of values in all bands together (default: 100).",
     )
-    for name in ("--heuristic-iter", "--jaccard-parallel"):
-        options: dict[str, Any] = {"type": int} if name == "--heuristic-iter" else {}
-        options = options or {"action": "store_true"}
-        parser.add_argument(name, help="Accepted for old scripts; no effect.", **options)
+    no_effect = "Accepted for old scripts; no effect."
+    parser.add_argument("--heuristic-iter", type=int, help=no_effect)
+    parser.add_argument("--jaccard-parallel", action="store_true", help=no_effect)
     return parser
 
 
