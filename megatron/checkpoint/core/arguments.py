@@ -62,8 +62,7 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     if args.get("layernorm_zero_centered_gamma"):
         model["apply_layernorm_1p"] = True
     if not args.get("num_experts"):
-        mixtures = [name for name in model if name.startswith("moe_")]
-        config["model"] = {name: model[name] for name in model if name not in mixtures}
+        config["model"] = {n: value for n, value in model.items() if not n.startswith("moe_")}
         return config
     pattern = model.get("moe_layer_freq")
     if isinstance(pattern, list):

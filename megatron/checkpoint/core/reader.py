@@ -22,6 +22,7 @@ from megatron.checkpoint.legacy.arguments import (
     consumed_tokens,
     plain_arguments,
     scalar_fields,
+    step_count,
 )
 from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import show
@@ -225,9 +226,8 @@ class CoreReader(Reader):
             if isinstance(node.get("grad_scaler"), dict):
                 values = node["grad_scaler"].items()
                 scaler |= {str(key): self._common.number(value) for key, value in values}
-        if len(steps) > 1:
-            raise CheckpointError(f"{self._common.path}: step counts differ: {sorted(steps)}")
-        return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
+        step = step_count(steps, self._common.path, self.iteration)
+        return {"step": step, "loss_scale": scaler}
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         source = self._sources[name]

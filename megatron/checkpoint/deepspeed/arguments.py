@@ -99,7 +99,6 @@ def deepspeed_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """
     config = legacy_config(args, "gpt")
     if not args.get("num_experts"):
-        mixtures = [name for name in config["model"] if name.startswith("moe_")]
-        for name in mixtures:
-            del config["model"][name]
+        model = config["model"].items()
+        config["model"] = {n: value for n, value in model if not n.startswith("moe_")}
     return config

@@ -33,6 +33,7 @@ from megatron.checkpoint.legacy.arguments import (
     consumed_tokens,
     plain_arguments,
     scalar_fields,
+    step_count,
 )
 from megatron.checkpoint.legacy.names import Arrangement
 from megatron.checkpoint.legacy.unpickler import Record, TensorRef, show
@@ -473,10 +474,8 @@ class DeepSpeedReader(Reader):
     def _counters(self, states: list[States]) -> Json:
         """Return the optimizer's step count and loss scale."""
         steps = {archive.number(step) for part in states for archive, step in part.steps}
-        if len(steps) > 1:
-            raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
         return {
-            "step": int(steps.pop()) if steps else self.iteration,
+            "step": step_count(steps, self.path, self.iteration),
             "loss_scale": self._loss_scale(),
         }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,6 +170,22 @@ def consumed_tokens(args: Mapping[str, Json]) -> Json:
     """Return the metadata about tokens seen, or {}. Only Megatron-DeepSpeed counts tokens."""
     tokens = args.get("consumed_train_tokens")
     return {"consumed_train_tokens": tokens} if type(tokens) is int and tokens >= 0 else {}
+
+
+def step_count(steps: Collection[float], path: Path, default: int) -> int:
+    """Return the number of the optimizer's steps.
+
+    Args:
+        steps: The different numbers in the files.
+        path: The checkpoint, for messages.
+        default: The number if the files contain none.
+
+    Raises:
+        CheckpointError: The files contain different numbers.
+    """
+    if len(steps) > 1:
+        raise CheckpointError(f"{path}: step counts differ: {sorted(steps)}")
+    return int(next(iter(steps), default))
 
 
 def megatron_arguments(

@@ -28,6 +28,7 @@ from megatron.checkpoint.legacy.arguments import (
     legacy_config,
     plain_arguments,
     scalar_fields,
+    step_count,
 )
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizers
 from megatron.checkpoint.legacy.torch_file import RankFile
@@ -290,11 +291,10 @@ class LegacyReader(Reader):
             for file, state in zip(self._files, known, strict=True)
             for step in state.steps
         }
-        if len(steps) > 1:
-            raise CheckpointError(f"{self.path}: step counts differ: {sorted(steps)}")
+        step = step_count(steps, self.path, self.iteration)
         scale = known[0].loss_scale.items()
         scaler = {key: self._files[0].zip.number(value) for key, value in scale}
-        return {"step": int(steps.pop()) if steps else self.iteration, "loss_scale": scaler}
+        return {"step": step, "loss_scale": scaler}
 
     def _why_no_states(self) -> str:
         """Return why optimizer states cannot be read, or "" if the folder contains no states."""
