@@ -119,10 +119,12 @@ class SelfAttentionOptions:
             its own divisor (Phi-3, Phi-4). dynamic: the base grows with sequences that are longer
             than --max-position-embeddings (dynamic NTK). proportional: the training context is not
             extended, but --rotary-percent of the frequencies are those of a head that rotates
-            completely.
+            completely. Default: rope; yarn for latent attention with --rotary-scaling-factor,
+            --mscale or --mscale-all-dim, as in Megatron Core.
         rotary_scaling_factor: Factor of YaRN and of dynamic NTK: the desired context length divided
             by the training context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
+            Default for latent attention: 4096, as in Megatron Core.
         yarn_beta_fast: YaRN does not change frequencies that complete at least this many rotations
             within the training context.
         yarn_beta_slow: YaRN divides frequencies that complete at most this many rotations within
@@ -187,8 +189,8 @@ class SelfAttentionOptions:
         8192, unit="tokens", at_least=1, at_most=MAX_IDS, requires=_TEMPERED
     )
     qk_l2_norm: bool = flag(False, requires=ROTARY, only_for=("gpt",))
-    rope_type: str = flag(
-        "rope", choices=("rope", "yarn", "longrope", "dynamic", "proportional"), requires=ROTARY
+    rope_type: str | None = flag(
+        None, choices=("rope", "yarn", "longrope", "dynamic", "proportional")
     )
     rotary_scaling_factor: float = flag(1.0, at_least=1, requires=_SCALED)
     yarn_original_max_position_embeddings: int | None = flag(

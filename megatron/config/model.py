@@ -345,6 +345,7 @@ class ModelConfig(ModelOptions):
     ffn_hidden_size: int = field()
     num_attention_heads: int = field()
     kv_channels: int = field()
+    rope_type: str = "rope"
     max_position_embeddings: int = field()
 
     @property

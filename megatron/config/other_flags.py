@@ -56,9 +56,12 @@ class OldFlag:
         now: Its current equivalent, for the documentation.
         becomes: Current flags, each with the words of its value. `*` is replaced by the words of
             the old flag or, within a word, by its only word. An entry with `unless` is left out if
-            any flag listed there is given.
+            any flag listed there is given; one with `when`, unless the old flag's value is listed.
         program: The program that accepts the flag, identified by its file and by another of its
             flags. If empty, all programs accept it.
+        choices: The values that the flag takes. If empty, its current equivalent checks them.
+        default: The value that needs no notice, because the flag's program has it anyway.
+        requires: Flags one of which must be given with it, if any are listed.
     """
 
     name: str
@@ -66,6 +69,22 @@ class OldFlag:
     now: str
     becomes: Sequence[str | Mapping[str, Any]]
     program: Sequence[str] = ()
+    choices: Sequence[str] = ()
+    default: str | None = None
+    requires: Sequence[str] = ()
+
+    def problem(self, flag: ParsedFlag, flags: Sequence[ParsedFlag]) -> str | None:
+        """Return what is wrong with an occurrence of this flag, or `None`.
+
+        Args:
+            flag: The occurrence.
+            flags: All flags on the command line.
+        """
+        if self.choices and " ".join(flag.values) not in self.choices:
+            return f"{flag}: expected one of {', '.join(self.choices)}"
+        if self.requires and not any(other.name in self.requires for other in flags):
+            return f"{flag} requires {self.requires[0]}: add it, or drop the flag"
+        return None
 
     def translate(self, flag: ParsedFlag, flags: Sequence[ParsedFlag]) -> list[ParsedFlag]:
         """Return the current flags for an occurrence of this flag.
@@ -83,8 +102,11 @@ def _read(
     """Return the flags that entries in the notation of `OldFlag.becomes` describe."""
     result = []
     for entry in entries:
-        text, unless = (entry, ()) if isinstance(entry, str) else (entry["flag"], entry["unless"])
+        options = {"flag": entry} if isinstance(entry, str) else entry
+        text, unless, when = options["flag"], options.get("unless", ()), options.get("when")
         if any(flag.name in unless or str(flag) in unless for flag in flags):
+            continue
+        if when is not None and " ".join(values) not in when:
             continue
         words = [
             word
@@ -227,13 +249,17 @@ def translate(
                 f"{flag} is an old flag ({entry.era}) for {entry.program[0]} {entry.now}: "
                 "run that, or drop it"
             )
+        elif problem := entry.problem(flag, flags):
+            findings.problems.append(problem)
+        elif entry.default is not None and value == entry.default:
+            continue
         else:
             translated = entry.translate(flag, flags)
             result += translated
             meaning = " ".join(str(flag) for flag in translated)
             effect = f"read as {meaning}" if meaning else f"which has no effect: {entry.now}"
-            is_deepspeed = entry.era == "Megatron-DeepSpeed"
-            kind = f"a flag of {entry.era}" if is_deepspeed else f"an old flag ({entry.era})"
+            is_current = entry.era in ("Megatron-DeepSpeed", "Megatron Core")
+            kind = f"a flag of {entry.era}" if is_current else f"an old flag ({entry.era})"
             findings.notices.append(f"{flag} is {kind}, {effect}")
             eras.add(entry.era)
     if "Megatron-DeepSpeed" in eras:

@@ -22,7 +22,12 @@ from megatron.config.data_files import DATA_FILES, read_data_files, read_retro_w
 from megatron.config.fields import Field, FlagInfo, by_spelling, fields_of
 from megatron.config.model import ROTARY_FREQUENCIES, UNLEARNED_POSITIONS, with_article
 from megatron.config.other_flags import explain, other_flags, translate
-from megatron.config.resolve import forget_derived, longest_sequence, resolve
+from megatron.config.resolve import (
+    forget_derived,
+    longest_sequence,
+    resolve,
+    without_head_size,
+)
 from megatron.config.run import (
     Findings,
     RunConfig,
@@ -192,7 +197,7 @@ def parse_config(
             f"{with_article(architecture)}: run "
             f"pretrain_{trained}.py"
         )
-    config = resolve(config, world_size)
+    config = resolve(without_head_size(config, line), world_size)
     extra: tuple[Any, ...] = tuple(
         from_values(config_type, line.given) for config_type in program.extra
     )

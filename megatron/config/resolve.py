@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config.data import DataOptions
 from megatron.config.hybrid import MIXTURE, layer_symbols, pipeline_layout
 from megatron.config.patterns import layer_pattern
-from megatron.config.run import RunOptions, flatten, with_values
+from megatron.config.run import Findings, RunOptions, flatten, with_values
 
 # Fields that are derived again if a flag changes the values that they depend on (`forget_derived`).
 # The global batch size is not among them, because a run keeps its batch size.
@@ -20,6 +20,8 @@ _FOLLOWING = (
     "model.decoder_num_layers",
     "model.mamba_num_heads",
     "model.kv_channels",
+    "model.rope_type",
+    "model.yarn_original_max_position_embeddings",
     "model.ffn_hidden_size",
     "model.max_position_embeddings",
     "optimizer.start_weight_decay",
@@ -41,6 +43,18 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
         filled["model.reward_head"] = True
     filled |= _values_from_pattern(config)
     return with_values(config, filled)
+
+
+def without_head_size(config: RunOptions, findings: Findings) -> RunOptions:
+    """Unset the size of latent attention's heads, which has flags of its own, with a notice."""
+    model = config.model
+    if not model.multi_latent_attention or model.kv_channels in (None, model.latent_head_size):
+        return config
+    findings.notices.append(
+        f"--kv-channels {model.kv_channels} changes nothing with --multi-latent-attention: "
+        "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the sizes of its heads"
+    )
+    return with_values(config, {"model.kv_channels": None})
 
 
 def _values_from_pattern(config: RunOptions) -> dict[str, Any]:
@@ -87,12 +101,21 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     head_size = hidden // heads if hidden and heads else None
     if model.multi_latent_attention:
         head_size = model.latent_head_size
+    # Megatron Core's latent attention has YaRN unless --rope-type says otherwise. Its default
+    # factor of 1 changes nothing.
+    is_scaled = model.multi_latent_attention and (
+        (model.rotary_scaling_factor, model.mscale, model.mscale_all_dim) != (1.0, 1.0, 0.0)
+    )
+    rope_type = model.rope_type or ("yarn" if is_scaled else "rope")
+    is_latent_yarn = model.multi_latent_attention and rope_type == "yarn"
     state_heads = 2 * (hidden or 0) // (model.mamba_head_dim or 1)
     return {
         "model.num_layers": len(layer_symbols(model.hybrid_layer_pattern)) or None,
         "model.mamba_num_heads": (state_heads or None) if model.has_mamba else None,
         "model.decoder_num_layers": model.num_layers if model.architecture == "t5" else None,
         "model.kv_channels": head_size,
+        "model.rope_type": rope_type,
+        "model.yarn_original_max_position_embeddings": 4096 if is_latent_yarn else None,
         "model.ffn_hidden_size": (gated if model.is_gated else 4 * hidden) if hidden else None,
         "model.max_position_embeddings": longest_sequence(config.data),
         "training.global_batch_size": batch,

@@ -87,11 +87,6 @@ def latent_attention(config: RunOptions, world_size: int) -> Iterator[str]:
         return
     flag = "--multi-latent-attention"
     yield from excluded(config, flag, _NOT_WITH_LATENT)
-    if model.kv_channels not in (None, model.latent_head_size):
-        yield (
-            f"{flag} with --kv-channels {model.kv_channels}: --qk-head-dim, --qk-pos-emb-head-dim "
-            "and --v-head-dim are the sizes of its heads: drop --kv-channels"
-        )
     if model.qk_pos_emb_head_dim % 2:
         yield (
             f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}: channels rotate in pairs: use an "
@@ -129,7 +124,11 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def _rope_type(model: ModelOptions) -> Iterator[str]:
     """Yield an error for each mistake in the settings of --rope-type."""
-    kind = model.rope_type
+    kind, positions = model.rope_type, model.position_embedding_type
+    if kind != "rope" and positions != "rope":
+        yield (
+            f"--rope-type {kind} requires --position-embedding-type rope: add it, or drop the flag"
+        )
     if kind in ("longrope", "dynamic") and model.architecture != "gpt":
         yield (
             f"--rope-type {kind} is only for GPT, and this model is a "

@@ -102,7 +102,7 @@ _BESIDE = "--num-layers 2 --parallel-mamba --disable-bias-linear"
         ("--num-layers 2 --disable-mamba-norm", "requires --hybrid-layer-pattern or --parallel"),
         ("--num-layers 2 --hybrid-attention-ratio 0.1", "write one symbol for each layer"),
         ("--num-layers 2 --hybrid-mlp-ratio 0.1", "write one symbol for each layer"),
-        ("--num-layers 2 --is-hybrid-model", "write one symbol for each layer"),
+        ("--num-layers 2 --is-hybrid-model", "requires --hybrid-layer-pattern"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(flags: str, message: str) -> None:

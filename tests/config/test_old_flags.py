@@ -87,6 +87,32 @@ _TRANSLATED: dict[str, dict[str, Any]] = {
     "--moe-expert-parallel-size 1": {"parallel.expert_model_parallel_size": 1},
     "--expert-interval 4": {"model.moe_layer_freq": "last-of-4"},
 }
+# Flags of Megatron Core that have another name here, and the fields that they set.
+_PATTERN = "--mamba-num-groups 2 --hybrid-layer-pattern M*M*"
+_OF_CORE: dict[str, dict[str, Any]] = {
+    "--attention-backend flash --bf16": {"model.use_flash_attn": True},
+    "--attention-backend unfused": {"model.masked_softmax_fusion": False},
+    "--attention-backend local": {"model.masked_softmax_fusion": False},
+    "--attention-backend fused": {
+        "model.masked_softmax_fusion": True,
+        "model.use_flash_attn": False,
+    },
+    "--grad-reduce-in-bf16 --bf16 --use-distributed-optimizer": {
+        "optimizer.use_precision_aware_optimizer": True,
+        "optimizer.main_grads_dtype": "bf16",
+    },
+    "--use-torch-fsdp2": {"parallel.zero_stage": 3},
+    "--torch-fsdp2-no-reshard-after-forward --use-torch-fsdp2": {"parallel.zero_stage": 2},
+    "--data-parallel-sharding-strategy optim": {"parallel.zero_stage": 1},
+    "--data-parallel-sharding-strategy optim_grads": {"parallel.zero_stage": 2},
+    "--data-parallel-sharding-strategy optim_grads_params": {"parallel.zero_stage": 3},
+    "--use-megatron-fsdp": {"parallel.zero_stage": 0},
+    "--use-custom-fsdp": {"parallel.zero_stage": 0},
+    f"--is-hybrid-model {_PATTERN}": {"model.hybrid_layer_pattern": "M*M*"},
+    f"--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec {_PATTERN}": {
+        "model.hybrid_layer_pattern": "M*M*"
+    },
+}
 _OF_MIXTURES = {words for words in _TRANSLATED if re.match("--topk|--moe-[^f]|--expert", words)}
 # Old words whose translation is refused under today's name.
 _REFUSED = {
@@ -119,6 +145,35 @@ def test_translated_with_one_notice(words: str) -> None:
     assert len(run.notices) == 1 + (words in _OF_MIXTURES)  # plus the defaults
     kind = "a flag of Megatron-DeepSpeed, " if words in _OF_MIXTURES else "an old flag ("
     assert run.notices[0].startswith(f"{words.partition(' --')[0]} is {kind}")
+
+
+@pytest.mark.parametrize("words", _OF_CORE)
+def test_flags_of_core_are_read_as_ours(words: str) -> None:
+    run = parse(words, world_size=2, without=["--num-layers"] if _PATTERN in words else [])
+    values = flatten(run.config)
+    assert {path: values[path] for path in _OF_CORE[words]} == _OF_CORE[words]
+    name = words.split(maxsplit=1)[0]
+    assert [line for line in run.notices if line.startswith(name)]
+    assert all(" is a flag of Megatron Core, " in line for line in run.notices)
+
+
+def test_what_core_does_by_default_needs_no_notice() -> None:
+    words = "--attention-backend auto --data-parallel-sharding-strategy no_shard"
+    assert parse(words).notices == ()
+
+
+def test_values_of_core_that_mean_nothing_here_are_refused() -> None:
+    pattern = "--hybrid-layer-pattern"
+    spec = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+    assert problems(
+        "--attention-backend flsh", "--spec local", "--is-hybrid-model", f"--spec {spec}"
+    ) == [
+        "--attention-backend flsh: expected one of auto, flash, fused, unfused, local",
+        f"--spec local: expected one of {spec}, "
+        "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+        f"--is-hybrid-model requires {pattern}: add it, or drop the flag",
+        f"--spec {spec} requires {pattern}: add it, or drop the flag",
+    ]
 
 
 @pytest.mark.parametrize("stage", ["embedding", "embed"])
@@ -156,7 +211,7 @@ def test_gone_switches_take_no_value(flag: str) -> None:
 
 
 def test_every_old_flag_is_tried_here() -> None:
-    lines = (*_TRANSLATED, *_REFUSED, *_ELSEWHERE, *OF_DEEPSPEED)
+    lines = (*_TRANSLATED, *_OF_CORE, *_REFUSED, *_ELSEWHERE, *OF_DEEPSPEED)
     tried = {words.split()[0] for words in lines}
     with_a_companion = {
         "--checkpoint-num-layers",

@@ -38,7 +38,7 @@ def test_the_file_has_its_parts() -> None:
         assert (
             {"name", "era", "now", "becomes"}
             <= set(old)
-            <= {*("name", "era", "now", "becomes", "program")}
+            <= {*("name", "era", "now", "becomes", "program", "choices", "default", "requires")}
         )
     assert all(set(family) == {"remedy", "era", "flags"} for family in _CONTENT["gone"])
 
@@ -54,7 +54,16 @@ def test_every_entry_is_well_formed() -> None:
         assert re.fullmatch(r"--\w[\w-]*", old.name)
         texts = [one if isinstance(one, str) else one["flag"] for one in old.becomes]
         assert all(text == "*" or text.startswith("--") for text in texts)
-        assert all(set(one) == {"flag", "unless"} for one in old.becomes if one not in texts)
+        conditional = [set(one) for one in old.becomes if not isinstance(one, str)]
+        assert all(keys in ({"flag", "unless"}, {"flag", "when"}) for keys in conditional)
+        values = {
+            value
+            for one in old.becomes
+            if not isinstance(one, str)
+            for value in one.get("when", ())
+        }
+        assert values <= {*old.choices}
+        assert old.default is None or old.default in old.choices
 
 
 def test_names_are_unique_and_no_field_has_one() -> None:

@@ -129,7 +129,6 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         ),
         (f"{LATENT} --rotary-percent 0.5", "cannot be combined with --rotary-percent 0.5"),
         (f"{LATENT} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
-        (f"{LATENT} --kv-channels 48", "with --kv-channels 48: --qk-head-dim"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7: channels rotate in pairs"),
         (
             f"{LATENT} --attention-output-gate",
@@ -253,3 +252,28 @@ def test_latent_vectors_are_always_cached() -> None:
     assert parse(f"{LATENT} --cache-mla-latents").notices == (
         "--cache-mla-latents: generation always caches the latent vectors of latent attention",
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "rope_type", "original"),
+    [
+        ("", "rope", None),
+        ("--rotary-scaling-factor 40", "yarn", 4096),
+        ("--mscale-all-dim 1", "yarn", 4096),
+        ("--mscale 0.5", "yarn", 4096),
+        ("--rope-type yarn", "yarn", 4096),
+        ("--rope-type yarn --yarn-original-max-position-embeddings 64", "yarn", 64),
+        ("--rope-type rope", "rope", None),
+    ],
+)
+def test_latent_attention_has_the_rotary_defaults_of_core(flags, rope_type, original):
+    model = parse(f"{LATENT} {flags}").config.model
+    assert (model.rope_type, model.yarn_original_max_position_embeddings) == (rope_type, original)
+
+
+def test_the_head_size_of_a_script_of_core_changes_nothing_in_latent_attention():
+    run = parse(f"{LATENT} --kv-channels 48")
+    assert run.config == parse(LATENT).config
+    (notice,) = run.notices
+    assert notice.startswith("--kv-channels 48 changes nothing with --multi-latent-attention: ")
+    assert parse(f"{LATENT} --kv-channels {run.config.model.kv_channels}").notices == ()
