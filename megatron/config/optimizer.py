@@ -37,6 +37,7 @@ _LOW_PRECISION = Requirement(
 )
 _OFFLOAD = Requirement(lambda run: run.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload")
 _LAWA = Requirement(lambda run: run.optimizer.lawa_interval is not None, "--lawa-interval")
+_QK_NORM = Requirement(lambda run: run.model.qk_layernorm, "--qk-layernorm")
 _DECOUPLED = Requirement(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
 _RANGE = Requirement(
     lambda run: run.schedule.lr_decay_style == "range-test", "--lr-decay-style range-test"
@@ -57,6 +58,8 @@ class OptimizerConfig:
         start_weight_decay: Weight decay at the start of the ramp.
         end_weight_decay: Weight decay at the end of the ramp.
         weight_decay_incr_style: Shape of the weight-decay ramp.
+        apply_wd_to_qk_layernorm: Apply weight decay to the norms of queries and keys too, as
+            Qwen3-Next does. Other norms have none.
         clip_grad: Maximum global gradient norm. 0 disables clipping.
         adam_beta1: Decay rate of Adam's first moment.
         adam_beta2: Decay rate of Adam's second moment.
@@ -107,6 +110,7 @@ class OptimizerConfig:
     start_weight_decay: float | None = flag(None, at_least=0)
     end_weight_decay: float | None = flag(None, at_least=0)
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
+    apply_wd_to_qk_layernorm: bool = flag(False, requires=_QK_NORM)
     clip_grad: float = flag(1.0, at_least=0)
     adam_beta1: float = flag(0.9, at_least=0, below=1, needs=_ADAM)
     adam_beta2: float = flag(0.999, at_least=0, below=1, needs=_ADAM)

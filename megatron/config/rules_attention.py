@@ -19,6 +19,10 @@ _NOT_WITH_LATENT: Exclusions = {
     "model.attention_chunk_size": ((None,), "it does not support chunks"),
     "model.attention_temperature_scale": ((None,), "its queries have no temperature"),
     "model.qk_l2_norm": ((False,), "--qk-layernorm normalizes its latent vectors"),
+    "optimizer.apply_wd_to_qk_layernorm": (
+        (False,),
+        "its norms are those of latent vectors, not of queries and keys",
+    ),
     "checkpoint.ckpt_format": (("native",), "latent attention cannot be written in this format"),
 }
 _NOT_WITH_OUTPUT_GATE: Exclusions = {

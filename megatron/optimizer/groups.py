@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -10,6 +11,9 @@ from torch import nn
 
 from megatron.optimizer.rules import RuleChoice
 from megatron.optimizer.update import UpdateRule
+
+
+_QK_NORM = re.compile(r"\.(query|key)_norm\.\w+$")
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,18 @@ class ParameterGroup:
     parameters: tuple[nn.Parameter, ...]
 
 
-def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+def is_decayed(name: str, parameter: nn.Parameter, *, includes_qk_norms: bool = False) -> bool:
     """Return whether weight decay applies to a parameter.
 
     It applies to matrices and embeddings, but not to biases (of any shape) and 1-D tensors.
+
+    Args:
+        name: The parameter's name.
+        parameter: The parameter.
+        includes_qk_norms: Whether weight decay also applies to the norms of queries and keys.
     """
+    if includes_qk_norms and _QK_NORM.search(name):
+        return True
     return parameter.ndim > 1 and name.rpartition(".")[2] != "bias"
 
 
@@ -54,6 +65,7 @@ def split_groups(
     choose_rule: RuleChoice,
     *,
     decouples: bool = False,
+    decays_qk_norms: bool = False,
 ) -> list[ParameterGroup]:
     """Split the parameters that require gradients into groups.
 
@@ -64,6 +76,7 @@ def split_groups(
         choose_rule: A function that returns the update rule of a parameter.
         decouples: Whether the word embedding and the output layer have their own learning rate.
             They then form separate groups, which follow the rule's other groups.
+        decays_qk_norms: Whether weight decay also applies to the norms of queries and keys.
     """
     members: dict[tuple[UpdateRule, bool, bool], dict[str, nn.Parameter]] = {}
     for name, p in named_parameters:
@@ -71,7 +84,8 @@ def split_groups(
             rule = choose_rule(name, p)
             for decoupled, decays in product((False, True), (True, False)):  # in a fixed order
                 members.setdefault((rule, decoupled, decays), {})
-            members[rule, decouples and is_vocabulary(p), is_decayed(name, p)][name] = p
+            decays = is_decayed(name, p, includes_qk_norms=decays_qk_norms)
+            members[rule, decouples and is_vocabulary(p), decays][name] = p
     return [
         ParameterGroup(rule, decays, decoupled, tuple(group), tuple(group.values()))
         for (rule, decoupled, decays), group in members.items()

@@ -237,6 +237,7 @@ def parallelize(
         gradient_sharing.named_parameters_of(parts),
         rules_of(config.optimizer),
         decouples=config.schedule.decoupled_lr is not None,
+        decays_qk_norms=config.optimizer.apply_wd_to_qk_layernorm,
     )
     optimizer = Optimizer(
         groups,

@@ -106,6 +106,13 @@ _OF_CORE: dict[str, dict[str, Any]] = {
     "--data-parallel-sharding-strategy optim": {"parallel.zero_stage": 1},
     "--data-parallel-sharding-strategy optim_grads": {"parallel.zero_stage": 2},
     "--data-parallel-sharding-strategy optim_grads_params": {"parallel.zero_stage": 3},
+    "--no-weight-decay-cond-type qwen3_next --qk-layernorm": {
+        "optimizer.apply_wd_to_qk_layernorm": True
+    },
+    "--linear-attention-type gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8": {
+        "model.experimental_attention_variant": "gated_delta_net"
+    },
     "--use-megatron-fsdp": {"parallel.zero_stage": 0},
     "--use-custom-fsdp": {"parallel.zero_stage": 0},
     f"--is-hybrid-model {_PATTERN}": {"model.hybrid_layer_pattern": "M*M*"},

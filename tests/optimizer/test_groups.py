@@ -44,6 +44,22 @@ def test_matrices_and_embeddings_decay_and_biases_and_vectors_do_not():
     assert kept.parameters[-1] is named["bias"]
 
 
+def test_norms_of_queries_and_keys_decay_on_request():
+    names = [
+        "model.layers.0.attention.query_norm.weight",
+        "model.layers.0.attention.query_norm.bias",
+        "model.layers.0.attention.key_norm.weight",
+        "model.layers.0.attention_norm.weight",
+        "model.layers.0.attention.out_norm.weight",
+    ]
+    parameters = [(name, _parameter(4)) for name in names]
+    (kept,) = split_groups(parameters, _one_rule)
+    assert not kept.is_decayed
+    decayed, kept = split_groups(parameters, _one_rule, decays_qk_norms=True)
+    assert (decayed.is_decayed, list(decayed.names)) == (True, names[:3])
+    assert (kept.is_decayed, list(kept.names)) == (False, names[3:])
+
+
 def test_empty_groups_and_frozen_parameters_are_left_out():
     frozen = _parameter(3)
     frozen.requires_grad_(False)

@@ -335,3 +335,22 @@ def test_where_a_forward_pass_is_begun_early():
     assert not begun("--fp16")  # its loss scale may change
     assert not begun("--timing-log-level", "1")
     assert not begun("--train-iters", "1")
+
+
+def test_weight_decay_reaches_the_norms_of_queries_and_keys_alone():
+    flags = "--qk-layernorm --train-iters 1 --lr 0.125 --min-lr 0 --lr-decay-style constant"
+    flags = [*flags.split(), "--lr-warmup-fraction", "0", "--weight-decay", "0.5"]
+
+    def weights(*more):
+        _, run = train_toy(Layout.single(), [*flags, *more])
+        return {name: p.detach() for name, p in run.named_parameters()}
+
+    plain, decayed = weights(), weights("--apply-wd-to-qk-layernorm")
+    changed = {name for name in plain if not torch.equal(plain[name], decayed[name])}
+    # The weights begin at 1, which decays by lr x weight decay.
+    assert {name.rsplit(".", 2)[-2] for name in changed} == {"query_norm", "key_norm"}
+    weights_changed = [name for name in changed if name.endswith(".weight")]
+    assert len(weights_changed) == 4
+    for name in weights_changed:
+        difference = plain[name] - decayed[name]
+        torch.testing.assert_close(difference, torch.full_like(difference, 0.125 * 0.5))
