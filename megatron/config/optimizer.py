@@ -110,7 +110,7 @@ class OptimizerConfig:
     start_weight_decay: float | None = flag(None, at_least=0)
     end_weight_decay: float | None = flag(None, at_least=0)
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
-    apply_wd_to_qk_layernorm: bool = flag(False, requires=_QK_NORM)
+    apply_wd_to_qk_layernorm: bool = flag(False, needs=_QK_NORM)
     clip_grad: float = flag(1.0, at_least=0)
     adam_beta1: float = flag(0.9, at_least=0, below=1, needs=_ADAM)
     adam_beta2: float = flag(0.999, at_least=0, below=1, needs=_ADAM)

@@ -92,9 +92,7 @@ class ParallelOptions:
         at_least=1,
         requires=MIXTURE,
     )
-    expert_tensor_parallel_size: int | None = flag(
-        None, unit="processes", at_least=1, requires=MIXTURE
-    )
+    expert_tensor_parallel_size: int | None = flag(None, unit="processes", at_least=1)
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, unit="layers", at_least=1)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, unit="stages", at_least=1)
     pipeline_schedule: str | None = flag(

@@ -26,7 +26,7 @@ from megatron.config.resolve import (
     forget_derived,
     longest_sequence,
     resolve,
-    without_head_size,
+    without_unused_sizes,
 )
 from megatron.config.run import (
     Findings,
@@ -197,7 +197,7 @@ def parse_config(
             f"{with_article(architecture)}: run "
             f"pretrain_{trained}.py"
         )
-    config = resolve(without_head_size(config, line), world_size)
+    config = resolve(without_unused_sizes(config, line), world_size)
     extra: tuple[Any, ...] = tuple(
         from_values(config_type, line.given) for config_type in program.extra
     )

@@ -45,16 +45,25 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
     return with_values(config, filled)
 
 
-def without_head_size(config: RunOptions, findings: Findings) -> RunOptions:
-    """Unset the size of latent attention's heads, which has flags of its own, with a notice."""
-    model = config.model
-    if not model.multi_latent_attention or model.kv_channels in (None, model.latent_head_size):
-        return config
-    findings.notices.append(
-        f"--kv-channels {model.kv_channels} changes nothing with --multi-latent-attention: "
-        "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the sizes of its heads"
-    )
-    return with_values(config, {"model.kv_channels": None})
+def without_unused_sizes(config: RunOptions, findings: Findings) -> RunOptions:
+    """Unset sizes of Megatron's scripts that nothing in this network has, with a notice for each.
+
+    Derived values must not depend on them.
+    """
+    model, parallel, unused = config.model, config.parallel, dict[str, None]()
+    if model.multi_latent_attention and model.kv_channels not in (None, model.latent_head_size):
+        unused["model.kv_channels"] = None
+        findings.notices.append(
+            f"--kv-channels {model.kv_channels} changes nothing with --multi-latent-attention: "
+            "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the sizes of its heads"
+        )
+    if parallel.expert_tensor_parallel_size is not None and not model.num_experts:
+        unused["parallel.expert_tensor_parallel_size"] = None
+        findings.notices.append(
+            f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} changes nothing "
+            "without --num-experts"
+        )
+    return with_values(config, unused)
 
 
 def _values_from_pattern(config: RunOptions) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch import nn
 from megatron.optimizer.rules import RuleChoice
 from megatron.optimizer.update import UpdateRule
 
-
 _QK_NORM = re.compile(r"\.(query|key)_norm\.\w+$")
 
 
