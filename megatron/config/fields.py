@@ -45,6 +45,7 @@ RECOMPUTED = Requirement(
 HALF = Requirement(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16 or --bf16")
 LOADS = Requirement(lambda run: run.checkpoint.load is not None, "--load")
 MIXTURE = Requirement(lambda run: run.model.num_experts, "--num-experts")
+QK_NORM = Requirement(lambda run: run.model.qk_layernorm, "--qk-layernorm")
 ROTARY = Requirement(
     lambda run: run.model.position_embedding_type == "rope", "--position-embedding-type rope"
 )

@@ -19,6 +19,7 @@ from megatron.config.fields import (
     MAX_IDS,
     MAX_LAYERS,
     MAX_WIDTH,
+    QK_NORM,
     ROTARY,
     Requirement,
     flag,
@@ -48,7 +49,6 @@ _PLAIN_SCORES = Requirement(
     lambda run: not run.model.use_flash_attn,
     "attention scores in memory, which --use-flash-attn avoids",
 )
-_QK_NORM = Requirement(lambda run: run.model.qk_layernorm, "--qk-layernorm")
 _MUP = Requirement(lambda run: run.model.use_mup, "--use-mup")
 _RELATIVE = Requirement(
     lambda run: run.model.position_embedding_type == "relative",
@@ -244,7 +244,7 @@ class DenseOptions:
     add_qkv_bias: bool = flag(False, needs=_UNBIASED)
     qk_layernorm: bool = False
     qk_layernorm_scope: str = flag(
-        "head", choices=("head", "each-head", "projection"), needs=_QK_NORM
+        "head", choices=("head", "each-head", "projection"), needs=QK_NORM
     )
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", only_for=("bert",))
     biencoder_projection_dim: int = flag(0, at_least=0, at_most=MAX_WIDTH, only_for=("ict",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import LOADS, Requirement, flag
+from megatron.config.fields import LOADS, QK_NORM, Requirement, flag
 from megatron.config.training import TOKEN_ARCHITECTURES, TrainingOptions
 
 FORMAT_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
@@ -37,7 +37,6 @@ _LOW_PRECISION = Requirement(
 )
 _OFFLOAD = Requirement(lambda run: run.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload")
 _LAWA = Requirement(lambda run: run.optimizer.lawa_interval is not None, "--lawa-interval")
-_QK_NORM = Requirement(lambda run: run.model.qk_layernorm, "--qk-layernorm")
 _DECOUPLED = Requirement(lambda run: run.schedule.decoupled_lr is not None, "--decoupled-lr")
 _RANGE = Requirement(
     lambda run: run.schedule.lr_decay_style == "range-test", "--lr-decay-style range-test"
@@ -110,7 +109,7 @@ class OptimizerConfig:
     start_weight_decay: float | None = flag(None, at_least=0)
     end_weight_decay: float | None = flag(None, at_least=0)
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
-    apply_wd_to_qk_layernorm: bool = flag(False, needs=_QK_NORM)
+    apply_wd_to_qk_layernorm: bool = flag(False, needs=QK_NORM)
     clip_grad: float = flag(1.0, at_least=0)
     adam_beta1: float = flag(0.9, at_least=0, below=1, needs=_ADAM)
     adam_beta2: float = flag(0.999, at_least=0, below=1, needs=_ADAM)
