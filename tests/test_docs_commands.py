@@ -125,6 +125,7 @@ def _check_task(words: list[str], world_size: int) -> None:
     from megatron.config.run import RunOptions
     from megatron.tasks import (
         dialogue,
+        evaluation,
         finetune_command,
         harness,
         language_model,
@@ -133,7 +134,7 @@ def _check_task(words: list[str], world_size: int) -> None:
     )
     from megatron.tasks.table import TASKS, find_task
 
-    def start(_: object) -> RunOptions:
+    def start(_given: object, **_: object) -> RunOptions:
         kinds = {"finetuning": "bert", "retrieval": "ict", "towers": "ict"}
         if "--retro-workdir" in words:
             kinds["language model"] = "retro"
@@ -159,13 +160,23 @@ def _check_task(words: list[str], world_size: int) -> None:
         "retrieval": retrieval.parse,
         "towers": towers.parse,
     }[TASKS[task].kind]
+    patch = pytest.MonkeyPatch()
+    for module, function in (
+        (evaluation, "saved_run"),
+        (retrieval, "saved_run"),
+        (finetune_command, "_pretrained"),
+        (towers, "_start"),
+    ):
+        patch.setattr(module, function, start)
     try:
-        parse(task, words, world_size, start)
+        parse(task, words, world_size)
     except ConfigError as error:
         missing = ["no such file", "no such folder", "needs the package lm-eval"]
         missing.append("args.json does not exist: make the folder")
         problems = [one for one in error.problems if not any(word in one for word in missing)]
         assert not problems, problems
+    finally:
+        patch.undo()
 
 
 def _check_retro(words: list[str], world_size: int) -> None:
