@@ -22,6 +22,6 @@ def packages_of(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the Python package {error.name} is missing: pip install 'megatron[{extra}]' (in a "
-            f"checkout: pip install -e '.[{extra}]')"
+            f"the Python package {error.name} is missing: in the repository's folder, run "
+            f"pip install -e '.[{extra}]'"
         ) from error

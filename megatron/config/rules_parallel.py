@@ -150,8 +150,8 @@ def layout(config: RunOptions, world_size: int) -> Iterator[str]:
     if world_size % product:
         yield (
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
-            f"--context-parallel-size {context} = {product} does not divide the {world_size} "
-            f"launched process(es): launch a multiple of {product}"
+            f"--context-parallel-size {context} = {product} does not divide the number of "
+            f"launched processes, {world_size}: launch a multiple of {product}"
         )
 
 
@@ -434,6 +434,6 @@ def device(config: RunOptions, device: Device, local_world_size: int) -> Iterato
     if config.parallel.tp_comm_overlap and local_world_size % tensor:
         yield (
             f"--tp-comm-overlap: --tensor-model-parallel-size {tensor} does not divide the "
-            f"{local_world_size} process(es) of a machine, and only GPUs of one machine map each "
-            "other's memory: drop the flag"
+            f"number of processes on a machine, {local_world_size}, and only GPUs of one machine "
+            "map each other's memory: drop the flag"
         )

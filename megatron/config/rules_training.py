@@ -30,7 +30,7 @@ def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
         step = micro * replicas
         yield (
             f"--global-batch-size {total} is not divisible by --micro-batch-size {micro} x "
-            f"{replicas} data-parallel process(es) = {step}: use {near_multiples(total, step)}"
+            f"data-parallel size {replicas} = {step}: use {near_multiples(total, step)}"
         )
 
 
@@ -444,8 +444,8 @@ def profiling(config: RunOptions, world_size: int) -> Iterator[str]:
     absent = [str(rank) for rank in profiling.profile_ranks if not 0 <= rank < world_size]
     if absent:
         yield (
-            f"--profile-ranks {' '.join(absent)}: the run has {world_size} process(es): use 0 to "
-            f"{world_size - 1}"
+            f"--profile-ranks {' '.join(absent)}: the ranks of this run are 0 to "
+            f"{world_size - 1}: use those"
         )
 
 

@@ -380,8 +380,8 @@ def _single_replica(config: RunOptions, world_size: int) -> Iterator[str]:
     if tensor * pipeline != world_size:
         yield (
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} "
-            f"does not match {world_size} launched process(es): text generation runs a single copy "
-            f"of the model, so launch {tensor * pipeline}"
+            f"is not the number of launched processes, {world_size}: text generation runs a "
+            f"single copy of the model, so launch {tensor * pipeline}"
         )
 
 

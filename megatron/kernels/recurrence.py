@@ -340,7 +340,7 @@ def find_recurrence(device: torch.device) -> RecurrenceChoice:
     try:
         release = version(_DISTRIBUTION)
     except PackageNotFoundError:
-        release, reason = "", "faster with fla-core: pip install 'megatron[mixers]'"
+        release, reason = "", "faster with fla-core: pip install fla-core"
     if not Device(device).is_gpu:
         return RecurrenceChoice()
     if release and _version_numbers(release) < _OLDEST_RELEASE:

@@ -51,7 +51,7 @@ _LINES = [
     (
         "--tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 96",
         "--tensor-model-parallel-size 3 x --pipeline-model-parallel-size 1 x "
-        "--context-parallel-size 1 = 3 does not divide the 8 launched process(es): "
+        "--context-parallel-size 1 = 3 does not divide the number of launched processes, 8: "
         "launch a multiple of 3",
     ),
     (
@@ -177,13 +177,13 @@ _LINES = [
     # batches, length, schedules
     (
         "--global-batch-size 48",
-        "--global-batch-size 48 is not divisible by --micro-batch-size 4 x 8 data-parallel "
-        "process(es) = 32: use 32 or 64",
+        "--global-batch-size 48 is not divisible by --micro-batch-size 4 x data-parallel "
+        "size 8 = 32: use 32 or 64",
     ),
     (
         "--global-batch-size 8",
-        "--global-batch-size 8 is not divisible by --micro-batch-size 4 x 8 data-parallel "
-        "process(es) = 32: use 32",
+        "--global-batch-size 8 is not divisible by --micro-batch-size 4 x data-parallel "
+        "size 8 = 32: use 32",
     ),
     (
         "--rampup-batch-size 32 32 1000 --global-batch-size 96",
@@ -317,7 +317,10 @@ _LINES = [
         "--profile --profile-windows 4-6 5-8",
         "--profile-windows 4-6 5-8: give windows in order that do not overlap, and END above FIRST",
     ),
-    ("--profile --profile-ranks 0 8", "--profile-ranks 8: the run has 8 process(es): use 0 to 7"),
+    (
+        "--profile --profile-ranks 0 8",
+        "--profile-ranks 8: the ranks of this run are 0 to 7: use those",
+    ),
     ("--wandb-name x", "--wandb-name x requires --wandb-project: add it, or drop the flag"),
     (
         "--iterations-to-skip 3 -1",

@@ -58,7 +58,7 @@ _PAIRS = [
     ("--profile --profile-step-end", "11", "10", "must be above --profile-step-start 10"),
     ("--profile --profile-windows", "4-6 6-8", "4-6 5-8", "in order that do not overlap"),
     ("--profile --profile-windows", "4-5", "4-4", "END above FIRST"),
-    ("--profile --profile-ranks", "0", "1", "the run has 1 process(es): use 0 to 0"),
+    ("--profile --profile-ranks", "0", "1", "the ranks of this run are 0 to 0: use those"),
     ("--fault-inject", "step:0:40:kill", "step:0:41:kill", "the run ends after --train-iters 40"),
     ("--fault-inject", "step:0:4:kill", "step:1:4:kill", "there is no rank 1"),
     (f"{_MUON}--muon-num-ns-steps", "10", "11", "is not divisible by 5"),

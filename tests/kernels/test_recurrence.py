@@ -421,4 +421,4 @@ def test_the_reason_says_why_the_package_does_not_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         recurrence, "Device", lambda _: SimpleNamespace(is_gpu=True, capability=(9, 0))
     )
-    assert "pip install 'megatron[mixers]'" in reason()
+    assert "pip install fla-core" in reason()
