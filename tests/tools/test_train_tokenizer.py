@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.config.data import TokenizerConfig
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import build_tokenizer
 from megatron.tools import train_tokenizer
 from tests.repository import ROOT
@@ -86,6 +88,100 @@ def test_wordpiece(tmp_path, flags, kind, words):
     assert 5 <= len(ours.tokenize("the tower told the time")) < 10  # learned words, or nearly
     assert "##!" not in ours.vocab  # punctuation never continues a word
     assert "##t" in ours.vocab
+
+
+_SMALL = ("the tall tower, the tale. Told the tower!", "a tall tale: the")
+
+
+def test_the_entries_that_a_small_text_yields(tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", *_SMALL)
+    assert train(source, tmp_path / "bpe", "--vocab-size", "266") == 0
+    said = capsys.readouterr().out
+    names = "vocab.json, merges.txt, tokenizer.json, tokenizer_config.json"
+    assert said.startswith(f"{tmp_path}/bpe: {names} with 266 entries in ")
+    assert said.count("\n") == 1
+    merges = (tmp_path / "bpe" / "merges.txt").read_text()
+    assert merges.replace("\u0120", "_").split("\n") == [
+        "#version: 0.2",
+        *("_ t", "a l", "h e", "_t al", "_t he", "e r", "o w", "_t ow", "_tal e"),
+        "",
+    ]
+    vocab = json.loads((tmp_path / "bpe" / "vocab.json").read_text())
+    assert list(vocab.values()) == list(range(266))
+    assert list(vocab)[254:] == [
+        *("\u0142", "\u0143", "\u0120t", "al", "he", "\u0120tal", "\u0120the", "er", "ow"),
+        *("\u0120tow", "\u0120tale", "<|endoftext|>"),
+    ]
+    config = json.loads((tmp_path / "bpe" / "tokenizer_config.json").read_text())
+    assert config == {"eos_token": "<|endoftext|>"}
+
+    special, letters = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], [*"adehlortw"]
+    for flags, learned in (
+        ([], ["##al", "##he", "tal", "the", "to", "##er", "##wer", "tale", "tall", "tower"]),
+        (["--min-frequency", "3"], ["##al", "##he", "tal", "the", "to"]),
+    ):
+        folder = tmp_path / f"wordpiece{len(flags)}"
+        words = [*special, *(f"##{letter}" for letter in letters), *"!,.:", *letters, *learned]
+        assert train(source, folder, "--kind", "wordpiece", "--vocab-size", "60", *flags) == 0
+        assert (folder / "vocab.txt").read_text() == "".join(f"{word}\n" for word in words)
+        said = capsys.readouterr().out
+        times = flags[1] if flags else 2
+        assert f"than --vocab-size 60: no other pair occurs {times} times\n" in said
+        needed = len(special) + 2 * len(letters) + 4
+        again = ("--overwrite", "--kind", "wordpiece", "--vocab-size")
+        assert train(source, folder, *again, str(needed)) == 0
+        assert train(source, folder, *again, str(needed - 1)) == 9
+        assert f"the characters of the text alone need {needed} entries" in capsys.readouterr().err
+        assert json.loads((folder / "tokenizer_config.json").read_text()) == {
+            f"{name[1:-1].lower()}_token": name for name in special
+        }
+
+
+def test_a_bad_line_is_named_by_file_and_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"t": ["x", ""]}\n{"t": "y"}\n')
+    long = json.dumps({"t": "z" * (1 << 20)})
+    (tmp_path / "b.jsonl").write_text(f'{long}\n\n{long}\n{long}\n\n{{"t": 1}}\n{{"t": 2}}\n')
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    options = SimpleNamespace(json_keys=["t"], max_line_mb=2)
+    texts = train_tokenizer._texts(paths[:1], options)
+    assert list(texts) == ["x", "", "y"]
+    with pytest.raises(DataError, match=r"b.jsonl:6: 't' is a number.*; fix or remove the line"):
+        list(train_tokenizer._texts(paths, options))
+    options.max_line_mb = 1
+    with pytest.raises(DataError, match=r"b.jsonl:1: .* than 1 MiB; raise --max-line-mb, or rem"):
+        list(train_tokenizer._texts(paths, options))
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        ("a b", (["a"], "b")),
+        ("--input a c --output-dir b", (["a", "c"], "b")),
+        ("a b --kind bpe", (["a"], "b")),
+        ("", "required: --input, --output-dir"),
+        ("--input a", "required: --output-dir"),
+        ("--output-dir a", "required: --input"),
+        ("a", "give FILE and DIR, or"),
+        ("b --input=a", "give FILE and DIR, or"),
+        ("a --output-dir b", (["a"], "b")),
+        ("a b --input=c", "--input and FILE a: give only one of them"),
+        ("b --input=a --output-dir c", "--output-dir and DIR b: give only one of them"),
+    ],
+)
+def test_input_and_output_have_two_forms(words, read):
+    options = train_tokenizer.build_parser().read(words.split())
+    if isinstance(read, str):
+        with pytest.raises(ConfigError, match=read):
+            train_tokenizer._use_positional_arguments(options)
+    else:
+        train_tokenizer._use_positional_arguments(options)
+        assert (options.input, options.output_dir) == read
+
+
+def test_long_lines_are_cut_for_sentencepiece(monkeypatch):
+    monkeypatch.setattr(train_tokenizer, "_MAX_SENTENCE_BYTES", 12)
+    text = "abc\nabcd\n\nabcdefg\n"
+    assert list(train_tokenizer._lines(text)) == ["abc", "abc", "d", "abc", "def", "g"]
 
 
 def test_small_text_gives_fewer_entries(tmp_path, capsys):
