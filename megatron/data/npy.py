@@ -67,7 +67,7 @@ def open_shard(path: Path) -> Shard:
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror or error}: copy it again") from error
     except Exception as error:  # numpy parses the header as Python, which may raise any error
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
             f"--input {path}: not a .npy file of numbers, or truncated ({reason}): copy or write "
             "it again"

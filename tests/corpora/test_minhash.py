@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import hashlib
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron.corpora import words
-from megatron.corpora.minhash import MinHash, group_duplicates, sign
+from megatron.corpora.minhash import MinHash, group_duplicates, sign, similar_pairs
 from megatron.corpora.words import hash_ngrams, split_words
+from megatron.errors import ConfigError
 
 _VOCABULARY = [f"word{number}" for number in range(2000)]
 
@@ -91,6 +94,74 @@ def test_documents_are_split_into_batches_of_a_limited_size(monkeypatch) -> None
 def test_values_are_mixed_as_in_murmurhash3() -> None:
     """A corpus may be finished by a later version, whose hashes must be the same."""
     assert words.mix(np.array([0, 1], np.uint64)).tolist() == [0, 0xB456BCFC34C2CB2C]
+
+
+_RECORDED = ["Zebra_9, naïve 你好 z\u2014Y 😀A".encode(), b"", b"a b c a b d"]
+
+
+def test_words_and_ngrams_of_a_version_are_those_of_the_next() -> None:
+    found = split_words(_RECORDED)
+    a, b = 0xAC62ED3C7549B674, 0x66F6A845720D6B67
+    assert found.hashes.tolist() == [
+        *(0x40DE7A1D698FE4CA, 0x6D84BE7B81B72413, 0x982F86B9EB7F703E, 0x9F4D7F3C039FC7E3),
+        *(0x7FCB4990C961F6A8, 0xFBAC05AF3AB0D544, 0xC7BB791DB725232D, a),
+        *(a, b, 0xE6BE2C94A54A2C62, a, b, 0x48EDFC3F88802EA4),
+    ]
+    assert found.starts.tolist() == [0, 9, 16, 19, 23, 27, 29, 33, 0, 2, 4, 6, 8, 10]
+    assert found.ends.tolist() == [7, 15, 19, 22, 24, 28, 33, 34, 1, 3, 5, 7, 9, 11]
+    assert found.documents.tolist() == [0] * 8 + [2] * 6
+    hashes, whole = hash_ngrams(found, 3)
+    assert hashes[:3].tolist() == [0xAED60BBBBDAC852F, 0x2C0ECE71070FDE86, 0xFB16B117CDA07E91]
+    assert hashes[-3:].tolist() == [0xB1DEC32D7BDA3004, 0xAE22BB22172C3C14, 0x5FFD0B557F22111F]
+    assert whole.tolist() == [True] * 6 + [False] * 2 + [True] * 4 + [False] * 2
+    assert words.count_words(_RECORDED).tolist() == [8, 0, 6]
+
+
+def test_signatures_of_a_version_are_those_of_the_next() -> None:
+    settings = MinHash(ngram=2, bands=2, rows=3)
+    assert sign(_RECORDED, settings).T.tolist() == [
+        [57728, 57728, 35565, 50148, 22535, 41612],
+        [0] * 6,
+        [27784, 27784, 15530, 63642, 45441, 45441],
+    ]
+    assert sign(_RECORDED, replace(settings, seed=7)).T.tolist() == [
+        [56452, 29516, 10364, 47430, 36861, 13317],
+        [0] * 6,
+        [49899, 12782, 564, 9008, 564, 564],
+    ]
+    texts = [" ".join(f"w{i * j % 17}" for i in range(40)).encode() for j in range(1, 8)]
+    digest = hashlib.sha256(sign([*texts, *_RECORDED], MinHash()).tobytes()).hexdigest()
+    assert digest == "2867584e1c03a654a3e9b2775a68e5b00084cc90ce19bba562983793939b8c9b"
+
+
+def test_pairs_connect_the_documents_of_a_group() -> None:
+    settings = MinHash(bands=2, rows=2, similarity=0.75)
+    signatures = np.array(
+        [
+            [1, 1, 1, 1, 0, 0, 1],
+            [2, 2, 2, 3, 0, 0, 2],
+            [3, 3, 9, 3, 0, 0, 3],
+            [4, 5, 9, 4, 0, 0, 4],
+        ],
+        np.uint16,
+    )
+    # Documents 0 and 1 share three of four values, and 0 and 2 only two; 4 and 5 have no words.
+    first, second = similar_pairs(signatures, settings)
+    assert list(zip(first.tolist(), second.tolist(), strict=True)) == [
+        *((0, 1), (0, 3), (0, 6), (3, 6))
+    ]
+    assert group_duplicates(signatures, settings).tolist() == [0, 0, 2, 0, 4, 5, 0]
+    strict = replace(settings, similarity=0.76)
+    assert group_duplicates(signatures, strict).tolist() == [0, 1, 2, 3, 4, 5, 0]
+    empty = np.empty((4, 0), np.uint16)
+    assert [len(part) for part in similar_pairs(empty, settings)] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["ngram", "bands", "rows"])
+def test_settings_are_at_least_1(name: str) -> None:
+    MinHash(**{name: 1})
+    with pytest.raises(ConfigError, match=f"steps.duplicates.{name} 0: give at least 1"):
+        MinHash(**{name: 0})
 
 
 def test_every_bit_of_a_value_changes_every_bit_of_its_hash() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_other_files_are_refused(array: Any, message: str, tmp_path: Path) -> No
     with pytest.raises(DataError, match=f"--input .*a.npy: {message}") as caught:
         open_shard(path)
     assert "\n" not in str(caught.value)
+
+
+class _Program:
+    """An object whose pickle creates a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+def test_a_pickle_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(pickle.dumps(_Program(tmp_path / "made")))
+    with pytest.raises(DataError, match="not a .npy file of numbers"):
+        open_shard(tmp_path / "a.npy")
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("kind", ["u1", "i1", "<u2", ">i4", "u8"])
