@@ -23,7 +23,10 @@ _NOT_WITH_LATENT: Exclusions = {
         (False,),
         "its norms are those of latent vectors, not of queries and keys",
     ),
-    "checkpoint.ckpt_format": (("native",), "latent attention cannot be written in this format"),
+    "checkpoint.ckpt_format": (
+        ("native", "torch_dist"),
+        "latent attention cannot be written in this format",
+    ),
 }
 _NOT_WITH_OUTPUT_GATE: Exclusions = {
     "model.multi_latent_attention": ((False,), "latent attention has no gates"),

@@ -162,6 +162,7 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
             "--qk-layernorm-scope each-head",
             model.qk_layernorm and model.qk_layernorm_scope == "each-head",
         ),
+        *_latent_flags(model),
         # Megatron Core normalizes in all layers.
         ("--qk-l2-norm with --no-rope-freq", model.qk_l2_norm and model.no_rope_freq is not None),
         (
@@ -175,6 +176,21 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
     ):
         if on:
             yield name
+
+
+def _latent_flags(model: ModelOptions) -> Iterator[tuple[str, bool]]:
+    """Yield flags that Megatron Core ignores with latent attention, and whether they are on."""
+    stretch = model.rotary_seq_len_interpolation_factor or 1
+    for name, on in (
+        (f"--no-rope-freq {model.no_rope_freq}", model.no_rope_freq is not None),
+        (f"--rotary-seq-len-interpolation-factor {stretch:g}", stretch != 1),
+        ("--use-rope-scaling", model.use_rope_scaling),
+        (
+            "--no-yarn-correction-range-round-to-int",
+            model.rope_type == "yarn" and not model.yarn_correction_range_round_to_int,
+        ),
+    ):
+        yield f"--multi-latent-attention with {name}", model.multi_latent_attention and on
 
 
 def unsupported_state(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:

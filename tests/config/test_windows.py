@@ -128,7 +128,7 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
             "cannot be combined with --add-qkv-bias: its projections have no biases",
         ),
         (f"{LATENT} --rotary-percent 0.5", "cannot be combined with --rotary-percent 0.5"),
-        (f"{LATENT} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
+        (f"{LATENT} --ckpt-format legacy", "cannot be combined with --ckpt-format legacy"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7: channels rotate in pairs"),
         (
             f"{LATENT} --attention-output-gate",

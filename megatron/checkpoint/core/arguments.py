@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.core.rows import size_of
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.arguments import (
     legacy_config,
     megatron_arguments,
     refuse_unknown,
 )
-from megatron.config.attention import SelfAttentionOptions, layer_windows, rotary_layers
+from megatron.config.attention import (
+    LATENT_FIELDS,
+    YARN_FIELDS,
+    SelfAttentionOptions,
+    layer_windows,
+    rotary_layers,
+)
 from megatron.config.experts import mixture_layers
 from megatron.config.model import ModelConfig
 from megatron.config.run import ModelRun
@@ -32,9 +39,29 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "moe_latent_size": (None,),
     "mtp_hybrid_override_pattern": (None,),
     "mtp_use_repeated_layer": (False,),
-    "multi_latent_attention": (False,),
     "rotary_interleaved": (False,),
-    "rotary_scaling_factor": (1.0,),
+}
+# With latent attention, Core ignores these settings or cannot train.
+_NEUTRAL_WITH_LATENT: dict[str, tuple[Json, ...]] = {
+    "attention_output_gate": (False,),
+    "group_query_attention": (False,),
+    "no_rope_freq": (None,),
+    "position_embedding_type": ("rope", "none"),
+    "qk_l2_norm": (False,),
+    "rotary_percent": (1.0,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "use_rope_scaling": (False,),
+}
+# Without latent attention, rotary embeddings are never scaled.
+_NEUTRAL_WITHOUT_LATENT: dict[str, tuple[Json, ...]] = {"rotary_scaling_factor": (1.0,)}
+# Fields of Core's YaRN with their defaults there, and our flags for them.
+_YARN = {
+    "rotary_scaling_factor": ("rotary_scaling_factor", 1.0),
+    "original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
+    "beta_fast": ("yarn_beta_fast", 32.0),
+    "beta_slow": ("yarn_beta_slow", 1.0),
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
 }
 
 
@@ -47,8 +74,14 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     refuse_unknown(args, _NEUTRAL)
     if args.get("no_rope_freq") is not None:  # Core applies the L2 norm in all layers
         refuse_unknown(args, {"qk_l2_norm": (None, False)})
+    is_latent = bool(args.get("multi_latent_attention"))
+    refuse_unknown(args, _NEUTRAL_WITH_LATENT if is_latent else _NEUTRAL_WITHOUT_LATENT)
     config = legacy_config(args, "gpt")
-    model = config["model"]
+    unused = YARN_FIELDS if is_latent else (*YARN_FIELDS, *LATENT_FIELDS)
+    model = {name: value for name, value in config["model"].items() if name not in unused}
+    config["model"] = model
+    if is_latent:
+        model |= _latent(args)
     if not model.get("mtp_num_layers"):
         model.pop("mtp_num_layers", None)
     elif args.get("mtp_loss_scaling_factor") is not None:
@@ -70,6 +103,42 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     elif pattern is not None:
         model["moe_layer_freq"] = str(pattern)
     return config
+
+
+def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
+    """Return our flags for latent attention.
+
+    Its rotary embeddings are YaRN's unless --rope-type was given, but with a factor of 1 these do
+    not differ from others.
+
+    Args:
+        args: Core's command line.
+
+    Raises:
+        CheckpointError: A size is invalid, or our networks cannot compute the rotary embeddings.
+    """
+    names = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    unrotated, rotated, value = (size_of(args, name) for name in names)
+    if rotated % 2:
+        raise CheckpointError(f"qk_pos_emb_head_dim is {rotated}: channels rotate in pairs")
+    flags: dict[str, Json] = {
+        "position_embedding_type": "rope",
+        "kv_channels": max(unrotated + rotated, value),
+    }
+    values = {name: args.get(name, default) for name, (_, default) in _YARN.items()}
+    factor = values["rotary_scaling_factor"]
+    if factor == 1 and args.get("rope_type") != "yarn":
+        return flags
+    if args.get("rope_type") == "rope":
+        refuse_unknown(values, {"mscale_all_dim": (0,)})  # Core scales the scores even without YaRN
+        return flags
+    if "rope_type" not in args:
+        raise CheckpointError(
+            f"rotary_scaling_factor is {factor!r:.80}, and Megatron Core before 0.14 applied it "
+            "differently: such networks are not supported"
+        )
+    flags["rope_type"] = "yarn"
+    return flags | {flag: values[name] for name, (flag, _) in _YARN.items()}
 
 
 def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, Json]:
@@ -131,6 +200,11 @@ def core_arguments(
         use_dist_ckpt=True,
         dist_ckpt_optim_fully_reshardable=config.parallel.use_distributed_optimizer,
     )
+    if model.multi_latent_attention:  # Core's unfused core assumes values of this size
+        args.kv_channels = model.v_head_dim
+        vars(args).update({name: getattr(model, flag) for name, (flag, _) in _YARN.items()})
+    if args.rope_type == "rope":
+        args.rotary_scaling_factor = 1.0
     return args
 
 

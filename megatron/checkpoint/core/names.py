@@ -3,16 +3,18 @@
 If all layers are alike, they share a tensor whose first dimension is the layer
 (`decoder.layers.mlp.linear_fc2.weight`, [L, h, f]). Otherwise each layer has its own tensor
 (`decoder.layers.3.mlp.linear_fc2.weight`, [h, f]). All experts of a layer share a tensor.
-linear_fc1 contains the rows of the gate projection, then those of the up projection.
+linear_fc1 contains the rows of the gate projection, then those of the up projection. `rows` says
+where the rows of other projections are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.checkpoint.core.rows import RowOrder, row_order
 from megatron.checkpoint.entries import Box
 from megatron.errors import CheckpointError
 
@@ -20,8 +22,16 @@ _MODULES = {
     "input_layernorm": "attention_norm",
     "self_attention.linear_qkv.layer_norm": "attention_norm",
     "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.linear_q_up_proj.layer_norm": "attention.query_norm",
     "self_attention.q_layernorm": "attention.query_norm",
     "self_attention.k_layernorm": "attention.key_norm",
+    "self_attention.linear_q_down_proj": "attention.query_down",
+    "self_attention.linear_q_up_proj": "attention.query_up",
+    "self_attention.linear_q_proj": "attention.query_up",
+    "self_attention.linear_kv_down_proj": "attention.latent_down",
+    "self_attention.kv_layernorm": "attention.latent_norm",
+    "self_attention.linear_kv_up_proj.layer_norm": "attention.latent_norm",
+    "self_attention.linear_kv_up_proj": "attention.latent_up",
     "self_attention.linear_proj": "attention.output",
     "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc1.layer_norm": "mlp_norm",
@@ -32,8 +42,15 @@ _MODULES = {
     "mlp.shared_experts.linear_fc1": "mlp.shared.up",
     "mlp.shared_experts.linear_fc2": "mlp.shared.down",
 }
+
+
+def _core_parameter(module: str, kind: str) -> str:
+    """Return Megatron Core's name for the weight or bias of a module."""
+    return f"{module}{'_' if module.endswith('layer_norm') else '.'}{kind}"
+
+
 _LAYERS = {
-    f"{core}{'_' if core.endswith('layer_norm') else '.'}{kind}": f"{native}.{kind}"
+    _core_parameter(core, kind): f"{native}.{kind}"
     for core, native in _MODULES.items()
     for kind in ("weight", "bias")
 } | {
@@ -75,14 +92,43 @@ _KINDS = {
     "fp32_param": "master",
 }
 MASTER = "master"
-# The inverse mapping. If there are several names, the last one is used.
+# The inverse mapping. If there are several names, the last one is used, unless `layer_modules` says
+# otherwise.
 _CORE_LAYERS = {native: core for core, native in _LAYERS.items()}
 _CORE_DEPTHS = {native: core for core, native in _DEPTHS.items()}
 _CORE_OUTSIDE = {native: core for core, native in _OUTSIDE.items()}
 _CORE_KINDS = {native: core for core, native in _KINDS.items()}
 _NATIVE_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _NATIVE_DEPTH = re.compile(r"mtp\.(\d+)\.(.+)")
-_NORM = {f"mlp_norm.{kind}": f"pre_mlp_layernorm.{kind}" for kind in ("weight", "bias")}
+
+
+def layer_modules(
+    *, is_engine: bool, is_mixture: bool, latent_queries: bool | None
+) -> dict[str, str]:
+    """Return Megatron Core's names for modules of a layer that depend on its kind, by native name.
+
+    Args:
+        is_engine: Whether the layer is built from Transformer Engine's modules, which fuse a
+            normalization with the projection after it.
+        is_mixture: Whether the layer has a mixture of experts.
+        latent_queries: Whether queries are computed from a latent vector; `None` without latent
+            attention.
+    """
+    modules = {"mlp_norm": "pre_mlp_layernorm"} if is_mixture and is_engine else {}
+    if latent_queries is None:
+        return modules
+    modules["attention_norm"] = "input_layernorm"
+    modules["attention.query_up"] = "self_attention.linear_q_proj"
+    if latent_queries:
+        modules["attention.query_up"] = "self_attention.linear_q_up_proj"
+    if is_engine:
+        return {**modules, "attention.query_norm": "self_attention.linear_q_up_proj.layer_norm"}
+    return {
+        **modules,
+        "mlp_norm": "pre_mlp_layernorm",
+        "attention.query_norm": "self_attention.q_layernorm",
+        "attention.latent_norm": "self_attention.kv_layernorm",
+    }
 
 
 class NativeName(NamedTuple):
@@ -168,12 +214,14 @@ class Location:
             tensor does not stack layers.
         gate_dim: The dimension of our tensor that separates gate and up, or `None`.
         shape: The shape of our tensor.
+        order: The order of rows, or `None` if it is the same as ours.
     """
 
     name: str
     layer: int | None
     gate_dim: int | None
     shape: tuple[int, ...]
+    order: RowOrder | None = None
 
     def stored_boxes(self, box: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
         """Yield the boxes of Megatron Core's tensor that make up a box of ours.
@@ -186,11 +234,16 @@ class Location:
         """
         layer_index = () if self.layer is None else (self.layer,)
         layer_size, new_axis = (1,) * len(layer_index), (None,) * len(layer_index)
+        offset, shape = list(box.offset), list(box.shape)
+        if self.order is not None:
+            for first, count, ours in self.order.runs(offset[0], shape[0]):
+                stored_offset = (*layer_index, first, *offset[1:])
+                yield Box(stored_offset, (*layer_size, count, *shape[1:])), (*new_axis, ours)
+            return
         if self.gate_dim is None:
-            yield Box((*layer_index, *box.offset), (*layer_size, *box.shape)), (*new_axis, ...)
+            yield Box((*layer_index, *offset), (*layer_size, *shape)), (*new_axis, ...)
             return
         dim = self.gate_dim
-        offset, shape = list(box.offset), list(box.shape)
         gate, rows = offset.pop(dim), offset[dim]
         gates = shape.pop(dim)
         for number in range(gates):
@@ -216,20 +269,20 @@ class NamingScheme:
     """The layout of a network's tensors in Megatron Core's files.
 
     Attributes:
+        model: The network's flags.
         is_stacked: Whether layers share tensors, because they are all alike.
         gated: Whether up projections consist of gate and up.
-        own_norms: The layers in which the normalization before the MLP is a module of its own
-            (`pre_mlp_layernorm`), not a part of `mlp.linear_fc1`.
         shards_states: Whether optimizer states have the names of the distributed optimizer.
-        depths_own_norms: Whether the normalization before the MLP is a module of its own in the
-            layers of multi-token prediction.
+        layers: `layer_modules` of each layer.
+        depths: `layer_modules` of the layers of multi-token prediction.
     """
 
+    model: Mapping[str, Any]
     is_stacked: bool
     gated: bool
-    own_norms: frozenset[int]
     shards_states: bool
-    depths_own_norms: bool = False
+    layers: Sequence[Mapping[str, str]]
+    depths: Mapping[str, str]
 
     def locate(self, name: str, shape: tuple[int, ...]) -> Location:
         """Return where one of our tensors is stored. This is the inverse of `native_name`.
@@ -253,23 +306,26 @@ class NamingScheme:
             prefix = f"optimizer.state.{core_kind}."
         if parameter in _CORE_OUTSIDE:
             return Location(prefix + _CORE_OUTSIDE[parameter], None, None, shape)
-        depth = _NATIVE_DEPTH.fullmatch(parameter)
-        if depth is not None and depth[2] in _CORE_DEPTHS:
-            inside = depth[2].removeprefix("layer.")
-            core_name = _CORE_DEPTHS[depth[2]]
-            if self.depths_own_norms and inside in _NORM:
-                core_name = f"transformer_layer.{_NORM[inside]}"
-            gate_dim = _gate_dim(inside) if self.gated else None
-            return Location(f"{prefix}mtp.layers.{depth[1]}.{core_name}", None, gate_dim, shape)
-        match = _NATIVE_LAYER.fullmatch(parameter)
-        if match is None or match[2] not in _CORE_LAYERS:
+        depth, match = _NATIVE_DEPTH.fullmatch(parameter), _NATIVE_LAYER.fullmatch(parameter)
+        layer, inside, known, modules = None, "", {}, self.depths
+        if depth is not None:
+            stack, inside, known = f"mtp.layers.{depth[1]}.", depth[2], _CORE_DEPTHS
+        elif match is not None:
+            layer, inside, known = int(match[1]), match[2], _CORE_LAYERS
+            modules, stack = self.layers[layer], f"decoder.layers.{layer}."
+            if self.is_stacked:
+                stack = "decoder.layers."
+        if inside not in known:
             raise CheckpointError(f"{name}: Megatron Core's GPT has no such parameter")
-        layer, inside = int(match[1]), match[2]
-        core_name = _CORE_LAYERS[inside]
-        if layer in self.own_norms:
-            core_name = _NORM.get(inside, core_name)
-        stack = "decoder.layers." if self.is_stacked else f"decoder.layers.{layer}."
-        gate_dim = _gate_dim(inside) if self.gated else None
+        core_name, of_layer = known[inside], inside.removeprefix("layer.")
+        module, _, kind = of_layer.rpartition(".")
+        if module in modules:
+            core_name = _core_parameter(modules[module], kind)
+            core_name = f"transformer_layer.{core_name}" if depth is not None else core_name
         return Location(
-            prefix + stack + core_name, layer if self.is_stacked else None, gate_dim, shape
+            f"{prefix}{stack}{core_name}",
+            layer if self.is_stacked else None,
+            _gate_dim(of_layer) if self.gated else None,
+            shape,
+            row_order(self.model, of_layer, shape[0]) if shape else None,
         )

@@ -15,6 +15,7 @@ import torch
 from megatron.checkpoint.core import names
 from megatron.checkpoint.core.arguments import core_config
 from megatron.checkpoint.core.index import Chunk, Index, StoredTensor
+from megatron.checkpoint.core.rows import row_order
 from megatron.checkpoint.entries import WORD_EMBEDDING, Box, Json
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy.arguments import (
@@ -48,7 +49,7 @@ _MAX_FORMAT = 1 << 16  # bytes of metadata.json
 class Source(names.Location):
     """Where one of our tensors is stored, with the chunks that contain parts of it."""
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[Chunk] = ()
 
 
 class CoreReader(Reader):
@@ -88,7 +89,7 @@ class CoreReader(Reader):
             raise CheckpointError(f"{self._common.path}: {error}") from None
         self._gated = bool(args.get("swiglu") or args.get("geglu"))
         self._tied = not args.get("untie_embeddings_and_output_weights")
-        self._layers = args.get("num_layers")
+        self._layers, self._model = args.get("num_layers"), config["model"]
         try:
             self._sources, has_states = self._find_sources()
         except CheckpointError as error:
@@ -191,13 +192,14 @@ class CoreReader(Reader):
             if shape[0] > MAX_LAYERS:
                 raise CheckpointError(f"{name} is {list(shape)}: more than {MAX_LAYERS:,} layers")
             shape = shape[1:]
+        order = row_order(self._model, native.parameter, shape[0]) if shape else None
         gate_dim = native.gate_dim if self._gated else None
         if gate_dim is not None:
             if len(shape) <= gate_dim or shape[gate_dim] % 2:
                 raise CheckpointError(f"{name} is {list(stored.shape)}, without gate and up")
             shape = (*shape[:gate_dim], 2, shape[gate_dim] // 2, *shape[gate_dim + 1 :])
         if not native.is_stacked:
-            yield native.name(native.layer), Source(name, None, gate_dim, shape, chunks)
+            yield native.name(native.layer), Source(name, None, gate_dim, shape, order, chunks)
             return
         by_layer = defaultdict[int, list[Chunk]](list)
         for chunk in chunks:
@@ -205,7 +207,7 @@ class CoreReader(Reader):
             for layer in range(first, first + count):
                 by_layer[layer].append(chunk)
         for layer in range(stored.shape[0]):
-            yield native.name(layer), Source(name, layer, gate_dim, shape, by_layer[layer])
+            yield native.name(layer), Source(name, layer, gate_dim, shape, order, by_layer[layer])
 
     def _counters(self, tree: Mapping[str, Any]) -> Json:
         """Return the optimizer's step count and loss scale."""
@@ -239,4 +241,6 @@ class CoreReader(Reader):
                 if common is not None:
                     values = self._index.load(source.name, chunk)
                     part[common.slices_in(stored_box)] = values[common.slices_in(chunk.box)]
+            if any(isinstance(one, torch.Tensor) for one in index):  # `part` is a copy
+                result[index] = part
         return result

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.checkpoint import store
 from megatron.checkpoint.core.arguments import core_arguments, layer_frequency
 from megatron.checkpoint.core.index import INDEX
-from megatron.checkpoint.core.names import MASTER, NamingScheme
+from megatron.checkpoint.core.names import MASTER, NamingScheme, layer_modules
 from megatron.checkpoint.core.reader import BACKEND, COMMON, FORMAT
 from megatron.checkpoint.entries import DTYPES, WORD_EMBEDDING, Json
 from megatron.checkpoint.exchange import JsonExchange
@@ -65,10 +65,15 @@ _OVERHEAD = 2048  # bytes of a chunk's container and of its entry in the index, 
 _EXPERT_SEED = 1024  # as in Megatron Core
 _SHARDING = "fully_reshardable"  # the format of the distributed optimizer's states
 # Modules with an extra state: in every implementation, and additional ones in Transformer Engine's.
-_LINEAR = re.compile(r"(.+\.(?:linear_(?:qkv|proj|fc1|fc2)|eh_proj))\.weight")
-_ENGINE_MODULES = re.compile(
-    r"(.+\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm|enorm|hnorm))\.weight"
+_LINEAR = re.compile(
+    r"(.+\.(?:linear_(?:qkv|q_proj|(?:q|kv)_(?:down|up)_proj|proj|fc1|fc2)|eh_proj))\.weight"
 )
+_ENGINE_MODULES = re.compile(
+    r"(.+\.(?:input_layernorm|[qk]_layernorm|pre_mlp_layernorm|final_layernorm|enorm|hnorm))"
+    r"\.weight"
+)
+# The projection in whose place the extra state of attention's core is listed.
+_BEFORE_CORE = re.compile(r"linear_(?:qkv|kv_up_proj)$")
 
 
 @dataclass(frozen=True)
@@ -177,18 +182,22 @@ class CoreFiles:
                 f"an optimizer with {unsupported} cannot be written for Megatron Core: convert "
                 "only the weights, without --keep-optimizer, or write the native format"
             )
-        mixtures = mixture_layers(model, model.num_layers)
         self._is_engine = config.checkpoint.transformer_impl != "local"
-        own_norms = {
-            layer for layer, is_mixture in enumerate(mixtures) if is_mixture and self._is_engine
-        }
         self._shards_states = config.parallel.use_distributed_optimizer
+        latent_queries = model.q_lora_rank is not None if model.multi_latent_attention else None
+        layers = [
+            layer_modules(
+                is_engine=self._is_engine, is_mixture=is_mixture, latent_queries=latent_queries
+            )
+            for is_mixture in mixture_layers(model, model.num_layers)
+        ]
         scheme = NamingScheme(
+            model=vars(model),
             is_stacked=not model.num_experts or layer_frequency(model) == 1,
             gated=model.swiglu or model.geglu,
-            own_norms=frozenset(own_norms),
             shards_states=self._shards_states,
-            depths_own_norms=mixtures[-1] and self._is_engine,
+            layers=layers,
+            depths=layers[-1],
         )
         names = [name for name in plan.parts if name.startswith((WEIGHTS, STATES))]
         # The distributed optimizer stores an fp32 weight twice: also as its own master.
@@ -281,7 +290,7 @@ class CoreFiles:
                 modules += [
                     match[1] for match in [_ENGINE_MODULES.fullmatch(location.name)] if match
                 ]
-                modules += [name.replace("linear_qkv", "core_attention") for name in modules]
+                modules += [_BEFORE_CORE.sub("core_attention", name) for name in modules]
             # The index of each module among those of its kind: by layer, and by expert.
             grid = (
                 [] if location.layer is None else [(location.layer, self.config.model.num_layers)]

@@ -276,6 +276,11 @@ class LegacyReader(Reader):
         if not self._is_core:
             return legacy_config(self._args, self._architecture)
         try:
+            if self._args.get("multi_latent_attention"):
+                raise CheckpointError(
+                    "latent attention is read only from Megatron Core's other format: save with "
+                    "--ckpt-format torch_dist"
+                )
             return core_config(self._args)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None

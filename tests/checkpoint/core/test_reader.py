@@ -173,12 +173,21 @@ def test_states_flattened_by_the_distributed_optimizer_leave_the_weights(folders
     assert "only the weights are read" in capsys.readouterr().err
 
 
-def test_experts_split_otherwise_than_other_layers_are_refused_by_name(folders, tmp_path):
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("expert_tensor_parallel_size", 2, "save with --ckpt-format torch_dist"),
+        ("multi_latent_attention", True, "latent attention is read only from"),
+    ],
+)
+def test_files_of_ranks_that_are_not_supported_are_refused_by_name(
+    folders, tmp_path, argument, value, message
+):
     ours = open_checkpoint(folders("mixture with biases") / "native")
     to_core_ranks(ours, tmp_path, Grid(1, 1, 1))
     for path in tmp_path.glob("*/mp_rank_00/*.pt"):
         tree = torch.load(path, weights_only=False)
-        tree["args"].expert_tensor_parallel_size = 2
+        setattr(tree["args"], argument, value)
         torch.save(tree, path)
-    with pytest.raises(CheckpointError, match="save with --ckpt-format torch_dist"):
+    with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
