@@ -108,8 +108,8 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
     """Return our flags for latent attention.
 
-    Its rotary embeddings are YaRN's unless --rope-type was given, but with a factor of 1 these do
-    not differ from others.
+    Its rotary embeddings are YaRN's unless --rope-type was given. With Core's default factor and
+    strengths, YaRN changes nothing.
 
     Args:
         args: Core's command line.
@@ -126,17 +126,17 @@ def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
         "kv_channels": max(unrotated + rotated, value),
     }
     values = {name: args.get(name, default) for name, (_, default) in _YARN.items()}
-    factor = values["rotary_scaling_factor"]
-    if factor == 1 and args.get("rope_type") != "yarn":
-        return flags
-    if args.get("rope_type") == "rope":
-        refuse_unknown(values, {"mscale_all_dim": (0,)})  # Core scales the scores even without YaRN
-        return flags
-    if "rope_type" not in args:
+    factor, rope_type = values["rotary_scaling_factor"], args.get("rope_type")
+    if factor != 1 and rope_type == "rope":  # Core scales the scores even without YaRN
+        refuse_unknown(values, {"mscale_all_dim": (0,)})
+    if factor != 1 and "rope_type" not in args:
         raise CheckpointError(
             f"rotary_scaling_factor is {factor!r:.80}, and Megatron Core before 0.14 applied it "
             "differently: such networks are not supported"
         )
+    strengths = factor, values["mscale"], values["mscale_all_dim"]
+    if rope_type == "rope" or (rope_type is None and strengths == (1, 1, 0)):
+        return flags
     flags["rope_type"] = "yarn"
     return flags | {flag: values[name] for name, (flag, _) in _YARN.items()}
 

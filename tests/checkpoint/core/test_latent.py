@@ -300,17 +300,21 @@ def test_settings_are_written_as_core_has_them_and_read_again(network):
         assert again.get(name, getattr(ModelConfig, name, None)) == getattr(model, name), name
 
 
+PLAIN = {"rope_type": None, "mscale": 1.0, "mscale_all_dim": 0.0}
+
+
 def _read(**changes):
     return core_config({**_ARGS, **changes})["model"]
 
 
-def test_rotary_embeddings_are_yarn_s_unless_its_factor_is_1():
+def test_rotary_embeddings_are_yarn_s_unless_it_changes_nothing():
     defaults = {"rotary_scaling_factor": 40, "rope_type": None}
     bare = {name: value for name, value in _ARGS.items() if not name.startswith(("beta", "orig"))}
     assert (
         core_config({**bare, **defaults})["model"]["yarn_original_max_position_embeddings"] == 4096
     )
-    assert "rope_type" not in _read(rotary_scaling_factor=1.0)
+    assert "rope_type" not in core_config({**bare, "rotary_scaling_factor": 1.0, **PLAIN})["model"]
+    assert _read(rotary_scaling_factor=1.0)["rope_type"] == "yarn"
     assert "rope_type" not in _read(rope_type="rope", mscale_all_dim=0.0)
 
 
