@@ -76,8 +76,8 @@ def _flags(options: argparse.Namespace, corpus: Path) -> list[str]:
     return [*flags, *sizes.split(), *options.further]
 
 
-def run(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Measure both variants, print a line for each run, and return tokens/s per GPU by variant.
+def run(options: argparse.Namespace) -> None:
+    """Measure both variants, and print a line for each run and one that compares their medians.
 
     Raises:
         ConfigError: A number is below 1, or a flag is invalid.
@@ -117,18 +117,12 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
         f"tokens/s of whole sequences (medians of {options.repeat}: "
         f"{apart_rate:,.0f} and {whole_rate:,.0f})"
     )
-    return rates
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     options = build_parser().read(argv)
-
-    def work() -> int:
-        run(options)
-        return 0
-
-    return run_command(work)
+    return run_command(lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -121,8 +121,8 @@ def make_datasets(options: argparse.Namespace, samples: int) -> dict[str, Sample
     }
 
 
-def run(options: argparse.Namespace) -> dict[str, float]:
-    """Measure, print a line for each kind and number of processes, and return tokens/s by kind.
+def run(options: argparse.Namespace) -> None:
+    """Measure, and print a line for each kind of dataset and number of processes.
 
     Raises:
         ConfigError: A number is too small.
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         raise ConfigError(problems)
     options.output.mkdir(parents=True, exist_ok=True)
     options.documents -= options.documents % 2  # two per pair
-    micro_batch, rates = options.micro_batch_size, {}
+    micro_batch = options.micro_batch_size
     datasets = make_datasets(options, micro_batch * (options.batches + 1))
     for workers in options.workers:
         for kind, dataset in datasets.items():
@@ -143,24 +143,18 @@ def run(options: argparse.Namespace) -> dict[str, float]:
             start = time.perf_counter()
             count = sum(1 for _ in itertools.islice(batches, options.batches))
             seconds = time.perf_counter() - start
-            rates[kind] = micro_batch * options.seq_length * count / seconds
+            rate = micro_batch * options.seq_length * count / seconds
             print(
-                f"{workers} loading processes, {kind}: {rates[kind] / 1e6:.2f} million tokens/s, "
+                f"{workers} loading processes, {kind}: {rate / 1e6:.2f} million tokens/s, "
                 f"{1e3 * seconds / count:.2f} ms per micro-batch",
                 flush=True,
             )
-    return rates
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     options = build_parser().read(argv)
-
-    def work() -> int:
-        run(options)
-        return 0
-
-    return run_command(work)
+    return run_command(lambda: run(options))
 
 
 if __name__ == "__main__":
