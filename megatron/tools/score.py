@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import replace_file, writing_to
+from megatron.durable import expect_no_file, replace_file, writing_to
 from megatron.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,8 +36,11 @@ def run(options: argparse.Namespace) -> None:
     """Score each line, and print on stderr how often the chosen answer has the higher reward.
 
     Raises:
-        UserError: There is no reward model, a line is invalid, or the output cannot be written.
+        UserError: There is no reward model, a line is invalid, or the output exists or cannot be
+            written.
     """
+    if options.output is not None:
+        expect_no_file("--output", [options.output], overwrite=options.overwrite)
     from megatron.device import Device
     from megatron.inference.load import REWARD_MODEL, load_gpt
 
@@ -80,7 +83,7 @@ def score_lines(loaded: Loaded, path: Path) -> Iterator[Rewards]:
     template = find_template(flags.chat_template, flags.tokenizer_model)
     encoders = {
         is_pair: ConversationEncoder(
-            ConversationOptions(flags, template, max_length, preferences=is_pair), loaded.tokenizer
+            ConversationOptions(flags, template, sys.maxsize, preferences=is_pair), loaded.tokenizer
         )
         for is_pair in (False, True)
     }
@@ -91,6 +94,12 @@ def score_lines(loaded: Loaded, path: Path) -> Iterator[Rewards]:
             encoded = encoders[is_pair].encode_record(json.dumps(line.fields).encode(), Counter())
             if not encoded:
                 raise ValueError("it has no answer from the assistant")
+            length = max(len(tokens) for tokens, _ in encoded)
+            if length > max_length:
+                raise ValueError(
+                    f"it has {length:,} tokens, but the model reads at most {max_length:,}: "
+                    "shorten or remove it"
+                )
         except (ValueError, DataError) as error:
             raise DataError(f"--input {path}: line {line.number}: {error}") from None
         values = []
@@ -111,4 +120,5 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--output", help="File for the rewards, one per line. Default: standard output"
     )
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing --output.")
     return parser

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_args
-from megatron.errors import EXIT_OK, CheckpointError, ConfigError
+from megatron.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megatron.finetuning.preferences import REWARD_METRICS
 from megatron.parallel.layout import Layout
 from megatron.tools import score
@@ -104,6 +104,14 @@ def test_a_reward_model_starts_from_a_language_model_and_resumes(
     margins = [x["chosen"] - x["rejected"] for x in map(json.loads, output.open())]
     accuracy = sum(margin > 0 for margin in margins) / len(margins)
     assert f"{len(margins)} pairs: accuracy {accuracy:.4f}" in capsys.readouterr().err
+    assert score.main(asked) == ConfigError.exit_code
+    assert f"--output: {output} already exists" in capsys.readouterr().err
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "1 ", "chosen": "2 " * 99, "rejected": "3"}) + "\n")
+    assert score.main([*asked, "--input", str(long), "--overwrite"]) == DataError.exit_code
+    assert "tokens, but the model reads at most 32: shorten" in capsys.readouterr().err
+    assert score.main([*asked, "--overwrite"]) == EXIT_OK
+    capsys.readouterr()
     assert score.main(["--load", str(start), "--input", str(FILE)]) == CheckpointError.exit_code
     assert "holds a gpt, but a reward model is needed" in capsys.readouterr().err
     shutil.rmtree(folder / "iter_0000004")
