@@ -29,7 +29,7 @@ from megatron.data.chat import members_of
 from megatron.data.preferences import PAIRS, PreferenceDataset
 from megatron.data.sample import Sample
 from megatron.durable import replace_file, writing_to
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.finetuning.preferences import run_documents, values_at_segments
 from megatron.models.adapters import without_adapters
 from megatron.optimizer.norms import is_counted_here, sum_over_model
@@ -55,6 +55,7 @@ class ReferenceLogProbs(Extras):
 
         Raises:
             CheckpointError: The run resumes, and the file is missing or was written for other data.
+            ConfigError: --reference-log-probs names a file of another kind.
         """
         options = run.config.preferences
         members = [
@@ -256,6 +257,11 @@ def _read(path: Path | None, data: str, weights: str, pairs: int) -> NDArray[np.
         return None
     stored = _load(path)
     if stored is None:
+        if path.name != FILE_NAME and not _is_damaged(path):
+            raise ConfigError(
+                f"{_FLAG} {path}: not a file of log-probabilities, and it is not replaced: name "
+                "another file, or remove this one"
+            )
         print_line(f"WARNING: {path}: not a file of log-probabilities; it will be replaced")
         return None
     fits = stored.values.shape == (pairs, 2) and stored.values.dtype == np.float64
@@ -280,6 +286,15 @@ def _load(path: Path) -> _StoredLogProbs | None:
             return _StoredLogProbs(file["values"], str(file["data"]), str(file["weights"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether a file that cannot be read may be a damaged file of log-probabilities."""
+    try:
+        with path.open("rb") as file:
+            return file.read(2) in (b"", b"PK")  # the beginning of every npz file
+    except OSError:
+        return False
 
 
 def _write(path: Path, values: NDArray[np.float64], data: str, weights: str) -> None:

@@ -13,7 +13,7 @@ from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_args
 from megatron.data.packing import pack
 from megatron.data.preferences import PreferenceDataset
-from megatron.errors import EXIT_OK, CheckpointError
+from megatron.errors import EXIT_OK, CheckpointError, ConfigError
 from megatron.finetuning import reference
 from megatron.parallel.layout import Layout
 from megatron.training.pretrain import main
@@ -47,6 +47,14 @@ def test_the_file_is_read_by_runs_of_the_same_weights_and_data(
     (tmp_path / "kept" / "file.npz").write_bytes(b"PK damaged")
     assert values(Layout.single(), *words) == first
     assert "not a file of log-probabilities" in capsys.readouterr().out
+
+
+def test_a_file_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    with pytest.raises(ConfigError, match=r"--reference-log-probs .*pairs\.jsonl: not a file of"):
+        values(Layout.single(), "--reference-log-probs", str(file))
+    assert "chosen" in file.read_text()
 
 
 def test_each_split_gets_the_log_probabilities_of_its_own_pairs() -> None:
