@@ -17,7 +17,7 @@ from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.reader import restore
 from megatron.config.run import ModelRun
 from megatron.device import Device
-from megatron.errors import UserError
+from megatron.errors import ConfigError, UserError
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.bert import BertModel, BertResult
 from megatron.models.build import build_model, run_context
@@ -54,7 +54,8 @@ class Filler:
             top: Number of predictions for each `[MASK]`. T5 makes only one, by greedy decoding.
 
         Raises:
-            UserError: The text has no `[MASK]` or too many, or exceeds the model's context window.
+            UserError: The text has no `[MASK]` or too many, or exceeds the model's context window;
+                or the vocabulary has fewer than `top` entries.
         """
         model, tokenizer = self.model, self.tokenizer
         first, *following = [tokenizer.tokenize_with_special(part) for part in text.split(MARK)]
@@ -82,6 +83,11 @@ class Filler:
                 f"--text has {len(ids)} tokens, but the model reads at most {window}: shorten it"
             )
         if isinstance(model, BertModel):
+            if top > tokenizer.vocab_size:
+                raise ConfigError(
+                    f"--top {top}: the vocabulary has {tokenizer.vocab_size} entries: give at most "
+                    "that many"
+                )
             return self._predict_tokens(model, ids, top)
         return self._predict_spans(model, ids, marks[: len(following)], limit)
 

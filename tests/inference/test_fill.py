@@ -14,7 +14,7 @@ from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunOptions
 from megatron.data.t5 import replace_spans
-from megatron.errors import UserError
+from megatron.errors import ConfigError, UserError
 from megatron.inference.fill import FilledText, Filler
 from megatron.models.bert import BertModel, BertResult
 from megatron.models.plans import model_plan
@@ -159,6 +159,13 @@ def test_texts_that_cannot_be_filled(bert: Filler, t5: Filler, text: str, messag
     for model in (bert, t5):
         with pytest.raises(UserError, match=message):
             model.fill(text)
+
+
+def test_at_most_as_many_guesses_as_the_vocabulary_has_entries(bert: Filler) -> None:
+    count = bert.tokenizer.vocab_size
+    assert len(bert.fill("w1 [MASK]", top=count)[0]) == count
+    with pytest.raises(ConfigError, match=f"--top {count + 1}: the vocabulary has {count} entries"):
+        bert.fill("w1 [MASK]", top=count + 1)
 
 
 def test_more_places_than_sentinels(t5: Filler) -> None:
