@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser, add_flags, from_values
 from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
+from megatron.durable import expect_no_file, replace_file, writing_to
 from megatron.errors import ConfigError
 
 _PARTS = ("statistics", "documents", "samples")
@@ -69,6 +70,7 @@ def build_parser() -> ToolParser:
             f"--retro-num-{name}", type=int, default=2, help=f"Number of {what} (default: 2)."
         )
     parser.add_argument("--html", help="Write an HTML page to this file instead of printing.")
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing --html.")
     add_flags(parser, DataOptions)
     add_flags(parser, TokenizerConfig)
     return parser
@@ -78,7 +80,8 @@ def run(options: argparse.Namespace) -> None:
     """Print the tables or write them to an HTML page.
 
     Raises:
-        UserError: The data cannot be read, or the flags select no data.
+        UserError: The data cannot be read, the flags select no data, or the page exists or cannot
+            be written.
     """
     given = vars(options)
     folder = given.get("retro_workdir")
@@ -97,6 +100,8 @@ def run(options: argparse.Namespace) -> None:
             f"--first {options.first} --count {options.count}: give a --first of at least 0 and a "
             "--count of at least 1"
         )
+    if options.html:
+        expect_no_file("--html", [options.html], overwrite=options.overwrite)
     if options.train_samples is not None and options.train_samples <= options.first:
         raise ConfigError(
             f"--train-samples {options.train_samples}: the run does not reach --first "
@@ -120,10 +125,9 @@ def run(options: argparse.Namespace) -> None:
     if options.html:
         from jinja2 import Environment
 
-        from megatron.durable import replace_file
-
         page: str = Environment(autoescape=True).from_string(_HTML).render(tables=tables)
-        replace_file(Path(options.html), page.encode())
+        with writing_to("--html", options.html):
+            replace_file(Path(options.html), page.encode())
         print(f"wrote {options.html}")
     else:
         print("\n\n".join(map(_as_text, tables)))

@@ -164,6 +164,22 @@ def test_a_page_escapes_what_it_shows(vocabulary, tmp_path, capsys):
     assert "&#39;w1&#39;" in text
 
 
+def test_a_page_replaces_no_file_unasked_and_names_a_folder_that_is_missing(
+    vocabulary, tmp_path, capsys
+):
+    corpus, page = tmp_path / "a.jsonl", tmp_path / "page.html"
+    corpus.write_text('{"text": "w1 w2 w3 w4"}\n' * 9)
+    page.write_text("mine")
+    words = ["--data-path", str(corpus), "--seq-length", "4", *vocabulary, "--html"]
+    assert show_data.main([*words, str(page)]) == 9
+    assert f"--html: {page} already exists" in capsys.readouterr().err
+    assert page.read_text() == "mine"
+    assert shown(capsys, *words, str(page), "--overwrite") == f"wrote {page}\n"
+    missing = tmp_path / "none" / "page.html"
+    assert show_data.main([*words, str(missing)]) == 8
+    assert f"error: --html {missing} cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
