@@ -9,9 +9,10 @@ Without a launcher, this process becomes one. With --hang, nothing is tested.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,10 +43,10 @@ def build_parser() -> ToolParser:
 
 
 def _share(text: str) -> float:
-    fraction = float(text)
-    if not 0.0 < fraction < 1.0:
-        raise ValueError
-    return fraction
+    with suppress(ValueError):
+        if 0.0 < (fraction := float(text)) < 1.0:
+            return fraction
+    raise argparse.ArgumentTypeError(f"{text}: give a number between 0 and 1, such as 0.7")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -216,10 +216,11 @@ def test_the_command_refuses_what_is_out_of_range(
 ) -> None:
     monkeypatch.setattr("megatron.processes.launch.is_launched", lambda: False)
     monkeypatch.setattr(command.os, "execv", lambda *_: pytest.fail("a launcher was started"))
-    for share in ("1.5", "1", "0", "-1"):
+    for share in ("1.5", "1", "0", "-1", "nan", "half"):
         with pytest.raises(SystemExit, match="9"):
             command.main(["--factor", share])
-        assert "--factor" in capsys.readouterr().err
+        told = f"argument --factor: {share}: give a number between 0 and 1, such as 0.7"
+        assert told in capsys.readouterr().err
     assert command.main(["--processes", "0"]) == 9
     assert "--processes 0: give at least 1" in capsys.readouterr().err
 
