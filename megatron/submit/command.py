@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.fields import fields_of
-from megatron.durable import replace_file, writing_to
+from megatron.durable import expect_no_file, replace_file, writing_to
 from megatron.errors import (
     EXIT_SAVED_ON_SIGNAL,
     CheckpointError,
@@ -61,6 +61,7 @@ _FATAL_EXIT_CODES = {
     ShortageError.exit_code: "memory",
     CrashLoopError.exit_code: "crash loop",
 }
+_MARK = b"\n# Written by megatron submit "  # in the first lines of every template
 _HOST_LINE = re.compile(
     r"([A-Za-z0-9][\w.-]*)(?:\s+slots\s*=\s*([1-9]\d*)|:([1-9]\d*))?(?:\s+max[_-]slots=\d+)?",
     re.ASCII,
@@ -74,6 +75,7 @@ def build_parser() -> ToolParser:
     add("--to", choices=TARGETS, required=True, help="Where the job runs.")
     add("--run", type=Path, metavar="FILE.yaml", help="Description of the run. Flags override it.")
     add("--output", type=Path, metavar="FILE", help="Job file to write. Default: print it.")
+    add("--overwrite", action="store_true", help="Replace FILE even if it is not a job file.")
     add("--submit", action="store_true", help="Submit the job file. Needs --output.")
     add("argv", nargs="*", metavar="-- COMMAND", help="The Python file and its flags.")
     for name, kind in SECTIONS.items():
@@ -85,7 +87,8 @@ def run(options: argparse.Namespace) -> None:
     """Print or write a job file. With --submit, replace this process with sbatch, kubectl or bash.
 
     Raises:
-        ConfigError: The description has mistakes, or a program is missing.
+        ConfigError: The description has mistakes, the output exists and is not a job file, or a
+            program is missing.
         StorageError: The file cannot be written.
     """
     description = describe(options)
@@ -95,6 +98,8 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError("--submit needs --output: the job file stays as a record of what ran")
         print(text, end="")
         return
+    if not _is_job_file(options.output):  # an earlier job file may be replaced
+        expect_no_file("--output", [options.output], overwrite=options.overwrite)
     with writing_to("--output", options.output):
         options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.output, text.encode())
@@ -111,6 +116,15 @@ def run(options: argparse.Namespace) -> None:
         )
     # Replace this process: Python would kill a child right after Ctrl-C, before it can save.
     os.execvp(program, command)
+
+
+def _is_job_file(path: Path) -> bool:
+    """Return whether this program wrote the file."""
+    try:
+        with path.open("rb") as file:
+            return _MARK in file.read(1024)
+    except OSError:
+        return False
 
 
 def describe(options: argparse.Namespace) -> Description:
@@ -195,7 +209,7 @@ def render(run: Description, target: str) -> str:
         # Kubeflow's operator looks for its container and its port by these names.
         container="pytorch" if is_pytorch_job else "trainer",
         port_name="pytorchjob-port" if is_pytorch_job else "rendezvous",
-        seconds=_seconds(run.job.time),
+        seconds=run.job.seconds,
         tolerations=[_toleration(value) for value in run.kubernetes.toleration],
         resources=_resources(run),
     )
@@ -222,13 +236,6 @@ def _flags(argv: list[str]) -> list[list[str]]:
             groups.append([])
         groups[-1].append(arg)
     return groups
-
-
-def _seconds(time: str | None) -> int | None:
-    if time is None:
-        return None
-    hours, minutes, seconds = map(int, time.split(":"))
-    return 3600 * hours + 60 * minutes + seconds
 
 
 def _toleration(text: str) -> dict[str, str]:

@@ -69,6 +69,14 @@ class JobConfig:
         return max(1, (self.cpus_per_node or 1) // self.processes)
 
     @property
+    def seconds(self) -> int | None:
+        """The time limit in seconds."""
+        if self.time is None:
+            return None
+        hours, minutes, seconds = map(int, self.time.split(":"))
+        return 3600 * hours + 60 * minutes + seconds
+
+    @property
     def argv(self) -> list[str]:
         """The command's program and arguments."""
         argv = shlex.split(self.command)
@@ -392,6 +400,11 @@ def _slurm_problems(run: Description) -> Iterator[str]:
                     f"{option} continues from a checkpoint, but the command has no "
                     f"{' and no '.join(missing)}: add --load and --save with the same folder"
                 )
+    if run.job.seconds is not None and run.job.seconds <= slurm.save_seconds:
+        yield (
+            f"--save-seconds {slurm.save_seconds}: the job would receive the signal to save when "
+            f"it starts, because --time is {run.job.time}: give a longer --time or fewer seconds"
+        )
     if run.job.time is None and slurm.requeue is False and slurm.chain > 1:
         yield f"--chain {slurm.chain} needs --time: without a limit, the first job never ends early"
 

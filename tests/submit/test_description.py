@@ -85,6 +85,7 @@ _RESUME = (*COMMAND, *RESUME)
         (("--requeue", "--", "a.py", "--save=x"), "has no --load: add --load and --save"),
         (("--requeue", "--chain", "2", *_RESUME), "both continue a run: give only one of them"),
         (("--chain", "2", *_RESUME), "--chain 2 needs --time"),
+        (("--time", "0:02:00", *COMMAND), "--save-seconds 120: the job would receive the signal"),
     ],
 )
 def test_a_mistake_says_its_remedy(words: tuple[str, ...], message: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.errors import ConfigError
 from megatron.submit import command
 from tests.reliability.processes import wait_until
 from tests.repository import ROOT
@@ -88,4 +89,15 @@ def test_a_job_file_is_written_into_a_new_folder(
         assert (said.out, said.err.splitlines()[-1]) == (
             "", f"wrote {file}; submit it with: bash '{file}'"
         )  # fmt: skip
+    assert "pretrain_gpt.py" in file.read_text()
+
+
+def test_a_file_that_is_not_a_job_file_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "notes.sh"
+    file.write_text("my notes\n")
+    words = ["--to", "local", "--output", str(file)]
+    with pytest.raises(ConfigError, match=r"--output: .*notes\.sh already exists"):
+        command.run(command.build_parser().read([*words, *COMMAND]))
+    assert file.read_text() == "my notes\n"
+    command.run(command.build_parser().read([*words, "--overwrite", *COMMAND]))
     assert "pretrain_gpt.py" in file.read_text()
