@@ -101,6 +101,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.fp8,
     rules_training.batch_size,
     rules_training.batch_size_ramp,
+    rules_training.batch_size_schedule,
     rules_training.length,
     rules_training.skipped_iterations,
     rules_reliability.faults,

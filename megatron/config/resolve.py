@@ -6,12 +6,14 @@ stays unset, and `checks` reports why.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from megatron.config.data import DataOptions
 from megatron.config.hybrid import MIXTURE, layer_symbols, pipeline_layout
 from megatron.config.patterns import layer_pattern
 from megatron.config.run import Findings, RunOptions, flatten, with_values
+from megatron.config.training import read_batch_schedule
 
 # Fields that are derived again if a flag changes the values that they depend on (`forget_derived`).
 # The global batch size is not among them, because a run keeps its batch size.
@@ -99,6 +101,10 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     gated = int((hidden or 0) * 4 * 2 / 3 / 64) * 64
     micro_batch = training.micro_batch_size
     batch = micro_batch * data_parallel_size(config, world_size) if micro_batch else None
+    if training.step_batch_size_schedule is not None:
+        with suppress(ValueError):  # the checks report it
+            schedule = read_batch_schedule(training.step_batch_size_schedule)
+            batch = max(size for _, size in schedule)
     has_no_length = training.skip_train and training.train_samples is None
     has_no_length = has_no_length and training.train_tokens is None
     ramp = optimizer.weight_decay if optimizer.weight_decay_incr_style == "constant" else None

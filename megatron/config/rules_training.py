@@ -9,6 +9,7 @@ from megatron.config.fields import near_multiples
 from megatron.config.resolve import data_parallel_size
 from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, field_at
+from megatron.config.training import read_batch_schedule
 
 _NOT_WITH_OFFLOADING: Exclusions = {
     "training.recompute_granularity": ((None,), "recomputed activations are not kept at all"),
@@ -26,6 +27,8 @@ def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if the global batch does not divide over micro-batches and processes."""
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
     replicas = data_parallel_size(config, world_size)
+    if config.training.step_batch_size_schedule is not None:
+        return  # `batch_size_schedule` checks every size
     if micro and micro > 0 and total and total > 0 and total % (micro * replicas):
         step = micro * replicas
         yield (
@@ -63,6 +66,41 @@ def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
             yield (
                 f"{flag}: start and increment must be multiples of --micro-batch-size x "
                 f"data-parallel processes = {step}"
+            )
+
+
+def batch_size_schedule(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each mistake in --step-batch-size-schedule."""
+    training, length = config.training, config.data.seq_length or 1
+    if training.step_batch_size_schedule is None:
+        return
+    flag = f'--step-batch-size-schedule "{training.step_batch_size_schedule}"'
+    try:
+        schedule = read_batch_schedule(training.step_batch_size_schedule)
+    except ValueError as error:
+        yield f"{flag}: {error}"
+        return
+    if training.rampup_batch_size is not None:
+        yield f"{flag} cannot be combined with --rampup-batch-size: drop one of them"
+    if training.train_iters is not None and training.train_samples is None:
+        yield (
+            f"{flag} counts tokens: give the length as --train-samples or --train-tokens, not "
+            "--train-iters"
+        )
+    if len({tokens // length for tokens, _ in schedule}) < len(schedule):
+        yield f"{flag}: two sizes begin within the same sample of {length} tokens: drop one of them"
+    largest, micro = max(batch for _, batch in schedule), training.micro_batch_size
+    if training.global_batch_size not in (None, largest):
+        yield (
+            f"--global-batch-size {training.global_batch_size} is not the largest batch of {flag}: "
+            f"drop it, or use {largest}"
+        )
+    step = (micro or 1) * data_parallel_size(config, world_size)
+    for _, batch in schedule:
+        if step > 0 and batch % step:
+            yield (
+                f"{flag}: the size {batch} is not a multiple of --micro-batch-size x data-parallel "
+                f"processes = {step}: use {near_multiples(batch, step)}"
             )
 
 
@@ -175,6 +213,11 @@ def _range_test(config: RunOptions) -> Iterator[str]:
         yield f"{prefix} --decoupled-lr {schedule.decoupled_lr:g}: it tries a single rate: drop one"
     if training.rampup_batch_size is not None:
         yield f"{prefix} --rampup-batch-size: its steps are equal numbers of iterations: drop one"
+    if training.step_batch_size_schedule is not None:
+        yield (
+            f"{prefix} --step-batch-size-schedule: its steps are equal numbers of iterations: "
+            "drop one"
+        )
     kind = config.checkpoint.ckpt_format
     if config.checkpoint.save is not None and kind != "native":
         yield f"{prefix} --ckpt-format {kind}: Megatron-LM has no such schedule: use native"
@@ -239,6 +282,7 @@ def wsd_branch(config: RunOptions, world_size: int) -> Iterator[str]:
         (f"--ckpt-step {checkpoint.ckpt_step}", checkpoint.ckpt_step is not None),
         ("--skip-train", training.skip_train),
         ("--rampup-batch-size", training.rampup_batch_size is not None),
+        ("--step-batch-size-schedule", training.step_batch_size_schedule is not None),
     ):
         if is_given:
             yield f"{flag} cannot be combined with --lr-wsd-branch-from: drop one of them"

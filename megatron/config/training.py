@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import pairwise
 
 from megatron.config.fields import MAX_WIDTH, RECOMPUTED, Requirement, flag
 
@@ -55,8 +58,11 @@ class TrainingOptions:
     Attributes:
         micro_batch_size: Samples per process in one forward pass.
         global_batch_size: Samples per update over all processes. Default: --micro-batch-size x
-            data-parallel size.
+            data-parallel size, or the largest of --step-batch-size-schedule.
         rampup_batch_size: Increase the global batch size during the run: START INCREMENT SAMPLES.
+        step_batch_size_schedule: Global batch sizes in the course of the run, each with the number
+            of tokens after which updates have it, for example "0:768 250B:1536 500B:3072".
+            --global-batch-size is the largest of them, with which evaluations run.
         calculate_per_token_loss: Average losses and gradients over all counted tokens of an update.
             Off: average over the tokens of each micro-batch, then over micro-batches.
         train_iters: Length of the run.
@@ -134,6 +140,7 @@ class TrainingOptions:
     )
     global_batch_size: int | None = flag(None, unit="samples", is_common=True, at_least=1)
     rampup_batch_size: tuple[int, ...] | None = None
+    step_batch_size_schedule: str | None = None
     calculate_per_token_loss: bool = flag(False, needs=_MASKS_TOKENS)
     train_iters: int | None = flag(
         None, unit="iterations", required="required unless --train-samples is given", at_least=0
@@ -213,3 +220,30 @@ class EvaluationConfig:
     eval_iters: int = flag(100, at_least=0)
     eval_interval: int = flag(1000, unit="iterations", is_common=True, at_least=1, needs=_EVALUATES)
     eval_averaged_weights: bool = flag(False, requires=_AVERAGES)
+
+
+_SCHEDULED = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", re.IGNORECASE)
+_POWERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def read_batch_schedule(text: str) -> tuple[tuple[int, int], ...]:
+    """Return the entries of --step-batch-size-schedule: numbers of tokens and batch sizes.
+
+    Args:
+        text: The entries TOKENS:BATCH, separated by spaces or commas. K, M, B and T after a number
+            of tokens are thousands, millions, billions and trillions.
+
+    Raises:
+        ValueError: An entry has another form, or the numbers of tokens do not grow from 0.
+    """
+    entries = []
+    for entry in text.replace(",", " ").split():
+        match = _SCHEDULED.fullmatch(entry)
+        if match is None:
+            raise ValueError(f"{entry}: expected TOKENS:BATCH, for example 250B:1536")
+        number, power, batch = match.groups()
+        entries.append((int(Decimal(number) * _POWERS[power.upper()]), int(batch)))
+    tokens = [count for count, _ in entries]
+    if tokens[:1] != [0] or any(late <= early for early, late in pairwise(tokens)):
+        raise ValueError("the numbers of tokens must grow, and begin with 0")
+    return tuple(entries)

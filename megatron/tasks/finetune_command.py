@@ -389,6 +389,8 @@ def refuse_pretraining_flags(config: RunOptions, world_size: int) -> Iterator[st
         yield "--dataloader-type cyclic: a task always shuffles each epoch: drop it"
     if config.training.rampup_batch_size is not None:
         yield "--rampup-batch-size: epochs need batches of the same size: drop it"
+    if config.training.step_batch_size_schedule is not None:
+        yield "--step-batch-size-schedule: epochs need batches of the same size: drop it"
     if config.training.iterations_to_skip is not None:
         yield "--iterations-to-skip: this could skip the end of an epoch: drop it"
     if config.logging.log_validation_ppl_to_tensorboard:

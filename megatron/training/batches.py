@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.config.run import evaluations_until, with_values
-from megatron.config.training import TrainingConfig
+from megatron.config.training import TrainingConfig, read_batch_schedule
 from megatron.data.loader import CyclicSampler, SingleSampler, build_loader
 from megatron.data.sample import SampleDataset
 from megatron.data.text_stream import extract_positions
@@ -21,16 +21,32 @@ if TYPE_CHECKING:
     from megatron.training.run import Progress, Run
 
 
-@dataclass(frozen=True)
-class Rampup:
-    """A global batch that grows from `start` to its full size in equal steps.
+class BatchStep(NamedTuple):
+    """A global batch size, and the number of samples after which updates have it."""
 
-    Each step adds `increment`. The steps are spread evenly over the first `samples` samples.
-    """
-
-    start: int
-    increment: int
     samples: int
+    batch: int
+
+
+def ramp_up(start: int, increment: int, samples: int, full: int) -> tuple[BatchStep, ...]:
+    """Return the steps of --rampup-batch-size, spread evenly over the first samples.
+
+    Args:
+        start: The size of the first batch.
+        increment: What each step adds.
+        samples: The number of samples over which the batch grows.
+        full: The size of the batch after that.
+    """
+    count = (full - start) // increment
+    steps = [BatchStep(0, start)]
+    for step in range(1, count + 1):
+        # Megatron divides in floating point; doing the same makes every step fall on the same
+        # update.
+        first = max(0, step * samples // count - 1)
+        while first <= samples and int(first / (samples / count)) < step:
+            first += 1
+        steps.append(BatchStep(first, start + step * increment))
+    return tuple(steps)
 
 
 @dataclass(frozen=True)
@@ -39,8 +55,9 @@ class BatchPlan:
 
     Attributes:
         micro_batch: The number of samples in one forward pass of one process.
-        global_batch: The number of samples in one update over all processes, after any ramp-up.
-        rampup: The growth of the batch at the start of the run, or `None` for a constant batch.
+        global_batch: The largest number of samples in one update over all processes.
+        steps: The sizes of the batch in the course of the run, each with the number of samples
+            after which updates have it, the first 0. Empty for a constant batch.
         data_parallel: The number of processes that take different samples. Every batch divides
             evenly into one or more micro-batches per process.
         seq_length: The number of tokens in a sample.
@@ -50,7 +67,7 @@ class BatchPlan:
 
     micro_batch: int
     global_batch: int
-    rampup: Rampup | None = None
+    steps: tuple[BatchStep, ...] = ()
     data_parallel: int = 1
     seq_length: int = 1
     curriculum: Lengths | None = None
@@ -62,11 +79,16 @@ class BatchPlan:
     @classmethod
     def from_config(cls, config: RunConfig, data_parallel: int) -> BatchPlan:
         """Return the plan that the flags describe. The rules have already checked the flags."""
-        training, ramp = config.training, config.training.rampup_batch_size
+        training, steps = config.training, tuple[BatchStep, ...]()
+        if training.rampup_batch_size is not None:
+            steps = ramp_up(*training.rampup_batch_size, training.global_batch_size)
+        elif training.step_batch_size_schedule is not None:
+            schedule = read_batch_schedule(training.step_batch_size_schedule)
+            steps = tuple(BatchStep(t // config.data.seq_length, batch) for t, batch in schedule)
         return cls(
             training.micro_batch_size,
             training.global_batch_size,
-            None if ramp is None else Rampup(*ramp),
+            steps,
             data_parallel,
             config.data.seq_length,
             lengths_of(config),
@@ -79,13 +101,7 @@ class BatchPlan:
 
     def global_batch_at(self, consumed_samples: int) -> int:
         """Return the number of samples in the update that follows `consumed_samples`."""
-        ramp = self.rampup
-        if ramp is None or ramp.start == self.global_batch or consumed_samples > ramp.samples:
-            return self.global_batch
-        steps = (self.global_batch - ramp.start) // ramp.increment
-        # Megatron divides in floating point; doing the same makes every step fall on the same
-        # update.
-        return ramp.start + int(consumed_samples / (ramp.samples / steps)) * ramp.increment
+        return self._step_at(consumed_samples)[0]
 
     def micro_batches_at(self, consumed_samples: int) -> int:
         """Return the number of micro-batches per process in the update after `consumed_samples`."""
@@ -139,40 +155,39 @@ class BatchPlan:
             tokens: The number of tokens in these updates.
         """
         while tokens < train_tokens:
-            batch = self.global_batch_at(samples)
+            batch, updates = self._step_at(samples)
             update_tokens = self.tokens_at(iterations, samples)
             count = -(-(train_tokens - tokens) // update_tokens)
             if self.curriculum is not None:
                 same_length = updates_of_length(self.curriculum, iterations + 1)
                 count = count if same_length is None else min(count, same_length)
-            if self.rampup is not None and samples <= self.rampup.samples:
-                count = min(count, self._updates_of(batch, samples))
+            count = min(count, updates or count)
             iterations, samples = iterations + count, samples + count * batch
             tokens += count * update_tokens
         return iterations
 
     def iterations_for(self, train_samples: int) -> int:
         """Return the number of whole updates in `train_samples`, excluding a partial last one."""
-        iterations, consumed, ramp = 0, 0, self.rampup
-        while ramp is not None and consumed <= ramp.samples:
-            batch = self.global_batch_at(consumed)
-            count = min(self._updates_of(batch, consumed), (train_samples - consumed) // batch)
-            if count <= 0:
-                return iterations  # the run ends inside the ramp-up
-            iterations, consumed = iterations + count, consumed + count * batch
-        return iterations + (train_samples - consumed) // self.global_batch
+        iterations = consumed = 0
+        while True:
+            batch, updates = self._step_at(consumed)
+            remaining = (train_samples - consumed) // batch
+            if updates is None or remaining < updates:
+                return iterations + remaining
+            iterations, consumed = iterations + updates, consumed + updates * batch
 
-    def _updates_of(self, batch: int, consumed: int) -> int:
-        """Return how many ramp-up updates of `batch` samples follow `consumed` samples.
+    def _step_at(self, consumed: int) -> tuple[int, int | None]:
+        """Return the size of the batch after `consumed` samples, and for how many updates it lasts.
 
-        This uses bisection, because the ramp-up may have very many updates and must be rounded as
-        `global_batch_at` rounds it.
+        The second is `None` if the size does not change any more.
         """
-        assert self.rampup is not None
-        updates = range(1, (self.rampup.samples - consumed) // batch + 1)
-        return 1 + bisect.bisect_left(
-            updates, True, key=lambda n: self.global_batch_at(consumed + n * batch) != batch
-        )
+        if not self.steps:
+            return self.global_batch, None
+        index = bisect.bisect_right(self.steps, consumed, key=lambda step: step.samples)
+        batch = self.steps[index - 1].batch
+        if index == len(self.steps):
+            return batch, None
+        return batch, -(-(self.steps[index].samples - consumed) // batch)
 
 
 def samples_needed(config: RunConfig, train_iterations: int, start: Progress) -> SampleCounts:

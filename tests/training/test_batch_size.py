@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.training.batches import BatchPlan, Rampup
-from tests.config.command import parse
+from megatron.training.batches import BatchPlan, BatchStep, ramp_up
+from tests.config.command import parse, problems
 
 # 16, 24, 32 over 100 samples: each step takes 50, and sample 100 still belongs to the ramp.
-GROWING = BatchPlan(micro_batch=2, global_batch=32, rampup=Rampup(16, 8, 100), data_parallel=4)
+GROWING = BatchPlan(
+    micro_batch=2, global_batch=32, steps=ramp_up(16, 8, 100, full=32), data_parallel=4
+)
 
 
 @pytest.mark.parametrize(
@@ -32,17 +34,24 @@ def test_rampup_run_length():
 
 @pytest.mark.parametrize(
     ("global_batch", "ramp"),
-    [(1536, Rampup(32, 32, 5859375)), (768, Rampup(48, 48, 100_003)), (8, Rampup(8, 8, 50))],
+    [
+        (1536, (32, 32, 5859375)),
+        (768, (48, 48, 100_003)),
+        (8, (8, 8, 50)),
+        (64, (1, 1, 7)),
+        (1000, (1, 3, 123_457)),
+    ],
 )
 def test_rampup_equals_megatrons_loop(global_batch, ramp):
     """Compare with Megatron 23.08's update-by-update formula, on the paper's own ramps."""
-    plan = BatchPlan(1, global_batch, ramp)
-    increments = (global_batch - ramp.start) // ramp.increment
+    plan = BatchPlan(1, global_batch, ramp_up(*ramp, full=global_batch))
+    start, increment, samples = ramp
+    increments = (global_batch - start) // increment
     consumed = iterations = 0
-    while consumed < ramp.samples + 10 * global_batch:
+    while consumed < samples + 10 * global_batch:
         batch = global_batch
-        if consumed <= ramp.samples and increments:
-            batch = ramp.start + int(consumed / (ramp.samples / increments)) * ramp.increment
+        if consumed <= samples and increments:
+            batch = start + int(consumed / (samples / increments)) * increment
         assert plan.global_batch_at(consumed) == batch
         consumed, iterations = consumed + batch, iterations + 1
     assert plan.iterations_for(consumed) == iterations
@@ -64,7 +73,57 @@ def test_from_config() -> None:
 
 
 def test_a_ramp_up_of_very_many_updates_is_counted_at_once():
-    plan = BatchPlan(1, 12, Rampup(4, 4, 10**12))
+    plan = BatchPlan(1, 12, ramp_up(4, 4, 10**12, full=12))
     # 4 until and including the update that reaches half of the samples, then 8.
     assert plan.iterations_for(4 * 10**11) == 10**11
     assert plan.iterations_for(10**12 + 12) == 10**12 // 8 + 10**12 // 16 + 1
+
+
+def test_a_schedule_of_batch_sizes_counts_tokens() -> None:
+    words = '--micro-batch-size 2 --step-batch-size-schedule "0:8,1.28K:16 2560:4"'
+    config = parse(words, "--train-samples 200", without=["--train-iters"]).config
+    assert config.training.global_batch_size == 16
+    plan = BatchPlan.from_config(config, data_parallel=2)
+    assert plan.steps == (BatchStep(0, 8), BatchStep(10, 16), BatchStep(20, 4))  # 128 tokens each
+    # Updates start at 0 8 (8 each), 16 (16), 32 36 (4 each).
+    assert [plan.global_batch_at(samples) for samples in (0, 8, 9, 10, 16, 19, 20, 32)] == [
+        *(8, 8, 8, 16, 16, 16, 4, 4)
+    ]
+    for samples, updates in ((7, 0), (8, 1), (16, 2), (31, 2), (32, 3), (35, 3), (36, 4), (41, 5)):
+        assert plan.iterations_for(samples) == updates
+        tokens = 128 * samples
+        assert plan.iterations_for_tokens(tokens) == updates + (samples not in (8, 16, 32, 36))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("0:8 12", "12: expected TOKENS:BATCH"),
+        ("0:8 1X:16", "1X:16: expected TOKENS:BATCH"),
+        ("1:8 2B:16", "the numbers of tokens must grow, and begin with 0"),
+        ("0:8 2B:16 2B:32", "the numbers of tokens must grow, and begin with 0"),
+        ("0:8 100:16", "two sizes begin within the same sample of 128 tokens: drop one of them"),
+        ("0:8 1K:10", "the size 10 is not a multiple of --micro-batch-size x data-parallel "),
+        ("0:0", "0:0: expected TOKENS:BATCH"),
+    ],
+)
+def test_mistakes_in_a_schedule_of_batch_sizes(schedule: str, message: str) -> None:
+    (line,) = problems(
+        f'--step-batch-size-schedule "{schedule}" --train-samples 9', without=["--train-iters"]
+    )
+    assert line.startswith(f'--step-batch-size-schedule "{schedule}": {message}')
+
+
+def test_what_a_schedule_of_batch_sizes_cannot_be_combined_with() -> None:
+    flag = '--step-batch-size-schedule "0:4 1K:8"'
+    lines = problems(flag, "--global-batch-size 16 --rampup-batch-size 4 4 100")
+    assert [line for line in lines if flag in line] == [
+        f"{flag} cannot be combined with --rampup-batch-size: drop one of them",
+        f"{flag} counts tokens: give the length as --train-samples or --train-tokens, not "
+        "--train-iters",
+        f"--global-batch-size 16 is not the largest batch of {flag}: drop it, or use 8",
+    ]
+    assert any(
+        line.startswith("--lr-decay-style range-test cannot be combined with --step-batch-size")
+        for line in problems(flag, "--lr-decay-style range-test")
+    )

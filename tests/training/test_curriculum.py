@@ -14,7 +14,7 @@ from megatron.data.sample import SEGMENT_ENDS
 from megatron.kernels.segments import Segments
 from megatron.models.arithmetic import flops_per_token
 from megatron.parallel.layout import Layout
-from megatron.training.batches import BatchPlan, Rampup
+from megatron.training.batches import BatchPlan, ramp_up
 from megatron.training.curriculum import Discrete, Growing, Lengths, updates_of_length
 from megatron.training.recipe import Batch
 from megatron.training.step import Updates
@@ -78,7 +78,7 @@ def test_lengths_are_deepspeeds(lengths: Lengths, kind: str, settings: dict[str,
 
 def test_tokens_of_a_curriculum_are_counted_at_once() -> None:
     lengths = Growing(8, 64, 90, 8, 2)
-    plan = BatchPlan(1, 12, Rampup(4, 4, 200), seq_length=64, curriculum=lengths)
+    plan = BatchPlan(1, 12, ramp_up(4, 4, 200, full=12), seq_length=64, curriculum=lengths)
     updates = samples = tokens = 0
     for limit in range(1, 60_000, 487):
         while tokens < limit:

@@ -10,7 +10,7 @@ from megatron.errors import CheckpointError
 from megatron.optimizer.schedule import Schedules
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
-from megatron.training.batches import BatchPlan, Rampup
+from megatron.training.batches import BatchPlan, ramp_up
 from tests.config.command import parse, problems
 from tests.training.toy import build_toy, fingerprint, train_toy
 
@@ -37,7 +37,7 @@ def test_the_first_of_two_lengths_ends_the_run() -> None:
 
 
 def test_a_growing_batch_in_tokens() -> None:
-    plan = BatchPlan(1, 12, Rampup(4, 4, 32), seq_length=10)
+    plan = BatchPlan(1, 12, ramp_up(4, 4, 32, full=12), seq_length=10)
     # 5 updates of 4, 2 of 8 (from sample 16, rounded up to 20), then 12: 200, 360, then 120 each
     updates, samples, tokens = 0, 0, 0
     for limit in range(1, 900, 7):

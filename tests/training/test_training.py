@@ -48,6 +48,7 @@ def test_micro_batch_size_changes_nothing_without_dropout():
         ("--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "2"),
         ("--optimizer", "sgd"),
         ("--train-samples", "40", "--rampup-batch-size", "2", "1", "12"),
+        ("--train-samples", "40", "--step-batch-size-schedule", "0:2 128:4 400:3"),
         ("--recompute-granularity", "full", "--recompute-method", "uniform",
          "--recompute-num-layers", "1"),
         ("--dataloader-type", "cyclic"),
