@@ -113,9 +113,7 @@ def run(options: argparse.Namespace) -> None:
     data = from_values(DataConfig, given)
     tokenizer = build_tokenizer(flags)
     tables: list[Table] = []
-    for section in _PARTS:
-        if section not in options.show:
-            continue
+    for section in (part for part in _PARTS if part in options.show):
         if section != "samples":
             tables += _corpora(options, data, flags, tokenizer, section)
         elif options.kind == "retro":

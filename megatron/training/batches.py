@@ -81,7 +81,8 @@ class BatchPlan:
         """Return the plan that the flags describe. The rules have already checked the flags."""
         training, steps = config.training, tuple[BatchStep, ...]()
         if training.rampup_batch_size is not None:
-            steps = ramp_up(*training.rampup_batch_size, training.global_batch_size)
+            start, increment, samples = training.rampup_batch_size
+            steps = ramp_up(start, increment, samples, training.global_batch_size)
         elif training.step_batch_size_schedule is not None:
             schedule = read_batch_schedule(training.step_batch_size_schedule)
             steps = tuple(BatchStep(t // config.data.seq_length, batch) for t, batch in schedule)

@@ -60,10 +60,9 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
         if isinstance(value, list):
             words += map(str, value)
         elif value is not True and value is not None:
-            text = str(value).strip('"')
-            if re.fullmatch(r"\[[^\d(].*\]", text):  # a list, not a pattern of layers
-                text = text[1:-1]
-            words += [text] if name == "--moe-layer-freq" else text.split()
+            text = str(value)
+            is_list = re.fullmatch(r"\[[^]]+\]", text)  # and not a pattern of layers
+            words += text[1:-1].split() if is_list else [text]
     return words
 
 
