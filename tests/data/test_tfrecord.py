@@ -12,7 +12,14 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.data.bert import build_bert_datasets
 from megatron.data.datasets import DataRequest, corpus_fingerprint
-from megatron.data.tfrecord import TFRecords, masked_crc, parse_example
+from megatron.data.tfrecord import (
+    TFRecordDataset,
+    TFRecordOptions,
+    TFRecords,
+    find_tfrecords,
+    masked_crc,
+    parse_example,
+)
 from megatron.errors import DataError
 from tests.data import tfrecords
 from tests.data.corpus import write_vocabulary
@@ -88,6 +95,103 @@ def test_lists_are_read_packed_or_not():
         assert found["a"].tolist() == numbers["a"]
         assert found["weights"].tolist() == numbers["weights"]
         assert not len(found.get("b", []))
+
+
+def _message(number: int, content: bytes) -> bytes:
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+def _feature(kind: int, numbers: bytes) -> bytes:
+    """Return an example of a single list "a"; `kind` 2 has floats, and 3 integers."""
+    entry = _message(1, b"a") + _message(2, _message(kind, numbers))
+    return _message(1, _message(1, entry))
+
+
+_TEN = b"\xff" * 9 + b"\x01"  # -1, the longest integer
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x08", "a number that does not end before byte 1"),
+        (b"\x08" + b"\x80" * 10 + b"\0", "a number that does not end before byte 11"),
+        (b"\x0a\x05abcd", "a field of 5 bytes at byte 2 exceeds 6 bytes"),
+        (b"\x09abcdefg", "a field of 8 bytes at byte 1 exceeds 8 bytes"),
+        (b"\x0dabc", "a field of 4 bytes at byte 1 exceeds 4 bytes"),
+        (b"\x0c", "wire type 4 at byte 1"),
+        (b"\x08\x07", "the number 7 instead of a message"),
+        (_feature(2, _message(1, b"12345")), "a list of floats ends in the middle of a number"),
+        (_feature(3, _message(1, b"\1\x81")), "a list of integers ends in the middle of a number"),
+        (_feature(3, _message(1, b"\x81")), "a list of integers ends in the middle of a number"),
+        (_feature(3, _message(1, b"\xff" + _TEN)), "an integer of more than 64 bits"),
+    ],
+)
+def test_what_is_no_example_is_described(data, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        parse_example(data)
+
+
+def test_other_fields_are_skipped():
+    numbers = _feature(3, _message(1, b"\5" + _TEN) + b"\x08\xac\x02" + b"\x10\x07")
+    others = b"\x10\x96\x01" + b"\x19" + bytes(8) + _message(4, b"xyz") + b"\x2d" + bytes(4)
+    found = parse_example(others + numbers + others)
+    assert {name: list(values) for name, values in found.items()} == {"a": [5, -1, 300]}
+    assert found["a"].dtype == np.int64
+    floats = _feature(2, _message(1, np.array([1.5, -2], "<f4").tobytes()))
+    assert parse_example(floats)["a"].tolist() == [1.5, -2]
+
+
+def test_records_are_found_in_any_file(tmp_path):
+    sizes = {"a": 2, "b": 1, "c": 3}
+    for name, size in sizes.items():
+        write(tmp_path / f"{name}.tfrecord", map(example, range(size)))
+    records = TFRecords("x", find_tfrecords(str(tmp_path)))
+    assert len(records) == records.size == 6
+    length = (tmp_path / "b.tfrecord").stat().st_size
+    places = [(name, i, i * length) for name, size in sizes.items() for i in range(size)]
+    for index, (name, number, start) in enumerate(places):
+        file = tmp_path / f"{name}.tfrecord"
+        assert records.location(index) == f"{file}: record {number} (byte {start})"
+        assert records.get(index)["input_ids"].tolist() == example(number)["input_ids"]
+    again = pickle.loads(pickle.dumps(records))
+    assert (again.prefix, again.paths, len(again)) == ("x", records.paths, 6)
+
+
+def test_the_order_of_records_is_that_of_the_seed(tmp_path):
+    """Each pass has the next seed. A run that goes on with a later version reads the same."""
+    path = write(tmp_path / "x.tfrecord", map(example, range(10)))
+    records = TFRecords("x", [path])
+    ids = [example(i)["input_ids"] for i in range(10)]
+    data = TFRecordDataset(records, (3, 9), 20, TFRecordOptions(16, 1000, 2**32 - 1))
+    order = [ids.index(data[i]["text"].tolist()) for i in range(20)]
+    seeds = (2**32 - 1, 0, 1, 2)
+    passes = [3 + np.random.RandomState(seed).permutation(6) for seed in seeds]
+    assert order == np.concatenate(passes)[:20].tolist()
+    assert [ids.index(data[i]["text"].tolist()) for i in reversed(range(20))] == order[::-1]
+
+
+def test_masked_positions_at_the_ends_of_a_sequence(tmp_path):
+    def read(**values):
+        path = write(tmp_path / "x.tfrecord", [example(0) | values])
+        options = TFRecordOptions(16, 1000, 0)
+        return TFRecordDataset(TFRecords("x", [path]), (0, 1), 1, options)[0]
+
+    ids = {"masked_lm_ids": [7, 9, 3, 5]}
+    weights = {"masked_lm_weights": [1.0, 1.0, 0.5, 0.0]}
+    labels = read(masked_lm_positions=[0, 15, 1, 99], **ids, **weights)["labels"]
+    assert labels.tolist() == [7, 3, *[-1] * 13, 9]
+    for positions in ([0, 16, 1, 2], [-1, 3, 1, 2]):
+        with pytest.raises(DataError, match="a masked position is outside the sequence"):
+            read(masked_lm_positions=positions, **ids, **weights)
+    assert read(input_ids=[999, 0] * 8)["text"].max() == 999
+    with pytest.raises(DataError, match="holds the token id 1000, but"):
+        read(input_ids=[1000, 0] * 8)
+    with pytest.raises(DataError, match="inconsistent list lengths"):
+        read(next_sentence_labels=[0, 1])
+    sample = read(next_sentence_labels=[7], segment_ids=[0, 5] * 8, input_mask=[2, 0] * 8)
+    assert sample["is_random"] == 1
+    assert sample["types"].tolist() == [0, 1] * 8
+    assert sample["padding_mask"].tolist() == [1, 0] * 8
 
 
 @pytest.fixture
