@@ -118,7 +118,7 @@ def build_packed_datasets(
     *,
     seq_length: int,
     padding_id: int,
-    packs: bool = True,
+    packs: bool,
 ) -> Datasets:
     """Build the packed datasets that the flags name. Collective.
 

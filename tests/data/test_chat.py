@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from megatron.data.chat import (
     build_packed_datasets,
     describe_packing,
     members_of,
+    padding_token,
     rows_per_epoch,
 )
 from megatron.data.conversations import TokenizedExamples
@@ -99,6 +102,15 @@ def test_splits_and_blends() -> None:
     from_a = sum(int(train[i]["text"][0]) < 1000 for i in range(40))
     assert from_a == 30
     assert rows_per_epoch(train) == sum(member.packing.rows for member in members)
+
+
+def test_rows_are_padded_with_a_token_that_is_no_text() -> None:
+    def tokenizer(**ids: tuple[int, ...]) -> Any:
+        return SimpleNamespace(special_ids=lambda name: ids.get(name, ()))
+
+    assert padding_token(tokenizer(pad=(3,), eod=(5,))) == 3
+    assert padding_token(tokenizer(eod=(5, 6))) == 5
+    assert padding_token(tokenizer()) == 0
 
 
 def test_files_of_conversations(tmp_path: Path) -> None:
