@@ -83,6 +83,34 @@ def test_runs_are_whole_words_apart_and_within_the_budget(ids: SpecialIds) -> No
         assert sorted(hidden) == sorted(p for k in touched for p in words[k])
 
 
+def test_ids_of_generated_tokens_are_the_first_of_the_vocabulary() -> None:
+    for size, count in ((16, 5), (21, 7), (205, 99), (206, 100), (300, 100)):
+        ids = SpecialIds.generated(size)
+        assert (ids.pad, ids.cls, ids.sep, ids.mask, ids.bos, ids.eos) == (0, 1, 2, 3, 4, 5)
+        assert ids.sentinels == tuple(range(6, 6 + count))
+        assert (ids.size, ids.encoder_end) == (size, ())
+        assert ids.continues.tolist() == [False] * size
+    with pytest.raises(ConfigError, match="a vocabulary of 15 entries has no room for special"):
+        SpecialIds.generated(15)
+    missing = SpecialIds(9, ids.continues, 0)
+    assert [missing.cls, missing.sep, missing.mask, missing.bos, missing.eos] == [-1] * 5
+
+
+def test_spans_fill_the_budget_exactly() -> None:
+    words = [[0, 1], [2], [3, 4, 5], [6, 7]]
+    for budget in range(9):
+        for seed in range(10):
+            random = np.random.RandomState(seed)
+            order = np.arange(4)
+            np.random.RandomState(seed).shuffle(order)
+            expected, left = [], budget
+            for first in order:  # each word that still fits
+                if len(words[first]) <= left:
+                    expected.append(words[first])
+                    left -= len(words[first])
+            assert list(choose_spans(words, budget, lambda: 1, random)) == expected
+
+
 def test_a_run_is_shortened_to_fit() -> None:
     ids = SpecialIds.generated(100)
     words = whole_words(np.arange(50, 60), ids)
