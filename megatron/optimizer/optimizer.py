@@ -178,12 +178,24 @@ class StepResult:
 
 
 class _OwnedWeight(NamedTuple):
-    """The part of a parameter that this process updates, and its weights in fp32 or packed."""
+    """The part of a parameter that this process updates.
+
+    Attributes:
+        name: The name of the parameter.
+        parameter: The parameter.
+        part: The tensor to update: the parameter itself, or a 1-D view of its shard. It is empty if
+            this process owns no rows (`joins_rows`).
+        dtype: The dtype in which the forward pass uses the parameter.
+        weight: The part in fp32 (the part itself, or a copy of it), or a packed copy.
+        state: The state tensors by name, in fp32 or packed.
+    """
 
     name: str
     parameter: nn.Parameter
     part: Tensor
+    dtype: torch.dtype
     weight: State
+    state: dict[str, State]
 
 
 @dataclass(frozen=True)
@@ -192,21 +204,11 @@ class _OwnedGroup:
 
     Attributes:
         group: The group.
-        names: The names of the parameters.
-        parameters: The parameters that this process updates, in whole or in part.
-        parts: The tensors to update: the parameters themselves, or 1-D views of their shards.
-        formats: The dtype in which the forward pass uses each parameter.
-        weights: The parts in fp32 (the parts themselves, or copies of them), or packed copies.
-        state: The state tensors by name, one for each weight, in fp32 or packed.
+        weights: The weights that this process updates.
     """
 
     group: ParameterGroup
-    names: list[str]
-    parameters: list[nn.Parameter]
-    parts: list[Tensor]
-    formats: list[torch.dtype]
-    weights: list[State]
-    state: dict[str, list[State]]
+    weights: list[_OwnedWeight]
 
     @classmethod
     def allocate(
@@ -219,10 +221,11 @@ class _OwnedGroup:
             gradients: The gradient buffer, which determines these parts.
             config: The formats of the states, and whether they are in host memory.
         """
-        offload = config.optimizer_cpu_offload
+        rule, offload = group.rule, config.optimizer_cpu_offload
+        joins = rule.joins_rows and gradients.shares_weights
 
-        def new(kind: str, parameter: nn.Parameter) -> State:
-            part, state_format = gradients.part(parameter), config.state_format(kind)
+        def new(kind: str, part: Tensor, first: int) -> State:
+            state_format = config.state_format(kind)
             if state_format == "fp32":
                 if offload:
                     return on_host(part, torch.float32).zero_()
@@ -232,33 +235,23 @@ class _OwnedGroup:
                 FORMATS[state_format],
                 on_host=offload,
                 roots=kind == "exp_avg_sq",
-                first=gradients.owned(parameter).start,
+                first=first,
                 salt=_SALTS[kind],
             )
 
-        joins = group.rule.joins_rows and gradients.shares_weights
-        members = [
-            (name, p)
-            for name, p in zip(group.names, group.parameters, strict=True)
-            if gradients.owned(p).size or not gradients.is_sharded or joins
-        ]
-        for name, p in members:
-            assert joins or not group.rule.needs_whole or gradients.owned(p).size == p.numel(), (
+        weights = []
+        for name, p in zip(group.names, group.parameters, strict=True):
+            part, owned = gradients.part(p), gradients.owned(p)
+            if not owned.size and gradients.is_sharded and not joins:
+                continue
+            assert joins or not rule.needs_whole or owned.size == p.numel(), (
                 f"{name}: its update rule needs the whole tensor, but this process has a shard"
             )
-        parts = [gradients.part(p) for _, p in members]
-        return cls(
-            group=group,
-            names=[name for name, _ in members],
-            parameters=[p for _, p in members],
-            parts=parts,
-            formats=[gradients.compute_dtype(p) for _, p in members],
-            weights=[
-                part if part.dtype == torch.float32 and not offload else new("master", p)
-                for part, (_, p) in zip(parts, members, strict=True)
-            ],
-            state={kind: [new(kind, p) for _, p in members] for kind in group.rule.state_names},
-        )
+            is_own = part.dtype == torch.float32 and not offload
+            weight = part if is_own else new("master", part, owned.start)
+            state = {kind: new(kind, part, owned.start) for kind in rule.state_names}
+            weights.append(_OwnedWeight(name, p, part, gradients.compute_dtype(p), weight, state))
+        return cls(group, weights)
 
     def bind(
         self,
@@ -278,25 +271,29 @@ class _OwnedGroup:
             queues: The queue for copies to the host and the queue for copies to the device.
         """
         rule, rows = self.group.rule, gradients.shares_weights
+        parameters = [owned.parameter for owned in self.weights]
 
-        def shaped(tensors: Sequence[Any]) -> list[Any]:
+        def shaped(tensors: Iterable[Any]) -> list[Any]:
             if not rule.needs_whole or rows:
                 return list(tensors)
-            return [t.view(p.shape) for t, p in zip(tensors, self.parameters, strict=True)]
+            return [t.view(p.shape) for t, p in zip(tensors, parameters, strict=True)]
 
-        parts, shards = shaped(self.parts), list[MatrixShard]()
+        parts, shards = shaped(owned.part for owned in self.weights), list[MatrixShard]()
         if rule.joins_rows:
-            for spec in map(spec_of, self.parameters):
+            for spec in map(spec_of, parameters):
                 tensor, replicas = layout.tensor, layout.replica
                 if spec.is_expert:
                     tensor, replicas = layout.expert_tensor, layout.expert_replica
                 shares_rows = rows and replicas.size > 1
                 shards.append(MatrixShard(spec, tensor, replicas if shares_rows else None))
         tensors = UpdateTensors(
-            shaped(self.weights),
+            shaped(owned.weight for owned in self.weights),
             [None if part.dtype == torch.float32 else part for part in parts],
-            shaped([gradients.gradient(p) for p in self.parameters]),
-            {kind: shaped(state) for kind, state in self.state.items()},
+            shaped(map(gradients.gradient, parameters)),
+            {
+                kind: shaped(owned.state[kind] for owned in self.weights)
+                for kind in rule.state_names
+            },
             shards,
         )
         if config.overlap_cpu_optimizer_d2h_h2d:
@@ -370,10 +367,7 @@ class Optimizer:
         )
         # With a rule that joins rows, a process may own no rows of a parameter.
         self._owned_weights = [
-            _OwnedWeight(*member)
-            for own in self._groups
-            for member in zip(own.names, own.parameters, own.parts, own.weights, strict=True)
-            if member[2].numel()
+            owned for own in self._groups for owned in own.weights if owned.part.numel()
         ]
         self.average = new_average(config, [owned.weight for owned in self._owned_weights])
         self.steps = 0
@@ -540,7 +534,8 @@ class Optimizer:
         self._wait_for_reader()
         with torch.no_grad():
             for own in self._groups:
-                for part, weight, dtype in zip(own.parts, own.weights, own.formats, strict=True):
+                for owned in own.weights:
+                    part, dtype, weight = owned.part, owned.dtype, owned.weight
                     if dtype == torch.float32 or include_16_bit:
                         if isinstance(weight, PackedTensor):
                             weight.store(part.to(dtype))
@@ -623,17 +618,13 @@ class Optimizer:
     def _named_states(self) -> dict[str, tuple[State, nn.Parameter]]:
         tensors: dict[str, tuple[State, nn.Parameter]] = {}
         for own in self._groups:
-            members = [
-                (i, name, parameter)
-                for i, (name, parameter) in enumerate(zip(own.names, own.parameters, strict=True))
-                if own.parts[i].numel()  # 0 if this process owns no rows (`joins_rows`)
-            ]
-            for i, name, parameter in members:
-                for kind, state in own.state.items():
-                    tensors[f"{name}.{kind}"] = (state[i], parameter)
-            for i, name, parameter in members:
-                if own.formats[i] != torch.float32:
-                    tensors[f"{name}.master"] = (own.weights[i], parameter)
+            members = [owned for owned in own.weights if owned.part.numel()]
+            for owned in members:
+                for kind, state in owned.state.items():
+                    tensors[f"{owned.name}.{kind}"] = (state, owned.parameter)
+            for owned in members:
+                if owned.dtype != torch.float32:
+                    tensors[f"{owned.name}.master"] = (owned.weight, owned.parameter)
         return tensors
 
     def sizes(self) -> dict[str, float]:
@@ -647,11 +638,11 @@ class Optimizer:
         counted["weight"] = []
         is_sharded = self.gradients.is_sharded
         for own in self._groups:
-            for i, parameter in enumerate(own.parameters):
-                if is_counted_here(parameter, self._layout, is_sharded=is_sharded):
-                    counted["weight"].append(own.weights[i])
-                    for kind, state in own.state.items():
-                        counted[_CURVES.get(kind, kind)].append(state[i])
+            for owned in own.weights:
+                if is_counted_here(owned.parameter, self._layout, is_sharded=is_sharded):
+                    counted["weight"].append(owned.weight)
+                    for kind, state in owned.state.items():
+                        counted[_CURVES.get(kind, kind)].append(state)
         # Generators, so that only one square root or decoded tensor is in memory at a time.
         tensors: dict[str, Iterable[Tensor]] = {
             name: map(values_of, states) for name, states in counted.items()

@@ -187,12 +187,18 @@ def test_a_rule_learns_which_processes_hold_a_matrix(shares_weights, replicas):
     parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
     for is_expert, p in enumerate(parameters):
         p.spec = replace(_spec((3, 2)), is_expert=bool(is_expert))
-    rule = SimpleNamespace(needs_whole=True, joins_rows=True, bind=lambda tensors, library: tensors)
+    rule = SimpleNamespace(
+        needs_whole=True, joins_rows=True, state_names=("momentum_buffer",),
+        bind=lambda tensors, library: tensors,
+    )  # fmt: skip
     flat = [p.detach().flatten() for p in parameters]
     group = optimizers._OwnedGroup(
         ParameterGroup(rule, True, False, ("a", "b"), tuple(parameters)),
-        ["a", "b"], parameters, flat, [torch.float32] * 2, flat, {"momentum_buffer": flat},
-    )  # fmt: skip
+        [
+            optimizers._OwnedWeight(name, p, f, torch.float32, f, {"momentum_buffer": f})
+            for name, p, f in zip("ab", parameters, flat, strict=True)
+        ],
+    )
     gradients = SimpleNamespace(shares_weights=shares_weights, gradient=lambda p: flat[0])
     found = group.bind(gradients, layout, None, OptimizerConfig(), (None, None))
     shape = (6,) if shares_weights else (3, 2)

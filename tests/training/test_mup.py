@@ -29,15 +29,14 @@ def test_initial_weights_and_rates():
     plain = build_toy(Layout.single(), [*PLAIN, UNTIED])
     run = build_toy(Layout.single(), [*PLAIN, *MUP, UNTIED])
     before = dict(plain.named_parameters())
-    rates = {name: own.group.rule.rate for own in run.optimizer._groups for name in own.names}
-    epsilons = {name: own.group.rule.eps for own in run.optimizer._groups for name in own.names}
+    rules = {w.name: own.group.rule for own in run.optimizer._groups for w in own.weights}
     hidden = {n for n, p in run.named_parameters() if p.ndim > 1 and n.startswith("layers.")}
     assert len(hidden) == 8
     for name, p in run.named_parameters():
         ratio = 4 if name in hidden else 1
         torch.testing.assert_close(p, before[name] / math.sqrt(ratio))
-        assert rates[name] == 1 / ratio
-        assert epsilons[name] == 1e-8 / ratio
+        assert rules[name].rate == 1 / ratio
+        assert rules[name].eps == 1e-8 / ratio
         assert spec_of(p).init.rate == 1 / ratio
 
 

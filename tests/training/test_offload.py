@@ -128,7 +128,7 @@ def test_weights_and_their_copies_share_no_memory():
     before = [p.detach().clone() for p in run.parameters()]
     places = {p.untyped_storage().data_ptr() for p in run.parameters()}
     (group, _) = run.optimizer._groups
-    assert all(w.untyped_storage().data_ptr() not in places for w in group.weights)
+    assert all(w.weight.untyped_storage().data_ptr() not in places for w in group.weights)
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters(), strict=True))
 
 
