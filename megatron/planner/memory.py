@@ -259,11 +259,7 @@ def _teacher_bytes(
     count = len(plan_model(config.model, config.parallel))
     model_parts = even_parts(len(teacher.layers), count)
     parts = parts_of_stage(model_parts, layout.pipeline.rank, layout.pipeline.size)
-    split = WeightSplit(
-        tensor=layout.tensor.size,
-        expert=layout.expert.size,
-        expert_tensor=layout.expert_tensor.size,
-    )
+    split = _split_by(layout)
     teacher_bytes = batch.width * sum(count_part_parameters(teacher, part, split) for part in parts)
     if parts[-1].head:
         teacher_bytes += head_activations(teacher, batch)
@@ -271,6 +267,14 @@ def _teacher_bytes(
     hidden = batch.width * batch.tokens * teacher.hidden // batch.sequence
     receiving = sum(not part.embedding for part in parts)
     return teacher_bytes + hidden * live_activations * receiving // len(parts)
+
+
+def _split_by(layout: Layout) -> WeightSplit:
+    return WeightSplit(
+        tensor=layout.tensor.size,
+        expert=layout.expert.size,
+        expert_tensor=layout.expert_tensor.size,
+    )
 
 
 def _moment_bytes(options: OptimizerConfig, matrices: float) -> float:
@@ -288,76 +292,139 @@ def _moment_bytes(options: OptimizerConfig, matrices: float) -> float:
     return sum(STATE_BYTES[options.state_format(kind)] for kind in ("exp_avg", "exp_avg_sq"))
 
 
+def _state_bytes(options: OptimizerConfig, matrices: float, *, has_copy: bool) -> float:
+    """Return the bytes of an optimizer's moments, averages and weights per updated parameter.
+
+    Args:
+        options: The optimizer's options.
+        matrices: The fraction of the parameters that are in matrices.
+        has_copy: Whether the optimizer has its own copy of the weights.
+    """
+    size = _moment_bytes(options, matrices)
+    if options.averages_weights:
+        size += 4 * (1 if options.ema_decay is not None else options.lawa_window)
+    return size + STATE_BYTES[options.state_format("master")] * has_copy
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """The numbers of parameters of a process's model parts.
+
+    Attributes:
+        parameters: All parameters, before ZeRO divides them.
+        outside: The parameters outside the layers.
+        matrices: The parameters in matrices.
+        updated: The parameters that this process would update if all were trained.
+        trained: The fraction of the parameters that have gradients and states.
+    """
+
+    parameters: int
+    outside: int
+    matrices: int
+    updated: int
+    trained: float
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, plan: ModelPlan, layout: Layout, parts: Sequence[ModelPart]
+    ) -> _Counts:
+        """Count the parameters of a process's model parts."""
+        split = _split_by(layout)
+        parameters = sum(count_part_parameters(plan, part, split) for part in parts)
+        outside = sum(
+            count_part_parameters(plan, replace(part, layers=range(0)), split) for part in parts
+        )
+        updated = parameters
+        if config.parallel.zero_stage > 0:
+            experts = sum(count_part_experts(plan, part, split) for part in parts)
+            updated = (parameters - experts) // layout.replica.size
+            updated += experts // layout.expert_replica.size
+        return cls(
+            parameters,
+            # Depths are gathered like layers.
+            outside - parts[-1].head * count_depth_parameters(plan, split),
+            sum(count_part_matrices(plan, part, split) for part in parts),
+            updated,
+            trained_share(config.model, plan, parts),
+        )
+
+    def share(self, count: int) -> int:
+        """Return how many of a number of parameters are trained."""
+        return math.ceil(self.trained * count)
+
+
 def _weight_memory(
     config: RunConfig, plan: ModelPlan, layout: Layout, parts: Sequence[ModelPart]
 ) -> MemoryEstimate:
     """Return the memory for weights, gradients and optimizer states of a process's model parts."""
-    numbers = config.precision
-    split = WeightSplit(
-        tensor=layout.tensor.size,
-        expert=layout.expert.size,
-        expert_tensor=layout.expert_tensor.size,
-    )
-    width = numbers.weight_dtype.itemsize
-    is_16_bit, summed = width == 2, 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
-    parameters = sum(count_part_parameters(plan, part, split) for part in parts)
-    outside = sum(
-        count_part_parameters(plan, replace(part, layers=range(0)), split) for part in parts
-    )
-    outside -= parts[-1].head * count_depth_parameters(plan, split)  # gathered like layers
-    matrices = sum(count_part_matrices(plan, part, split) for part in parts)
-    in_8_bits = matrices if numbers.fp8_format is not None else 0
-    state_bytes = _moment_bytes(config.optimizer, matrices / max(parameters, 1))
-    on_host, stage = config.optimizer.optimizer_cpu_offload, config.parallel.zero_stage
+    counts, numbers = _Counts.of(config, plan, layout, parts), config.precision
+    width, on_host = numbers.weight_dtype.itemsize, config.optimizer.optimizer_cpu_offload
     is_shared = shares_weights(config.parallel, layout)
-    # The fraction of the weights that have gradients and states.
-    packed_format, trained = frozen_format(config.model), trained_share(config.model, plan, parts)
-    updated = parameters
-    if stage > 0:
-        experts = sum(count_part_experts(plan, part, split) for part in parts)
-        updated = (parameters - experts) // layout.replica.size
-        updated += experts // layout.expert_replica.size
-    if config.optimizer.averages_weights:
-        is_ema = config.optimizer.ema_decay is not None
-        state_bytes += 4 * (1 if is_ema else config.optimizer.lawa_window)
-    if on_host or (is_16_bit and not is_shared):
-        state_bytes += STATE_BYTES[config.optimizer.state_format("master")]
-    states = math.ceil(state_bytes * math.ceil(trained * updated))
-    if is_shared:
-        # Two layers are gathered at a time: the current one and the next. The next one exists twice
-        # while it arrives as one buffer and is split into parameters. Experts are gathered only in
-        # the layer that needs them.
-        layer, experts = largest_layer(plan, split)
-        gathered = width * (outside + 3 * layer - experts)
-        reduced = width * outside + (width + summed) * layer
-        weights, summed = 4 * updated + gathered, 4
-        if packed_format is not None:
-            # Codes and scales are kept and gathered. Products read one whole matrix at a time.
-            shard = updated - (parameters - matrices) // layout.replica.size
-            in_layers = (3 * layer - experts) * matrices // (parameters - outside)
-            packed = bytes_of(shard, packed_format, width) + bytes_of(
-                in_layers, packed_format, width
-            )
-            weights += packed + width * (largest_layer_matrix(plan, split) - in_layers) - 4 * shard
-        gradients = math.ceil(trained * (4 * updated + reduced))
-    else:
-        weights = width * parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
-        if packed_format is not None:  # products read one matrix at a time in their own format
-            largest = largest_layer_matrix(plan, split)
-            weights += bytes_of(matrices, packed_format, width) + width * (largest - matrices)
-        gradients = summed * math.ceil(trained * parameters)
-        if stage == 2 and layout.replica.size > 1:
-            in_transit = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))
-            if numbers.fp8_param_gather:  # all small weights share one bucket
-                in_transit += min(BUCKET_BYTES, summed * (parameters - outside - in_8_bits))
-            whole = gradients
-            gradients = summed * math.ceil(trained * updated) + min(in_transit, whole)
-        if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
-            gradients *= 2  # DistributedDataParallel has its own buckets
+    summed = 4 if numbers.accumulate_allreduce_grads_in_fp32 else width
+    held = _shared_bytes if is_shared else _whole_bytes
+    weights, gradients = held(config, plan, layout, counts, summed)
+    has_copy = on_host or (width == 2 and not is_shared)
+    state_bytes = _state_bytes(
+        config.optimizer, counts.matrices / max(counts.parameters, 1), has_copy=has_copy
+    )
+    states = math.ceil(state_bytes * counts.share(counts.updated))
+    host_gradients = (4 if is_shared else summed) * counts.share(counts.updated)
     return MemoryEstimate(
         parameters=weights,
         gradients=gradients,
         optimizer=0 if on_host else states,
         activations=0,
-        host=states + summed * math.ceil(trained * updated) if on_host else 0,
+        host=states + host_gradients if on_host else 0,
     )
+
+
+def _shared_bytes(
+    config: RunConfig, plan: ModelPlan, layout: Layout, counts: _Counts, summed: int
+) -> tuple[int, int]:
+    """Return the bytes of weights and of gradients if processes share the weights.
+
+    `summed` is the bytes of a gradient while it is summed.
+    """
+    split, width = _split_by(layout), config.precision.weight_dtype.itemsize
+    # Two layers are gathered at a time: the current one and the next. The next one exists twice
+    # while it arrives as one buffer and is split into parameters. Experts are gathered only in the
+    # layer that needs them.
+    layer, experts = largest_layer(plan, split)
+    gathered = 3 * layer - experts
+    weights = 4 * counts.updated + width * (counts.outside + gathered)
+    packed_format = frozen_format(config.model)
+    if packed_format is not None:
+        # Codes and scales are kept and gathered. Products read one whole matrix at a time.
+        shard = counts.updated - (counts.parameters - counts.matrices) // layout.replica.size
+        in_layers = gathered * counts.matrices // (counts.parameters - counts.outside)
+        weights += bytes_of(shard, packed_format, width) - 4 * shard
+        weights += bytes_of(in_layers, packed_format, width)
+        weights += width * (largest_layer_matrix(plan, split) - in_layers)
+    reduced = width * counts.outside + (width + summed) * layer
+    return weights, counts.share(4 * counts.updated + reduced)
+
+
+def _whole_bytes(
+    config: RunConfig, plan: ModelPlan, layout: Layout, counts: _Counts, summed: int
+) -> tuple[int, int]:
+    """Return the bytes of weights and of gradients if processes have whole weights.
+
+    `summed` is the bytes of a gradient while it is summed.
+    """
+    split, numbers, matrices = _split_by(layout), config.precision, counts.matrices
+    width, in_8_bits = numbers.weight_dtype.itemsize, matrices if numbers.fp8_format else 0
+    weights = width * counts.parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
+    packed_format = frozen_format(config.model)
+    if packed_format is not None:  # products read one matrix at a time in their own format
+        largest = largest_layer_matrix(plan, split)
+        weights += bytes_of(matrices, packed_format, width) + width * (largest - matrices)
+    gradients = summed * counts.share(counts.parameters)
+    if config.parallel.zero_stage == 2 and layout.replica.size > 1:
+        in_transit = 2 * max(BUCKET_BYTES, summed * largest_matrix(plan, split))
+        if numbers.fp8_param_gather:  # all small weights share one bucket
+            small = counts.parameters - counts.outside - in_8_bits
+            in_transit += min(BUCKET_BYTES, summed * small)
+        gradients = summed * counts.share(counts.updated) + min(in_transit, gradients)
+    if config.parallel.ddp_impl == "torch" and layout.replica.size > 1:
+        gradients *= 2  # DistributedDataParallel has its own buckets
+    return weights, gradients
