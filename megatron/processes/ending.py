@@ -147,11 +147,6 @@ class ExitRequest:
             if self._interrupts >= _MAX_INTERRUPTS:
                 raise KeyboardInterrupt
 
-    @property
-    def by_signal(self) -> bool:
-        """Whether a signal asked this process to exit."""
-        return self._signal is not None
-
     def report_unread_log(self) -> None:
         """Request an exit because nobody reads this process's log anymore."""
         self._is_unread = True
@@ -159,7 +154,7 @@ class ExitRequest:
     @property
     def code(self) -> int:
         """The exit code if this request must end the run before any further work, otherwise 0."""
-        if self.by_signal:
+        if self._signal is not None:
             return EXIT_SAVED_ON_SIGNAL
         return OutputClosedError.exit_code if self._is_unread else EXIT_OK
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from megatron import command
+from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
 from megatron.processes.ending import ExitRequest
 from megatron.processes.process import run_process
 from tests.repository import ROOT
@@ -28,7 +29,7 @@ def test_a_signal_becomes_a_request(number):
     assert not request.is_requested
     os.kill(os.getpid(), number)
     assert request.is_requested
-    assert request.by_signal
+    assert request.code == EXIT_SAVED_ON_SIGNAL
     assert signal.Signals(number).name in request.reason
 
 
@@ -44,6 +45,7 @@ def test_impatient_interrupts_end_the_process():
 # Python calls exit functions before it removes signal handlers, and this object after it.
 _LATE = """
 import os, signal, sys
+from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
 from megatron.processes.ending import ExitRequest
 
 class Late:
@@ -70,7 +72,7 @@ def test_a_signal_during_the_exit_does_not_change_its_code(words, code):
 def test_time_is_up():
     request = ExitRequest(handle_signals=False, duration_minutes=0)
     assert request.is_requested
-    assert not request.by_signal
+    assert request.code == EXIT_OK
     assert "--exit-duration-in-mins 0" in request.reason
     assert not ExitRequest(handle_signals=False, duration_minutes=60).is_requested
 
