@@ -290,7 +290,7 @@ class Block(nn.Module):
         """Return a sublayer's output, parts of which the backward pass may recompute."""
         if not torch.is_grad_enabled():
             return sublayer(normal, *inputs)
-        if sublayer is self.mlp and self.recomputes_mlp:
+        if self.mlp is not None and sublayer is self.mlp and self.recomputes_mlp:
             return checkpointed(
                 sublayer,
                 normal,
