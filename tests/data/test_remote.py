@@ -142,16 +142,12 @@ def test_a_folder_that_cannot_be_written(storage, tmp_path):
         local_copy(f"{ADDRESS}/one.jsonl", "--data-path", str(tmp_path / "file"))
 
 
-def losses(layout: Layout, words: list[str]) -> list[float]:
-    return toy.train_toy(layout, words)[0].values("lm loss")
-
-
 def test_a_run_reads_them(tmp_path, monkeypatch):
     monkeypatch.setattr(toy, "TOY", [word for word in toy.TOY if word != "--mock-data"])
     prefix = write_corpus(tmp_path / "corpus", vocab_size=100)
-    expected = losses(Layout.single(), ["--data-path", str(prefix)])
+    expected = toy.losses_of(Layout.single(), ["--data-path", str(prefix)])
     words = ["--data-path", f"file://{prefix}", "--data-cache-path", str(tmp_path / "cache")]
-    assert losses(Layout.single(), words) == expected
+    assert toy.losses_of(Layout.single(), words) == expected
     shutil.rmtree(tmp_path / "cache")
-    ranks = run_distributed(2, losses, words)
+    ranks = run_distributed(2, toy.losses_of, words)
     assert np.allclose(ranks[-1], expected, rtol=1e-6)

@@ -433,17 +433,13 @@ def _no_mock_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy, "TOY", [word for word in toy.TOY if word != "--mock-data"])
 
 
-def losses(layout: Layout, words: list[str]) -> list[float]:
-    return toy.train_toy(layout, words)[0].values("lm loss")
-
-
 @pytest.mark.usefixtures("_no_mock_data")
 @pytest.mark.parametrize("form", ["native", "legacy"])
 def test_a_run_resumes_with_another_number_of_processes(form, corpus, vocabulary, tmp_path):
     words = ["--data-path", "1", str(corpus), "3", str(corpus.parent), "--split", "8,1,1"]
     words += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocabulary]
     words += ["--make-vocab-size-divisible-by", "8", "--reset-attention-mask"]
-    whole = losses(Layout.single(), words)
+    whole = toy.losses_of(Layout.single(), words)
     saving = [
         *words,
         "--save",
@@ -455,9 +451,9 @@ def test_a_run_resumes_with_another_number_of_processes(form, corpus, vocabulary
         "--ckpt-format",
         form,
     ]
-    ranks = run_distributed(2, losses, saving)
+    ranks = run_distributed(2, toy.losses_of, saving)
     loading = [*words, "--load", str(tmp_path)]
-    assert ranks[-1] + losses(Layout.single(), loading) == pytest.approx(whole, rel=1e-6)
+    assert ranks[-1] + toy.losses_of(Layout.single(), loading) == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.usefixtures("_no_mock_data")

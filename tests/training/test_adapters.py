@@ -15,7 +15,7 @@ from megatron.parallel.layout import Layout
 from megatron.planner.memory import estimate_memory
 from tests.config.command import problems
 from tests.distributed import run_distributed
-from tests.training.toy import build_toy, fingerprint, train_toy
+from tests.training.toy import build_toy, fingerprint, losses_and_norms_of, train_toy
 
 NETWORK = """
     --num-layers 4 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0
@@ -26,15 +26,10 @@ NETWORK = """
 LORA = NETWORK + "--lora-rank 4 --lora-alpha 8 --lr 3e-2 "
 
 
-def _train(layout, flags):
-    recorder, _ = train_toy(layout, flags.split())
-    return recorder.values("lm loss"), recorder.values("grad-norm")
-
-
 @cache
 def _whole(more):
     """Return the losses and norms of one process."""
-    return _train(Layout.single(), LORA + more)
+    return losses_and_norms_of(Layout.single(), LORA + more)
 
 
 def test_only_adapters_are_trained_and_the_model_starts_as_it_was():
@@ -74,7 +69,7 @@ _PP = "--pipeline-model-parallel-size 2"
 def test_layouts_equal_one_process(more, flags):
     losses, norms = _whole(more)
     sizes = {a: 2 for a in ("tensor", "context", "pipeline") if f"--{a}" in flags}
-    for ours in run_distributed(2, _train, f"{LORA} {more} {flags}", **sizes):
+    for ours in run_distributed(2, losses_and_norms_of, f"{LORA} {more} {flags}", **sizes):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
 
@@ -82,7 +77,7 @@ def test_layouts_equal_one_process(more, flags):
 def test_shards_in_bf16_train_as_one_process():
     """The frozen weights are fp32 shards, and are rounded when gathered."""
     losses, norms = _whole("--bf16")
-    for ours in run_distributed(2, _train, f"{LORA} --bf16 --zero-stage 3"):
+    for ours in run_distributed(2, losses_and_norms_of, f"{LORA} --bf16 --zero-stage 3"):
         assert ours[0] == pytest.approx(losses, rel=1e-4)
         assert ours[1] == pytest.approx(norms, rel=1e-3)
 
@@ -127,7 +122,7 @@ def test_adapters_of_a_trained_model(tmp_path):
 
 def test_dropout_is_of_the_adapters_only():
     losses, _ = _whole("")
-    dropped, _ = _train(Layout.single(), LORA + "--lora-dropout 0.5")
+    dropped, _ = losses_and_norms_of(Layout.single(), LORA + "--lora-dropout 0.5")
     assert dropped[0] == losses[0]  # B is zero
     assert dropped[1:] != losses[1:]
 
@@ -200,7 +195,7 @@ def test_experts_in_every_layout(flags):
     sizes = {"tensor": 2} if _TP in flags else {"pipeline": 2} if _PP in flags else {}
     sizes |= {"expert": 2} if "--expert-model" in flags else {}
     sizes |= {"expert_tensor": 1} if "--expert-tensor" in flags else {}
-    for ours in run_distributed(2, _train, f"{LORA} {MIXTURE} {flags}", **sizes):
+    for ours in run_distributed(2, losses_and_norms_of, f"{LORA} {MIXTURE} {flags}", **sizes):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
 

@@ -13,7 +13,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.quantized import PackedWeight
 from megatron.planner.memory import estimate_memory
 from tests.distributed import run_distributed
-from tests.training.toy import build_toy, fingerprint, train_toy
+from tests.training.toy import build_toy, fingerprint, losses_and_norms_of, train_toy
 
 _ALIKE = """
     --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0 --swiglu
@@ -56,11 +56,6 @@ PARTS = {
 }
 
 
-def _train(layout, flags):
-    recorder, _ = train_toy(layout, flags.split())
-    return recorder.values("lm loss"), recorder.values("grad-norm")
-
-
 @cache
 def _whole(network):
     return train_toy(Layout.single(), f"{NETWORKS[network]} {ADAPTERS[network]}".split())
@@ -92,7 +87,9 @@ def test_every_linear_layer_has_an_adapter_and_only_adapters_are_trained(network
 
 
 def _train_all(layout, flags, networks):
-    return [_train(layout, f"{NETWORKS[one]} {ADAPTERS[one]} {flags}") for one in networks]
+    return [
+        losses_and_norms_of(layout, f"{NETWORKS[one]} {ADAPTERS[one]} {flags}") for one in networks
+    ]
 
 
 @pytest.mark.parametrize(

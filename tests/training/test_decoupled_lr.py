@@ -15,7 +15,7 @@ from megatron.training.step import Updates
 from tests.distributed import run_sharing_memory
 from tests.parity.layouts import LOSS_TOLERANCE, LayoutCase, largest_difference, single_process
 from tests.parity.layouts import compare as compare_layouts
-from tests.training.toy import build_toy, fingerprint, train_toy
+from tests.training.toy import build_toy, fingerprint, losses_of, train_toy
 
 _APART = ["--decoupled-lr", "3e-2", "--decoupled-min-lr", "2e-3"]
 _UNTIED = "--untie-embeddings-and-output-weights"
@@ -127,14 +127,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(saved: Path) -> No
     assert fingerprint(ours) == fingerprint(whole)
 
 
-def _losses(layout: Layout, words: list[str]) -> list[float]:
-    return train_toy(layout, words)[0].values("lm loss")
-
-
 def test_it_goes_on_in_another_layout(saved: Path) -> None:
-    expected = _losses(Layout.single(), _APART)[3:]
+    expected = losses_of(Layout.single(), _APART)[3:]
     words = [*_APART, "--load", str(saved), "--zero-stage", "1"]
-    for losses in run_sharing_memory(2, _losses, words):
+    for losses in run_sharing_memory(2, losses_of, words):
         assert largest_difference(losses, expected) < LOSS_TOLERANCE
 
 

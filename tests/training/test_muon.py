@@ -8,7 +8,7 @@ from megatron.planner.memory import estimate_memory
 from tests.distributed import run_distributed
 from tests.parity.layouts import MUON, MUON_DISTRIBUTED, MUON_DUPLICATED
 from tests.parity.resharding import Grid, all_pairs, relative_difference
-from tests.training.toy import build_toy, fingerprint, train_toy
+from tests.training.toy import build_toy, fingerprint, losses_and_norms_of, train_toy
 
 FLAGS = f"""
     --num-layers 3 --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --eval-iters 0
@@ -16,11 +16,6 @@ FLAGS = f"""
     --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
     --train-iters 4 {MUON}
 """
-
-
-def _train(layout, flags):
-    recorder, _ = train_toy(layout, flags.split())
-    return recorder.values("lm loss"), recorder.values("grad-norm")
 
 
 def test_matrices_have_one_state_and_other_parameters_two():
@@ -77,16 +72,16 @@ _TP = "--tensor-model-parallel-size 2"
 )
 @pytest.mark.parametrize("what", ["--lora-rank 4 --lr 3e-2", "--freeze embedding layers.1"])
 def test_adapters_and_frozen_weights(what, flags):
-    losses, norms = _train(Layout.single(), f"{FLAGS} {what}")
+    losses, norms = losses_and_norms_of(Layout.single(), f"{FLAGS} {what}")
     sizes = {"tensor": 2} if _TP in flags else {}
-    for ours in run_distributed(2, _train, f"{FLAGS} {what} {flags}", **sizes):
+    for ours in run_distributed(2, losses_and_norms_of, f"{FLAGS} {what} {flags}", **sizes):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
 
 
 def test_blockwise_depends_on_the_number_of_processes():
-    losses, _ = _train(Layout.single(), FLAGS)
-    for ours, _ in run_distributed(2, _train, f"{FLAGS} {_TP}", tensor=2):
+    losses, _ = losses_and_norms_of(Layout.single(), FLAGS)
+    for ours, _ in run_distributed(2, losses_and_norms_of, f"{FLAGS} {_TP}", tensor=2):
         assert ours[0] == pytest.approx(losses[0], rel=1e-5)
         assert ours[-1] != pytest.approx(losses[-1], rel=1e-5)
 

@@ -21,7 +21,7 @@ from megatron.training.checkpointing import meta_of
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.timers import SaveClock
 from tests.distributed import run_distributed
-from tests.training.toy import build_toy, train_toy
+from tests.training.toy import build_toy, losses_of, train_toy
 
 EVERY_TWO = ["--save-interval", "2", "--eval-iters", "0"]
 
@@ -30,16 +30,12 @@ def _digests(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def _train(layout, flags):
-    return train_toy(layout, flags)[0].values("lm loss")
-
-
 @pytest.mark.parametrize("flags", [[], ["--zero-stage", "1"], ["--zero-stage", "3"]])
 def test_saving_in_the_background_changes_no_bit(tmp_path, flags):
     losses = []
     for name, more in (("now", []), ("later", ["--async-save"])):
         words = [*EVERY_TWO, "--save", str(tmp_path / name), *flags, *more]
-        losses.append(run_distributed(2, _train, words)[-1])
+        losses.append(run_distributed(2, losses_of, words)[-1])
     assert losses[0] == losses[1]
     for iteration in (2, 4, 6):
         now, later = (_digests(tmp_path / n / f"iter_{iteration:07d}") for n in ("now", "later"))
@@ -93,7 +89,7 @@ _EVALUATES_THE_AVERAGE = "--ema-decay 0.5 --eval-interval 1 --eval-iters 1"
     ],
 )
 def test_the_next_passes_run_while_weights_are_copied(tmp_path, flags):
-    run_distributed(2, _train, [*EVERY_TWO, "--save", str(tmp_path / "now"), *flags.split()])
+    run_distributed(2, losses_of, [*EVERY_TWO, "--save", str(tmp_path / "now"), *flags.split()])
     later = [*EVERY_TWO, "--save", str(tmp_path / "later"), "--async-save", *flags.split()]
     assert min(run_distributed(2, _count_late_copies, later)) > 0
     for iteration in (2, 4):
@@ -111,15 +107,15 @@ def test_the_next_passes_run_while_weights_are_copied(tmp_path, flags):
 
 def _count_late_copies(layout, flags):
     background.CopyStream = _LateStream  # this process ends with the function
-    _train(layout, flags)
+    losses_of(layout, flags)
     return _LateStream.copied
 
 
 def test_a_run_goes_on_from_a_save_in_the_background(tmp_path):
     words = ["--save", str(tmp_path), *EVERY_TWO, "--async-save"]
-    whole = _train(Layout.single(), words)
+    whole = losses_of(Layout.single(), words)
     (tmp_path / TRACKER).write_text("4")
-    assert _train(Layout.single(), ["--load", str(tmp_path), "--eval-iters", "0"]) == whole[4:]
+    assert losses_of(Layout.single(), ["--load", str(tmp_path), "--eval-iters", "0"]) == whole[4:]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +130,7 @@ def test_a_run_goes_on_from_a_save_in_the_background(tmp_path):
 )
 def test_a_run_keeps_what_save_retain_interval_says(tmp_path, more, kept):
     words = ["--save", str(tmp_path), *EVERY_TWO, "--save-retain-interval", "4", *more]
-    run_distributed(2, _train, [*words, "--train-iters", "9"])
+    run_distributed(2, losses_of, [*words, "--train-iters", "9"])
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
     assert (tmp_path / TRACKER).read_text() == "9"
 
@@ -153,7 +149,7 @@ def _full_disk_at(patch, *iterations):
 
 def test_after_a_failed_save_the_next_is_waited_for(tmp_path, monkeypatch, capsys):
     _full_disk_at(monkeypatch, 2)
-    _train(Layout.single(), ["--save", str(tmp_path), *EVERY_TWO, "--async-save"])
+    losses_of(Layout.single(), ["--save", str(tmp_path), *EVERY_TWO, "--async-save"])
     said = capsys.readouterr().out
     assert "WARNING: the checkpoint of iteration 2 could not be written" in said
     assert "No space left on device" in said
@@ -164,7 +160,7 @@ def test_after_a_failed_save_the_next_is_waited_for(tmp_path, monkeypatch, capsy
 def test_a_second_failed_save_ends_the_run(tmp_path, monkeypatch):
     _full_disk_at(monkeypatch, 4, 6)
     with pytest.raises(StorageError, match="No space left"):
-        _train(Layout.single(), ["--save", str(tmp_path), *EVERY_TWO, "--async-save"])
+        losses_of(Layout.single(), ["--save", str(tmp_path), *EVERY_TWO, "--async-save"])
     assert (tmp_path / TRACKER).read_text() == "2"
 
 
@@ -211,7 +207,7 @@ def test_all_ranks_save_when_one_clock_says_so(tmp_path, flags):
     seen = run_distributed(2, _one_clock_is_due, tmp_path / "minutes", flags)
     assert seen == [[False, False, True, False, False, False]] * 2
     words = ["--save", str(tmp_path / "count"), "--save-interval", "3", "--eval-iters", "0", *flags]
-    run_distributed(2, _train, words)
+    run_distributed(2, losses_of, words)
     for name in ("iter_0000003", "iter_0000006"):
         by_minutes, by_count = (_digests(tmp_path / way / name) for way in ("minutes", "count"))
         assert by_minutes == by_count
@@ -273,7 +269,7 @@ def _short_of_memory(layout, flags):
 
     Device.host_buffer = short
     try:
-        return _train(layout, flags)
+        return losses_of(layout, flags)
     finally:
         Device.host_buffer = allocate
 

@@ -9,7 +9,7 @@ from megatron.planner.memory import estimate_memory
 from megatron.training.panel import size_rows
 from tests.config.command import parse, problems
 from tests.distributed import run_sharing_memory
-from tests.training.toy import build_toy, fingerprint, train_toy
+from tests.training.toy import build_toy, fingerprint, losses_of, train_toy
 
 AWARE = "--use-precision-aware-optimizer"
 PLAIN = "--bf16 --adam-beta2 0.95 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
@@ -25,16 +25,11 @@ def _flags(name, more=""):
     return f"{PLAIN} {AWARE} {FORMATS[name]} {more}".split()
 
 
-def _losses(layout, flags):
-    recorder, _ = train_toy(layout, flags)
-    return recorder.values("lm loss")
-
-
 def test_the_loss_after_100_iterations():
     length = "--train-iters 100 --micro-batch-size 4 --num-layers 1"
-    expected = _losses(Layout.single(), f"{PLAIN} {length}".split())
+    expected = losses_of(Layout.single(), f"{PLAIN} {length}".split())
     for name in FORMATS:
-        ours = _losses(Layout.single(), _flags(name, length))
+        ours = losses_of(Layout.single(), _flags(name, length))
         assert ours != expected
         assert sum(ours[-10:]) / 10 == pytest.approx(sum(expected[-10:]) / 10, rel=5e-3), name
 
@@ -46,8 +41,10 @@ def _in_stages(layout):
         for name in FORMATS:
             if (stage, name) != (3, "fp16"):  # stage 3's shards are the fp32 weights
                 more = f"--zero-stage {stage} --clip-grad 0"
-                found[stage, name] = _losses(layout, _flags(name, more))
-    offload = _losses(layout, _flags("fp8", "--zero-stage 1 --clip-grad 0 --optimizer-cpu-offload"))
+                found[stage, name] = losses_of(layout, _flags(name, more))
+    offload = losses_of(
+        layout, _flags("fp8", "--zero-stage 1 --clip-grad 0 --optimizer-cpu-offload")
+    )
     return found, offload
 
 
@@ -55,7 +52,7 @@ def test_stages_and_offloading():
     (found, offload), *_ = run_sharing_memory(2, _in_stages)
     assert offload == found[1, "fp8"]
     for name in FORMATS:
-        alone = _losses(Layout.single(), _flags(name, "--clip-grad 0"))
+        alone = losses_of(Layout.single(), _flags(name, "--clip-grad 0"))
         for stage in range(3 + (name != "fp16")):
             assert found[stage, name] == pytest.approx(alone, rel=2e-3), (stage, name)
     # Without scales, only the last bits before rounding depend on where shards start.
@@ -83,18 +80,18 @@ def test_resuming_in_the_same_layout_is_bit_for_bit(tmp_path, name):
         assert one == other
     # Load the checkpoint of two processes on one.
     train_toy(Layout.single(), [*words, "--load", f"{tmp_path}/2"])
-    ours = _losses(Layout.single(), [*words, "--load", f"{tmp_path}/2"])
+    ours = losses_of(Layout.single(), [*words, "--load", f"{tmp_path}/2"])
     assert ours == pytest.approx(losses, rel=3e-3)
 
 
 def test_formats_may_change_at_a_checkpoint(tmp_path, capsys):
     plain = PLAIN.split()
-    expected = _losses(Layout.single(), plain)
+    expected = losses_of(Layout.single(), plain)
     steps = ["--save-interval", "2", "--exit-interval", "2"]
     found, previous = [], []
     for part, words in enumerate([plain, _flags("fp8"), plain]):
         save = ["--save", str(tmp_path / str(part)), *steps]
-        found += _losses(Layout.single(), [*words, *previous, *save])
+        found += losses_of(Layout.single(), [*words, *previous, *save])
         previous = ["--load", str(tmp_path / str(part))]
         told = capsys.readouterr().out
         if part == 1:

@@ -14,7 +14,7 @@ from megatron.parallel.layout import Layout
 from megatron.planner.memory import exchange_bytes, largest_expert_message, largest_message
 from megatron.training.build import new_exchange
 from tests.distributed import run_distributed
-from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy, train_toy
+from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy, losses_of
 
 SPLIT = "--train-iters 1 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
 
@@ -71,10 +71,6 @@ def test_one_process_has_none():
     assert new_exchange(run.config, run.layout, run.device, 1) is None
 
 
-def _losses(layout, flags):
-    return train_toy(layout, flags)[0].values("lm loss")
-
-
 def test_parts_of_a_projection_are_exchanged_too():
     """Without a norm, latent attention's second projections read parts of the first one's rows."""
     latent = """--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4
@@ -83,6 +79,6 @@ def test_parts_of_a_projection_are_exchanged_too():
     *plain, overlap = SPLIT.removeprefix("--train-iters 1 ").split()
     flags = [*latent.split(), *plain]
     overlapped, whole = (
-        run_distributed(2, _losses, more, tensor=2)[-1] for more in ([*flags, overlap], flags)
+        run_distributed(2, losses_of, more, tensor=2)[-1] for more in ([*flags, overlap], flags)
     )
     assert overlapped == pytest.approx(whole, rel=1e-6)

@@ -132,6 +132,18 @@ def train_toy(
     return recorder, run
 
 
+def losses_of(layout: Layout, arguments: Sequence[str] = ()) -> list[float]:
+    """Train the toy to the end; return its losses."""
+    recorder, _ = train_toy(layout, arguments)
+    return recorder.values("lm loss")
+
+
+def losses_and_norms_of(layout: Layout, flags: str) -> tuple[list[float], list[float]]:
+    """Train the toy to the end; return its losses and the norms of its gradients."""
+    recorder, _ = train_toy(layout, flags.split())
+    return recorder.values("lm loss"), recorder.values("grad-norm")
+
+
 def fingerprint(run: Run) -> str:
     """Return a digest of parameters, optimizer state and position."""
     digest = hashlib.sha256(repr(run.progress).encode())

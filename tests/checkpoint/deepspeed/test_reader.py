@@ -16,7 +16,7 @@ from megatron.training.checkpointing import network_of, state_of
 from tests.checkpoint.deepspeed.deepspeed_files import Form, save, scaler, to_deepspeed
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
-from tests.training.toy import TOY, build_toy, train_toy
+from tests.training.toy import TOY, build_toy, losses_of, train_toy
 
 _SAVE = "--save-interval 2 --exit-interval 2 --eval-iters 0 --num-layers 4".split()
 _LLAMA = """
@@ -157,15 +157,10 @@ def test_training_goes_on_with_the_losses_of_our_own_checkpoint(natives, tmp_pat
     to_deepspeed(open_checkpoint(native), tmp_path, Form(zero=1, data=2, experts=2))
     words = ["--eval-iters", "0", "--num-layers", "4", *NETWORKS["mixture"]]
     ours, theirs = (
-        run_distributed(1, _losses, [*words, "--load", str(root)]) for root in (native, tmp_path)
+        run_distributed(1, losses_of, [*words, "--load", str(root)]) for root in (native, tmp_path)
     )
     assert ours == theirs
     assert len(ours[0]) == 4
-
-
-def _losses(layout, words):
-    recorder, _ = train_toy(layout, words)
-    return recorder.values("lm loss")
 
 
 def test_its_network_is_taken_over(natives, tmp_path):

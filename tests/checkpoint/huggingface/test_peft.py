@@ -31,7 +31,7 @@ from pretrain_gpt import GPTRecipe
 from tests.checkpoint.huggingface.models import CASES, VOCAB, tensors_of, write_folder
 from tests.checkpoint.huggingface.record_peft import EAGER, FAMILIES, computed, written_base
 from tests.distributed import run_distributed
-from tests.training.toy import build_toy, train_toy
+from tests.training.toy import build_toy, losses_of, train_toy
 
 HERE = Path(__file__).parent / "peft"
 RECORD = json.loads((HERE / "record.json").read_text())
@@ -152,17 +152,12 @@ def test_an_output_layer_that_files_repeat_has_the_name_of_the_models_own():
     }
 
 
-def _losses(layout, words):
-    recorder, _ = train_toy(layout, words)
-    return recorder.values("lm loss")
-
-
 @pytest.mark.parametrize("kind", ["lora", "dora", "mixtral", "deepseek_v3", "qwen3_next"])
 def test_every_rank_loads_its_part(kind):
     flags = _words(kind, more="--train-iters 3")
-    (losses,) = run_distributed(1, _losses, flags)
+    (losses,) = run_distributed(1, losses_of, flags)
     split = [*flags, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    for ours in run_distributed(2, _losses, split, tensor=2):
+    for ours in run_distributed(2, losses_of, split, tensor=2):
         assert ours == pytest.approx(losses, rel=1e-5)
 
 

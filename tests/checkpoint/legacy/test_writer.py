@@ -23,7 +23,7 @@ from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole, save
 from tests.distributed import run_distributed
 from tests.parity.golden import continue_run
-from tests.training.toy import train_toy
+from tests.training.toy import losses_of, train_toy
 
 # Only Megatron's own run has these: Apex's optimizer has two settings that PyTorch's lacks, and
 # `model_type` is Megatron's own enum.
@@ -175,17 +175,13 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def _losses(layout, flags):
-    return train_toy(layout, flags)[0].values("lm loss")
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
     processes, sizes, flags = LAYOUTS[name]
-    (expected,) = run_distributed(processes, _losses, [*TOY, *flags], **sizes)[-1:]
-    first = run_distributed(processes, _losses, [*TOY, *flags, *SAVES, str(tmp_path)], **sizes)
+    (expected,) = run_distributed(processes, losses_of, [*TOY, *flags], **sizes)[-1:]
+    first = run_distributed(processes, losses_of, [*TOY, *flags, *SAVES, str(tmp_path)], **sizes)
     more = [flag for flag in flags if flag == "--bf16"]
-    second = _losses(Layout.single(), [*TOY, *more, "--load", str(tmp_path)])
+    second = losses_of(Layout.single(), [*TOY, *more, "--load", str(tmp_path)])
     rel = 2e-3 if more else 1e-5
     assert [*first[-1], *second] == pytest.approx(expected, rel=rel)
     (path,) = tmp_path.glob("iter_*")
@@ -205,7 +201,7 @@ def test_files_are_the_same_from_the_background(tmp_path):
     words = "--use-distributed-optimizer --bf16 --ckpt-format legacy --save-interval 2 --save"
     for name, more in (("now", []), ("later", ["--async-save"])):
         flags = [*TOY, *words.split(), str(tmp_path / name), *more, "--train-iters", "4"]
-        run_distributed(2, _losses, flags)
+        run_distributed(2, losses_of, flags)
     folders = [tmp_path / name / "iter_0000002" for name in ("now", "later")]
     now, later = (open_folder(checkpoint_at(folder)) for folder in folders)
     assert any(name.startswith("optimizer.") for name in now.names())
@@ -239,8 +235,8 @@ def test_old_files_go_but_for_megatron_s_own_and_those_being_read(tmp_path, more
     theirs = tmp_path / "iter_0000001" / "mp_rank_00"
     theirs.mkdir(parents=True)
     flags = "--ckpt-format legacy --save-interval 2 --keep-latest 2 --train-iters 6 --save".split()
-    expected = _losses(Layout.single(), [*TOY, "--train-iters", "6"])
-    assert _losses(Layout.single(), [*TOY, *more, *flags, str(tmp_path)]) == expected
+    expected = losses_of(Layout.single(), [*TOY, "--train-iters", "6"])
+    assert losses_of(Layout.single(), [*TOY, *more, *flags, str(tmp_path)]) == expected
     kept = [tmp_path / f"iter_000000{iteration}" for iteration in (1, 4, 6)]
     assert sorted(tmp_path.glob("iter_*")) == kept
     reader = open_folder(checkpoint_at(kept[1]))
@@ -249,11 +245,11 @@ def test_old_files_go_but_for_megatron_s_own_and_those_being_read(tmp_path, more
     assert prune(tmp_path, 6, RetentionPolicy(1)) == [kept[1]]
     assert theirs.exists()
     words = ["--load", str(tmp_path), "--train-iters", "7"]
-    assert len(_losses(Layout.single(), [*TOY, *words, "--override-opt_param-scheduler"])) == 1
+    assert len(losses_of(Layout.single(), [*TOY, *words, "--override-opt_param-scheduler"])) == 1
 
 
 def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
-    assert _losses(Layout.single(), [*TOY, *SAVES, str(tmp_path)])
+    assert losses_of(Layout.single(), [*TOY, *SAVES, str(tmp_path)])
     (before,) = tmp_path.glob("iter_*")
 
     def full(path, tree):
@@ -262,7 +258,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "write_torch_file", full)
     flags = [*TOY, *SAVES, str(tmp_path), "--load", str(tmp_path), "--exit-interval", "4"]
     with pytest.raises(StorageError, match=r"model_optim_rng.pt: No space left"):
-        _losses(Layout.single(), flags)
+        losses_of(Layout.single(), flags)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [before]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
 
@@ -294,7 +290,7 @@ def test_a_converted_run_goes_on_as_from_the_original(golden, tmp_path, monkeypa
 
 def test_files_can_be_mapped_and_name_megatron_s_padding(tmp_path):
     flags = [*TOY, *SAVES, str(tmp_path), "--tensor-model-parallel-size", "2"]
-    run_distributed(2, _losses, flags, tensor=2)
+    run_distributed(2, losses_of, flags, tensor=2)
     file = tmp_path / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt"
     tree = torch.load(file, mmap=True, weights_only=False)
     words = tree["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
@@ -368,7 +364,7 @@ def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
     flags = "--ckpt-format legacy --save-interval 2 --train-iters 6 --save".split()
     sizes = {"tensor": 2}
     words = [*TOY, "--tensor-model-parallel-size", "2", *flags, str(tmp_path)]
-    run_distributed(2, _losses, words, **sizes)
+    run_distributed(2, losses_of, words, **sizes)
     newest, second = (tmp_path / f"iter_000000{iteration}" for iteration in (6, 4))
     assert is_as_listed(newest)
     _megatron_saves(newest, "mp_rank_00")
@@ -387,7 +383,7 @@ def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
 
 
 def test_files_of_a_wider_split_beside_ours_are_refused(tmp_path):
-    _losses(Layout.single(), [*TOY, *SAVES, str(tmp_path)])
+    losses_of(Layout.single(), [*TOY, *SAVES, str(tmp_path)])
     (folder,) = tmp_path.glob("iter_*")
     shutil.copytree(folder / "mp_rank_00", folder / "mp_rank_01")
     with pytest.raises(CheckpointError, match=r"mp_rank_01/model_optim_rng.pt written or removed"):
@@ -400,7 +396,7 @@ def test_files_of_a_wider_split_beside_ours_are_refused(tmp_path):
 @pytest.mark.parametrize("text", [b"All files are here.\n", b"{", b'{"files": 1}', b"[" * 100_000])
 def test_a_mark_that_lists_nothing_vouches_for_nothing(tmp_path, text):
     flags = "--ckpt-format legacy --save-interval 2 --train-iters 4 --save".split()
-    _losses(Layout.single(), [*TOY, *flags, str(tmp_path)])
+    losses_of(Layout.single(), [*TOY, *flags, str(tmp_path)])
     (tmp_path / "iter_0000002" / "complete").write_bytes(text)
     assert prune(tmp_path, 4, RetentionPolicy(1)) == []
     open_folder(checkpoint_at(tmp_path / "iter_0000002"))
