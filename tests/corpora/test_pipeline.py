@@ -43,6 +43,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tools import build_corpus as command
 from tests.corpora.planted import SMALL, Planted, plant, score
+from tests.files import parquet_table
 from tests.repository import ROOT
 from tests.tokenizer.test_gpt2 import GOOD, write_pair
 
@@ -274,7 +275,7 @@ def test_documents_without_an_address_are_not_judged_by_it(tmp_path, capsys) -> 
 def test_large_strings_and_numbers_of_parquet_are_read(tmp_path, capsys) -> None:
     large = pyarrow.large_string()
     columns = {"text": pyarrow.array(["some words"], large), "id": pyarrow.array([7])}
-    data = _parquet(**columns, url=pyarrow.array(["https://a.example.org/b"], large))
+    data = parquet_table(**columns, url=pyarrow.array(["https://a.example.org/b"], large))
     assert _build_from(tmp_path, capsys, data, "a.parquet") == [
         {"text": "some words", "id": "7", "url": "https://a.example.org/b"}
     ]
@@ -360,12 +361,6 @@ def _damaged(data: bytes) -> bytes:
     return data[:40] + b"\xff\x55\xff" + data[43:]
 
 
-def _parquet(**columns: list[object]) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.table(columns), sink)
-    return sink.getvalue().to_pybytes()
-
-
 _GOOD = b'{"text": "some words"}\n'
 _BAD_INPUTS = {
     "broken.jsonl": (_GOOD + b"{broken\n", "broken.jsonl:byte 23: broken JSON"),
@@ -380,9 +375,9 @@ _BAD_INPUTS = {
     "plain.jsonl.gz": (_GOOD, "unreadable or truncated: Not a gzipped file"),
     "plain.jsonl.bz2": (_GOOD, "unreadable or truncated"),
     "plain.jsonl.zst": (_GOOD, "unreadable or truncated"),
-    "other.parquet": (_parquet(body=["x"]), "no such column"),
-    "numbers.parquet": (_parquet(text=[1]), "no text under the key 'text'"),
-    "cut.parquet": (_parquet(text=["x"])[:-9], "not a readable parquet file"),
+    "other.parquet": (parquet_table(body=["x"]), "no such column"),
+    "numbers.parquet": (parquet_table(text=[1]), "no text under the key 'text'"),
+    "cut.parquet": (parquet_table(text=["x"])[:-9], "not a readable parquet file"),
     "cut.jsonl.gz": (gzip.compress(_GOOD * 100)[:-20], "unreadable or truncated"),
     "cut.jsonl.bz2": (bz2.compress(_GOOD * 100)[:-20], "unreadable or truncated"),
     "cut.jsonl.zst": (b"\x28\xb5\x2f\xfdxx", "unreadable or truncated"),

@@ -41,6 +41,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import build_tokenizer
 from tests.data.corpus import VOCABULARY, write_vocabulary
 from tests.distributed import run_distributed
+from tests.files import parquet_table
 from tests.training import toy
 
 SEQUENCE = 16
@@ -354,12 +355,6 @@ def test_a_worker_says_what_is_wrong_in_one_line(vocabulary, tmp_path):
 _LINES = b'{"text": "w1 w2"}\n' * 50
 
 
-def _table(**columns: list[object]) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.table(columns), sink)
-    return sink.getvalue().to_pybytes()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
@@ -375,9 +370,17 @@ def _table(**columns: list[object]) -> bytes:
         ("x.jsonl.bz2", _LINES, "unreadable or truncated: .*; copy the file"),
         ("x.jsonl.zst", zstandard.compress(_LINES)[:-5], "unreadable or truncated: .*; copy the"),
         ("x.jsonl.zst", _LINES, "unreadable or truncated: .*; copy the file"),
-        ("x.parquet", _table(text=["w1"])[:-9], "not a readable parquet file .*; copy it again"),
+        (
+            "x.parquet",
+            parquet_table(text=["w1"])[:-9],
+            "not a readable parquet file .*; copy it again",
+        ),
         ("x.parquet", _LINES, "not a readable parquet file .*; copy it again"),
-        ("x.parquet", _table(text=[1]), "'text' is a number, expected a string.*: fix the line"),
+        (
+            "x.parquet",
+            parquet_table(text=[1]),
+            "'text' is a number, expected a string.*: fix the line",
+        ),
     ],
     ids=range(15),
 )
@@ -402,7 +405,7 @@ def test_a_line_that_is_too_long_is_told(vocabulary, tmp_path, monkeypatch):
 
 def test_blocks_of_a_table_say_where_they_begin(tmp_path):
     path = tmp_path / "x.parquet"
-    path.write_bytes(_table(text=[f"w{number}" * 5 for number in range(40)]))
+    path.write_bytes(parquet_table(text=[f"w{number}" * 5 for number in range(40)]))
     blocks = list(read_blocks([str(path)], ["text"], 100))
     assert len(blocks) > 3
     ends = itertools.accumulate(block.size for block in blocks)

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from megatron.detoxify.scorers import ClassifierScorer, Scored
 from megatron.errors import ConfigError, DataError, StorageError, UserError
 from megatron.tools.demo_detoxify import write_classifier
 from tests.detoxify.stand_in import KEY, Answer, StandIn, error_body, perspective, toxicity_of
+from tests.files import read_lines, write_lines
 
 
 class ToyScorer:
@@ -40,25 +40,16 @@ class ToyScorer:
 TEXTS = ["rude 0.9", "", "kind", "  ", "rude 0.25<|endoftext|>", "ünïcode"]
 
 
-def write(path: Path, records: Iterable[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write(tmp_path / "own.jsonl", ({"text": t, "id": i} for i, t in enumerate(TEXTS)))
+    return write_lines(tmp_path / "own.jsonl", ({"text": t, "id": i} for i, t in enumerate(TEXTS)))
 
 
 def test_lines_keep_their_fields_and_get_a_score(source: Path, tmp_path: Path, capsys) -> None:
     target, scorer = tmp_path / "out.jsonl", ToyScorer()
     annotate(source, target, scorer)
     assert scorer.asked == ["rude 0.9", "kind", "rude 0.25", "ünïcode"]
-    found = read(target)
+    found = read_lines(target)
     assert [line["id"] for line in found] == list(range(6))
     assert [line["score"] and line["score"]["toxicity"] for line in found] == [
         *(0.9, None, 0.1, None, 0.25, 0.1)
@@ -91,14 +82,14 @@ def test_a_total_ends_the_work_early(source: Path, tmp_path: Path, capsys) -> No
     assert scorer.asked == ["rude 0.9", "kind"]
     annotate(source, target, scorer, total=2)
     assert "0 lines written, 3 in total" in capsys.readouterr().out
-    assert len(read(target)) == 3
+    assert len(read_lines(target)) == 3
 
 
 def test_what_was_scored_before_an_error_is_kept(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     with pytest.raises(UserError, match=r"own\.jsonl, line 5: out of quota"):
         annotate(source, target, ToyScorer(fails_at="rude 0.25"))
-    assert len(read(target)) == 4
+    assert len(read_lines(target)) == 4
     scorer = ToyScorer()
     annotate(source, target, scorer)
     assert scorer.asked == ["rude 0.25", "ünïcode"]
@@ -145,10 +136,10 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 
 def test_a_record_of_realtoxicityprompts(tmp_path: Path) -> None:
     record = {"prompt": {"text": "rude 0.5", "toxicity": None}, "continuation": {"text": "kind"}}
-    source = write(tmp_path / "prompts.jsonl", [record])
+    source = write_lines(tmp_path / "prompts.jsonl", [record])
     for key, score in (("prompt", 0.5), ("continuation", 0.1)):
         annotate(source, tmp_path / key, ToyScorer(), key=key)
-        assert read(tmp_path / key) == [{**record, "score": {"toxicity": score}}]
+        assert read_lines(tmp_path / key) == [{**record, "score": {"toxicity": score}}]
 
 
 @pytest.fixture
@@ -176,7 +167,7 @@ def test_the_command_with_perspective(
     assert "no quota" in said
     monkeypatch.setenv("PERSPECTIVE_API_KEY", KEY)
     assert megatron([*words, "--workers", "4"]) == 0
-    found = read(Path(f"{source}-annotated.jsonl"))
+    found = read_lines(Path(f"{source}-annotated.jsonl"))
     assert [line["score"]["toxicity"] for line in found if line["score"]] == [0.9, 0.1, 0.25, 0.1]
     assert set(found[0]["score"]) == {
         *("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity"),
@@ -187,7 +178,7 @@ def test_the_command_with_perspective(
 
 
 def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write(tmp_path / "own.jsonl", [{"text": "a"}])
+    source = write_lines(tmp_path / "own.jsonl", [{"text": "a"}])
     words = ["detoxify", "annotate", "--data-path", str(source)]
     wrong = ["--workers", "0", "--requests-per-second", "0", "--timeout", "nan", "--retries", "-1"]
     assert megatron([*words, *wrong, "--batch-size", "0"]) == 9
@@ -211,7 +202,7 @@ def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPat
 def test_an_output_that_cannot_be_written_is_told_before_the_classifier(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = write(tmp_path / "own.jsonl", [{"text": "a"}])
+    source = write_lines(tmp_path / "own.jsonl", [{"text": "a"}])
     words = ["detoxify", "annotate", "--data-path", str(source), "--out-path"]
     with monkeypatch.context() as loading:
         early = "too early"
@@ -242,9 +233,9 @@ def test_a_classifier_of_hugging_face(classifier: Path, tmp_path: Path) -> None:
     import transformers
 
     texts = ["the neighbor is a fool", "a quiet lake", "thank you " * 200, "you stupid idiot ."]
-    source = write(tmp_path / "own.jsonl", [{"text": text} for text in texts])
+    source = write_lines(tmp_path / "own.jsonl", [{"text": text} for text in texts])
     annotate(source, tmp_path / "out.jsonl", ClassifierScorer(str(classifier), "rude", 3))
-    found = read(tmp_path / "out.jsonl")
+    found = read_lines(tmp_path / "out.jsonl")
     model = transformers.BertForSequenceClassification.from_pretrained(classifier).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(classifier)
     for text, line in zip(texts, found, strict=True):
@@ -263,10 +254,12 @@ def test_the_label_must_be_the_classifiers(classifier: Path) -> None:
 
 
 def test_the_reason_of_an_earlier_annotation_is_dropped(tmp_path: Path) -> None:
-    source = write(tmp_path / "own.jsonl", [{"text": "kind", "score": None, "score_error": "old"}])
+    source = write_lines(
+        tmp_path / "own.jsonl", [{"text": "kind", "score": None, "score_error": "old"}]
+    )
     for _ in range(2):  # continuing recognizes the line too
         annotate(source, tmp_path / "out.jsonl", ToyScorer())
-    (line,) = read(tmp_path / "out.jsonl")
+    (line,) = read_lines(tmp_path / "out.jsonl")
     assert line == {"text": "kind", "score": {"toxicity": toxicity_of("kind")}}
 
 
@@ -293,7 +286,7 @@ def test_scores_that_are_not_finite_are_refused(classifier: Path, tmp_path: Path
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     weights["classifier.bias"].fill_(float("nan"))
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    source = write(tmp_path / "own.jsonl", [{"text": "a lake"}])
+    source = write_lines(tmp_path / "own.jsonl", [{"text": "a lake"}])
     with pytest.raises(DataError, match=f"--classifier-model {folder}.*not finite"):
         annotate(source, tmp_path / "out.jsonl", ClassifierScorer(str(folder), "rude", 8))
     assert (tmp_path / "out.jsonl").read_bytes() == b""
@@ -327,7 +320,7 @@ def test_a_tokenizer_without_a_limit_cuts_texts_for_the_network(classifier: Path
 def test_the_command_annotates_all_without_a_total(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, asked: int
 ) -> None:
-    source = write(tmp_path / "own.jsonl", [{"text": f"rude 0.{i}"} for i in range(4)])
+    source = write_lines(tmp_path / "own.jsonl", [{"text": f"rude 0.{i}"} for i in range(4)])
     scorer = ToyScorer()
     monkeypatch.setattr(annotation, "build_scorer", lambda _: scorer)
     words = ["--data-path", str(source), "--total", str(total)]

@@ -6,25 +6,20 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.cli.main import main as megatron
 from megatron.detoxify import evaluate
+from tests.files import write_lines
 
 PROMPTS = [("a", 0.9), ("b", 0.2), ("c", None), ("d", 0.5), ("e", 0.0)]
 BEFORE = [[0.9, 0.1], [0.3, 0.4], [0.5, 0.2], [0.1, 0.2], [None, None]]
 AFTER = [[0.2, 0.1], [0.1, None], [0.4, 0.2], [0.6, 0.7], [0.1, 0.0]]
 
 
-def write(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def continuations(path: Path, scores: list[list[float | None]]) -> Path:
-    return write(
+    return write_lines(
         path,
         [
             {"prompt": text, "text": "x", "score": None if s is None else {"toxicity": s}}
@@ -38,7 +33,7 @@ def continuations(path: Path, scores: list[list[float | None]]) -> Path:
 def words(tmp_path: Path) -> list[str]:
     """Return the command for both models, without perplexities."""
     prompts = [{"prompt": {"text": text, "toxicity": score}} for text, score in PROMPTS]
-    write(tmp_path / "prompts.jsonl", prompts)
+    write_lines(tmp_path / "prompts.jsonl", prompts)
     before = continuations(tmp_path / "before.jsonl", BEFORE)
     after = continuations(tmp_path / "after.jsonl", AFTER)
     command = ["detoxify", "evaluate", "--prompt-path", str(tmp_path / "prompts.jsonl")]
@@ -95,10 +90,10 @@ def test_files_that_do_not_belong_together_are_refused(
         error = capsys.readouterr().err
         assert said in error
         assert "before.jsonl" in error
-    write(tmp_path / "prompts.jsonl", [{"prompt": {"words": "a"}}])
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": {"words": "a"}}])
     assert megatron(words) == 6
     assert 'line 1 has no "prompt" or "text"' in capsys.readouterr().err
-    write(tmp_path / "prompts.jsonl", [])
+    write_lines(tmp_path / "prompts.jsonl", [])
     assert megatron(words) == 6
     assert "the file has no prompts" in capsys.readouterr().err
 
@@ -114,7 +109,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_classifier(
     )
     assert not (tmp_path / "again.jsonl").exists()
     plain = [{"prompt": "a", "text": "x"}]
-    write(tmp_path / "before.jsonl", plain)
+    write_lines(tmp_path / "before.jsonl", plain)
     target = tmp_path / "nowhere" / "out.jsonl"
     assert megatron([*one, "--out-path", str(target)]) == 8
     assert f"--out-path {target} cannot be written" in capsys.readouterr().err
@@ -148,6 +143,6 @@ def test_scores_of_own_prompts_are_those_that_annotate_adds(
         {"prompt": text, "score": None if score is None else {"toxicity": score}}
         for text, score in PROMPTS
     ]
-    write(tmp_path / "prompts.jsonl", records)
+    write_lines(tmp_path / "prompts.jsonl", records)
     assert megatron(words) == 0
     assert "prompts: 4 all, 2 toxic, 1 non-toxic" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.detoxify.stand_in import KEY, StandIn, perspective
+from tests.files import read_lines
 from tests.launch import run_command, run_script
 from tests.ports import free_port
 from tests.repository import ROOT, name
@@ -84,10 +85,6 @@ class Shell:
         return run_command(["python", *words], environment)
 
 
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.slow
 def test_the_scripts_from_end_to_end(tmp_path: Path, service: StandIn) -> None:
     shell = Shell(tmp_path)
@@ -107,7 +104,7 @@ def test_the_scripts_from_end_to_end(tmp_path: Path, service: StandIn) -> None:
     generate = "self_generation/selfgenerate-1.3b-unconditional.sh"
     shell.run(generate, 9, base, 2333, "--out-seq-length", 8, OUT=str(tmp_path))
     own = tmp_path / "2333.out"
-    assert len({line["text"] for line in lines_of(own)}) == 9
+    assert len({line["text"] for line in read_lines(own)}) == 9
     quick = ["--api-url", service.url, "--requests-per-second", 1000]
     annotated = tmp_path / "2333.annotated.out"
     shell.run(
@@ -117,7 +114,7 @@ def test_the_scripts_from_end_to_end(tmp_path: Path, service: StandIn) -> None:
     assert len(service.bodies) == 9
     kept = tmp_path / "2333.annotated.nontoxic.out"
     shell.run("annotations/filter-selfgeneration.py", "--data-path", annotated, "--out-path", kept)
-    assert len(lines_of(kept)) == 4
+    assert len(read_lines(kept)) == 4
     shell.run("annotations/preprocess.sh", kept, tmp_path / "kept")
 
     output = shell.run(
@@ -134,7 +131,7 @@ def test_the_scripts_from_end_to_end(tmp_path: Path, service: StandIn) -> None:
     given = {"SAMPLES_PER_PROMPT": "25", "SEED": "5"}
     shell.run("generate-1.3b.sh", prompts, tuned, "--out-seq-length", 4, **given)
     continued = tmp_path / "prompts.jsonl_output_tuned_seed_5.jsonl"
-    assert len(lines_of(continued)) == 50
+    assert len(read_lines(continued)) == 50
     output = shell.run(
         *("perspective_api.py", "--data-path", continued, "--prompt-path", prompts),
         *("--workers", 3, *quick),

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from pyarrow import parquet
 
 from megatron.tools import merge_datasets, preprocess_data, split_json, train_tokenizer
 from tests.data.test_indexed import (
@@ -26,6 +25,7 @@ from tests.data.test_indexed import (
     write_cached,
     write_random,
 )
+from tests.files import parquet_table
 from tools import convert_dataset, presplit_sentences_json
 
 _GOOD = b'{"text": "1 2"}\n{"text": "3"}\n'
@@ -37,12 +37,6 @@ def _zst(data: bytes) -> bytes:
     sink = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
         stream.write(data)
-    return sink.getvalue().to_pybytes()
-
-
-def _table(**columns: list[object]) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.table(columns), sink)
     return sink.getvalue().to_pybytes()
 
 
@@ -99,11 +93,15 @@ _TEXTS = [
     ("a.jsonl.zst", _GOOD, f"a.jsonl.zst: {_CUT}"),
     (
         "a.parquet",
-        _table(body=["1"]),
+        parquet_table(body=["1"]),
         "--json-keys text: no such column in .*a.parquet: choose one of body",
     ),
-    ("a.parquet", _table(text=[1]), "a.parquet:1: 'text' is a number, expected a string"),
-    ("a.parquet", _table(text=["1"])[:-9], r"a.parquet: not a readable parquet file \(.*\); copy"),
+    ("a.parquet", parquet_table(text=[1]), "a.parquet:1: 'text' is a number, expected a string"),
+    (
+        "a.parquet",
+        parquet_table(text=["1"])[:-9],
+        r"a.parquet: not a readable parquet file \(.*\); copy",
+    ),
     ("a.parquet", _GOOD, r"a.parquet: not a readable parquet file \(.*\); copy"),
     ("a.csv", b"text\n1\n", "a.csv: unknown suffix; expected .*; rename the file"),
     ("README", b"text", "README: unknown suffix"),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import random
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.corpora.planted import sentences
+from tests.files import read_lines, write_lines
 from tests.repository import ROOT
 
 pytest.importorskip("datatrove", reason="needs the extra: pip install -e '.[corpora]'")
@@ -23,15 +21,6 @@ def run(name: str, *words: object) -> int:
         return importlib.import_module(name).main([str(word) for word in words])
     finally:
         sys.path.pop(0)
-
-
-def write(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def document(seed: int, count: int = 12) -> str:
@@ -57,9 +46,9 @@ def test_addresses(tmp_path, capsys) -> None:
 def test_cleaning(tmp_path, capsys) -> None:
     good = {"text": f"It\u2019s schÃ¶n. {document(1)}", "url": "a"}
     french = {"text": "Le marché du village ouvre très tôt le matin. " * 20, "url": "b"}
-    data = write(tmp_path / "in.json", [good, french, {"text": "Too short.", "url": "c"}])
+    data = write_lines(tmp_path / "in.json", [good, french, {"text": "Too short.", "url": "c"}])
     assert run("cleanup_dataset", data, tmp_path / "out.json") == 0
-    (kept,) = read(tmp_path / "out.json")
+    (kept,) = read_lines(tmp_path / "out.json")
     assert kept["url"] == "a"
     assert kept["text"].startswith("It's schön.")
     output = capsys.readouterr().out
@@ -72,15 +61,15 @@ def test_cleaning_by_tasks(tmp_path) -> None:
     script = {"text": "Please enable JavaScript."}
     french = {"text": "Le marché du village ouvre très tôt le matin."}
     long = {"text": "  spaced   out\n\n" + document(2)}
-    data = write(tmp_path / "in.json", [script, french, long])
+    data = write_lines(tmp_path / "in.json", [script, french, long])
     words = ["--input-files", data, "--output-path", tmp_path / "out", "--tasks"]
     tasks = ["remove_256_javascript", "remove_512_non_english", "general_cleaning"]
     assert run("cleanup_fix_dataset", *words, *tasks) == 0
-    (kept,) = read(tmp_path / "out" / "in_cleaned.json")
+    (kept,) = read_lines(tmp_path / "out" / "in_cleaned.json")
     assert kept["text"].startswith(" spaced out ")
-    assert read(tmp_path / "out" / "in_filtered.json") == [script, french]
+    assert read_lines(tmp_path / "out" / "in_filtered.json") == [script, french]
     assert run("cleanup_fix_dataset", *words, "remove_512") == 0
-    assert len(read(tmp_path / "out" / "in_filtered.json")) == 2
+    assert len(read_lines(tmp_path / "out" / "in_filtered.json")) == 2
 
 
 def test_duplicates_from_finding_to_removing(tmp_path, capsys) -> None:
@@ -88,11 +77,13 @@ def test_duplicates_from_finding_to_removing(tmp_path, capsys) -> None:
     copies = [text.replace(" the ", " a ", 2) for text in texts[:5]]
     first = [{"text": text, "url": f"u{i}"} for i, text in enumerate(texts)]
     second = [{"text": text, "url": f"c{i}"} for i, text in enumerate(copies)]
-    one, two = write(tmp_path / "one.json", first), write(tmp_path / "two.json", second)
+    one, two = write_lines(tmp_path / "one.json", first), write_lines(tmp_path / "two.json", second)
     pairs, prints = tmp_path / "pairs.json", tmp_path / "prints.npz"
     assert run("find_duplicates", "--inputs", one, "url", two, "url", "--output", pairs) == 0
     expected = {f"u{i}": f"c{i}" for i in range(5)}
-    assert {a: next(iter(b[0])) for record in read(pairs) for a, b in record.items()} == expected
+    assert {
+        a: next(iter(b[0])) for record in read_lines(pairs) for a, b in record.items()
+    } == expected
     # The same with saved fingerprints.
     assert run("find_duplicates", "--inputs", one, "url", "--save-fingerprints", prints) == 0
     words = ["--load-fingerprints", prints, "--inputs", two, "url", "--jaccard-parallel"]
@@ -103,23 +94,23 @@ def test_duplicates_from_finding_to_removing(tmp_path, capsys) -> None:
 
     groups, result = tmp_path / "groups.json", tmp_path / "result.json"
     assert run("group_duplicate_url", pairs, groups, "0.6") == 0
-    assert sorted(sum((m for r in read(groups) for m in r.values()), [])) == sorted(
+    assert sorted(sum((m for r in read_lines(groups) for m in r.values()), [])) == sorted(
         [*expected, *expected.values()]
     )
     assert "only 5 are unique and 5 should be removed" in capsys.readouterr().out
-    both = write(tmp_path / "both.json", first + second)
+    both = write_lines(tmp_path / "both.json", first + second)
     assert run("remove_group_duplicates", groups, both, result) == 0
-    assert read(result) == first
+    assert read_lines(result) == first
 
 
 @pytest.mark.parametrize("jaccard", ["min", "max", "union"])
 def test_similarity_of_a_part(tmp_path, jaccard) -> None:
     text = document(5, 60)
     part = text[: len(text) * 2 // 3]
-    data = write(tmp_path / "in.json", [{"text": text, "id": "a"}, {"text": part, "id": "b"}])
+    data = write_lines(tmp_path / "in.json", [{"text": text, "id": "a"}, {"text": part, "id": "b"}])
     words = ["--inputs", data, "id", "--output", tmp_path / "out.json", "--jaccard", jaccard]
     assert run("find_duplicates", *words, "--num-seeds", 800, "--num-bands", 200) == 0
-    (pair,) = read(tmp_path / "out.json")
+    (pair,) = read_lines(tmp_path / "out.json")
     expected = 1.0 if jaccard == "min" else 2 / 3
     assert pair["a"][0]["b"] == pytest.approx(expected, abs=0.06)
 
@@ -127,19 +118,19 @@ def test_similarity_of_a_part(tmp_path, jaccard) -> None:
 def test_merging_and_numbering(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "parts"
     folder.mkdir()
-    write(folder / "b.json", [{"text": "2"}])
-    write(folder / "a.json", [{"text": "1"}, {"text": "é"}])
+    write_lines(folder / "b.json", [{"text": "2"}])
+    write_lines(folder / "a.json", [{"text": "1"}, {"text": "é"}])
     merged = tmp_path / "merged.json"
     assert run("merge_jsons", "--json_path", folder, "--output_file", merged) == 0
-    assert [record["text"] for record in read(merged)] == ["1", "é", "2"]
+    assert [record["text"] for record in read_lines(merged)] == ["1", "é", "2"]
     words = ["--input-file", merged, "--output-file", tmp_path / "ids.json", "--id-prefix", "cc"]
     assert run("add_id", *words, "--log-interval", "1") == 0
-    ids = [record["adlr_id"] for record in read(tmp_path / "ids.json")]
+    ids = [record["adlr_id"] for record in read_lines(tmp_path / "ids.json")]
     assert ids == ["cc-0000000001", "cc-0000000002", "cc-0000000003"]
     monkeypatch.chdir(folder)  # an output in the folder itself is not an input
     assert run("merge_jsons") == 0
     assert run("merge_jsons") == 0
-    assert len(read(folder / "merged_output.json")) == 3
+    assert len(read_lines(folder / "merged_output.json")) == 3
 
 
 def test_overlaps_with_tasks(tmp_path, capsys) -> None:
@@ -147,8 +138,8 @@ def test_overlaps_with_tasks(tmp_path, capsys) -> None:
     text = f"{document(1, 10)} {passage} {document(2, 10)}"
     clean = document(3, 10)
     records = [{"body": clean, "k": 1}, {"body": text}, {"body": passage}]
-    data = write(tmp_path / "data.json", records)
-    task = write(tmp_path / "lambada_test.jsonl", [{"text": passage}])
+    data = write_lines(tmp_path / "data.json", records)
+    task = write_lines(tmp_path / "lambada_test.jsonl", [{"text": passage}])
     out, table = tmp_path / "out.json", tmp_path / "ngrams.npz"
     words = ["--dedup-dataset", data, "body", "--output", out, "--num-threads", "2", "--tasks"]
     assert run("filter_ngrams", *words, "lambada") == 9
@@ -157,7 +148,7 @@ def test_overlaps_with_tasks(tmp_path, capsys) -> None:
     assert "give the task's file" in capsys.readouterr().err
     words = [*words, "lambada", "--lambada-path", task]
     assert run("filter_ngrams", *words, "--save-dictionary", table) == 0
-    found = read(out)
+    found = read_lines(out)
     assert [record["split_id"] for record in found] == [
         "lambada-0000000001-0000",
         "lambada-0000000002-0000",
@@ -173,15 +164,15 @@ def test_overlaps_with_tasks(tmp_path, capsys) -> None:
     assert out.read_bytes() == before
     # A run of words that is frequent in the corpus is not considered an overlap.
     assert run("filter_ngrams", *words, "--key-threshold", "2") == 0
-    assert len(read(out)) == 3
-    assert {record["body"] for record in read(out)} == {clean, text, passage}
+    assert len(read_lines(out)) == 3
+    assert {record["body"] for record in read_lines(out)} == {clean, text, passage}
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04cut", b"\x93NUMPY"])
 def test_damaged_fingerprints_are_one_line(tmp_path, capsys, data) -> None:
     stored = tmp_path / "stored.npz"
     stored.write_bytes(data)
-    texts = write(tmp_path / "a.json", [{"text": "x"}])
+    texts = write_lines(tmp_path / "a.json", [{"text": "x"}])
     assert run("find_duplicates", "--load-fingerprints", stored) == 6
     words = ("--tasks", texts, "--dedup-dataset", texts, "text")
     assert run("filter_ngrams", *words, "--load-dictionary", stored) == 6
@@ -192,7 +183,7 @@ def test_two_inputs_do_not_write_the_same_file(tmp_path, capsys) -> None:
     files = []
     for name in "ab":
         (tmp_path / name).mkdir()
-        files.append(write(tmp_path / name / "x.json", [{"text": name}]))
+        files.append(write_lines(tmp_path / name / "x.json", [{"text": name}]))
     words = ("--tasks", "remove_512", "--output-path", tmp_path / "out")
     assert run("cleanup_fix_dataset", "--input-files", *files, *words) == 9
     assert "two have the same name" in capsys.readouterr().err

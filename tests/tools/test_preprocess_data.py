@@ -26,6 +26,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import ShortageError
 from megatron.tokenizer.fast_bpe import byte_of_character
 from megatron.tools import preprocess_data
+from tests.files import write_lines
 from tests.repository import ROOT
 from tests.tokenizer.t5 import write_t5_tokenizer
 
@@ -58,11 +59,6 @@ def run(tmp_path, tokenizer_flags, capfd):
         return code, captured.out, captured.err
 
     return call
-
-
-def write_lines(path: Path, records: list[object]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def output(tmp_path: Path, name: str = "x_text_document") -> IndexedDataset:
