@@ -130,6 +130,26 @@ def test_chunks_of_attention_do_not_depend_on_the_steps(size: int) -> None:
         assert found == expected, changes
 
 
+_NGRAM = Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+
+
+def _check_engines(loaded: Loaded, asked: list[tuple[int, ...]], expected: list[list[int]]) -> None:
+    """Check the answers of 40 tokens in all kinds of steps."""
+    requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
+    for changes, ahead in (
+        ({}, False),
+        ({}, True),
+        ({"max_step_tokens": 9}, True),
+        ({"speculation": _NGRAM}, False),
+        ({"cache_tokens": 160}, True),
+    ):
+        with patch.object(build, "is_asynchronous", lambda device, ahead=ahead: ahead):
+            engine = build_engine(loaded, Device.cpu(), replace(OPTIONS, **changes))
+        events = drain(engine, requests)
+        found = [tokens_of(events[str(i)]) for i in range(len(asked))]
+        assert found == expected, (changes, ahead)
+
+
 def test_texts_grow_beyond_the_trained_context() -> None:
     """Their keys are recomputed with the long divisors; prompts of the same length share blocks.
 
@@ -138,22 +158,9 @@ def test_texts_grow_beyond_the_trained_context() -> None:
     loaded = toy(LONG_ROPE)
     shared = tuple(range(40, 60))  # as long as the training context
     asked = [*PROMPTS, shared, (*shared, 3), (*shared[:-1], 9), (*shared, 3, 8), *PROMPTS]
-    requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
     known = {prompt: without_cache(loaded.model, prompt, 40) for prompt in dict.fromkeys(asked)}
     expected = [known[prompt] for prompt in asked]
-    ngram = Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
-    for changes, ahead in (
-        ({}, False),
-        ({}, True),
-        ({"max_step_tokens": 9}, True),
-        ({"speculation": ngram}, False),
-        ({"cache_tokens": 160}, True),
-    ):
-        with patch.object(build, "is_asynchronous", lambda device, ahead=ahead: ahead):
-            engine = build_engine(loaded, Device.cpu(), replace(OPTIONS, **changes))
-        events = drain(engine, requests)
-        found = [tokens_of(events[str(i)]) for i in range(len(asked))]
-        assert found == expected, (changes, ahead)
+    _check_engines(loaded, asked, expected)
     short = toy(LONG_ROPE.replace("position-embeddings 20", "position-embeddings 72"))
     assert without_cache(short.model, PROMPTS[0], 40) != expected[0]
 
@@ -181,17 +188,4 @@ def test_tokens_keep_the_rotation_that_they_had_when_they_were_new() -> None:
     known = {prompt: as_when_new(prompt) for prompt in dict.fromkeys(asked)}
     expected = [known[prompt] for prompt in asked]
     assert known[shared] != without_cache(model, shared, 40), "keys do not grow"
-    requests = [Request(str(i), prompt, greedy(40)) for i, prompt in enumerate(asked)]
-    ngram = Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
-    for changes, ahead in (
-        ({}, False),
-        ({}, True),
-        ({"max_step_tokens": 9}, True),
-        ({"speculation": ngram}, False),
-        ({"cache_tokens": 160}, True),
-    ):
-        with patch.object(build, "is_asynchronous", lambda device, ahead=ahead: ahead):
-            engine = build_engine(loaded, Device.cpu(), replace(OPTIONS, **changes))
-        events = drain(engine, requests)
-        found = [tokens_of(events[str(i)]) for i in range(len(asked))]
-        assert found == expected, (changes, ahead)
+    _check_engines(loaded, asked, expected)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
@@ -91,6 +94,22 @@ def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
+
+
+@contextmanager
+def kept_for_backward(layer: nn.Module) -> Iterator[dict[int, int]]:
+    """Collect the bytes of each storage that autograd keeps, by address, but not of weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        yield kept
 
 
 def loss_and_gradients(model: GPTModel, *, seed: int = 3) -> tuple[Tensor, dict[str, Tensor]]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.kernels.segments import Segments
@@ -21,7 +20,7 @@ from megatron.models.recurrent_plan import GatedDeltaNetPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
-from tests.models.small import LLAMA, SEQUENCE, batch, gpt
+from tests.models.small import LLAMA, SEQUENCE, batch, gpt, kept_for_backward
 
 HIDDEN, KEY_HEADS, SERVES, KEYS, VALUES, TAPS = 16, 2, 3, 5, 7, 4
 NETWORK: dict[str, Any] = {
@@ -165,17 +164,8 @@ def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -
     parts = frozenset({"core_attn"} if recompute else ())
     layer = GatedDeltaNet(plan, BuildContext(Layout.single(), recomputed=parts))
     initialize(layer.named_parameters(), 1)
-    weights = {parameter.data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        memory = x.untyped_storage()
-        if memory.data_ptr() not in weights:
-            kept[memory.data_ptr()] = memory.nbytes()
-        return x
-
     x = torch.randn(128, 2, 64, requires_grad=True)
-    with saved_tensors_hooks(pack, lambda x: x):
+    with kept_for_backward(layer) as kept:
         out = layer(x, None, None)
     assert out.requires_grad
     batch = MicroBatch(sequences=2, length=128, recomputed=parts)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.stages import ModelPart
@@ -23,7 +22,7 @@ from megatron.models.recurrent_plan import MambaPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
-from tests.models.small import VOCAB, config, plan
+from tests.models.small import VOCAB, config, kept_for_backward, plan
 
 PLAN = MambaPlan(
     hidden=10,
@@ -210,17 +209,8 @@ def test_operations_are_those_that_pytorch_counts() -> None:
 def test_activation_bytes_are_about_those_that_autograd_keeps(recompute: bool) -> None:
     mamba = replace(PLAN, hidden=64, heads=16, head_size=16, groups=2, state=32, chunk=32)
     made = mixer(mamba, recompute=recompute)
-    weights = {parameter.data_ptr() for parameter in made.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        memory = x.untyped_storage()
-        if memory.data_ptr() not in weights:
-            kept[memory.data_ptr()] = memory.nbytes()
-        return x
-
     x = torch.randn(128, 2, 64, requires_grad=True)
-    with saved_tensors_hooks(pack, lambda x: x):
+    with kept_for_backward(made) as kept:
         out = made(x, None, None)
     assert out.requires_grad
     parts = frozenset({"core_attn"} if recompute else ())

@@ -28,7 +28,7 @@ from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from tests.models import naive_mixture as naive
-from tests.models.small import config, new_context, plan
+from tests.models.small import config, kept_for_backward, new_context, plan
 from tests.parallel.buffers import new_buffer
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 7, 3, 8, 5
@@ -358,18 +358,10 @@ def test_operations_are_those_that_pytorch_counts(name):
 @pytest.mark.parametrize("name", ["gated", "shared", "one of five", "every expert"])
 def test_the_estimate_of_activations_is_close_to_what_autograd_keeps(name):
     mixture, _ = build(PLANS[name])
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     x = tokens().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_for_backward(mixture) as kept:
         mixture(x)
-    weights = {p.untyped_storage().data_ptr() for p in mixture.parameters()}
-    held = sum(size for place, size in kept.items() if place not in weights | {x.data_ptr()})
+    held = sum(size for address, size in kept.items() if address != x.data_ptr())
     counted = Mixture.activation_bytes(
         PLANS[name], MicroBatch(sequences=BATCH, length=SEQUENCE, width=4)
     )

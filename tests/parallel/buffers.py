@@ -71,8 +71,3 @@ def new_optimizer(
     )
     weights = gradients.share_weights(None, {})
     return Optimizer(groups, gradients, config, precision, layout, weights=weights, **options)
-
-
-def bucket_count(gradients: GradientBuffer) -> int:
-    """Return the number of buckets in a buffer."""
-    return len(gradients.plan.order)

@@ -283,7 +283,6 @@ _WORDS = "language_model.embedding.word_embeddings.weight"
 _AT = (_INNER, "param_slice_mappings", 0)
 _NAME = "language_model.encoder.layers.1.self_attention.dense.weight"
 _EXPERT_NAME = f"{_ROUTED}experts.deepspeed_experts.0.dense_h_to_4h.weight"
-_GAPS = torch.zeros(9999)[::2]
 _STATE_TREES = {
     "no states": _drop(_INNER),
     "states of text": _put(_INNER, "x"),
