@@ -39,6 +39,13 @@ def test_megatrons_own_rows(min_sentences: int, num_samples: int, want: list[lis
     assert rows.tolist() == [[*row, 32] for row in want]
 
 
+@pytest.mark.parametrize(
+    ("share", "ratio"), [(0.0, 0), (0.1, 10), (0.15, 7), (0.3, 3), (0.4, 3), (0.45, 2), (1.0, 1)]
+)
+def test_one_sample_in_so_many_is_short(share: float, ratio: int) -> None:
+    assert SentenceMapPlan(1, 32, share, 1234, 2).short_ratio == ratio
+
+
 def sentence_by_sentence(
     plan: SentenceMapPlan, documents: NDArray[np.int64], lengths: NDArray[np.int32]
 ) -> list[list[int]]:

@@ -157,6 +157,25 @@ def test_records_are_found_in_any_file(tmp_path):
     assert (again.prefix, again.paths, len(again)) == ("x", records.paths, 6)
 
 
+def test_a_file_is_known_by_its_name_or_its_first_bytes(tmp_path):
+    write(tmp_path / "a.tfrecord-0", [])
+    write(tmp_path / "b", [example(0)])
+    whole = (tmp_path / "b").read_bytes()
+    for name, data in (("c", whole[:11]), ("d", b"?" + whole[1:]), ("e", b""), ("f.idx", whole)):
+        (tmp_path / name).write_bytes(data)
+
+    def found(pattern):
+        return [path.name for path in find_tfrecords(str(tmp_path / pattern))]
+
+    assert found("[a-e]*") == ["a.tfrecord-0", "b"]
+    assert found("") == ["a.tfrecord-0"]
+    assert found("b") == ["b"]
+    for name in ("c", "d", "e", "f", "none"):
+        assert found(name) == []
+    (tmp_path / "b.idx").touch()
+    assert found("b") == []  # the prefix of an indexed dataset
+
+
 def test_the_order_of_records_is_that_of_the_seed(tmp_path):
     """Each pass has the next seed. A run that goes on with a later version reads the same."""
     path = write(tmp_path / "x.tfrecord", map(example, range(10)))
