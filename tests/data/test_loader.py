@@ -207,6 +207,13 @@ def test_single_takes_its_slice_of_each_block() -> None:
     assert list(SingleSampler(26, 24, 4, 1, 3)) == []
 
 
+def test_a_single_process_takes_every_sample() -> None:
+    assert list(SingleSampler(7, 2, 2)) == [[2, 3], [4, 5]]
+    sampler = iter(CyclicSampler(5, 0, 2))
+    epochs = [[next(sampler) for _ in range(2)] for _ in range(2)]
+    assert all(sorted(sum(epoch, [])) == [0, 1, 2, 3] for epoch in epochs)
+
+
 def test_single_reaches_the_last_block_of_a_dataset_of_whole_blocks() -> None:
     assert list(SingleSampler(24, 0, 4, 1, 3)) == [[4, 5, 6, 7], [16, 17, 18, 19]]
     assert list(SingleSampler(24, 12, 4, 2, 3)) == [[20, 21, 22, 23]]
