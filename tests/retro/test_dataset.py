@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.retro.dataset import ShuffledNeighbors
+from megatron.retro.dataset import NoNeighbors, ShuffledNeighbors
 
 
 class Numbers:
@@ -34,3 +34,19 @@ def test_shuffled_neighbors_are_of_another_place_in_a_second_pass_over_the_data(
     first, second = (ShuffledNeighbors(Numbers(200)).rows(i, i + 100)[:, 0] % 100 for i in (0, 100))
     assert (first != np.arange(100)).all()
     assert (second != np.arange(100)).all()
+
+
+def test_shuffled_neighbors_are_a_golden_ratio_away():
+    table = ShuffledNeighbors(Numbers(1000))
+    assert table.rows(0, 3).ravel().tolist() == [618, 619, 620]
+    assert table.rows(380, 384).ravel().tolist() == [998, 999, 0, 1]
+    assert table.rows(380, 382).ravel().tolist() == [998, 999]
+    assert table.rows(999, 1000).ravel().tolist() == [617]
+    assert ShuffledNeighbors(Numbers(1)).rows(0, 1).ravel().tolist() == [0]  # there is no other
+
+
+def test_without_neighbors_the_table_keeps_its_shape():
+    table = NoNeighbors(Numbers(9))
+    assert len(table) == 9
+    assert table.rows(2, 5).tolist() == [[-1]] * 3
+    assert table.rows(2, 5).dtype == np.int64
