@@ -33,7 +33,7 @@ def test_the_mixture_computes_as_much_for_a_token_as_the_gpt():
     assert dense < mixture < 1.01 * dense  # the routers
 
 
-def test_tests_of_the_standard_library_are_left_out_at_any_depth(tmp_path, monkeypatch):
+def test_tests_of_the_standard_library_are_left_out_at_any_depth(tmp_path, monkeypatch, capsys):
     library = tmp_path / "lib"
     kept = {"a.py": "a = 1", "pkg/b.py": "b = 2\n\nc = 3", "pkg/deep/test.py": "d = 4"}
     left_out = ("test/x.py", "pkg/tests/x.py", "pkg/deep/test/y/x.py", "_sysconfigdata_x.py")
@@ -48,6 +48,13 @@ def test_tests_of_the_standard_library_are_left_out_at_any_depth(tmp_path, monke
         found = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").open()]
         expected = [[s for s in t.split("\n") if s] if in_lines else t for t in kept.values()]
         assert sorted(found) == sorted(expected)
+    for i in range(9):
+        (library / f"m{i}.py").write_text("m" * 20_000 + f"{i}")
+    demo.write_standard_library(tmp_path / "out.jsonl", in_lines=False)
+    said = f"wrote {tmp_path}/out.jsonl: 12 modules of {library}, 0.2 MB\n"
+    assert capsys.readouterr().out.endswith(said)
+    order = [json.loads(line)["text"][-1] for line in (tmp_path / "out.jsonl").open()]
+    assert "".join(order) == "127335481064"  # the same in every run
 
 
 @pytest.mark.parametrize("loss", [2.0, 6.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
 from megatron.tools import demo
-from megatron.tools.demo_kinds import KINDS, mask_a_word, small_kind
+from megatron.tools.demo_kinds import _MASKED_LINES, KINDS, mask_a_word, small_kind
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,7 @@ def test_the_steps_of_a_gpt_from_the_standard_library(
     assert f"validation loss  0.500 nats per token, {0.5 * bits:.3f} bits per byte\n" in said
     assert f"unigram entropy  0.693 nats per token, {math.log(2) * bits:.3f} bits per" in said
     assert f"    make serve OUT={out}\n" in said
+    assert re.search(r"^time +\d s$", said, re.MULTILINE)
 
 
 def test_the_steps_of_a_bert_from_a_text_on_gpus(
@@ -239,6 +241,24 @@ def test_the_steps_of_a_bert_from_a_text_on_gpus(
     assert "validation loss  0.500 nats per masked token\n" in said
     assert "make demo MODEL=bert INPUT=my.jsonl" in said
     assert f"    .venv/bin/megatron fill-in --load {out}/checkpoints --text 'while [MASK]:'" in said
+
+
+def test_source_code_has_lines_instead_of_sentences(
+    steps: list[tuple[str, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    monkeypatch.setattr(
+        demo, "write_standard_library", lambda *args, **more: written.append((args, more))
+    )
+    monkeypatch.setattr(demo, "processes", lambda: (2, False))
+    monkeypatch.setattr(demo, "share_cores", lambda count: None)
+    demo.run(demo.build_parser().read(["--model", "t5", "--out", str(tmp_path / "out")]))
+    assert written == [((tmp_path / "out" / "corpus.jsonl",), {"in_lines": True})]
+    preprocessing, training, filling = steps[1][1], steps[2][1], steps[4][1]
+    assert not {"--split-sentences", "--append-eod"} & set(preprocessing)
+    assert str(tmp_path / "out" / "corpus_text_document") in training
+    assert training[training.index("--train-iters") + 1] == "2000"
+    assert filling[4:] == ["--text", *_MASKED_LINES]
 
 
 @pytest.mark.parametrize(
