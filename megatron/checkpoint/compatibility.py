@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.reader import Reader
 from megatron.config.adapters import ADAPTER_FIELDS
-from megatron.config.attention import layer_windows
+from megatron.config.attention import delta_net_layers, layer_windows, rotary_layers
 from megatron.config.experts import layer_experts
 from megatron.config.fields import from_yaml
 from megatron.config.model import (
@@ -108,6 +108,10 @@ def _is_same(model: ModelConfig, name: str, saved: Any) -> bool:
         of_layers = layer_experts
     elif name in ("window_size", "window_attn_skip_freq"):
         of_layers = layer_windows
+    elif name == "no_rope_freq":
+        of_layers = rotary_layers
+    elif name == "linear_attention_freq":
+        of_layers = delta_net_layers
     if of_layers is not None:
         try:
             saved_model = replace(model, **{name: saved})

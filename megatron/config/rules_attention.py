@@ -43,7 +43,10 @@ _NOT_WITH_DELTA: Exclusions = {
         (False,),
         "training computes chunks of tokens, and generation computes single tokens",
     ),
-    "checkpoint.ckpt_format": (("native",), "gated delta nets cannot be written in this format"),
+    "checkpoint.ckpt_format": (
+        ("native", "torch_dist"),
+        "gated delta nets cannot be written in this format",
+    ),
 }
 
 

@@ -17,6 +17,13 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
     if checkpoint.ckpt_format != "torch_dist" or checkpoint.save is None:
         return
     remedy = "use --ckpt-format native"
+    variant = model.experimental_attention_variant
+    if variant is not None and checkpoint.transformer_impl == "local":
+        yield (
+            f"--ckpt-format torch_dist with --experimental-attention-variant {variant}: Megatron "
+            "Core has such layers only with --transformer-impl transformer_engine: drop "
+            "--transformer-impl local"
+        )
     if model.architecture != "gpt":
         yield f"--ckpt-format torch_dist: only GPTs are written for Megatron Core: {remedy}"
     for name in unsupported_flags(model):
@@ -163,6 +170,7 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
             model.qk_layernorm and model.qk_layernorm_scope == "each-head",
         ),
         *_latent_flags(model),
+        *_delta_flags(model),
         # Megatron Core normalizes in all layers.
         ("--qk-l2-norm with --no-rope-freq", model.qk_l2_norm and model.no_rope_freq is not None),
         (
@@ -191,6 +199,17 @@ def _latent_flags(model: ModelOptions) -> Iterator[tuple[str, bool]]:
         ),
     ):
         yield f"--multi-latent-attention with {name}", model.multi_latent_attention and on
+
+
+def _delta_flags(model: ModelOptions) -> Iterator[tuple[str, bool]]:
+    """Yield flags with which gated delta nets differ from Core's, and whether they are on."""
+    variant = model.experimental_attention_variant
+    for name, on in (
+        ("--apply-layernorm-1p", model.apply_layernorm_1p),
+        (f"--normalization {model.normalization}", model.normalization != "RMSNorm"),
+        ("an activation other than --swiglu", not model.swiglu),
+    ):
+        yield f"--experimental-attention-variant {variant} with {name}", variant is not None and on
 
 
 def unsupported_state(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:

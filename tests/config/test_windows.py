@@ -145,7 +145,6 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         (f"{DELTA} --linear-num-value-heads 9", "--linear-num-value-heads 9 is not a multiple of"),
         (f"{DELTA} --hybrid-layer-pattern M-", "cannot be combined with --hybrid-layer-pattern M-"),
         (f"{DELTA} --batch-invariant-mode", "cannot be combined with --batch-invariant-mode"),
-        (f"{DELTA} --ckpt-format torch_dist", "cannot be combined with --ckpt-format torch_dist"),
         (f"{DELTA} --ckpt-format legacy", "cannot be combined with --ckpt-format legacy"),
         (
             f"{DELTA} --bf16 --fp8-format hybrid --linear-value-head-dim 7",

@@ -17,9 +17,11 @@ from megatron.checkpoint.legacy.arguments import (
     refuse_unknown,
 )
 from megatron.config.attention import (
+    DELTA_FIELDS,
     LATENT_FIELDS,
     YARN_FIELDS,
     SelfAttentionOptions,
+    delta_net_layers,
     layer_windows,
     rotary_layers,
 )
@@ -30,12 +32,11 @@ from megatron.errors import CheckpointError
 
 # Fields that change what the weights mean, each with the values that our networks support.
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
-    "experimental_attention_variant": (None,),
+    "experimental_attention_variant": (None, "gated_delta_net", "gdn"),
     "heterogeneous_layers_config_path": (None,),
     "hybrid_layer_pattern": (None,),
     "hybrid_override_pattern": (None,),
     "is_hybrid_model": (False,),
-    "linear_attention_freq": (None,),
     "moe_latent_size": (None,),
     "mtp_hybrid_override_pattern": (None,),
     "mtp_use_repeated_layer": (False,),
@@ -51,6 +52,14 @@ _NEUTRAL_WITH_LATENT: dict[str, tuple[Json, ...]] = {
     "rotary_percent": (1.0,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "use_rope_scaling": (False,),
+}
+# Core's gated delta nets have the activation of the MLP, and their last normalization is of the
+# same kind as others.
+_NEUTRAL_WITH_DELTA: dict[str, tuple[Json, ...]] = {
+    "layernorm_zero_centered_gamma": (None, False),
+    "apply_layernorm_1p": (None, False),
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
 }
 # Without latent attention, rotary embeddings are never scaled.
 _NEUTRAL_WITHOUT_LATENT: dict[str, tuple[Json, ...]] = {"rotary_scaling_factor": (1.0,)}
@@ -76,12 +85,19 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
         refuse_unknown(args, {"qk_l2_norm": (None, False)})
     is_latent = bool(args.get("multi_latent_attention"))
     refuse_unknown(args, _NEUTRAL_WITH_LATENT if is_latent else _NEUTRAL_WITHOUT_LATENT)
+    is_delta = args.get("experimental_attention_variant") is not None
+    if is_delta:
+        refuse_unknown(args, _NEUTRAL_WITH_DELTA)
     config = legacy_config(args, "gpt")
-    unused = YARN_FIELDS if is_latent else (*YARN_FIELDS, *LATENT_FIELDS)
+    unused = [*YARN_FIELDS, *(() if is_latent else LATENT_FIELDS)]
+    unused += () if is_delta else DELTA_FIELDS
     model = {name: value for name, value in config["model"].items() if name not in unused}
     config["model"] = model
     if is_latent:
         model |= _latent(args)
+    if is_delta:
+        model["experimental_attention_variant"] = "gated_delta_net"
+        model["linear_attention_freq"] = _frequency(args.get("linear_attention_freq"))
     if not model.get("mtp_num_layers"):
         model.pop("mtp_num_layers", None)
     elif args.get("mtp_loss_scaling_factor") is not None:
@@ -98,11 +114,14 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
         config["model"] = {n: value for n, value in model.items() if not n.startswith("moe_")}
         return config
     pattern = model.get("moe_layer_freq")
-    if isinstance(pattern, list):
-        model["moe_layer_freq"] = f"[{','.join(map(str, pattern))}]"
-    elif pattern is not None:
-        model["moe_layer_freq"] = str(pattern)
+    if pattern is not None:
+        model["moe_layer_freq"] = _frequency(pattern)
     return config
+
+
+def _frequency(pattern: Json) -> str:
+    """Return our text for a frequency of layers, which is a number or a list in Core."""
+    return f"[{','.join(map(str, pattern))}]" if isinstance(pattern, list) else str(pattern)
 
 
 def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
@@ -196,6 +215,9 @@ def core_arguments(
         else [int(window is not None) for window in layer_windows(model, model.num_layers)],
         moe_token_dropping=False,  # always off in Core; a capacity factor drops tokens nevertheless
         moe_layer_freq=layer_frequency(model),
+        linear_attention_freq=None
+        if model.experimental_attention_variant is None
+        else [int(is_delta) for is_delta in delta_net_layers(model, model.num_layers)],
         ckpt_format="torch_dist",
         use_dist_ckpt=True,
         dist_ckpt_optim_fully_reshardable=config.parallel.use_distributed_optimizer,

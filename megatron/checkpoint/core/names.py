@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.core.rows import RowOrder, row_order
+from megatron.checkpoint.core.rows import PARTS, RowOrder, row_order
 from megatron.checkpoint.entries import Box
 from megatron.errors import CheckpointError
 
 _MODULES = {
+    "self_attention.in_proj.layer_norm": "attention_norm",
     "input_layernorm": "attention_norm",
     "self_attention.linear_qkv.layer_norm": "attention_norm",
     "self_attention.linear_qkv": "attention.qkv",
@@ -32,6 +33,10 @@ _MODULES = {
     "self_attention.kv_layernorm": "attention.latent_norm",
     "self_attention.linear_kv_up_proj.layer_norm": "attention.latent_norm",
     "self_attention.linear_kv_up_proj": "attention.latent_up",
+    "self_attention.in_proj": "attention.input",
+    "self_attention.conv1d": "attention.convolution",
+    "self_attention.out_norm": "attention.norm",
+    "self_attention.out_proj": "attention.output",
     "self_attention.linear_proj": "attention.output",
     "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc1.layer_norm": "mlp_norm",
@@ -55,6 +60,8 @@ _LAYERS = {
     for kind in ("weight", "bias")
 } | {
     "self_attention.core_attention.softmax_offset": "attention.sinks",
+    "self_attention.A_log": "attention.decay",
+    "self_attention.dt_bias": "attention.time_step",
     "mlp.router.weight": "mlp.router.weight",
     "mlp.router.expert_bias": "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_gate",
@@ -80,6 +87,8 @@ _DEPTHS = {
 } | {f"transformer_layer.{core}": f"layer.{native}" for core, native in _LAYERS.items()}
 # Parameters that fuse gate and up, with the dimension of our tensor that separates the two.
 _GATED = {"mlp.up": 0, "mlp.shared.up": 0, "mlp.experts.up": 1}
+# A tensor with one part of a projection or convolution: the name of the whole, and the part.
+_PART = re.compile(rf"(.+\.(?:in_proj|conv1d)\.(?:weight|bias))(\.(?:{'|'.join(PARTS)}))")
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
 _DEPTH = re.compile(r"mtp\.layers\.(\d{1,5})\.(.+)")
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
@@ -103,7 +112,7 @@ _NATIVE_DEPTH = re.compile(r"mtp\.(\d+)\.(.+)")
 
 
 def layer_modules(
-    *, is_engine: bool, is_mixture: bool, latent_queries: bool | None
+    *, is_engine: bool, is_mixture: bool, is_delta: bool, latent_queries: bool | None
 ) -> dict[str, str]:
     """Return Megatron Core's names for modules of a layer that depend on its kind, by native name.
 
@@ -111,10 +120,17 @@ def layer_modules(
         is_engine: Whether the layer is built from Transformer Engine's modules, which fuse a
             normalization with the projection after it.
         is_mixture: Whether the layer has a mixture of experts.
+        is_delta: Whether the layer has a gated delta net.
         latent_queries: Whether queries are computed from a latent vector; `None` without latent
             attention.
     """
     modules = {"mlp_norm": "pre_mlp_layernorm"} if is_mixture and is_engine else {}
+    if is_delta:
+        return {
+            **modules,
+            "attention_norm": "self_attention.in_proj.layer_norm",
+            "attention.output": "self_attention.out_proj",
+        }
     if latent_queries is None:
         return modules
     modules["attention_norm"] = "input_layernorm"
@@ -142,6 +158,8 @@ class NativeName(NamedTuple):
         is_stacked: Whether the first dimension of the tensor on disk is the layer.
         gate_dim: The dimension of our tensor that separates gate and up if the MLP is gated;
             `None` for other parameters.
+        part: The ending of the name of a tensor that holds a part of the parameter, such as
+            ".query"; "" for a whole parameter.
     """
 
     prefix: str
@@ -150,6 +168,7 @@ class NativeName(NamedTuple):
     layer: int | None = None
     is_stacked: bool = False
     gate_dim: int | None = None
+    part: str = ""
 
     def name(self, layer: int | None) -> str:
         """Return the full native name of the tensor, or of one layer of it.
@@ -186,17 +205,21 @@ def native_name(name: str) -> NativeName | None:
         prefix, suffix, parameter = "optimizer.", f".{_KINDS[match[1]]}", match[2]
     if parameter in _OUTSIDE:
         return NativeName(prefix, _OUTSIDE[parameter], suffix)
+    split = _PART.fullmatch(parameter)
+    parameter, part = (split[1], split[2]) if split is not None else (parameter, "")
     depth = _DEPTH.fullmatch(parameter)
     if depth is not None and depth[2] in _DEPTHS:
         native = _DEPTHS[depth[2]]
         gate_dim = _gate_dim(native.removeprefix("layer."))
-        return NativeName(prefix, f"mtp.{int(depth[1])}.{native}", suffix, gate_dim=gate_dim)
+        full_name = f"mtp.{int(depth[1])}.{native}"
+        return NativeName(prefix, full_name, suffix, gate_dim=gate_dim, part=part)
     match = _LAYER.fullmatch(parameter)
     if match is None or match[2] not in _LAYERS:
         raise CheckpointError(f"parameter {name[:200]} does not exist in our networks")
     native = _LAYERS[match[2]]
     gate_dim = _gate_dim(native)
-    return NativeName(prefix, native, suffix, int(match[1] or 0), match[1] is None, gate_dim)
+    layer, is_stacked = int(match[1] or 0), match[1] is None
+    return NativeName(prefix, native, suffix, layer, is_stacked, gate_dim, part)
 
 
 def _gate_dim(parameter: str) -> int | None:
@@ -209,7 +232,8 @@ class Location:
     """Where one of our tensors is stored in Megatron Core's files.
 
     Attributes:
-        name: Megatron Core's name for the tensor that contains ours.
+        name: Megatron Core's name for the tensor that contains ours. If Core divides our tensor
+            (`order`), this is the common start of the names of its tensors.
         layer: The index of our layer in the first dimension of Core's tensor, or `None` if Core's
             tensor does not stack layers.
         gate_dim: The dimension of our tensor that separates gate and up, or `None`.
@@ -223,25 +247,30 @@ class Location:
     shape: tuple[int, ...]
     order: RowOrder | None = None
 
-    def stored_boxes(self, box: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
-        """Yield the boxes of Megatron Core's tensor that make up a box of ours.
+    def stored_boxes(self, box: Box) -> Iterator[tuple[str, Box, tuple[Any, ...]]]:
+        """Yield the boxes of Megatron Core's tensors that make up a box of ours.
 
         Args:
             box: A box of our tensor.
 
         Yields:
-            A box of Core's tensor, and the index of its values in a tensor that covers `box`.
+            The name of Core's tensor, a box of it, and the index of its values in a tensor that
+            covers `box`.
         """
         layer_index = () if self.layer is None else (self.layer,)
         layer_size, new_axis = (1,) * len(layer_index), (None,) * len(layer_index)
         offset, shape = list(box.offset), list(box.shape)
         if self.order is not None:
-            for first, count, ours in self.order.runs(offset[0], shape[0]):
-                stored_offset = (*layer_index, first, *offset[1:])
-                yield Box(stored_offset, (*layer_size, count, *shape[1:])), (*new_axis, ours)
+            axis = (0,) * self.order.has_axis
+            for ending, first, count, ours in self.order.runs(offset[0], shape[0]):
+                stored_offset = (*layer_index, first, *axis, *offset[1:])
+                stored_shape = (*layer_size, *self.order.stored_shape(shape, count))
+                selected = (*new_axis, ours, *(None,) * len(axis))
+                yield self.name + ending, Box(stored_offset, stored_shape), selected
             return
         if self.gate_dim is None:
-            yield Box((*layer_index, *offset), (*layer_size, *shape)), (*new_axis, ...)
+            stored = Box((*layer_index, *offset), (*layer_size, *shape))
+            yield self.name, stored, (*new_axis, ...)
             return
         dim = self.gate_dim
         gate, rows = offset.pop(dim), offset[dim]
@@ -249,19 +278,23 @@ class Location:
         for number in range(gates):
             offset[dim] = (gate + number) * self.shape[dim + 1] + rows
             index = (*new_axis, *(slice(None),) * dim, number)
-            yield Box((*layer_index, *offset), (*layer_size, *shape)), index
+            yield self.name, Box((*layer_index, *offset), (*layer_size, *shape)), index
 
-    def stored_shape(self, layers: int) -> tuple[int, ...]:
-        """Return the shape of Megatron Core's tensor.
+    def stored_shapes(self, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and shape of each of Megatron Core's tensors that contain ours.
 
         Args:
             layers: The number of layers in the network.
         """
-        shape = self.shape
+        shape, stack = self.shape, () if self.layer is None else (layers,)
+        if self.order is not None:
+            for ending, rows in self.order.parts:
+                yield self.name + ending, (*stack, *self.order.stored_shape(shape, rows))
+            return
         if self.gate_dim is not None:
             before, (parts, rows, *after) = shape[: self.gate_dim], shape[self.gate_dim :]
             shape = (*before, parts * rows, *after)
-        return shape if self.layer is None else (layers, *shape)
+        yield self.name, (*stack, *shape)
 
 
 @dataclass(frozen=True)

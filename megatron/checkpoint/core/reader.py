@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,18 @@ _MAX_FORMAT = 1 << 16  # bytes of metadata.json
 
 @dataclass(frozen=True)
 class Source(names.Location):
-    """Where one of our tensors is stored, with the chunks that contain parts of it."""
+    """Where one of our tensors is stored.
 
-    chunks: Sequence[Chunk] = ()
+    Attributes:
+        chunks: The chunks of each of Core's tensors that contain parts of it, by tensor.
+    """
+
+    chunks: Mapping[str, Sequence[Chunk]] = field(default_factory=dict)
+
+    @property
+    def first(self) -> str:
+        """The name of one of Core's tensors, all of which have the same dtype."""
+        return next(iter(self.chunks))
 
 
 class CoreReader(Reader):
@@ -96,11 +105,11 @@ class CoreReader(Reader):
             raise CheckpointError(f"{path}: {error}") from None
         tensors = self._index.tensors
         self.tensors = {
-            name: TensorMeta(source.shape, tensors[source.name].dtype)
+            name: TensorMeta(source.shape, tensors[source.first].dtype)
             for name, source in self._sources.items()
         }
         if verify:
-            used = sorted({source.name for source in self._sources.values()})
+            used = sorted({name for source in self._sources.values() for name in source.chunks})
             chunks = ((name, chunk) for name in used for chunk in tensors[name].chunks)
             for name, chunk in itertools.islice(chunks, world.rank, None, world.size):
                 self._index.load(name, chunk, verify=True)
@@ -159,6 +168,7 @@ class CoreReader(Reader):
         # Optimizer states that were flattened differ in shape from their parameters.
         shapes = ((weight, tensors[name].shape) for name, weight in weights.items())
         has_states = has_states and all(w is None or w.shape == shape for w, shape in shapes)
+        groups: dict[names.NativeName, dict[str, str]] = {}
         for name, native in native_names.items():
             tied = self._tied and native is not None and native.parameter == "output.weight"
             if native is None or tied or (native.suffix and not has_states):
@@ -167,10 +177,17 @@ class CoreReader(Reader):
             is_fp32 = weight is not None and weight.dtype == torch.float32
             if native.suffix == ".master" and is_fp32:  # we keep no separate master copy
                 continue
-            for full_name, source in self._sources_in(name, tensors[name], native):
+            group = groups.setdefault(native._replace(part=""), {})
+            if native.part in group:
+                raise CheckpointError(
+                    f"{native.parameter}{native.suffix} is in {group[native.part]} and in {name}"
+                )
+            group[native.part] = name
+        for native, group in groups.items():
+            for full_name, source in self._sources_in(group, native):
                 if full_name in sources:
                     raise CheckpointError(
-                        f"{full_name} is in {sources[full_name].name} and in {name}"
+                        f"{full_name} is in {sources[full_name].first} and in {source.first}"
                     )
                 sources[full_name] = source
         return sources, has_states
@@ -180,34 +197,64 @@ class CoreReader(Reader):
         return self._index.tensors.get(names.parameter_of(name) or "")
 
     def _sources_in(
-        self, name: str, stored: StoredTensor, native: names.NativeName
+        self, parts: Mapping[str, str], native: names.NativeName
     ) -> Iterator[tuple[str, Source]]:
-        """Yield the name and source of each of our tensors that a tensor on disk contains."""
-        shape, chunks = stored.shape, list(stored.chunks)
-        if native.is_stacked:
-            if not shape or shape[0] != self._layers:
-                raise CheckpointError(
-                    f"{name} is {list(shape)}, but {COMMON} says {show(self._layers)} layers"
-                )
-            if shape[0] > MAX_LAYERS:
-                raise CheckpointError(f"{name} is {list(shape)}: more than {MAX_LAYERS:,} layers")
-            shape = shape[1:]
-        order = row_order(self._model, native.parameter, shape[0]) if shape else None
+        """Yield the name and source of each of our tensors that tensors on disk contain.
+
+        Args:
+            parts: The tensors' names on disk by `NativeName.part`. A whole tensor has part "".
+            native: Their native name.
+        """
+        stored = {name: self._index.tensors[name] for name in parts.values()}
+        shapes = {part: self._layer_shape(name, native) for part, name in parts.items()}
+        name = next(iter(stored))
+        shape = next(iter(shapes.values()))
+        rows = sum(one[0] for one in shapes.values() if one)
+        order = row_order(self._model, native.parameter, rows) if shape else None
+        if order is None:
+            expected = {"": shape}
+        else:
+            tail = shape[1 + order.has_axis :]
+            shape = (rows, *tail)
+            expected = {ending: order.stored_shape(shape, count) for ending, count in order.parts}
+        dtypes = {one.dtype for one in stored.values()}
+        if shapes != expected or len(dtypes) > 1:
+            found = ", ".join(f"{name} {list(one.shape)}" for name, one in stored.items())
+            wanted = ", ".join(f"{part[1:]} {list(one)}" for part, one in expected.items())
+            raise CheckpointError(f"{found}: expected {wanted}, all of one type")
         gate_dim = native.gate_dim if self._gated else None
         if gate_dim is not None:
             if len(shape) <= gate_dim or shape[gate_dim] % 2:
-                raise CheckpointError(f"{name} is {list(stored.shape)}, without gate and up")
+                raise CheckpointError(f"{name} is {list(stored[name].shape)}, without gate and up")
             shape = (*shape[:gate_dim], 2, shape[gate_dim] // 2, *shape[gate_dim + 1 :])
+        prefix = name.removesuffix(next(iter(parts)))
         if not native.is_stacked:
-            yield native.name(native.layer), Source(name, None, gate_dim, shape, order, chunks)
+            chunks = {name: one.chunks for name, one in stored.items()}
+            source = Source(prefix, None, gate_dim, shape, order, chunks)
+            yield native.name(native.layer), source
             return
-        by_layer = defaultdict[int, list[Chunk]](list)
-        for chunk in chunks:
-            first, count = chunk.box.offset[0], chunk.box.shape[0]
-            for layer in range(first, first + count):
-                by_layer[layer].append(chunk)
-        for layer in range(stored.shape[0]):
-            yield native.name(layer), Source(name, layer, gate_dim, shape, order, by_layer[layer])
+        by_layer = defaultdict[int, dict[str, list[Chunk]]](lambda: {name: [] for name in stored})
+        for name, one in stored.items():
+            for chunk in one.chunks:
+                first, count = chunk.box.offset[0], chunk.box.shape[0]
+                for layer in range(first, first + count):
+                    by_layer[layer][name].append(chunk)
+        for layer in range(stored[name].shape[0]):
+            source = Source(prefix, layer, gate_dim, shape, order, by_layer[layer])
+            yield native.name(layer), source
+
+    def _layer_shape(self, name: str, native: names.NativeName) -> tuple[int, ...]:
+        """Return the shape of a tensor on disk, without the dimension of layers if it has one."""
+        shape = self._index.tensors[name].shape
+        if not native.is_stacked:
+            return shape
+        if not shape or shape[0] != self._layers:
+            raise CheckpointError(
+                f"{name} is {list(shape)}, but {COMMON} says {show(self._layers)} layers"
+            )
+        if shape[0] > MAX_LAYERS:
+            raise CheckpointError(f"{name} is {list(shape)}: more than {MAX_LAYERS:,} layers")
+        return shape[1:]
 
     def _counters(self, tree: Mapping[str, Any]) -> Json:
         """Return the optimizer's step count and loss scale."""
@@ -234,12 +281,12 @@ class CoreReader(Reader):
     def _read(self, name: str, box: Box) -> torch.Tensor:
         source = self._sources[name]
         result = torch.empty(box.shape, dtype=self.tensors[name].dtype)
-        for stored_box, index in source.stored_boxes(box):
+        for stored, stored_box, index in source.stored_boxes(box):
             part = result[index]
-            for chunk in source.chunks:
+            for chunk in source.chunks[stored]:
                 common = chunk.box.intersect(stored_box)
                 if common is not None:
-                    values = self._index.load(source.name, chunk)
+                    values = self._index.load(stored, chunk)
                     part[common.slices_in(stored_box)] = values[common.slices_in(chunk.box)]
             if any(isinstance(one, torch.Tensor) for one in index):  # `part` is a copy
                 result[index] = part

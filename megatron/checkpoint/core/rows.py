@@ -1,14 +1,17 @@
 """The order of rows in Megatron Core's projections, where it differs from ours.
 
 Latent attention rotates channels 2i and 2i + 1 of a head together, whereas we rotate channels i and
-i + r/2 of the r channels that carry positions.
+i + r/2 of the r channels that carry positions. A gated delta net has a tensor for each part of its
+input projection and of its convolution, with the rows of all heads, whereas we store all parts in
+one tensor whose rows are ordered by head.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,20 +28,30 @@ _OF_ONE_KIND = {
     "attention.latent_down.weight": True,
 }
 _DEPTH = re.compile(r"mtp\.\d+\.layer\.")
+_DELTA_PARTS = ("query", "key", "value", "z", "beta", "alpha")
+_CONVOLVED = 3  # the convolution reads this many of the parts
+# Endings of the names of tensors that hold one part of a parameter.
+PARTS = _DELTA_PARTS
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Where the rows of one of our tensors are among the rows of Megatron Core's tensor.
+    """Where the rows of one of our tensors are in Megatron Core's tensors.
 
     Attributes:
-        positions: The index of the row in Core's tensor for each of our rows, int64 [rows]. It is a
-            permutation.
+        positions: The index of the row among the rows of all of Core's tensors for each of our
+            rows, int64 [rows]. It is a permutation.
+        parts: The ending of each tensor's name, such as ".query", and the number of its rows. A
+            single tensor with all rows has the ending "".
+        has_axis: Whether Core's tensors have a dimension of size 1 after that of the rows, as the
+            weights of convolutions do.
     """
 
     positions: Tensor
+    parts: tuple[tuple[str, int], ...]
+    has_axis: bool = False
 
-    def runs(self, start: int, count: int) -> Iterator[tuple[int, int, slice | Tensor]]:
+    def runs(self, start: int, count: int) -> Iterator[tuple[str, int, int, slice | Tensor]]:
         """Yield the ranges of Core's rows that contain consecutive rows of ours.
 
         Args:
@@ -46,19 +59,32 @@ class RowOrder:
             count: The number of our rows.
 
         Yields:
-            The first row of a range in Core's tensor, the number of its rows, and the indices of
-            these rows among ours, counted from `start`.
+            The ending of the name of one of Core's tensors, the first row of a range in it, the
+            number of its rows, and the indices of these rows among ours, counted from `start`.
         """
         rows, ours = self.positions[start : start + count].sort()
-        ends = torch.nonzero(rows.diff() != 1).flatten() + 1
-        for first, end in zip([0, *ends.tolist()], [*ends.tolist(), len(rows)], strict=True):
-            index = ours[first:end]
-            is_range = bool((index.diff() == 1).all())
-            yield (
-                int(rows[first]),
-                end - first,
-                slice(int(index[0]), int(index[0]) + len(index)) if is_range else index,
-            )
+        offsets = accumulate((size for _, size in self.parts), initial=0)
+        for (ending, _), (first, stop) in zip(self.parts, pairwise(offsets), strict=True):
+            low, high = torch.searchsorted(rows, torch.tensor([first, stop])).tolist()
+            ends = (torch.nonzero(rows[low:high].diff() != 1).flatten() + low + 1).tolist()
+            for begin, end in pairwise([low, *ends, high] if high > low else ()):
+                index = ours[begin:end]
+                is_range = bool((index.diff() == 1).all())
+                yield (
+                    ending,
+                    int(rows[begin]) - first,
+                    end - begin,
+                    slice(int(index[0]), int(index[0]) + len(index)) if is_range else index,
+                )
+
+    def stored_shape(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
+        """Return the shape of one of Core's tensors.
+
+        Args:
+            shape: The shape of our tensor.
+            rows: The number of rows of Core's tensor.
+        """
+        return (rows, *(1,) * self.has_axis, *shape[1:])
 
 
 def row_order(model: Mapping[str, Any], parameter: str, rows: int) -> RowOrder | None:
@@ -80,18 +106,60 @@ def row_order(model: Mapping[str, Any], parameter: str, rows: int) -> RowOrder |
     match inside:
         case "attention.query_up.weight":
             heads, unrotated = size_of(model, "num_attention_heads"), size_of(model, "qk_head_dim")
+            return _rotated(model, parameter, rows, heads, unrotated)
         case "attention.latent_down.weight":
-            heads, unrotated = 1, size_of(model, "kv_lora_rank")
-        case _:
-            return None
+            return _rotated(model, parameter, rows, 1, size_of(model, "kv_lora_rank"))
+        case "attention.input.weight" | "attention.convolution.weight":
+            is_input = inside == "attention.input.weight"
+            heads, widths = _delta_widths(model, parameter)
+            count = len(widths) if is_input else _CONVOLVED
+            parts = tuple(zip(_DELTA_PARTS, widths, strict=True))[:count]
+            return _grouped(parameter, rows, heads, parts, has_axis=not is_input)
+    return None
+
+
+def _rotated(
+    model: Mapping[str, Any], parameter: str, rows: int, heads: int, unrotated: int
+) -> RowOrder:
+    """Return the order of the rows of heads whose last channels rotate."""
     rotated = size_of(model, "qk_pos_emb_head_dim")
-    if rows != heads * (unrotated + rotated):
-        raise CheckpointError(
-            f"{parameter} has {rows:,} rows instead of {heads * (unrotated + rotated):,}"
-        )
+    _check_rows(parameter, rows, heads * (unrotated + rotated))
     positions = torch.arange(rows).view(heads, -1)
     pairs = positions[:, unrotated:].unflatten(1, (-1, 2))
-    return RowOrder(torch.cat((positions[:, :unrotated], pairs.mT.flatten(1)), dim=1).flatten())
+    ordered = torch.cat((positions[:, :unrotated], pairs.mT.flatten(1)), dim=1).flatten()
+    return RowOrder(ordered, (("", rows),))
+
+
+def _delta_widths(model: Mapping[str, Any], parameter: str) -> tuple[int, tuple[int, ...]]:
+    """Return the number of key heads, and the total width of each part of the input projection."""
+    if model.get("experimental_attention_variant") is None:
+        raise CheckpointError(f"{parameter} does not exist in a network without gated delta nets")
+    heads, value_heads = (size_of(model, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if value_heads % heads:
+        raise CheckpointError(f"linear_num_value_heads is {value_heads}, with {heads} key heads")
+    keys = heads * size_of(model, "linear_key_head_dim")
+    values = value_heads * size_of(model, "linear_value_head_dim")
+    return heads, (keys, keys, values, values, value_heads, value_heads)
+
+
+def _grouped(
+    parameter: str,
+    rows: int,
+    groups: int,
+    parts: Sequence[tuple[str, int]],
+    *,
+    has_axis: bool,
+) -> RowOrder:
+    """Return the order of rows that we order by group, and Core by part."""
+    _check_rows(parameter, rows, sum(width for _, width in parts))
+    by_part = torch.arange(rows).split([width for _, width in parts])
+    ordered = torch.cat([part.view(groups, -1) for part in by_part], dim=1).flatten()
+    return RowOrder(ordered, tuple((f".{name}", width) for name, width in parts), has_axis)
+
+
+def _check_rows(parameter: str, rows: int, expected: int) -> None:
+    if rows != expected:
+        raise CheckpointError(f"{parameter} has {rows:,} rows instead of {expected:,}")
 
 
 def size_of(model: Mapping[str, Any], name: str) -> int:

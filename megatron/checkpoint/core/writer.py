@@ -53,6 +53,7 @@ from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import RetentionPolicy, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
+from megatron.config.attention import delta_net_layers
 from megatron.config.experts import mixture_layers
 from megatron.config.rules_legacy import unsupported_flags
 from megatron.config.run import ModelRun
@@ -66,10 +67,11 @@ _EXPERT_SEED = 1024  # as in Megatron Core
 _SHARDING = "fully_reshardable"  # the format of the distributed optimizer's states
 # Modules with an extra state: in every implementation, and additional ones in Transformer Engine's.
 _LINEAR = re.compile(
-    r"(.+\.(?:linear_(?:qkv|q_proj|(?:q|kv)_(?:down|up)_proj|proj|fc1|fc2)|eh_proj))\.weight"
+    r"(.+\.(?:linear_(?:qkv|q_proj|(?:q|kv)_(?:down|up)_proj|proj|fc1|fc2)|in_proj|out_proj|eh_proj))"
+    r"\.weight"
 )
 _ENGINE_MODULES = re.compile(
-    r"(.+\.(?:input_layernorm|[qk]_layernorm|pre_mlp_layernorm|final_layernorm|enorm|hnorm))"
+    r"(.+\.(?:input_layernorm|[qk]_layernorm|out_norm|pre_mlp_layernorm|final_layernorm|enorm|hnorm))"
     r"\.weight"
 )
 # The projection in whose place the extra state of attention's core is listed.
@@ -176,24 +178,38 @@ class CoreFiles:
         if refused:
             remedy = "write the native format"
             raise CheckpointError(f"{refused}: Megatron Core does not support it: {remedy}")
+        self._is_engine = config.checkpoint.transformer_impl != "local"
+        if model.experimental_attention_variant is not None and not self._is_engine:
+            raise CheckpointError(
+                "--transformer-impl local: Megatron Core has gated delta nets only with "
+                "Transformer Engine: drop the flag"
+            )
         unsupported = unsupported_schedule(snapshot.meta.get("schedule") or {})
         if snapshot.meta.get("optimizer") and unsupported:
             raise CheckpointError(
                 f"an optimizer with {unsupported} cannot be written for Megatron Core: convert "
                 "only the weights, without --keep-optimizer, or write the native format"
             )
-        self._is_engine = config.checkpoint.transformer_impl != "local"
         self._shards_states = config.parallel.use_distributed_optimizer
         latent_queries = model.q_lora_rank is not None if model.multi_latent_attention else None
+        kinds = zip(
+            mixture_layers(model, model.num_layers),
+            delta_net_layers(model, model.num_layers),
+            strict=True,
+        )
         layers = [
             layer_modules(
-                is_engine=self._is_engine, is_mixture=is_mixture, latent_queries=latent_queries
+                is_engine=self._is_engine,
+                is_mixture=is_mixture,
+                is_delta=is_delta,
+                latent_queries=latent_queries,
             )
-            for is_mixture in mixture_layers(model, model.num_layers)
+            for is_mixture, is_delta in kinds
         ]
         scheme = NamingScheme(
             model=vars(model),
-            is_stacked=not model.num_experts or layer_frequency(model) == 1,
+            is_stacked=(not model.num_experts or layer_frequency(model) == 1)
+            and model.experimental_attention_variant is None,
             gated=model.swiglu or model.geglu,
             shards_states=self._shards_states,
             layers=layers,
@@ -228,11 +244,11 @@ class CoreFiles:
                 for name, key, part in files[file_name]:
                     values = self.snapshot.tensors[key].detach().to("cpu")
                     for location in self.locations[name]:
-                        for box, index in location.stored_boxes(part.box):
+                        for stored, box, index in location.stored_boxes(part.box):
                             start = file.tell()
                             append_torch_file(file, values[index])
                             length = file.tell() - start
-                            written.append([location.name, *box, file_name, start, length])
+                            written.append([stored, *box, file_name, start, length])
             return written
 
         with ThreadPoolExecutor(max(1, len(files))) as pool:
@@ -254,11 +270,12 @@ class CoreFiles:
         for name, locations in self.locations.items():
             properties = TensorProperties(dtype=DTYPES[plan.dtypes[name]])
             for location in locations:
-                size = torch.Size(location.stored_shape(self.config.model.num_layers))
-                metadata.setdefault(location.name, TensorStorageMetadata(properties, size, []))
-        for name, offset, shape, *file_range in (chunk for report in reports for chunk in report):
+                for stored, shape in location.stored_shapes(self.config.model.num_layers):
+                    record = TensorStorageMetadata(properties, torch.Size(shape), [])
+                    metadata.setdefault(stored, record)
+        for name, offset, size, *file_range in (chunk for report in reports for chunk in report):
             chunk_offset = torch.Size(offset)
-            metadata[name].chunks.append(ChunkStorageMetadata(chunk_offset, torch.Size(shape)))
+            metadata[name].chunks.append(ChunkStorageMetadata(chunk_offset, torch.Size(size)))
             storage[MetadataIndex(name, chunk_offset)] = _StorageInfo(*file_range)
         used = [part.file_index for parts in plan.parts.values() for part in parts if not part.rank]
         file_name = f"__0_{max(used, default=-1) + 1}.distcp"

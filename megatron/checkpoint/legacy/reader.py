@@ -276,11 +276,15 @@ class LegacyReader(Reader):
         if not self._is_core:
             return legacy_config(self._args, self._architecture)
         try:
-            if self._args.get("multi_latent_attention"):
-                raise CheckpointError(
-                    "latent attention is read only from Megatron Core's other format: save with "
-                    "--ckpt-format torch_dist"
-                )
+            for name, kind in (
+                ("multi_latent_attention", "latent attention is"),
+                ("experimental_attention_variant", "gated delta nets are"),
+            ):
+                if self._args.get(name):
+                    raise CheckpointError(
+                        f"{kind} read only from Megatron Core's other format: save with "
+                        "--ckpt-format torch_dist"
+                    )
             return core_config(self._args)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None

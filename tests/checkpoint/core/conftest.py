@@ -48,5 +48,20 @@ def folders(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="module")
+def natives(request, tmp_path_factory):
+    """Return a function that returns the native checkpoint of one of a module's `NETWORKS`."""
+    made = {}
+
+    def make(network):
+        if network not in made:
+            made[network] = tmp_path_factory.mktemp("native")
+            words = [*SAVE, *request.module.NETWORKS[network], "--save", str(made[network])]
+            run_distributed(1, _train, words)
+        return made[network]
+
+    return make
+
+
 def _train(layout, words):
     train_toy(layout, words)

@@ -1,7 +1,7 @@
-"""Logits that Megatron Core's own models computed on a CPU, and the same models in this package.
+"""Networks that are written for Megatron Core and read again, and logits of Core's own models.
 
-Every weight is a wave that depends on its name's place in the alphabet, so that a file can be
-written again from the names and shapes alone.
+Core's models computed the logits on a CPU. Every weight is a wave that depends on its name's place
+in the alphabet, so that a file can be written again from the names and shapes alone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
 
 from megatron.checkpoint.loading import open_checkpoint
+from megatron.training.checkpointing import save_run
 from tests.checkpoint.core.core_files import write_core
-from tests.checkpoint.states import read_whole
+from tests.checkpoint.states import read_all, read_whole
+from tests.distributed import run_distributed
 from tests.models.small import VOCAB, gpt
+from tests.training.toy import build_toy
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -56,3 +60,40 @@ def logits_here(
             parameter.copy_(read_whole(reader, f"model.{name}"))
         logits: Tensor = model(tokens)[0, :, :4]
     return logits
+
+
+def resave(layout, source, words, target):
+    """Load a checkpoint of ours and save it for Megatron Core."""
+    words = [*words, "--load", str(source), "--save", str(target), "--ckpt-format", "torch_dist"]
+    save_run(build_toy(layout, words))
+
+
+def _reload(layout, source, words, target):
+    """Load a checkpoint in Megatron Core's format and save it in ours."""
+    save_run(build_toy(layout, [*words, "--load", str(source), "--save", str(target)]))
+
+
+def resave_both_ways(native, words, folder, processes, sizes):
+    """Check that a layout saves the bits that it loads, for Megatron Core and back."""
+    core, again = folder / "core", folder / "again"
+    run_distributed(processes, resave, native, words, core, **sizes)
+    run_distributed(processes, _reload, core, words, again, **sizes)
+    expected = read_all(native)
+    assert open_checkpoint(core).format == "core"
+    for path in (core, again):
+        found = read_all(path)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (path.name, name)
+
+
+def stored_tensors(folder):
+    """Return all tensors of a folder as PyTorch's own loader reads them, and the other names."""
+    index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    held = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in index.items()
+        if not isinstance(one, dcp.metadata.BytesStorageMetadata)
+    }
+    dcp.load(held, checkpoint_id=str(folder), no_dist=True)
+    return held, index.keys() - held.keys()

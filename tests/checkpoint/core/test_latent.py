@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
 
 from megatron.checkpoint.core.arguments import core_arguments, core_config
 from megatron.checkpoint.core.rows import row_order
@@ -13,13 +12,17 @@ from megatron.config.attention import LATENT_FIELDS, YARN_FIELDS
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import unsupported_flags
 from megatron.errors import CheckpointError
-from megatron.training.checkpointing import save_run
 from tests.checkpoint.core.conftest import SAVE
-from tests.checkpoint.core.recorded import logits_here, waves
+from tests.checkpoint.core.recorded import (
+    logits_here,
+    resave,
+    resave_both_ways,
+    stored_tensors,
+    waves,
+)
 from tests.checkpoint.states import read_all
 from tests.config.command import parse
 from tests.distributed import run_distributed
-from tests.training.toy import build_toy, train_toy
 
 HEADS, HIDDEN, QUERY_RANK, RANK, STILL, ROTATED, VALUE = 4, 32, 24, 20, 12, 6, 14
 LATENT = f"""
@@ -42,7 +45,6 @@ NETWORKS = {
     "DeepSeek-V3": [*LATENT, "--q-lora-rank", str(QUERY_RANK), *MIXTURE],
     "YaRN": [*LATENT, "--q-lora-rank", str(QUERY_RANK), *YARN],
 }
-_CORE = ("--ckpt-format", "torch_dist")
 # Network, processes, layout, flags. ZeRO divides rows without regard to heads.
 _LAYOUTS = {
     "one process": ("DeepSeek-V2-Lite", 1, {}, "--transformer-impl local"),
@@ -58,61 +60,11 @@ _LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def natives(tmp_path_factory):
-    """Return a function that returns the folder of a network's native checkpoint."""
-    made = {}
-
-    def make(network):
-        if network not in made:
-            made[network] = tmp_path_factory.mktemp("native")
-            words = [*SAVE, *NETWORKS[network], "--save", str(made[network])]
-            run_distributed(1, _train, words)
-        return made[network]
-
-    return make
-
-
-def _train(layout, words):
-    train_toy(layout, words)
-
-
-def _resave(layout, source, words, target):
-    run = build_toy(layout, [*words, "--load", str(source), "--save", str(target), *_CORE])
-    save_run(run)
-
-
-def _reload(layout, source, words, target):
-    """Load Core's format and save ours."""
-    save_run(build_toy(layout, [*words, "--load", str(source), "--save", str(target)]))
-
-
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_every_layout_saves_and_loads_the_same_bits(natives, tmp_path, layout):
     network, processes, sizes, flags = _LAYOUTS[layout]
-    native, words = natives(network), [*SAVE, *NETWORKS[network], *flags.split()]
-    core, again = tmp_path / "core", tmp_path / "again"
-    run_distributed(processes, _resave, native, words, core, **sizes)
-    run_distributed(processes, _reload, core, words, again, **sizes)
-    expected = read_all(native)
-    assert open_checkpoint(core).format == "core"
-    for folder in (core, again):
-        found = read_all(folder)
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), (folder.name, name)
-
-
-def _stored(folder):
-    """Return all tensors of a folder as PyTorch's own loader reads them, and the other names."""
-    index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    held = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in index.items()
-        if not isinstance(one, dcp.metadata.BytesStorageMetadata)
-    }
-    dcp.load(held, checkpoint_id=str(folder), no_dist=True)
-    return held, index.keys() - held.keys()
+    words = [*SAVE, *NETWORKS[network], *flags.split()]
+    resave_both_ways(natives(network), words, tmp_path, processes, sizes)
 
 
 def _pairs(head, size):
@@ -159,8 +111,8 @@ _LINEARS = [f"linear_{name}_proj" for name in ("q_down", "q_up", "kv_down", "kv_
 @pytest.mark.parametrize("implementation", _NORMS)
 def test_names_shapes_and_rows_are_those_of_core_s_layers(natives, tmp_path, implementation):
     words = [*SAVE, *NETWORKS["DeepSeek-V3"], "--transformer-impl", implementation]
-    run_distributed(1, _resave, natives("DeepSeek-V3"), words, tmp_path)
-    held, objects = _stored(open_checkpoint(tmp_path).path)
+    run_distributed(1, resave, natives("DeepSeek-V3"), words, tmp_path)
+    held, objects = stored_tensors(open_checkpoint(tmp_path).path)
     ours, is_engine = read_all(natives("DeepSeek-V3")), implementation == "transformer_engine"
     layers = {f"decoder.layers.{layer}": f"layers.{layer}" for layer in range(4)}
     layers["mtp.layers.0.transformer_layer"] = "mtp.0.layer"
@@ -276,7 +228,7 @@ def test_every_range_of_rows_is_found(heads):
     cores[order.positions] = torch.arange(rows)
     for start, stop in itertools.combinations(range(rows + 1), 2):
         seen = torch.full((stop - start,), -1)
-        for first, count, index in order.runs(start, stop - start):
+        for _, first, count, index in order.runs(start, stop - start):
             seen[index] = cores[first : first + count]
         assert torch.equal(seen, torch.arange(start, stop))
     assert len(list(order.runs(0, rows))) == 1
