@@ -193,8 +193,9 @@ def _unwind(signum: int, frame: object) -> NoReturn:
 def run_command(work: Callable[[], int | None]) -> int:
     """Run a command and return its exit code.
 
-    SIGTERM unwinds the stack, as Ctrl-C does, so temporary files are removed. The process then
-    exits with 143. Call this from the main thread.
+    SIGTERM and SIGHUP (a closed terminal) unwind the stack, as Ctrl-C does, so temporary files are
+    removed. The process then exits with 143 or 129. Under `nohup`, SIGHUP stays ignored. Call this
+    from the main thread.
 
     Args:
         work: The command, a function that may return an exit code.
@@ -205,7 +206,9 @@ def run_command(work: Callable[[], int | None]) -> int:
         returned.
     """
     prepare_streams()
-    previous = signal.signal(signal.SIGTERM, _unwind)
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, _unwind)}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, _unwind)
     try:
         begin_command()
         code = work() or EXIT_OK
@@ -224,7 +227,8 @@ def run_command(work: Callable[[], int | None]) -> int:
         print_to_stderr(f"error: {reported}")
         return reported.exit_code
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def prepare_streams() -> None:

@@ -228,6 +228,29 @@ sys.exit(run_command(work))
     assert (done.stdout, done.stderr, done.returncode) == ("temporary files go\n", "", 143)
 
 
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_ends_a_command_without_temporary_files(is_ignored: bool) -> None:
+    """`nohup` ignores the signal."""
+    script = """
+import os, signal, sys
+from megatron.command import run_command
+def work():
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        print("temporary files go", flush=True)
+    print("done")
+sys.exit(run_command(work))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        ["nohup", *command] if is_ignored else command,
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    ending = ("temporary files go\ndone\n", 0) if is_ignored else ("temporary files go\n", 129)
+    assert (done.stdout, done.returncode) == ending
+
+
 def test_other_broken_pipes_are_errors() -> None:
     script = PRINTS.replace(
         'print("line\\n" * {count})', "(_ for _ in ()).throw(BrokenPipeError())"
