@@ -95,18 +95,7 @@ def run(options: argparse.Namespace) -> None:
     if "seq_length" not in given or ("decoder_seq_length" not in given and options.kind == "t5"):
         missing = "--decoder-seq-length" if "seq_length" in given else "--seq-length"
         raise ConfigError(f"{missing} is required: give the value of the run")
-    if options.first < 0 or options.count < 1:
-        raise ConfigError(
-            f"--first {options.first} --count {options.count}: give a --first of at least 0 and a "
-            "--count of at least 1"
-        )
-    if options.html:
-        expect_no_file("--html", [options.html], overwrite=options.overwrite)
-    if options.train_samples is not None and options.train_samples <= options.first:
-        raise ConfigError(
-            f"--train-samples {options.train_samples}: the run does not reach --first "
-            f"{options.first}: give a smaller --first"
-        )
+    _check_output(options)
     from megatron.tokenizer import build_tokenizer
 
     flags = from_values(TokenizerConfig, given)
@@ -150,6 +139,22 @@ class Corpus(NamedTuple):
     bad: Sequence[str] = ()
     counts: str = ""
     lengths: Any = None
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Check which samples are shown, and that no file is in the way of the page."""
+    if options.first < 0 or options.count < 1:
+        raise ConfigError(
+            f"--first {options.first} --count {options.count}: give a --first of at least 0 and a "
+            "--count of at least 1"
+        )
+    if options.html:
+        expect_no_file("--html", [options.html], overwrite=options.overwrite)
+    if options.train_samples is not None and options.train_samples <= options.first:
+        raise ConfigError(
+            f"--train-samples {options.train_samples}: the run does not reach --first "
+            f"{options.first}: give a smaller --first"
+        )
 
 
 def _corpora(
