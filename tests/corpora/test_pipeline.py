@@ -30,6 +30,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.corpora import blocks, cleaning, sources
 from megatron.corpora.cleaning import judge_quality
 from megatron.corpora.plan import (
+    LANGUAGES,
     CorpusPlan,
     LanguageStep,
     QualityStep,
@@ -458,7 +459,10 @@ def test_bad_flags_end_in_one_line(tmp_path, capsys) -> None:
     out = ["--output", str(tmp_path / "out")]
     assert "--input" in _fails(capsys, *out)
     assert "--output" in _fails(capsys, "--input", good)
-    assert "--language en-US" in _fails(capsys, "--input", good, *out, "--language", "en-US")
+    for code in ("en-US", "xx"):
+        assert f"--language {code}: not one of the 176 languages that can" in _fails(
+            capsys, "--input", good, *out, "--language", code
+        )
     assert "--workers 0" in _fails(capsys, "--input", good, *out, "--workers", "0")
     assert "--slurm-partition" in _fails(capsys, "--input", good, *out, "--executor", "slurm")
     missing = _fails(capsys, "--input", good, *out, "--tasks", str(tmp_path / "no.jsonl"))
@@ -482,6 +486,12 @@ def test_an_unusable_tokenizer_is_found_before_any_work(planted, tmp_path) -> No
             CorpusPlan((str(planted.folder),), steps), tmp_path / "out", Cluster(), overwrite=False
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_the_languages_are_those_of_the_identifier() -> None:
+    identifier = cleaning._identifier()
+    found = identifier.detect("text", model="lite", k=1_000, threshold=-1.0)
+    assert {entry["lang"] for entry in found} == LANGUAGES
 
 
 def test_a_language_of_the_minimum_probability_is_kept(monkeypatch) -> None:
