@@ -12,6 +12,7 @@ continues with the first missing block.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -102,7 +103,10 @@ def run(options: argparse.Namespace) -> None:
 
     launch, folder = read_launch(), Path(options.output_dir)
     paths = find_inputs(options.input)
-    count = sum(1 for _ in read_texts(paths, options.json_key))
+    count, digest = 0, hashlib.sha256()
+    for text in read_texts(paths, options.json_key):
+        count += 1
+        digest.update(text.encode() + b"\0")
     if not count:
         raise DataError(f"--input {' '.join(options.input)}: there is no text")
     device = Device.pick(launch.local_rank)
@@ -111,6 +115,7 @@ def run(options: argparse.Namespace) -> None:
     origin = {
         "input": [str(Path(path).resolve()) for path in paths],
         "texts": count,
+        "sha256 of the texts": digest.hexdigest(),
         "width": embedder.width,
         **{name: getattr(options, name) for name in _ORIGIN_FLAGS},
     }

@@ -90,6 +90,10 @@ def test_other_vectors_are_not_mixed(words: list[str], tmp_path: Path):
     (tmp_path / "texts.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(ConfigError, match="made with texts 25, not 1"):
         run(words)
+    other = "".join(f'{{"text": "other {i}"}}\n' for i in range(25))
+    (tmp_path / "texts.jsonl").write_text(other)
+    with pytest.raises(ConfigError, match="made with sha256 of the texts .*: give another folder"):
+        run(words)
     (tmp_path / "vectors/made_from.json").write_text("{")
     with pytest.raises(DataError, match="made_from.json: cannot be read"):
         run(words)
