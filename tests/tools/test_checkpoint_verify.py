@@ -28,6 +28,15 @@ def test_verify_says_plainly_that_it_did_not_check(tmp_path: Path, capsys, monke
     assert "NOT CHECKED: transformers is not installed" in capsys.readouterr().out
 
 
+def test_a_tolerance_that_nothing_meets_is_refused(tmp_path: Path, capsys) -> None:
+    words = ["hf", "native", tmp_path / "a", tmp_path / "b", "--verify", "--verify-tolerance"]
+    for tolerance in ("-1", "nan"):
+        assert convert(*words, tolerance) == 9
+        assert f"--verify-tolerance {tolerance}: give 0 or more" in capsys.readouterr().err
+    assert verify.main([str(tmp_path), str(tmp_path), "--tolerance", "-0.1"]) == 9
+    assert "--tolerance -0.1: give 0 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", ["one more", "one less"])
 def test_tensors_must_be_exactly_those_of_transformers(change: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -28,7 +28,7 @@ from megatron.command import run_command
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.tools.checkpoint.verify import TOLERANCE, TOLERANCE_HELP, verify
+from megatron.tools.checkpoint.verify import TOLERANCE, TOLERANCE_HELP, check_tolerance, verify
 
 if TYPE_CHECKING:
     from megatron.tools.checkpoint import formats
@@ -152,6 +152,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             "--verify compares our model with Hugging Face's: exactly one of --loader and --saver "
             "must be a Hugging Face format"
         )
+    check_tolerance("--verify-tolerance", options.verify_tolerance)
     if options.keep_optimizer and (options.loader in _HF or options.saver in _HF):
         raise ConfigError("--keep-optimizer: a Hugging Face folder has only weights: drop the flag")
     for name in (*_TARGETS, "true_vocab_size"):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def work() -> None:
+        check_tolerance("--tolerance", options.tolerance)
         from megatron.checkpoint.loading import open_any
         from megatron.tools.checkpoint import formats
 
@@ -74,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line.removeprefix("--verify: "))
 
     return run_command(work)
+
+
+def check_tolerance(flag: str, tolerance: float) -> None:
+    """Raise `ConfigError` unless the tolerance is 0 or more."""
+    if not tolerance >= 0:  # also not a number
+        raise ConfigError(f"{flag} {tolerance:g}: give 0 or more, such as {TOLERANCE:g}")
 
 
 def verify(
