@@ -39,6 +39,11 @@ def read_curves(path: Path, flag: str) -> dict[str, Points]:
     Raises:
         DataError: The file is missing or is not JSON lines.
     """
+    if path.is_dir():
+        raise DataError(
+            f"{flag} {path}: a folder: name the file in it that --metrics-jsonl wrote, such as "
+            f"{path / 'metrics.jsonl'}"
+        )
     if not path.is_file():
         raise DataError(
             f"{flag} {path}: no such file; train with --metrics-jsonl {path} to write it"
@@ -70,6 +75,8 @@ def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, Points]:
         DataError: The file is missing, is not JSON lines, or does not have the quantity.
     """
     curves = read_curves(path, "--metrics")
+    if not curves:
+        raise DataError(f"{path}: no record of an iteration yet: try again after the first one")
     if not curves.get(name):
         description = "a training loss" if name == LOSS else "the curve"
         raise DataError(

@@ -176,7 +176,8 @@ def test_an_existing_picture_is_not_replaced(tmp_path, capsys):
     [
         (None, "no such file; train with --metrics-jsonl"),
         ("{}\n", "m.jsonl:1: not a metrics record: '{}"),
-        ('{"iteration": 1}\n', "no record has a training loss"),
+        ('{"iteration": 1}\n', "no record of an iteration yet: try again after the first one"),
+        ('{"iteration": 1, "a": 2}\n', "no record has a training loss ('lm loss'); it has a\n"),
     ],
 )
 def test_mistakes_are_named(tmp_path, capsys, text, message):
@@ -185,6 +186,12 @@ def test_mistakes_are_named(tmp_path, capsys, text, message):
         metrics.write_text(text)
     assert plot_loss.main(["--metrics", str(metrics), "--output", str(tmp_path / "x.png")]) == 6
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_is_not_a_metrics_file(tmp_path, capsys):
+    words = ["--metrics", str(tmp_path), "--output", str(tmp_path / "x.png")]
+    assert plot_loss.main(words) == 6
+    assert f"--metrics {tmp_path}: a folder: name the file" in capsys.readouterr().err
 
 
 def test_what_a_resumed_run_repeats_is_replaced_and_a_half_written_line_left_out(tmp_path):
