@@ -57,9 +57,10 @@ class UserError(Exception):
 
     exit_code = 1
 
-    def __init_subclass__(cls, exit_code: int = 1) -> None:
-        """Set the exit code of a command that ends with this error."""
-        cls.exit_code = exit_code
+    def __init_subclass__(cls, exit_code: int | None = None) -> None:
+        """Set the exit code of a command that ends with this error. Default: that of its base."""
+        if exit_code is not None:
+            cls.exit_code = exit_code
 
 
 class CheckpointError(UserError, exit_code=4):

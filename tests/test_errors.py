@@ -12,7 +12,9 @@ import pyarrow
 import pytest
 
 from megatron import errors
-from megatron.errors import DataError, ShortageError, shortage_errors, shortage_of
+from megatron.data.text_stream import NoTokensError
+from megatron.detoxify.perspective import ServiceError
+from megatron.errors import DataError, ShortageError, UserError, shortage_errors, shortage_of
 from tests.repository import ROOT
 
 _SAID = [
@@ -249,3 +251,9 @@ def test_a_limit_of_memory_is_told_if_there_is_one(
     shortage = shortage_of(MemoryError())
     assert shortage is not None
     assert told in str(shortage)
+
+
+def test_an_error_has_the_exit_code_of_its_base() -> None:
+    """Otherwise a scheduler would restart a run that can only fail again."""
+    assert NoTokensError("").exit_code == DataError.exit_code == 6
+    assert UserError("").exit_code == ServiceError("").exit_code == 1
