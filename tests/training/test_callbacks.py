@@ -172,6 +172,15 @@ def test_a_disk_with_room_for_half_a_line_gets_none_of_it(tmp_path):
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [0, 2]
 
 
+@pytest.mark.parametrize("text", ['{"text": "my data"}\n', "notes", "[1]\n", "3\n", "\n"])
+def test_metrics_are_not_appended_to_a_file_of_another_kind(text, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"--metrics-jsonl .*data.jsonl: line 1 is not a metrics"):
+        JsonLinesWriter(str(path))
+    assert path.read_text() == text
+
+
 @pytest.fixture
 def wandb(monkeypatch):
     """Replace the package with a fake."""

@@ -29,6 +29,7 @@ from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
 _LONGEST_ERROR = 2000  # characters
+_LONGEST_RECORD = 1 << 24  # bytes that are read to recognize a file of metrics
 
 
 @dataclass(frozen=True)
@@ -243,10 +244,20 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: str) -> None:
-        """Open the file for appending."""
+        """Open the file for appending.
+
+        Raises:
+            ConfigError: The file exists and does not contain metrics.
+            StorageError: The file cannot be written.
+        """
         self._path = path
         with writing_to("--metrics-jsonl", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            if Path(path).is_file() and not _holds_metrics(Path(path)):
+                raise ConfigError(
+                    f"--metrics-jsonl {path}: line 1 is not a metrics record: name another file, "
+                    "or remove this one"
+                )
             # Unbuffered, so that no part of a failed line is written with a later one.
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - held for the run
 
@@ -292,6 +303,16 @@ class JsonLinesWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _holds_metrics(path: Path) -> bool:
+    """Return whether a file is empty or begins with a record of `JsonLinesWriter`."""
+    with path.open("rb") as file:
+        line = file.readline(_LONGEST_RECORD)
+    try:
+        return not line or "iteration" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
 
 
 def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
