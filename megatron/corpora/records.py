@@ -79,10 +79,12 @@ def transform_records(
         The sum of the counts that the function returned.
 
     Raises:
-        ConfigError: The file does not exist or is not JSON lines.
+        ConfigError: The file does not exist or is not JSON lines, or an output is the input.
         DataError: The file cannot be read, or a line is malformed. No output files remain.
         StorageError: An output cannot be written.
     """
+    for name in outputs:
+        refuse_input(name, path)
     counts: Counter[str] = Counter()
     with ExitStack() as stack:
         files = []
@@ -112,6 +114,12 @@ def map_records(
     blocks = partial(_blocks, path)
     with map_in_order(work, blocks, 0 if is_small else workers, _LESS_MEMORY) as results:
         yield from results
+
+
+def refuse_input(output: str, path: str) -> None:
+    """Raise `ConfigError` if the output is the input file, whose dropped texts would be lost."""
+    if Path(output).exists() and Path(path).exists() and Path(output).samefile(path):
+        raise ConfigError(f"output {output}: this is also the input: give another name")
 
 
 def write_records(path: str, records: Iterator[Record]) -> int:

@@ -179,6 +179,21 @@ def test_damaged_fingerprints_are_one_line(tmp_path, capsys, data) -> None:
     assert capsys.readouterr().err.count("\n") == 2
 
 
+def test_the_input_is_never_the_output(tmp_path, capsys) -> None:
+    data = write(tmp_path / "a.jsonl", [{"text": document(1), "url": "u"}])
+    (tmp_path / "link.jsonl").symlink_to(data)
+    kept = data.read_bytes()
+    groups = write(tmp_path / "groups.jsonl", [{"0": ["v", "u"]}])
+    for name, words in (
+        ("cleanup_dataset", (data, tmp_path / "link.jsonl")),
+        ("remove_group_duplicates", (groups, data, data)),
+        ("filter_ngrams", ("--tasks", "x", "--dedup-dataset", data, "text", "--output", data)),
+    ):
+        assert run(name, *words) == 9, name
+        assert "this is also the input: give another name" in capsys.readouterr().err
+        assert data.read_bytes() == kept
+
+
 def test_two_inputs_do_not_write_the_same_file(tmp_path, capsys) -> None:
     files = []
     for name in "ab":

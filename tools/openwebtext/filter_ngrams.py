@@ -122,13 +122,15 @@ def run(options: argparse.Namespace) -> None:
 
     from megatron.corpora.overlaps import TaskNgrams, read_tasks
     from megatron.corpora.plan import TasksStep
-    from megatron.corpora.records import map_records, write_records
+    from megatron.corpora.records import map_records, refuse_input, write_records
     from megatron.environment import usable_cores
 
     workers = min(options.num_threads, usable_cores())
     if workers < 1 or not 1 <= options.min_ngram_size <= options.max_ngram_size:
         raise ConfigError("--num-threads, --min-ngram-size, --max-ngram-size: give 1 or more")
     data, key = options.dedup_dataset
+    if options.output:
+        refuse_input(options.output, data)
     if options.load_dictionary:
         ngrams = _load(options.load_dictionary)
     else:
