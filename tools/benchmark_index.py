@@ -46,6 +46,11 @@ def main() -> None:
     minimums = {"documents": 1, "sentences": 1, "seq_length": 1, "repeat": 1}
     if problems := minimum_problems(args, tokens=2, **minimums):
         raise ConfigError(problems)
+    if args.sentences and args.sentences < 2 * args.documents:
+        raise ConfigError(
+            f"--sentences {args.sentences:g}: give at least twice --documents {args.documents:g}, "
+            "because a document with a single sentence yields no sample"
+        )
     if args.sentences:
         time_sentence_map(int(args.sentences), int(args.documents), args.seq_length, args.repeat)
     else:
