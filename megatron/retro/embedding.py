@@ -157,15 +157,14 @@ class Embedder(ABC):
         # for every new batch shape, so there should be few shapes.
         self._units = (min(32, batch_size), 8) if device.is_gpu else (1, 1)
 
-    def embed(self, texts: Sequence[str], *, first: int = 0) -> Vectors:
+    def embed(self, texts: Sequence[str]) -> Vectors:
         """Return the vectors of texts, fp32 `[n, h]`.
 
         If `texts` creates each text on access, the memory used does not depend on the number of
         texts, apart from the result.
 
         Args:
-            texts: The texts.
-            first: The index of the first text in its block, which determines the masking.
+            texts: The texts of a block. A text's index in it determines the masking.
         """
         vectors = np.empty((len(texts), self.width), np.float32)
         pending: list[tuple[NDArray[np.int64], Tensor]] = []
@@ -175,20 +174,20 @@ class Embedder(ABC):
                 vectors[indices] = values.cpu().numpy()
             pending.clear()
 
-        for start, piece in self._pieces(texts, first):
+        for start, piece in self._pieces(texts):
             launched = [(start + indices, values) for indices, values in self._launch(piece)]
             collect()  # the previous piece, while the device computes this one
             pending.extend(launched)
         collect()
         return vectors
 
-    def _pieces(self, texts: Sequence[str], first: int) -> Iterator[tuple[int, _Rows]]:
+    def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, _Rows]]:
         """Yield the start index and the tokens of each piece, tokenizing one piece ahead."""
         size = self._batch_size * _BATCHES
 
         def make(start: int) -> _Rows:
             piece = [texts[i] for i in range(start, min(start + size, len(texts)))]
-            rows = self._tokenize(piece, first + start)
+            rows = self._tokenize(piece, start)
             order = np.argsort([len(row) for row in rows], kind="stable")
             return _Rows(order, [rows[i] for i in order])
 
@@ -228,7 +227,12 @@ class Embedder(ABC):
 
     @abstractmethod
     def _tokenize(self, texts: Sequence[str], first: int) -> list[NDArray[np.int64]]:
-        """Return the tokens of each text, including special tokens."""
+        """Return the tokens of each text, including special tokens.
+
+        Args:
+            texts: The texts of a piece.
+            first: The index of the first of them in its block.
+        """
 
     @abstractmethod
     def _vectors(self, tokens: Tensor, lengths: Tensor) -> Tensor:

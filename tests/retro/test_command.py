@@ -39,7 +39,7 @@ class HashEmbedder:
     width = WIDTH
     max_length = 64
 
-    def embed(self, texts: Sequence[str], *, first: int = 0) -> np.ndarray:
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Return a vector per text."""
         rows = [texts[i] for i in range(len(texts))]
         digests = [hashlib.sha256(text.encode()).digest()[:WIDTH] for text in rows]

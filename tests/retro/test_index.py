@@ -70,7 +70,7 @@ class FakeEmbedder(Embedder):
     def __init__(self, table: NDArray[np.float32]) -> None:
         self.table, self.width, self.embedded = table, table.shape[1], 0
 
-    def embed(self, texts: Sequence[str], *, first: int = 0) -> NDArray[np.float32]:
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         self.embedded += len(texts)
         return self.table[[int(text) for text in texts]]
 

@@ -130,7 +130,7 @@ class RecordedEmbedder(Embedder):
     def __init__(self, vectors: NDArray[np.float32]) -> None:
         self.vectors, self.blocks = vectors, 0
 
-    def embed(self, texts: Sequence[str], *, first: int = 0) -> NDArray[np.float32]:
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         self.blocks += 1
         found, self.vectors = np.split(self.vectors, [len(texts)])
         return found

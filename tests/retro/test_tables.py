@@ -282,8 +282,8 @@ def test_batches_have_as_many_tokens_as_their_longest_texts_allow(
     lengths: list[int], shapes: list[tuple[int, int]]
 ) -> None:
     embedder = _Counting(2)
-    vectors = embedder.embed([str(length) for length in lengths], first=10)
-    expected = [[length, length * (11 + i)] for i, length in enumerate(lengths)]
+    vectors = embedder.embed([str(length) for length in lengths])
+    expected = [[length, length * (1 + i)] for i, length in enumerate(lengths)]
     assert vectors.tolist() == expected
     assert embedder.shapes == shapes
 
