@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
-from megatron.data.sample import Sample, SampleDataset
-from megatron.data.text_stream import TextDataset, text_members
+from megatron.data.sample import Sample
+from megatron.data.text_stream import WrappedDataset
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import Tokenizer
 
@@ -120,7 +120,7 @@ class FillInMiddle:
 
 
 @dataclass(eq=False)
-class FillInMiddleDataset:
+class FillInMiddleDataset(WrappedDataset):
     """A dataset that rearranges the documents in the samples of another one.
 
     Attributes:
@@ -129,23 +129,14 @@ class FillInMiddleDataset:
         seed: The seed of all random draws, which also depend on the index of the sample.
     """
 
-    dataset: SampleDataset
     transform: FillInMiddle
     seed: int
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.dataset)
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i`, with some of its documents rearranged."""
         sample: Sample = self.dataset[i]
         random = np.random.RandomState([self.seed, i & 0xFFFFFFFF, i >> 32])
         return {**sample, "text": self.transform.rearrange(np.asarray(sample["text"]), random)}
-
-    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the text datasets, each with its number of samples (see `ReadsText`)."""
-        return text_members(self.dataset, samples)
 
 
 def _map_parts(tokens: Tokens, end: int, change: Callable[[Tokens], Tokens]) -> Tokens:

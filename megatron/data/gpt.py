@@ -37,10 +37,9 @@ from megatron.data.sample import (
     SEGMENT_ENDS,
     TRAINED,
     Sample,
-    SampleDataset,
     outside_vocabulary,
 )
-from megatron.data.text_stream import TextCorpus, TextDataset, text_members
+from megatron.data.text_stream import TextCorpus, TextDataset, WrappedDataset
 from megatron.errors import DataError
 from megatron.parallel.context.split import split_sequence
 from megatron.parallel.layout import Axis
@@ -336,7 +335,7 @@ def build_gpt_datasets(
 
 
 @dataclass(eq=False)
-class DocumentEnds:
+class DocumentEnds(WrappedDataset):
     """A dataset whose samples also hold the ends of the documents in their inputs.
 
     The ends are stored as `SEGMENT_ENDS`, and the last one is s. An end-of-document token belongs
@@ -347,12 +346,7 @@ class DocumentEnds:
         eod: The id of the end-of-document token.
     """
 
-    dataset: SampleDataset
     eod: int
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.dataset)
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i` with its `SEGMENT_ENDS`."""
@@ -361,10 +355,6 @@ class DocumentEnds:
         length = len(text) - 1
         ends = np.flatnonzero(text[: length - 1] == self.eod) + 1
         return {**sample, SEGMENT_ENDS: np.append(ends, length)}
-
-    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the text datasets, each with its number of samples (see `ReadsText`)."""
-        return text_members(self.dataset, samples)
 
 
 class TokenBatch(NamedTuple):

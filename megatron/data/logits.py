@@ -33,7 +33,7 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.data.sample import Sample, SampleDataset
-from megatron.data.text_stream import TextDataset, text_members
+from megatron.data.text_stream import WrappedDataset
 from megatron.durable import replace_file, storage_errors
 from megatron.errors import DataError, warn
 from megatron.tokenizer.base import Tokenizer
@@ -281,7 +281,7 @@ def _sample_tensors(file: Mapping[str, Any], index: int) -> tuple[Tensor, Tensor
 
 
 @dataclass(eq=False)
-class TeacherLogitsDataset:
+class TeacherLogitsDataset(WrappedDataset):
     """A dataset whose samples have a teacher's logits in addition to their tokens.
 
     Attributes:
@@ -292,16 +292,11 @@ class TeacherLogitsDataset:
             without them is reported.
     """
 
-    dataset: SampleDataset
     folder: Path
     header: LogitsHeader
     ignores_errors: bool = False
     _open_files: dict[Path, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     _has_warned: bool = False
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.dataset)
 
     def __getitem__(self, i: int) -> Sample:
         """Return sample `i` with `TOP_IDS`, `TOP_VALUES` and `TOP_REST`.
@@ -322,10 +317,6 @@ class TeacherLogitsDataset:
             counts = np.zeros(self.header.seq_length, np.int32)
             rest = np.zeros(self.header.seq_length, np.float32)
             return {**sample, **self._padded(counts, counts[:0], rest[:0], rest)}
-
-    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
-        """Return the text datasets, each with its number of samples (see `ReadsText`)."""
-        return text_members(self.dataset, samples)
 
     def _logits(self, i: int, digest: int) -> dict[str, NDArray[Any]]:
         if i >= self.header.samples:

@@ -418,6 +418,25 @@ class ReadsText(Protocol):
         """Return each text dataset and the number of its samples among the first `samples`."""
 
 
+@dataclass(eq=False)
+class WrappedDataset:
+    """The base class of datasets that change the samples of another dataset.
+
+    Attributes:
+        dataset: The other dataset.
+    """
+
+    dataset: SampleDataset
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.dataset)
+
+    def text_members(self, samples: int) -> list[tuple[TextDataset, int]]:
+        """Return the text datasets, each with its number of samples (see `ReadsText`)."""
+        return text_members(self.dataset, samples)
+
+
 def text_members(dataset: SampleDataset | None, samples: int) -> list[tuple[TextDataset, int]]:
     """Return the text datasets in a dataset, if any, each with its number of samples."""
     return dataset.text_members(samples) if isinstance(dataset, ReadsText) else []
