@@ -180,10 +180,10 @@ def test_damaged_fingerprints_are_one_line(tmp_path, capsys, data) -> None:
 
 
 def test_the_input_is_never_the_output(tmp_path, capsys) -> None:
-    data = write(tmp_path / "a.jsonl", [{"text": document(1), "url": "u"}])
+    data = write_lines(tmp_path / "a.jsonl", [{"text": document(1), "url": "u"}])
     (tmp_path / "link.jsonl").symlink_to(data)
     kept = data.read_bytes()
-    groups = write(tmp_path / "groups.jsonl", [{"0": ["v", "u"]}])
+    groups = write_lines(tmp_path / "groups.jsonl", [{"0": ["v", "u"]}])
     for name, words in (
         ("cleanup_dataset", (data, tmp_path / "link.jsonl")),
         ("remove_group_duplicates", (groups, data, data)),
