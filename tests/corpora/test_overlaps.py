@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from megatron.corpora.overlaps import TaskNgrams, cut_out, read_tasks
+from megatron.corpora import overlaps as module
+from megatron.corpora.overlaps import Overlap, TaskNgrams, cut_out, read_tasks
 from megatron.corpora.plan import TasksStep
 from megatron.errors import DataError
 
@@ -64,6 +65,35 @@ def test_a_cut_reaches_to_the_ends_of_sentences() -> None:
     short = "leaked test answer"
     assert cut_out(short, ngrams.find([short])[0], step) == []
     assert cut_out("short", [], step) == ["short"]
+
+
+def test_cuts_are_those_of_the_rule_for_each_character() -> None:
+    """A cut begins after the last sentence end before the margin, and ends with the first after."""
+    generator = random.Random(6)
+    ends = set(module._SENTENCE_ENDS)
+    divided = 0
+    for _ in range(600):
+        text = "".join(
+            generator.choices("ab .", weights=(5, 5, 1, 1), k=generator.randrange(1, 90))
+        )
+        places = [generator.randrange(len(text)) for _ in range(generator.randrange(4))]
+        found = sorted(
+            Overlap(start, min(len(text), start + generator.randint(1, 9)), 0) for start in places
+        )
+        step = TasksStep(
+            margin=generator.choice((0, 1, 5)), min_characters=generator.choice((0, 3))
+        )
+        is_cut = [False] * len(text)
+        for one in found:
+            before = [i + 1 for i in range(one.start - step.margin + 1) if text[i] in ends]
+            after = [i + 1 for i in range(one.end + step.margin, len(text)) if text[i] in ends]
+            for i in range(max(before, default=0), min(after, default=len(text))):
+                is_cut[i] = True
+        kept = "".join("\0" if cut else letter for cut, letter in zip(is_cut, text, strict=True))
+        expected = [part for part in kept.split("\0") if len(part) > step.min_characters]
+        assert cut_out(text, found, step) == (expected if found else [text])
+        divided += len(expected) > 1
+    assert divided > 50
 
 
 def test_only_the_parts_of_a_divided_document_are_numbered(tmp_path) -> None:
