@@ -88,6 +88,17 @@ def test_members_hold_what_the_run_takes(num_samples: int) -> None:
         assert (used <= counts).all()
 
 
+def test_each_dataset_has_its_share_and_half_a_percent() -> None:
+    for phases, num_samples, expected in (
+        ([BlendPhase(0, (1.0, 1.0))], 1000, [503, 503]),
+        ([BlendPhase(0, (3.0, 1.0))], 4, [4, 2]),
+        ([BlendPhase(0, (1.0, 99.0))], 10, [1, 10]),
+        ([BlendPhase(0, (3.0, 1.0)), BlendPhase(10, (0.0, 2.0))], 30, [8, 23]),
+        ([BlendPhase(0, (0.0, 1.0))], 5, [1, 6]),
+    ):
+        assert samples_per_dataset(phases, num_samples) == expected
+
+
 def test_phases_are_blends_that_continue_in_each_dataset() -> None:
     phases = [BlendPhase(0, (3, 1, 0)), BlendPhase(40, (0, 1, 1)), BlendPhase(70, (1, 0, 0))]
     index = build_phases(phases, 100)

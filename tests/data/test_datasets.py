@@ -254,6 +254,24 @@ def test_small_files_are_read_whole(tmp_path, place):
     assert _of(prefix) != before
 
 
+def test_a_corpus_keeps_its_fingerprint(tmp_path):
+    """As recorded: a checkpoint has it, and another version must accept the checkpoint."""
+    for name, size in (("a.bin", 700_000), ("a.idx", 4097), ("b.bin", 10), ("b.idx", 0)):
+        (tmp_path / name).write_bytes(bytes(i * i % 251 for i in range(size)))
+    a, b = (tmp_path / name for name in "ab")
+    found = _of(a, b)
+    assert found == "cbc3e9627e729f45d069ceaabe9030ef"
+    data = (tmp_path / "a.bin").read_bytes()
+    last = 700_000 - 4096
+    for place in (0, 4095, last // 63, last // 63 + 4095, last * 62 // 63, last, 699_999):
+        (tmp_path / "a.bin").write_bytes(data[:place] + b"\xff" + data[place + 1 :])
+        assert _of(a, b) != found, place
+    (tmp_path / "a.bin").write_bytes(data[:4096] + b"\xff" + data[4097:])  # between two blocks
+    assert _of(a, b) == found
+    split = {"train_data_path": (str(a),), "valid_data_path": (str(b),)}
+    assert corpus_fingerprint(DataConfig(seq_length=16, **split)) == _of(a)
+
+
 def test_generated_tokens_have_none_and_a_missing_file_is_named(tmp_path):
     assert corpus_fingerprint(DataConfig(seq_length=16, mock_data=True)) is None
     with pytest.raises(DataError, match=r"absent\.idx: cannot be read: No such file"):
