@@ -254,6 +254,11 @@ def test_small_files_are_read_whole(tmp_path, place):
     assert _of(prefix) != before
 
 
+def test_splits_that_are_missing_stay_so() -> None:
+    wrapped = Datasets([1], None, [2, 3]).map(lambda split: [*split, 4])  # type: ignore[arg-type]
+    assert wrapped == Datasets([1, 4], None, [2, 3, 4])  # type: ignore[arg-type]
+
+
 def test_a_corpus_keeps_its_fingerprint(tmp_path):
     """As recorded: a checkpoint has it, and another version must accept the checkpoint."""
     for name, size in (("a.bin", 700_000), ("a.idx", 4097), ("b.bin", 10), ("b.idx", 0)):
