@@ -254,6 +254,12 @@ def test_small_files_are_read_whole(tmp_path, place):
     assert _of(prefix) != before
 
 
+def test_a_mistake_names_the_flag_of_its_value() -> None:
+    for name, flag in (("data_path", "--data-path"), ("train_data_path", "--train-data-path")):
+        with pytest.raises(ConfigError, match=f"^{flag}: value 1, 'x', is not a positive weight"):
+            corpus_fingerprint(DataConfig(seq_length=16, **{name: ("x", "0.5")}))  # type: ignore[arg-type]
+
+
 def test_splits_that_are_missing_stay_so() -> None:
     wrapped = Datasets([1], None, [2, 3]).map(lambda split: [*split, 4])  # type: ignore[arg-type]
     assert wrapped == Datasets([1, 4], None, [2, 3, 4])  # type: ignore[arg-type]
