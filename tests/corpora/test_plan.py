@@ -91,7 +91,7 @@ def test_rules_of_english_prose_are_for_english(
         ({"input": "a", "steps": {"fix": {"newlines": 1}}}, "fix.newlines: expected bool, got 1"),
         ({"input": "a", "steps": {"extract": {"min_characters": -1}}}, "min_characters: -1 is neg"),
         ({"input": "a", "steps": {"quality": {"max_symbols": -0.5}}}, "max_symbols: -0.5 is neg"),
-        ({"input": "a", "steps": {"language": {"keep": "EN"}}}, "--language EN: give ISO 639"),
+        ({"input": "a", "steps": {"language": {"keep": "EN"}}}, "--language EN: not one of the"),
         ({"input": "a", "steps": {"duplicates": {"rows": 0}}}, "duplicates.rows 0: give at least"),
     ],
 )
