@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.config import deepspeed, yaml_file
-from megatron.config.arguments import ParsedFlag, add_flags, add_group, from_values, split, value_of
+from megatron.config.arguments import (
+    ParsedFlag,
+    add_flags,
+    add_group,
+    from_values,
+    split,
+    title_of,
+    value_of,
+)
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import RULES, Rule, find_notices, find_problems
 from megatron.config.data_files import DATA_FILES, read_data_files, read_retro_workdir
@@ -264,8 +272,11 @@ def show_help(
     parser.add_argument("--config", metavar="FILE", help="YAML file with flag values.")
     all_fields = [field for section in sections().values() for field in fields_of(section)]
     if everything:
+        # A program's own flag takes the place of a general one of the same name.
+        own = {name for section in extra for field in fields_of(section) for name in field.names}
         for section in sections().values():
-            add_flags(parser, section)
+            fields = (field for field in fields_of(section) if own.isdisjoint(field.names))
+            add_group(parser, title_of(section), fields)
     elif trains:
         common = (field for field in all_fields if field.info.is_common or field.info.required)
         add_group(parser, "Used most", common)

@@ -181,6 +181,16 @@ def test_a_training_script_answers_help_before_it_imports_torch(script: str, wor
     assert "torch" not in imported
 
 
+@pytest.mark.parametrize(
+    "script", ["pretrain_ict.py", "pretrain_retro.py", "tools/retro/main.py", "tasks/main.py"]
+)
+def test_the_help_with_all_flags_names_each_once(script: str) -> None:
+    words = [sys.executable, script, "--help-all"]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    flags = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
+    assert len(flags) == len(set(flags)) > 100
+
+
 def test_flags_of_one_section_for_a_tool() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, TokenizerConfig)
