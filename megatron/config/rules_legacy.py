@@ -156,9 +156,10 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
         ),
         ("--parallel-mamba", model.parallel_mamba),
         ("--embed-layernorm", model.embed_layernorm),
+        # Megatron Core's flag is only for latent attention: other networks would ignore it.
         (
             f"--rope-type {model.rope_type}",
-            model.rope_type in ("longrope", "dynamic", "proportional"),
+            model.rope_type in ("yarn", "longrope", "dynamic", "proportional"),
         ),
         ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
         (

@@ -42,6 +42,25 @@ _LINES = [
         )
         for kind in ("legacy", "torch_dist")
     ),
+    *(
+        (
+            f"--save here --save-interval 5 --ckpt-format {kind} --position-embedding-type rope "
+            "--rope-type yarn --rotary-scaling-factor 2 --yarn-original-max-position-embeddings 8",
+            line,
+        )
+        for kind, line in (
+            (
+                "legacy",
+                "--rope-type yarn: Megatron-LM 23.08, the target of --ckpt-format legacy, does not "
+                "support this network: use --ckpt-format native",
+            ),
+            (
+                "torch_dist",
+                "--ckpt-format torch_dist with --rope-type yarn: Megatron Core does not support "
+                "it: use --ckpt-format native",
+            ),
+        )
+    ),
     (
         "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
         "--qk-layernorm: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support "
