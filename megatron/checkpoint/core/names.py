@@ -333,7 +333,10 @@ class NamingScheme:
             parameter, _, state = parameter.rpartition(".")
             core_kind = _CORE_KINDS.get(state)
             if core_kind is None:
-                raise CheckpointError(f"{name}: Megatron Core has no such optimizer state")
+                raise CheckpointError(
+                    f"{name}: Megatron Core has no such optimizer state: convert only the weights, "
+                    "without --keep-optimizer, or write the native format"
+                )
             if state == MASTER and self.shards_states:
                 core_kind = "param"
             prefix = f"optimizer.state.{core_kind}."

@@ -70,7 +70,6 @@ def notices(model: ModelConfig) -> Iterator[str]:
         ("--window-size", model.window_size),
         ("--no-rope-freq", model.no_rope_freq),
         ("--softmax-type", model.softmax_type if model.softmax_type != "vanilla" else None),
-        ("--rope-type", model.rope_type if model.rope_type != "rope" else None),
         ("--moe-apply-probs-on-input", "" if model.moe_apply_probs_on_input else None),
         ("--qk-l2-norm", "" if model.qk_l2_norm else None),
     ):
@@ -194,7 +193,8 @@ class LegacyWriter:
 
         Raises:
             CheckpointError: Megatron's model lacks one of the parameters, cannot be split this way,
-                or lacks a feature of the network; or Megatron lacks the saved schedule.
+                or lacks a feature of the network; or Megatron lacks the saved schedule or a kind
+                of optimizer state.
         """
         refused = ", ".join(unsupported_flags(config.model))
         if refused:
@@ -210,6 +210,13 @@ class LegacyWriter:
                 "format (--saver native)"
             )
         self._saved_names = frozenset(reader.names())
+        for name in reader.names() if self._keeps_optimizer else ():
+            kind = name.rpartition(".")[2]
+            if name.startswith(STATES) and kind not in (_MASTER, *STATE_KINDS.values()):
+                raise CheckpointError(
+                    f"{name}: Megatron-LM 23.08 has no such optimizer state: convert only the "
+                    "weights, without --keep-optimizer, or write the native format (--saver native)"
+                )
         weights = (name for name in reader.names() if name.startswith(WEIGHTS))
         shapes = {n.removeprefix(WEIGHTS): reader.global_shape(n) for n in weights}
         self._arrangement = Arrangement(VERSION, heads=0, gated=config.model.swiglu)

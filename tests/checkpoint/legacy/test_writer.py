@@ -230,6 +230,17 @@ def test_a_t5_in_three_stages_goes_on_in_one(tmp_path):
     assert args.pipeline_model_parallel_split_rank == 1
 
 
+def test_states_that_megatron_lacks_are_refused(tmp_path, capsys):
+    native, out = tmp_path / "native", tmp_path / "megatron"
+    words = "--train-iters 1 --save-interval 1 --eval-iters 0 --optimizer muon --save"
+    train_toy(Layout.single(), [*words.split(), str(native)])
+    assert convert("native", "megatron", native, out, "--keep-optimizer") == 4
+    message = "momentum_buffer: Megatron-LM 23.08 has no such optimizer state: convert only the"
+    assert message in capsys.readouterr().err
+    assert checkpoint_at(out / "iter_0000001") is None
+    assert convert("native", "megatron", native, out) == 0
+
+
 @pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["foreground", "background"])
 def test_old_files_go_but_for_megatron_s_own_and_those_being_read(tmp_path, more):
     theirs = tmp_path / "iter_0000001" / "mp_rank_00"
