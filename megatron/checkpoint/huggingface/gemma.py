@@ -96,7 +96,7 @@ class Gemma(LlamaLike):
         scalar = (model.softmax_scale or model.kv_channels**-0.5) ** -2
         values |= {
             "hidden_activation": _GELU,
-            "query_pre_attn_scalar": _rounded(scalar),
+            "query_pre_attn_scalar": max(1, round(scalar)),  # `transformers` accepts only integers
             "attn_logit_softcapping": model.attn_logit_softcapping,
             "final_logit_softcapping": model.final_logit_softcapping,
             **write_alternating_windows(model, _WINDOW),
@@ -108,8 +108,3 @@ class Gemma(LlamaLike):
     def modules(self, model: ModelConfig) -> Mapping[str, Sequence[str]]:
         """Return the Hugging Face modules in a layer, by native module name."""
         return LAYER if self.version == 1 else _SANDWICH
-
-
-def _rounded(value: float) -> int | float:
-    """Return the nearest integer if the value equals it up to rounding, otherwise the value."""
-    return round(value) if abs(value - round(value)) < 1e-6 * value else value

@@ -122,6 +122,9 @@ def test_other_networks_are_refused_by_key(
         ("gemma 2", "gemma2", {"window_rotary_base": 7.0}),
         ("gemma 2", "gemma2", {"qk_layernorm": True}),
         ("gemma 2", "gemma2", {"softmax_type": "learnable"}),
+        # `transformers` refuses a config.json whose query_pre_attn_scalar is not an integer.
+        ("gemma 2", "gemma2", {"softmax_scale": 0.3}),
+        ("gemma 3", "gemma3_text", {"softmax_scale": 1.5}),
         ("gemma 3", "gemma3_text", {"geglu": False, "swiglu": True}),
         ("olmo 2", "olmo2", {"norm_placement": "both"}),
         ("olmo 2", "olmo2", {"qk_layernorm_scope": "head"}),
