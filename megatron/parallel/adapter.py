@@ -252,10 +252,10 @@ class Adapter(nn.ModuleDict):
         Args:
             weight: The frozen weight.
         """
-        a, b = self._joined_a(), self._joined_b()
-        matrix = weight.float().flatten(0, -2) + self.plan.scale * (b.float() @ a.float())
+        whole, a, b = weight.float(), self._joined_a().float(), self._joined_b().float()
+        matrix = whole.flatten(0, -2) + self.plan.scale * (b @ a)
         if self.plan.is_dora:
-            norms = self._row_norms(weight, a, b)
+            norms = self._row_norms(whole, a, b)
             matrix *= (self._magnitudes(norms) / norms)[:, None]
         return matrix.view(weight.shape)
 

@@ -192,6 +192,18 @@ def test_an_adapter_comes_out_as_it_went_in(trained, tmp_path):
         assert next(ends) == next(ends), key
 
 
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_magnitudes_are_merged_into_weights_of_16_bits(precision, tmp_path):
+    more = f"{precision} --initial-loss-scale 16 --lr 0.1 --save {tmp_path} --save-interval 1"
+    words = f"--lora-rank 2 --use-dora --train-iters 1 --eval-iters 0 {more}".split()
+    _, run = train_toy(Layout.single(), words)
+    served = load_gpt(str(tmp_path), Device.cpu(), row_by_row=False)
+    with torch.no_grad():
+        expected, found = run.parts[0].eval()(TOKENS), served.model(TOKENS)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found[..., :100], expected[..., :100], rtol=0, atol=0.02)
+
+
 def test_merged_weights_compute_the_same(trained, tmp_path):
     kind, checkpoint = trained
     served = load_gpt(str(checkpoint), Device.cpu(), row_by_row=False)
