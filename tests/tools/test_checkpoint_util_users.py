@@ -175,6 +175,20 @@ def test_without_a_tokenizer_no_end_of_text_is_made_up(gpt, tmp_path):
     config = json.loads((tmp_path / "o" / "config.json").read_text())
     assert config["eos_token_id"] is None
     assert config["bos_token_id"] is None
+    assert config["pad_token_id"] is None
+
+
+def test_a_small_phi_has_no_padding_token_outside_its_vocabulary(tmp_path):
+    """`transformers` assumes id 32000 unless config.json says otherwise."""
+    pytest.importorskip("transformers")
+    words = """--position-embedding-type rope --rotary-percent 0.5 --normalization RMSNorm --swiglu
+        --disable-bias-linear --untie-embeddings-and-output-weights --train-iters 1 --eval-iters 0
+        --save-interval 1"""
+    train_toy(Layout.single(), [*words.split(), "--save", str(tmp_path / "run")])
+    words = f"--model-type GPT --loader native --saver hf --load-dir {tmp_path / 'run'} --verify"
+    assert util.main([*words.split(), "--save-dir", str(tmp_path / "o")]) == 0
+    config = json.loads((tmp_path / "o" / "config.json").read_text())
+    assert (config["model_type"], config["pad_token_id"]) == ("phi3", None)
 
 
 def test_dropouts_come_along_from_megatron(gpt, tmp_path):

@@ -557,10 +557,11 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
 
 
 def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | None]:
-    """Return the ids of a GPT's begin-of-text and end-of-text tokens, from its tokenizer.
+    """Return the ids of a GPT's begin-of-text, end-of-text and padding tokens, from its tokenizer.
 
     A config.json without these ids implies the defaults of its model family, which may be other
-    tokens in this vocabulary.
+    tokens in this vocabulary, or lie outside it: `transformers` then cannot build a Phi-3 with
+    fewer than 32,001 tokens, and gradients never change the embedding of a Gemma's token 0.
     """
     if not source.is_gpt:
         return {}
@@ -569,7 +570,7 @@ def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | N
         tokenizer = build_tokenizer(config) if config.tokenizer_type else None
     except UserError:  # its files no longer exist here
         tokenizer = None
-    keys = {"bos_token_id": "bos", "eos_token_id": "eod"}
+    keys = {"bos_token_id": "bos", "eos_token_id": "eod", "pad_token_id": "pad"}
     special_ids = {
         key: tokenizer.special_ids(name) if tokenizer else () for key, name in keys.items()
     }
