@@ -29,7 +29,7 @@ from megatron.config.experts import mixture_layers
 from megatron.config.hybrid import layer_symbols
 from megatron.config.model import NETWORK_FIELDS, ModelConfig, is_irrelevant
 from megatron.errors import CheckpointError
-from megatron.models.plan import rotaries
+from megatron.models.plan import RotaryPlan, rotaries
 from megatron.models.plans import model_plan
 
 # A network that several families can express is written as the first of them.
@@ -171,8 +171,7 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "softmax_scale":
             value = value or model.kv_channels**-0.5
         case "window_rotary_base" if value is None:
-            plans = rotaries(model_plan(model, 1).layers)
-            value = plans[0].base if len(plans) == 1 else None
+            value = _window_rotation(model)
         case "rotary_seq_len_interpolation_factor" | "logit_scale":
             value = value or 1
         case "glu_linear_offset" | "activation_func_clamp_value" if not model.is_gated:
@@ -189,6 +188,17 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "ffn_hidden_size" if all(mixture_layers(model, model.num_layers)):
             value = None  # there is no dense MLP
     return value
+
+
+def _window_rotation(model: ModelConfig) -> float | RotaryPlan | None:
+    """Return how layers with windows rotate without --window-rotary-base: like the others.
+
+    The base alone says the same only if it is neither interpolated nor scaled.
+    """
+    plan = next(iter(rotaries(model_plan(model, 1).layers)), None)
+    if plan and plan == RotaryPlan(plan.positions, plan.channels, plan.base):
+        return plan.base
+    return plan
 
 
 def _meaning_for_experts(model: ModelConfig, name: str) -> Any:

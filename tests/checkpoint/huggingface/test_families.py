@@ -110,6 +110,13 @@ def test_other_networks_are_refused_by_key(
         HFReader(folder)
 
 
+_YARN = {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 3.0,
+    "yarn_original_max_position_embeddings": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "family", "changes"),
     [
@@ -129,6 +136,9 @@ def test_other_networks_are_refused_by_key(
         ("olmo 2", "olmo2", {"norm_placement": "both"}),
         ("olmo 2", "olmo2", {"qk_layernorm_scope": "head"}),
         ("olmo 3", "olmo3", {"softmax_scale": 0.5}),
+        # YaRN in all layers, and only in those without a window.
+        ("olmo 3", "olmo3", {"window_rotary_base": None}),
+        ("qwen2 with windows in later layers", "qwen2", {**_YARN, "window_rotary_base": 1000.0}),
         ("phi 3", "phi3", {"rotary_seq_len_interpolation_factor": 2}),
         ("phi 3 with longrope", "phi3", {"rotary_seq_len_interpolation_factor": 2}),
         (
