@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megatron.config.fields import divisors
@@ -9,6 +10,9 @@ from megatron.config.model import ModelOptions
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunOptions
 from megatron.config.stages import megatron_layout_problem, possible_plan
+
+# What makes a pattern of --freeze match some layers and not others.
+_LAYER_NUMBER = re.compile(r"[0-9?[]")
 
 
 def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -38,6 +42,13 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
         yield (
             f"--ckpt-format torch_dist with --decoupled-lr {config.schedule.decoupled_lr:g}: such "
             f"optimizer states are not written for Megatron Core: {remedy}"
+        )
+    frozen = [pattern for pattern in model.freeze or () if _LAYER_NUMBER.search(pattern)]
+    if frozen and not checkpoint.no_save_optim:
+        yield (
+            f"--ckpt-format torch_dist with --freeze {' '.join(frozen)}: Megatron Core stores the "
+            "optimizer states of all layers in one tensor: freeze the same weights in every layer, "
+            "use --ckpt-format native, or add --no-save-optim"
         )
     yield from _muon_states(config)
     yield from _schedule_in_tokens(config)
@@ -99,6 +110,15 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
         yield (
             "--ckpt-format legacy with --use-distributed-optimizer: Megatron-LM's file stores "
             "Adam's states, not those of --optimizer sgd: drop one of the three flags"
+        )
+    frozen = " ".join(("--freeze", *model.freeze)) if model.freeze else ""
+    frozen = "--retro-freeze-gpt" if model.retro_freeze_gpt else frozen
+    is_flat = config.parallel.use_distributed_optimizer and not checkpoint.no_save_optim
+    if frozen and is_flat:
+        yield (
+            f"--ckpt-format legacy with --use-distributed-optimizer and {frozen}: Megatron-LM's "
+            "file stores the optimizer states of all weights: drop one of the three, use "
+            "--ckpt-format native, or add --no-save-optim"
         )
     if config.schedule.decoupled_lr is not None and not checkpoint.no_save_optim:
         yield (

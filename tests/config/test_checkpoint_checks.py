@@ -62,6 +62,19 @@ _LINES = [
         )
     ),
     (
+        "--save here --save-interval 5 --ckpt-format torch_dist --freeze embedding layers.0",
+        "--ckpt-format torch_dist with --freeze layers.0: Megatron Core stores the optimizer "
+        "states of all layers in one tensor: freeze the same weights in every layer, use "
+        "--ckpt-format native, or add --no-save-optim",
+    ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --use-distributed-optimizer "
+        "--freeze embedding",
+        "--ckpt-format legacy with --use-distributed-optimizer and --freeze embedding: "
+        "Megatron-LM's file stores the optimizer states of all weights: drop one of the three, use "
+        "--ckpt-format native, or add --no-save-optim",
+    ),
+    (
         "--save here --save-interval 5 --ckpt-format legacy --qk-layernorm",
         "--qk-layernorm: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support "
         "such weights: use --ckpt-format native",

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,8 @@ class CoreFiles:
             snapshot: This rank's share of the checkpoint.
 
         Raises:
-            CheckpointError: Megatron Core's model lacks one of the parameters.
+            CheckpointError: Megatron Core's model lacks one of the parameters, or some layers
+                lack optimizer states.
         """
         self.config, self.snapshot = config, snapshot
         model, plan = config.model, snapshot.plan
@@ -222,6 +223,26 @@ class CoreFiles:
             state = f"{STATES}{name.removeprefix(WEIGHTS)}"
             if f"{state}.exp_avg" in plan.parts and f"{state}.{MASTER}" not in plan.parts:
                 self.locations[name].append(scheme.locate(f"{state}.{MASTER}", plan.shapes[name]))
+        self._check_stacks()
+
+    def _check_stacks(self) -> None:
+        """Check that every tensor that stacks layers has all of them.
+
+        Raises:
+            CheckpointError: The weights of some layers were frozen, so they have no states.
+        """
+        layers = defaultdict[str, set[int]](set)
+        for location in chain.from_iterable(self.locations.values()):
+            if location.layer is not None:
+                layers[location.name].add(location.layer)
+        for name, present in layers.items():
+            missing = set(range(self.config.model.num_layers)) - present
+            if missing:
+                raise CheckpointError(
+                    f"layer {min(missing)} was frozen and has no {name}, but Megatron Core stores "
+                    "the states of all layers in one tensor: convert only the weights, without "
+                    "--keep-optimizer, or write the native format"
+                )
 
     def write_tensors(self, folder: Path) -> Json:
         """Write and flush this rank's files.

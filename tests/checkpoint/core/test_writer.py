@@ -18,6 +18,7 @@ from megatron.checkpoint.legacy.torch_file import TorchZip
 from megatron.checkpoint.legacy.unpickler import read_pickle
 from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.core.conftest import NETWORKS, SAVE
@@ -137,6 +138,17 @@ def test_it_comes_back_by_the_converter(folders, written, tmp_path):
     before, after = read_all(folders("mixture") / "native"), read_all(tmp_path)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_states_that_some_layers_lack_are_refused(tmp_path, capsys):
+    words = "--train-iters 1 --save-interval 1 --eval-iters 0 --freeze layers.0 --save"
+    train_toy(Layout.single(), [*words.split(), str(tmp_path / "native")])
+    words = f"--model-type GPT --loader native --saver torch_dist --load-dir {tmp_path / 'native'}"
+    words = [*words.split(), "--save-dir", str(tmp_path / "core")]
+    assert util.main([*words, "--keep-optimizer"]) == 4
+    message = "layer 0 was frozen and has no optimizer.state.exp_avg.decoder.layers."
+    assert message in capsys.readouterr().err
+    assert util.main(words) == 0
 
 
 @pytest.mark.parametrize(
