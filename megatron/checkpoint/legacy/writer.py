@@ -299,9 +299,9 @@ class LegacyWriter:
             return {"optimizer": {"param_groups": settings}, **scaler}
         states = {index: self._state(parameter) for index, parameter in enumerate(parameters)}
         tree = {"state": states, "param_groups": settings}
-        if _name(parameters[0], _MASTER) not in self._saved_names:
+        if not any(_name(parameter, _MASTER) in self._saved_names for parameter in parameters):
             return tree
-        masters = [[self._value(parameters[i], _MASTER) for i in group] for group in groups]
+        masters = [[self._master(parameters[i]) for i in group] for group in groups]
         return {"optimizer": tree, **scaler, "fp32_from_fp16_params": masters}
 
     def _state(self, parameter: FileParameter) -> dict[str, Any]:
@@ -331,6 +331,13 @@ class LegacyWriter:
                 states[key] = flat_tensor(values, self.data_parallel)
             tree[index] = {dtype: states}
         return tree
+
+    def _master(self, parameter: FileParameter) -> LazyTensor:
+        """Return the fp32 copy of a 16-bit parameter, which is made here if it was frozen."""
+        if _name(parameter, _MASTER) in self._saved_names:
+            return self._value(parameter, _MASTER)
+        weight = self._value(parameter)
+        return LazyTensor(tuple(weight.shape), torch.float32, lambda: weight.read().float())
 
     def _value(self, parameter: FileParameter, kind: str | None = None) -> LazyTensor:
         """Return a file's shard of a parameter, or of its optimizer state, in Megatron's shape."""

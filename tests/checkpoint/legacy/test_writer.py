@@ -230,6 +230,15 @@ def test_a_t5_in_three_stages_goes_on_in_one(tmp_path):
     assert args.pipeline_model_parallel_split_rank == 1
 
 
+@pytest.mark.parametrize("frozen", ["embedding", "layers.1"])
+def test_frozen_weights_of_16_bits_have_masters(tmp_path, frozen):
+    """Megatron has one for every weight, so files that lack some would have none."""
+    flags = [*TOY, "--bf16", "--freeze", frozen]
+    expected = _losses(Layout.single(), flags)
+    first = _losses(Layout.single(), [*flags, *SAVES, str(tmp_path)])
+    assert [*first, *_losses(Layout.single(), [*flags, "--load", str(tmp_path)])] == expected
+
+
 def test_states_that_megatron_lacks_are_refused(tmp_path, capsys):
     native, out = tmp_path / "native", tmp_path / "megatron"
     words = "--train-iters 1 --save-interval 1 --eval-iters 0 --optimizer muon --save"
