@@ -241,7 +241,8 @@ def test_time_without_a_core_is_counted() -> None:
         begun, waited = time.perf_counter(), clock.seconds()
         while time.perf_counter() < begun + 0.5:
             pass
-        assert 0.1 < clock.seconds() - waited < 0.5
+        waited = clock.seconds() - waited
+        assert 0.1 < waited < time.perf_counter() - begun
     finally:
         for pid in children:
             os.kill(pid, signal.SIGKILL)

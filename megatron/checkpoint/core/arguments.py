@@ -40,7 +40,6 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "moe_latent_size": (None,),
     "mtp_hybrid_override_pattern": (None,),
     "mtp_use_repeated_layer": (False,),
-    "rotary_interleaved": (False,),
 }
 # With latent attention, Core ignores these settings or cannot train.
 _NEUTRAL_WITH_LATENT: dict[str, tuple[Json, ...]] = {
@@ -49,6 +48,7 @@ _NEUTRAL_WITH_LATENT: dict[str, tuple[Json, ...]] = {
     "no_rope_freq": (None,),
     "position_embedding_type": ("rope", "none"),
     "qk_l2_norm": (False,),
+    "rotary_interleaved": (False,),
     "rotary_percent": (1.0,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "use_rope_scaling": (False,),

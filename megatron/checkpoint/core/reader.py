@@ -98,7 +98,10 @@ class CoreReader(Reader):
             raise CheckpointError(f"{self._common.path}: {error}") from None
         self._gated = bool(args.get("swiglu") or args.get("geglu"))
         self._tied = not args.get("untie_embeddings_and_output_weights")
-        self._layers, self._model = args.get("num_layers"), config["model"]
+        self._layers = args.get("num_layers")
+        # Not a setting of ours: only the order of rows depends on it.
+        interleaved = {"rotary_interleaved": args.get("rotary_interleaved")}
+        self._model = config["model"] | interleaved
         try:
             self._sources, has_states = self._find_sources()
         except CheckpointError as error:

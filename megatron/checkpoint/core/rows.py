@@ -1,9 +1,10 @@
 """The order of rows in Megatron Core's projections, where it differs from ours.
 
-Latent attention rotates channels 2i and 2i + 1 of a head together, whereas we rotate channels i and
-i + r/2 of the r channels that carry positions. A gated delta net has a tensor for each part of its
-input projection and of its convolution, with the rows of all heads, whereas we store all parts in
-one tensor whose rows are ordered by head.
+Latent attention and --rotary-interleaved rotate channels 2i and 2i + 1 of a head together, whereas
+we rotate channels i and i + r/2 of the r channels that carry positions. Scores are the same if the
+channels of queries and keys are in the same order, so either network can be loaded as the other. A
+gated delta net has a tensor for each part of its input projection and of its convolution, with the
+rows of all heads, whereas we store all parts in one tensor whose rows are ordered by head.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ def row_order(model: Mapping[str, Any], parameter: str, rows: int) -> RowOrder |
     if inside in _OF_ONE_KIND and is_latent != _OF_ONE_KIND[inside]:
         kind = "latent" if is_latent else "ordinary"
         raise CheckpointError(f"{parameter} does not exist in a network with {kind} attention")
+    if model.get("rotary_interleaved") and not is_latent:
+        return _interleaved(model, inside, parameter, rows)
     match inside:
         case "attention.query_up.weight":
             heads, unrotated = size_of(model, "num_attention_heads"), size_of(model, "qk_head_dim")
@@ -125,8 +128,40 @@ def _rotated(
     rotated = size_of(model, "qk_pos_emb_head_dim")
     _check_rows(parameter, rows, heads * (unrotated + rotated))
     positions = torch.arange(rows).view(heads, -1)
-    pairs = positions[:, unrotated:].unflatten(1, (-1, 2))
-    ordered = torch.cat((positions[:, :unrotated], pairs.mT.flatten(1)), dim=1).flatten()
+    kept, pairs = positions[:, :unrotated], positions[:, unrotated:]
+    return RowOrder(torch.cat((kept, _halves(pairs)), dim=1).flatten(), (("", rows),))
+
+
+def _halves(channels: Tensor) -> Tensor:
+    """Return channels that rotate in neighboring pairs, [..., r], as two halves that rotate."""
+    return channels.unflatten(-1, (-1, 2)).mT.flatten(-2)
+
+
+def _interleaved(
+    model: Mapping[str, Any], inside: str, parameter: str, rows: int
+) -> RowOrder | None:
+    """Return the order of rows in ordinary attention with --rotary-interleaved."""
+    if not re.fullmatch(r"attention\.(qkv|query_norm|key_norm)\.(weight|bias)", inside):
+        return None
+    size, groups, queries = size_of(model, "kv_channels"), 1, 0
+    if inside.startswith("attention.qkv."):
+        heads = size_of(model, "num_attention_heads")
+        groups = size_of(model, "num_query_groups") if model.get("group_query_attention") else heads
+        queries = heads // groups
+    percent = model.get("rotary_percent", 1.0)
+    if type(percent) not in (int, float) or not 0 < percent <= 1:
+        raise CheckpointError(f"rotary_percent is {percent!r:.80}: it must be above 0, at most 1")
+    rotated = int(size * percent)
+    parts = queries + 2 if queries else 1  # of a group: query heads, a key head and a value head
+    if rotated % 2 or rows != groups * parts * size:
+        raise CheckpointError(
+            f"{parameter} has {rows:,} rows, which do not match num_attention_heads, "
+            "num_query_groups, kv_channels and rotary_percent"
+        )
+    positions = torch.arange(rows).view(groups, parts, size)
+    turning = positions[:, : queries + 1]  # values do not rotate
+    turning = torch.cat((_halves(turning[..., :rotated]), turning[..., rotated:]), dim=-1)
+    ordered = torch.cat((turning, positions[:, queries + 1 :]), dim=1).flatten()
     return RowOrder(ordered, (("", rows),))
 
 

@@ -279,6 +279,7 @@ class LegacyReader(Reader):
             for name, kind in (
                 ("multi_latent_attention", "latent attention is"),
                 ("experimental_attention_variant", "gated delta nets are"),
+                ("rotary_interleaved", "rotations of neighboring channels are"),
             ):
                 if self._args.get(name):
                     raise CheckpointError(

@@ -179,6 +179,7 @@ def test_states_flattened_by_the_distributed_optimizer_leave_the_weights(folders
         ("expert_tensor_parallel_size", 2, "save with --ckpt-format torch_dist"),
         ("multi_latent_attention", True, "latent attention is read only from"),
         ("experimental_attention_variant", "gated_delta_net", "delta nets are read only from"),
+        ("rotary_interleaved", True, "rotations of neighboring channels are read only from"),
     ],
 )
 def test_files_of_ranks_that_are_not_supported_are_refused_by_name(
