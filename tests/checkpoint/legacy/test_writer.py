@@ -234,9 +234,9 @@ def test_a_t5_in_three_stages_goes_on_in_one(tmp_path):
 def test_frozen_weights_of_16_bits_have_masters(tmp_path, frozen):
     """Megatron has one for every weight, so files that lack some would have none."""
     flags = [*TOY, "--bf16", "--freeze", frozen]
-    expected = _losses(Layout.single(), flags)
-    first = _losses(Layout.single(), [*flags, *SAVES, str(tmp_path)])
-    assert [*first, *_losses(Layout.single(), [*flags, "--load", str(tmp_path)])] == expected
+    expected = losses_of(Layout.single(), flags)
+    first = losses_of(Layout.single(), [*flags, *SAVES, str(tmp_path)])
+    assert [*first, *losses_of(Layout.single(), [*flags, "--load", str(tmp_path)])] == expected
 
 
 def test_states_that_megatron_lacks_are_refused(tmp_path, capsys):
