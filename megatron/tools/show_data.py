@@ -227,7 +227,6 @@ def _open_text(
     bad: list[str] = []
 
     def texts(first: int) -> Iterator[list[Any]]:
-        bad.clear()
         for block in read_blocks(files, [data.text_key]):
             encoded = encoder(block)
             for line in encoded.bad:

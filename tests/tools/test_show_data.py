@@ -108,6 +108,37 @@ def test_samples_of_sentences(kind, vocabulary, tmp_path, capsys):
     assert text.count("sample 1\n") == (2 if kind == "t5" else 1)  # encoder and decoder
 
 
+def test_statistics_have_a_row_for_each_power_of_two(vocabulary, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "w1 w2 w3"}\n{"text": ""}\n{"text": "w5"}\n{"text": "w6 w7 w8 w9"}\n'
+    )
+    words = ["--seq-length", "8", *vocabulary, "--show", "statistics", "--data-path"]
+    lines = shown(capsys, *words, str(tmp_path / "a.jsonl")).splitlines()
+    assert lines[:8] == [
+        f"{tmp_path}/a.jsonl: statistics",
+        "4 documents, 11 tokens",
+        "tokens of a document: shortest 0, 1% 0, median 4, 99% 5, longest 5",
+        "tokens  documents",
+        f"0       1          {'#' * 20}",
+        "1 to 1  0",
+        f"2 to 3  1          {'#' * 20}",
+        f"4 to 7  2          {'#' * 40}",
+    ]
+    assert lines[8:12] == [
+        "",
+        f"{tmp_path}/a.jsonl: most frequent of the first 11 tokens",
+        "id   token    share",
+        f"{END}  '[EOS]'  27.27%",
+    ]
+    assert all(line.endswith("9.09%") for line in lines[12:])
+    monkeypatch.setattr(show_data, "_MAX_COUNTED_TOKENS", 4)
+    text = shown(capsys, *words, str(tmp_path / "a.jsonl"))
+    assert "1 documents, 4 tokens at the beginning; the statistics cover only these\n" in text
+    prefix = write_gpt(tmp_path / "gpt")
+    with pytest.raises(ConfigError, match="--train-data-path: value 1, "):
+        shown(capsys, *words[:-1], "--train-data-path", prefix, "0.5")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_statistics_and_documents_of_text(name, vocabulary, tmp_path, capsys):
     lines = [b'{"text": "w1 w2 w3"}', b'{"txt": "w4"}', b'{"text": ""}', b'{"text": "w5"}', b"{"]
@@ -228,6 +259,8 @@ def test_a_retro_s_chunks_are_shown_with_their_neighbors(workdir, tmp_path, caps
     expected = " ".join(map(str, database.tokens([3, 4]).ravel().tolist()))
     expected = expected.removesuffix(" 100 100")  # padding of the short chunk
     assert chunk[2] == f"neighbor 1, document {document} of corpus: {expected!r}"
+    single = shown(capsys, *words, "--retro-num-neighbors", "1")
+    assert (single.count("neighbor 1"), single.count("neighbor 2")) == (4, 0)
     all_parts = shown(capsys, *words[:-4], "--count", "1")
     assert "60 documents, 60 sequences" in all_parts
     assert all_parts.endswith(text)
