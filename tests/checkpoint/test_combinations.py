@@ -221,7 +221,8 @@ def _problems_of_resharding(
 ) -> Iterator[str]:
     """Load in the other layout, save there, and load that in the first layout."""
     other = _run(found, 1, _save_and_train, "--load", str(saved), "--save", str(folder))
-    if not _is_close(found, other, losses[2:]):
+    drops = "--moe-expert-capacity-factor" in found.flags  # by layout (docs/experts.md)
+    if not drops and not _is_close(found, other, losses[2:]):
         yield f"losses {losses}, in another layout {other}"
     resharded = folder / saved.name
     lines = differences(open_any(saved), open_any(resharded))
