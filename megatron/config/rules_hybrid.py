@@ -15,7 +15,10 @@ _FLAG = "--hybrid-layer-pattern"
 _NOT_WITH_HYBRID: Exclusions = {
     "model.mtp_num_layers": ((None,), "the layers of hybrid models predict one token"),
     "model.parallel_residual": ((False,), "a layer has either a mixer or an MLP"),
-    "checkpoint.ckpt_format": (("native",), "hybrid models cannot be written in this format"),
+    "checkpoint.ckpt_format": (
+        ("native", "torch_dist"),
+        "hybrid models cannot be written in this format",
+    ),
 }
 _NOT_WITH_MAMBA: Exclusions = {
     "model.batch_invariant_mode": ((False,), "Mamba-2's sums depend on the length of a sequence"),

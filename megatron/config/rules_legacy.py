@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megatron.config.fields import divisors
+from megatron.config.hybrid import MAMBA
 from megatron.config.model import ModelOptions
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunOptions
@@ -21,12 +22,18 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
     if checkpoint.ckpt_format != "torch_dist" or checkpoint.save is None:
         return
     remedy = "use --ckpt-format native"
-    variant = model.experimental_attention_variant
-    if variant is not None and checkpoint.transformer_impl == "local":
+    if needs_engine(model) and checkpoint.transformer_impl == "local":
         yield (
-            f"--ckpt-format torch_dist with --experimental-attention-variant {variant}: Megatron "
-            "Core has such layers only with --transformer-impl transformer_engine: drop "
-            "--transformer-impl local"
+            "--ckpt-format torch_dist with --transformer-impl local: Megatron Core has gated delta "
+            "nets and hybrid models only with Transformer Engine: drop --transformer-impl local"
+        )
+    has_mamba = MAMBA in (model.hybrid_layer_pattern or "")
+    is_plain = not config.parallel.use_distributed_optimizer and not checkpoint.no_save_optim
+    if has_mamba and is_plain and (config.precision.bf16 or config.precision.fp16):
+        yield (
+            "--ckpt-format torch_dist with Mamba-2 in 16 bits: Megatron Core keeps some of its "
+            "weights in fp32, and saves their optimizer states only with the distributed "
+            "optimizer: add --use-distributed-optimizer or --no-save-optim"
         )
     if model.architecture != "gpt":
         yield f"--ckpt-format torch_dist: only GPTs are written for Megatron Core: {remedy}"
@@ -98,7 +105,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support "
                 "such weights: use --ckpt-format native"
             )
-    for name in unsupported_flags(model):
+    for name in unsupported_by_legacy(model):
         yield (
             f"{name}: Megatron-LM 23.08, the target of --ckpt-format legacy, does not support this "
             "network: use --ckpt-format native"
@@ -139,6 +146,20 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {problem}: {remedy}"
 
 
+def unsupported_by_legacy(model: ModelOptions) -> Iterator[str]:
+    """Yield a network's flags that Megatron-LM 23.08 does not support."""
+    if model.hybrid_layer_pattern is not None:
+        yield f"--hybrid-layer-pattern {model.hybrid_layer_pattern}"
+    yield from unsupported_flags(model)
+
+
+def needs_engine(model: ModelOptions) -> bool:
+    """Return whether Megatron Core builds a network only from Transformer Engine's modules."""
+    return (
+        model.experimental_attention_variant is not None or model.hybrid_layer_pattern is not None
+    )
+
+
 def unsupported_flags(model: ModelOptions) -> Iterator[str]:
     """Yield a network's flags that neither Megatron-LM 23.08 nor Megatron Core supports."""
     counts = f"--num-experts {' '.join(map(str, model.num_experts or ()))}"
@@ -170,10 +191,6 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
         ("--disable-bias-attention", not model.add_bias_attention),
         ("--lm-head-bias", model.lm_head_bias),
         (f"--logit-scale {model.logit_scale}", model.logit_scale is not None),
-        (
-            f"--hybrid-layer-pattern {model.hybrid_layer_pattern}",
-            model.hybrid_layer_pattern is not None,
-        ),
         ("--parallel-mamba", model.parallel_mamba),
         ("--embed-layernorm", model.embed_layernorm),
         # Megatron Core's flag is only for latent attention: other networks would ignore it.
@@ -192,6 +209,7 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
         ),
         *_latent_flags(model),
         *_delta_flags(model),
+        *_hybrid_flags(model),
         # Megatron Core normalizes in all layers.
         ("--qk-l2-norm with --no-rope-freq", model.qk_l2_norm and model.no_rope_freq is not None),
         (
@@ -231,6 +249,21 @@ def _delta_flags(model: ModelOptions) -> Iterator[tuple[str, bool]]:
         ("an activation other than --swiglu", not model.swiglu),
     ):
         yield f"--experimental-attention-variant {variant} with {name}", variant is not None and on
+
+
+def _hybrid_flags(model: ModelOptions) -> Iterator[tuple[str, bool]]:
+    """Yield flags with which hybrid models differ from Core's, and whether they are on."""
+    pattern = model.hybrid_layer_pattern or ""
+    has_mamba = MAMBA in pattern
+    for name, on in (
+        ("--multi-latent-attention", model.multi_latent_attention),
+        ("--qk-layernorm", model.qk_layernorm),
+        ("--qk-l2-norm", model.qk_l2_norm),
+        ("--disable-mamba-norm", has_mamba and not model.mamba_norm),
+        # Core always normalizes the output of Mamba-2 with 1e-5.
+        (f"--norm-epsilon {model.norm_epsilon}", has_mamba and model.norm_epsilon != 1e-5),
+    ):
+        yield f"--hybrid-layer-pattern {pattern} with {name}", bool(pattern) and on
 
 
 def unsupported_state(precision: PrecisionConfig, style: str | None, flag: str) -> Iterator[str]:

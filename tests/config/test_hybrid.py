@@ -82,7 +82,7 @@ _BESIDE = "--num-layers 2 --parallel-mamba --disable-bias-linear"
         ),
         ("--hybrid-layer-pattern M* --use-mup", "muP has no rules for Mamba-2"),
         ("--hybrid-layer-pattern M* --parallel-residual", "a layer has either a mixer or an MLP"),
-        ("--hybrid-layer-pattern M* --save x --ckpt-format torch_dist", "in this format"),
+        ("--hybrid-layer-pattern M* --save x --ckpt-format legacy", "in this format"),
         ("--hybrid-layer-pattern M* --bf16 --fp8-format hybrid", "not computed in 8 bits"),
         (
             "--hybrid-layer-pattern M* --mamba-num-heads 6 --mamba-num-groups 4",

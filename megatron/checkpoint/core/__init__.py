@@ -8,6 +8,7 @@ never read.
 Modules:
     index      `.metadata` as plain records, checked against the files
     names      Megatron Core's parameter names and native names
+    rows       the order of rows where it differs, and tensors that Core divides
     arguments  Megatron Core's command line and our settings
     reader     such a folder through the `Reader` interface
     writer     write any checkpoint, or a run's state, as such a folder

@@ -26,6 +26,7 @@ from megatron.config.attention import (
     rotary_layers,
 )
 from megatron.config.experts import mixture_layers
+from megatron.config.hybrid import MAMBA, MAMBA_FIELDS, layer_symbols, pattern_parts
 from megatron.config.model import ModelConfig
 from megatron.config.run import ModelRun
 from megatron.errors import CheckpointError
@@ -34,9 +35,6 @@ from megatron.errors import CheckpointError
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "experimental_attention_variant": (None, "gated_delta_net", "gdn"),
     "heterogeneous_layers_config_path": (None,),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
-    "is_hybrid_model": (False,),
     "moe_latent_size": (None,),
     "mtp_hybrid_override_pattern": (None,),
     "mtp_use_repeated_layer": (False,),
@@ -61,6 +59,14 @@ _NEUTRAL_WITH_DELTA: dict[str, tuple[Json, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
 }
+# Core's hybrid models ignore these settings, or do not have them.
+_NEUTRAL_WITH_HYBRID: dict[str, tuple[Json, ...]] = {
+    "experimental_attention_variant": (None,),
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False,),
+    "qk_l2_norm": (None, False),
+    "qk_layernorm": (False,),
+}
 # Without latent attention, rotary embeddings are never scaled.
 _NEUTRAL_WITHOUT_LATENT: dict[str, tuple[Json, ...]] = {"rotary_scaling_factor": (1.0,)}
 # Fields of Core's YaRN with their defaults there, and our flags for them.
@@ -74,6 +80,14 @@ _YARN = {
 }
 
 
+# Our flags for mixers other than ordinary attention, and the flags that only they have.
+_MIXER_FIELDS = {
+    "multi_latent_attention": LATENT_FIELDS,
+    "experimental_attention_variant": DELTA_FIELDS,
+    "hybrid_layer_pattern": MAMBA_FIELDS,
+}
+
+
 def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the settings of the network and the optimizer, by section of `RunOptions`.
 
@@ -83,21 +97,16 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     refuse_unknown(args, _NEUTRAL)
     if args.get("no_rope_freq") is not None:  # Core applies the L2 norm in all layers
         refuse_unknown(args, {"qk_l2_norm": (None, False)})
-    is_latent = bool(args.get("multi_latent_attention"))
-    refuse_unknown(args, _NEUTRAL_WITH_LATENT if is_latent else _NEUTRAL_WITHOUT_LATENT)
-    is_delta = args.get("experimental_attention_variant") is not None
-    if is_delta:
-        refuse_unknown(args, _NEUTRAL_WITH_DELTA)
+    mixers = _latent(args) | _delta_net(args) | _hybrid(args)
     config = legacy_config(args, "gpt")
-    unused = [*YARN_FIELDS, *(() if is_latent else LATENT_FIELDS)]
-    unused += () if is_delta else DELTA_FIELDS
+    unused = set(YARN_FIELDS)
+    for flag, fields in _MIXER_FIELDS.items():
+        unused |= set() if flag in mixers else {flag, *fields}
+    if "hybrid_layer_pattern" in mixers:  # which names the mixtures
+        unused.add("moe_layer_freq")
     model = {name: value for name, value in config["model"].items() if name not in unused}
+    model |= mixers
     config["model"] = model
-    if is_latent:
-        model |= _latent(args)
-    if is_delta:
-        model["experimental_attention_variant"] = "gated_delta_net"
-        model["linear_attention_freq"] = _frequency(args.get("linear_attention_freq"))
     if not model.get("mtp_num_layers"):
         model.pop("mtp_num_layers", None)
     elif args.get("mtp_loss_scaling_factor") is not None:
@@ -124,8 +133,54 @@ def _frequency(pattern: Json) -> str:
     return f"[{','.join(map(str, pattern))}]" if isinstance(pattern, list) else str(pattern)
 
 
+def _delta_net(args: Mapping[str, Json]) -> dict[str, Json]:
+    """Return our flags for gated delta nets, or {} for networks without them.
+
+    Args:
+        args: Core's command line.
+
+    Raises:
+        CheckpointError: Our delta nets lack one of the settings.
+    """
+    if args.get("experimental_attention_variant") is None:
+        return {}
+    refuse_unknown(args, _NEUTRAL_WITH_DELTA)
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": _frequency(args.get("linear_attention_freq")),
+    }
+
+
+def _hybrid(args: Mapping[str, Json]) -> dict[str, Json]:
+    """Return our flag for the layers of a hybrid model, or {} for other models.
+
+    Args:
+        args: Core's command line.
+
+    Raises:
+        CheckpointError: Our networks have no such layers or settings.
+    """
+    pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if not pattern:  # older versions could choose the layers by ratios instead
+        refuse_unknown(args, {"is_hybrid_model": (False,)})
+        return {}
+    refuse_unknown(args, _NEUTRAL_WITH_HYBRID)
+    try:
+        symbols = "".join(pattern_parts(str(pattern)))
+    except ValueError as error:
+        raise CheckpointError(f"hybrid_layer_pattern is {pattern!r:.80}: {error}") from None
+    if args.get("num_layers") != len(symbols):
+        raise CheckpointError(
+            f"hybrid_layer_pattern names {len(symbols)} layers, but num_layers is "
+            f"{args.get('num_layers')!r:.80}"
+        )
+    if MAMBA in symbols:  # the epsilon of Mamba-2 is not a flag in Core
+        refuse_unknown(args, {"layernorm_epsilon": (1e-5,), "norm_epsilon": (1e-5,)})
+    return {"hybrid_layer_pattern": symbols}
+
+
 def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return our flags for latent attention.
+    """Return our flags for latent attention, or {} for other attention.
 
     Its rotary embeddings are YaRN's unless --rope-type was given. With Core's default factor and
     strengths, YaRN changes nothing.
@@ -136,11 +191,16 @@ def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
     Raises:
         CheckpointError: A size is invalid, or our networks cannot compute the rotary embeddings.
     """
+    if not args.get("multi_latent_attention"):
+        refuse_unknown(args, _NEUTRAL_WITHOUT_LATENT)
+        return {}
+    refuse_unknown(args, _NEUTRAL_WITH_LATENT)
     names = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     unrotated, rotated, value = (size_of(args, name) for name in names)
     if rotated % 2:
         raise CheckpointError(f"qk_pos_emb_head_dim is {rotated}: channels rotate in pairs")
     flags: dict[str, Json] = {
+        "multi_latent_attention": True,
         "position_embedding_type": "rope",
         "kv_channels": max(unrotated + rotated, value),
     }
@@ -214,7 +274,10 @@ def core_arguments(
         if model.window_attn_skip_freq is None
         else [int(window is not None) for window in layer_windows(model, model.num_layers)],
         moe_token_dropping=False,  # always off in Core; a capacity factor drops tokens nevertheless
-        moe_layer_freq=layer_frequency(model),
+        moe_layer_freq=layer_frequency(model) if model.hybrid_layer_pattern is None else 1,
+        is_hybrid_model=model.hybrid_layer_pattern is not None,
+        hybrid_layer_pattern=layer_symbols(model.hybrid_layer_pattern) or None,
+        hybrid_override_pattern=layer_symbols(model.hybrid_layer_pattern) or None,
         linear_attention_freq=None
         if model.experimental_attention_variant is None
         else [int(is_delta) for is_delta in delta_net_layers(model, model.num_layers)],

@@ -19,6 +19,7 @@ from megatron.checkpoint.entries import Box
 from megatron.errors import CheckpointError
 
 _MODULES = {
+    "mixer.in_proj.layer_norm": "attention_norm",
     "self_attention.in_proj.layer_norm": "attention_norm",
     "input_layernorm": "attention_norm",
     "self_attention.linear_qkv.layer_norm": "attention_norm",
@@ -33,6 +34,9 @@ _MODULES = {
     "self_attention.kv_layernorm": "attention.latent_norm",
     "self_attention.linear_kv_up_proj.layer_norm": "attention.latent_norm",
     "self_attention.linear_kv_up_proj": "attention.latent_up",
+    "mixer.in_proj": "attention.input",
+    "mixer.conv1d": "attention.convolution",
+    "mixer.out_proj": "attention.output",
     "self_attention.in_proj": "attention.input",
     "self_attention.conv1d": "attention.convolution",
     "self_attention.out_norm": "attention.norm",
@@ -62,6 +66,10 @@ _LAYERS = {
     "self_attention.core_attention.softmax_offset": "attention.sinks",
     "self_attention.A_log": "attention.decay",
     "self_attention.dt_bias": "attention.time_step",
+    "mixer.A_log": "attention.decay",
+    "mixer.D": "attention.skip",
+    "mixer.dt_bias": "attention.time_step",
+    "mixer.norm.weight": "attention.norm",
     "mlp.router.weight": "mlp.router.weight",
     "mlp.router.expert_bias": "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_gate",
@@ -69,6 +77,8 @@ _LAYERS = {
 _OUTSIDE = {
     "embedding.word_embeddings.weight": "embedding.word.weight",
     "embedding.position_embeddings.weight": "embedding.position.weight",
+    "decoder.final_norm.weight": "final_norm.weight",
+    "decoder.final_norm.bias": "final_norm.bias",
     "decoder.final_layernorm.weight": "final_norm.weight",
     "decoder.final_layernorm.bias": "final_norm.bias",
     "output_layer.weight": "output.weight",
@@ -101,6 +111,8 @@ _KINDS = {
     "fp32_param": "master",
 }
 MASTER = "master"
+# Parameters of Mamba-2 that Core keeps in fp32, without a master, even if the others have 16 bits.
+FP32_WEIGHTS = ("attention.decay", "attention.skip")
 # The inverse mapping. If there are several names, the last one is used, unless `layer_modules` says
 # otherwise.
 _CORE_LAYERS = {native: core for core, native in _LAYERS.items()}
@@ -111,26 +123,44 @@ _NATIVE_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _NATIVE_DEPTH = re.compile(r"mtp\.(\d+)\.(.+)")
 
 
+# The names in layers with a recurrent mixer, by our names for modules and parameters.
+_DELTA_NET = {
+    "attention_norm": "self_attention.in_proj.layer_norm",
+    "attention.input": "self_attention.in_proj",
+    "attention.convolution": "self_attention.conv1d",
+    "attention.decay": "self_attention.A_log",
+    "attention.time_step": "self_attention.dt_bias",
+    "attention.output": "self_attention.out_proj",
+}
+_MAMBA = {
+    "attention_norm": "mixer.in_proj.layer_norm",
+    "attention.input": "mixer.in_proj",
+    "attention.convolution": "mixer.conv1d",
+    "attention.decay": "mixer.A_log",
+    "attention.time_step": "mixer.dt_bias",
+    "attention.output": "mixer.out_proj",
+}
+
+
 def layer_modules(
-    *, is_engine: bool, is_mixture: bool, is_delta: bool, latent_queries: bool | None
+    *, is_engine: bool, is_mixture: bool, mixer: str | None, latent_queries: bool | None
 ) -> dict[str, str]:
-    """Return Megatron Core's names for modules of a layer that depend on its kind, by native name.
+    """Return Megatron Core's names for modules and parameters that depend on the kind of a layer.
 
     Args:
         is_engine: Whether the layer is built from Transformer Engine's modules, which fuse a
             normalization with the projection after it.
         is_mixture: Whether the layer has a mixture of experts.
-        is_delta: Whether the layer has a gated delta net.
+        mixer: "delta" for a gated delta net, "mamba" for Mamba-2, or `None` for attention.
         latent_queries: Whether queries are computed from a latent vector; `None` without latent
             attention.
+
+    Returns:
+        The names by native name.
     """
     modules = {"mlp_norm": "pre_mlp_layernorm"} if is_mixture and is_engine else {}
-    if is_delta:
-        return {
-            **modules,
-            "attention_norm": "self_attention.in_proj.layer_norm",
-            "attention.output": "self_attention.out_proj",
-        }
+    if mixer is not None:
+        return {**modules, **(_DELTA_NET if mixer == "delta" else _MAMBA)}
     if latent_queries is None:
         return modules
     modules["attention_norm"] = "input_layernorm"
@@ -306,6 +336,7 @@ class NamingScheme:
         is_stacked: Whether layers share tensors, because they are all alike.
         gated: Whether up projections consist of gate and up.
         shards_states: Whether optimizer states have the names of the distributed optimizer.
+        final_norm: Megatron Core's name for the last normalization.
         layers: `layer_modules` of each layer.
         depths: `layer_modules` of the layers of multi-token prediction.
     """
@@ -314,6 +345,7 @@ class NamingScheme:
     is_stacked: bool
     gated: bool
     shards_states: bool
+    final_norm: str
     layers: Sequence[Mapping[str, str]]
     depths: Mapping[str, str]
 
@@ -340,6 +372,9 @@ class NamingScheme:
             if state == MASTER and self.shards_states:
                 core_kind = "param"
             prefix = f"optimizer.state.{core_kind}."
+        if parameter.startswith("final_norm."):
+            core_name = parameter.replace("final_norm", self.final_norm)
+            return Location(prefix + core_name, None, None, shape)
         if parameter in _CORE_OUTSIDE:
             return Location(prefix + _CORE_OUTSIDE[parameter], None, None, shape)
         depth, match = _NATIVE_DEPTH.fullmatch(parameter), _NATIVE_LAYER.fullmatch(parameter)
@@ -358,6 +393,8 @@ class NamingScheme:
         if module in modules:
             core_name = _core_parameter(modules[module], kind)
             core_name = f"transformer_layer.{core_name}" if depth is not None else core_name
+        elif of_layer in modules:
+            core_name = modules[of_layer]
         return Location(
             f"{prefix}{stack}{core_name}",
             layer if self.is_stacked else None,

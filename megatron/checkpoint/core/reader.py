@@ -107,10 +107,11 @@ class CoreReader(Reader):
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         tensors = self._index.tensors
-        self.tensors = {
+        stored = {
             name: TensorMeta(source.shape, tensors[source.first].dtype)
             for name, source in self._sources.items()
         }
+        self.tensors = stored | self._split_fp32_weights(stored, args)
         if verify:
             used = sorted({name for source in self._sources.values() for name in source.chunks})
             chunks = ((name, chunk) for name in used for chunk in tensors[name].chunks)
@@ -137,6 +138,33 @@ class CoreReader(Reader):
             **consumed_tokens(args),
             "legacy_args": args,
         }
+
+    def _split_fp32_weights(
+        self, stored: Mapping[str, TensorMeta], args: Json
+    ) -> dict[str, TensorMeta]:
+        """Read weights that Core keeps in fp32 as masters, and rounded, as others of a network.
+
+        Args:
+            stored: The tensors, as they are stored.
+            args: Core's command line.
+
+        Returns:
+            The rounded weights and their masters.
+        """
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = next((dtype for name, dtype in dtypes.items() if args.get(name)), None)
+        added: dict[str, TensorMeta] = {}
+        if dtype is None:
+            return added
+        for name, meta in stored.items():
+            state = f"optimizer.{name.removeprefix('model.')}"
+            is_kept = name.startswith("model.") and name.endswith(names.FP32_WEIGHTS)
+            is_wider = meta.dtype == torch.float32
+            if is_kept and is_wider and f"{state}.exp_avg" in stored:
+                master = f"{state}.{names.MASTER}"
+                added |= {name: meta._replace(dtype=dtype), master: meta}
+                self._sources[master] = self._sources[name]
+        return added
 
     def _check_format(self) -> None:
         """Check the format and its version in `metadata.json`."""
@@ -283,7 +311,7 @@ class CoreReader(Reader):
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         source = self._sources[name]
-        result = torch.empty(box.shape, dtype=self.tensors[name].dtype)
+        result = torch.empty(box.shape, dtype=self._index.tensors[source.first].dtype)
         for stored, stored_box, index in source.stored_boxes(box):
             part = result[index]
             for chunk in source.chunks[stored]:
@@ -293,4 +321,4 @@ class CoreReader(Reader):
                     part[common.slices_in(stored_box)] = values[common.slices_in(chunk.box)]
             if any(isinstance(one, torch.Tensor) for one in index):  # `part` is a copy
                 result[index] = part
-        return result
+        return result.to(self.tensors[name].dtype)

@@ -3,8 +3,9 @@
 Latent attention and --rotary-interleaved rotate channels 2i and 2i + 1 of a head together, whereas
 we rotate channels i and i + r/2 of the r channels that carry positions. Scores are the same if the
 channels of queries and keys are in the same order, so either network can be loaded as the other. A
-gated delta net has a tensor for each part of its input projection and of its convolution, with the
-rows of all heads, whereas we store all parts in one tensor whose rows are ordered by head.
+gated delta net and a Mamba-2 mixer have a tensor for each part of their input projection and of
+their convolution, with the rows of all heads, whereas we store all parts in one tensor whose rows
+are ordered by head or group.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ _OF_ONE_KIND = {
     "attention.query_up.weight": True,
     "attention.latent_down.weight": True,
 }
+# Parameters of ordinary attention whose rows depend on --rotary-interleaved.
+_INTERLEAVED = re.compile(r"attention\.(?:qkv|query_norm|key_norm)\.(?:weight|bias)")
 _DEPTH = re.compile(r"mtp\.\d+\.layer\.")
 _DELTA_PARTS = ("query", "key", "value", "z", "beta", "alpha")
-_CONVOLVED = 3  # the convolution reads this many of the parts
+_MAMBA_PARTS = ("z", "x", "B", "C", "dt")
+# The parts that the convolution reads.
+_CONVOLVED = ("query", "key", "value", "x", "B", "C")
 # Endings of the names of tensors that hold one part of a parameter.
-PARTS = _DELTA_PARTS
+PARTS = (*_DELTA_PARTS, *_MAMBA_PARTS[1:])
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def row_order(model: Mapping[str, Any], parameter: str, rows: int) -> RowOrder |
     if inside in _OF_ONE_KIND and is_latent != _OF_ONE_KIND[inside]:
         kind = "latent" if is_latent else "ordinary"
         raise CheckpointError(f"{parameter} does not exist in a network with {kind} attention")
-    if model.get("rotary_interleaved") and not is_latent:
+    if model.get("rotary_interleaved") and _INTERLEAVED.fullmatch(inside):
         return _interleaved(model, inside, parameter, rows)
     match inside:
         case "attention.query_up.weight":
@@ -112,12 +117,13 @@ def row_order(model: Mapping[str, Any], parameter: str, rows: int) -> RowOrder |
             return _rotated(model, parameter, rows, heads, unrotated)
         case "attention.latent_down.weight":
             return _rotated(model, parameter, rows, 1, size_of(model, "kv_lora_rank"))
-        case "attention.input.weight" | "attention.convolution.weight":
-            is_input = inside == "attention.input.weight"
-            heads, widths = _delta_widths(model, parameter)
-            count = len(widths) if is_input else _CONVOLVED
-            parts = tuple(zip(_DELTA_PARTS, widths, strict=True))[:count]
-            return _grouped(parameter, rows, heads, parts, has_axis=not is_input)
+        case "attention.input.weight":
+            return _grouped(parameter, rows, *_recurrent_parts(model, parameter), has_axis=False)
+        case "attention.convolution.weight" | "attention.convolution.bias":
+            groups, parts = _recurrent_parts(model, parameter)
+            parts = {name: width for name, width in parts.items() if name in _CONVOLVED}
+            is_weight = inside.endswith("weight")
+            return _grouped(parameter, rows, groups, parts, has_axis=is_weight)
     return None
 
 
@@ -137,12 +143,8 @@ def _halves(channels: Tensor) -> Tensor:
     return channels.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
-def _interleaved(
-    model: Mapping[str, Any], inside: str, parameter: str, rows: int
-) -> RowOrder | None:
+def _interleaved(model: Mapping[str, Any], inside: str, parameter: str, rows: int) -> RowOrder:
     """Return the order of rows in ordinary attention with --rotary-interleaved."""
-    if not re.fullmatch(r"attention\.(qkv|query_norm|key_norm)\.(weight|bias)", inside):
-        return None
     size, groups, queries = size_of(model, "kv_channels"), 1, 0
     if inside.startswith("attention.qkv."):
         heads = size_of(model, "num_attention_heads")
@@ -165,31 +167,40 @@ def _interleaved(
     return RowOrder(ordered, (("", rows),))
 
 
-def _delta_widths(model: Mapping[str, Any], parameter: str) -> tuple[int, tuple[int, ...]]:
-    """Return the number of key heads, and the total width of each part of the input projection."""
+def _recurrent_parts(model: Mapping[str, Any], parameter: str) -> tuple[int, dict[str, int]]:
+    """Return the number of groups, and the total width of each part of the input projection.
+
+    The groups of a gated delta net are its key heads.
+    """
+    if model.get("hybrid_layer_pattern") is not None:
+        groups, state = size_of(model, "mamba_num_groups"), size_of(model, "mamba_state_dim")
+        size = size_of(model, "mamba_head_dim")
+        default = 2 * size_of(model, "hidden_size") // size
+        heads = size_of({"mamba_num_heads": default, **model}, "mamba_num_heads")
+        if heads % groups:
+            raise CheckpointError(f"mamba_num_heads is {heads}, with {groups} groups")
+        vectors = groups * state
+        mamba_widths = (heads * size, heads * size, vectors, vectors, heads)
+        return groups, dict(zip(_MAMBA_PARTS, mamba_widths, strict=True))
     if model.get("experimental_attention_variant") is None:
         raise CheckpointError(f"{parameter} does not exist in a network without gated delta nets")
-    heads, value_heads = (size_of(model, f"linear_num_{kind}_heads") for kind in ("key", "value"))
-    if value_heads % heads:
-        raise CheckpointError(f"linear_num_value_heads is {value_heads}, with {heads} key heads")
-    keys = heads * size_of(model, "linear_key_head_dim")
-    values = value_heads * size_of(model, "linear_value_head_dim")
-    return heads, (keys, keys, values, values, value_heads, value_heads)
+    groups, heads = (size_of(model, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if heads % groups:
+        raise CheckpointError(f"linear_num_value_heads is {heads}, with {groups} key heads")
+    keys = groups * size_of(model, "linear_key_head_dim")
+    values = heads * size_of(model, "linear_value_head_dim")
+    widths = (keys, keys, values, values, heads, heads)
+    return groups, dict(zip(_DELTA_PARTS, widths, strict=True))
 
 
 def _grouped(
-    parameter: str,
-    rows: int,
-    groups: int,
-    parts: Sequence[tuple[str, int]],
-    *,
-    has_axis: bool,
+    parameter: str, rows: int, groups: int, parts: Mapping[str, int], *, has_axis: bool
 ) -> RowOrder:
     """Return the order of rows that we order by group, and Core by part."""
-    _check_rows(parameter, rows, sum(width for _, width in parts))
-    by_part = torch.arange(rows).split([width for _, width in parts])
+    _check_rows(parameter, rows, sum(parts.values()))
+    by_part = torch.arange(rows).split(list(parts.values()))
     ordered = torch.cat([part.view(groups, -1) for part in by_part], dim=1).flatten()
-    return RowOrder(ordered, tuple((f".{name}", width) for name, width in parts), has_axis)
+    return RowOrder(ordered, tuple((f".{name}", width) for name, width in parts.items()), has_axis)
 
 
 def _check_rows(parameter: str, rows: int, expected: int) -> None:

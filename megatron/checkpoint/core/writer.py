@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.checkpoint import store
 from megatron.checkpoint.core.arguments import core_arguments, layer_frequency
 from megatron.checkpoint.core.index import INDEX
-from megatron.checkpoint.core.names import MASTER, NamingScheme, layer_modules
+from megatron.checkpoint.core.names import FP32_WEIGHTS, MASTER, NamingScheme, layer_modules
 from megatron.checkpoint.core.reader import BACKEND, COMMON, FORMAT
 from megatron.checkpoint.entries import DTYPES, WORD_EMBEDDING, Json
 from megatron.checkpoint.exchange import JsonExchange
@@ -55,7 +55,8 @@ from megatron.checkpoint.retention import RetentionPolicy, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.attention import delta_net_layers
 from megatron.config.experts import mixture_layers
-from megatron.config.rules_legacy import unsupported_flags
+from megatron.config.hybrid import MAMBA, layer_symbols
+from megatron.config.rules_legacy import needs_engine, unsupported_flags
 from megatron.config.run import ModelRun
 from megatron.durable import Check, new_file, storage_errors, sync_folder
 from megatron.errors import CheckpointError
@@ -71,7 +72,7 @@ _LINEAR = re.compile(
     r"\.weight"
 )
 _ENGINE_MODULES = re.compile(
-    r"(.+\.(?:input_layernorm|[qk]_layernorm|out_norm|pre_mlp_layernorm|final_layernorm|enorm|hnorm))"
+    r"(.+\.(?:input_layernorm|[qk]_layernorm|out_norm|pre_mlp_layernorm|final_(?:layer)?norm|enorm|hnorm))"
     r"\.weight"
 )
 # The projection in whose place the extra state of attention's core is listed.
@@ -180,10 +181,10 @@ class CoreFiles:
             remedy = "write the native format"
             raise CheckpointError(f"{refused}: Megatron Core does not support it: {remedy}")
         self._is_engine = config.checkpoint.transformer_impl != "local"
-        if model.experimental_attention_variant is not None and not self._is_engine:
+        if needs_engine(model) and not self._is_engine:
             raise CheckpointError(
-                "--transformer-impl local: Megatron Core has gated delta nets only with "
-                "Transformer Engine: drop the flag"
+                "--transformer-impl local: Megatron Core has gated delta nets and hybrid models "
+                "only with Transformer Engine: drop the flag"
             )
         unsupported = unsupported_schedule(snapshot.meta.get("schedule") or {})
         if snapshot.meta.get("optimizer") and unsupported:
@@ -192,33 +193,12 @@ class CoreFiles:
                 "only the weights, without --keep-optimizer, or write the native format"
             )
         self._shards_states = config.parallel.use_distributed_optimizer
-        latent_queries = model.q_lora_rank is not None if model.multi_latent_attention else None
-        kinds = zip(
-            mixture_layers(model, model.num_layers),
-            delta_net_layers(model, model.num_layers),
-            strict=True,
-        )
-        layers = [
-            layer_modules(
-                is_engine=self._is_engine,
-                is_mixture=is_mixture,
-                is_delta=is_delta,
-                latent_queries=latent_queries,
-            )
-            for is_mixture, is_delta in kinds
-        ]
-        scheme = NamingScheme(
-            model=vars(model),
-            is_stacked=(not model.num_experts or layer_frequency(model) == 1)
-            and model.experimental_attention_variant is None,
-            gated=model.swiglu or model.geglu,
-            shards_states=self._shards_states,
-            layers=layers,
-            depths=layers[-1],
-        )
+        scheme = self._naming_scheme()
         names = [name for name in plan.parts if name.startswith((WEIGHTS, STATES))]
         # The distributed optimizer stores an fp32 weight twice: also as its own master.
         self.locations = {name: [scheme.locate(name, plan.shapes[name])] for name in names}
+        if model.hybrid_layer_pattern is not None:
+            self._store_fp32_weights()
         for name in names if self._shards_states and snapshot.meta.get("optimizer") else ():
             state = f"{STATES}{name.removeprefix(WEIGHTS)}"
             if f"{state}.exp_avg" in plan.parts and f"{state}.{MASTER}" not in plan.parts:
@@ -243,6 +223,59 @@ class CoreFiles:
                     "the states of all layers in one tensor: convert only the weights, without "
                     "--keep-optimizer, or write the native format"
                 )
+
+    def _naming_scheme(self) -> NamingScheme:
+        """Return the layout of the network's tensors."""
+        model = self.config.model
+        latent_queries = model.q_lora_rank is not None if model.multi_latent_attention else None
+        mixers: Sequence[str | None] = [
+            "delta" if is_delta else None for is_delta in delta_net_layers(model, model.num_layers)
+        ]
+        pattern = model.hybrid_layer_pattern
+        if pattern is not None:
+            mixers = ["mamba" if symbol == MAMBA else None for symbol in layer_symbols(pattern)]
+        layers = [
+            layer_modules(
+                is_engine=self._is_engine,
+                is_mixture=is_mixture,
+                mixer=mixer,
+                latent_queries=latent_queries,
+            )
+            for is_mixture, mixer in zip(
+                mixture_layers(model, model.num_layers), mixers, strict=True
+            )
+        ]
+        return NamingScheme(
+            model=vars(model),
+            is_stacked=(not model.num_experts or layer_frequency(model) == 1)
+            and model.experimental_attention_variant is None
+            and pattern is None,
+            gated=model.swiglu or model.geglu,
+            shards_states=self._shards_states,
+            final_norm="decoder.final_layernorm" if pattern is None else "decoder.final_norm",
+            layers=layers,
+            depths=layers[-1],
+        )
+
+    def _store_fp32_weights(self) -> None:
+        """Store fp32 masters in place of the weights that Megatron Core keeps in fp32.
+
+        Raises:
+            CheckpointError: The optimizer is not the distributed one, and Core's other optimizer
+                cannot save or load a mixture of fp32 and 16-bit parameters.
+        """
+        for name, locations in list(self.locations.items()):
+            master = f"{STATES}{name.removeprefix(WEIGHTS)}.{MASTER}"
+            is_kept = name.startswith(WEIGHTS) and name.endswith(FP32_WEIGHTS)
+            if not is_kept or master not in self.locations:
+                continue
+            if not self._shards_states:
+                raise CheckpointError(
+                    "an optimizer of a 16-bit hybrid model cannot be written for Megatron Core "
+                    "without --use-distributed-optimizer: convert only the weights, without "
+                    "--keep-optimizer, or write the native format"
+                )
+            self.locations |= {name: [], master: [*locations, *self.locations[master]]}
 
     def write_tensors(self, folder: Path) -> Json:
         """Write and flush this rank's files.
@@ -319,9 +352,12 @@ class CoreFiles:
     def objects(self) -> dict[str, Any]:
         """The objects other than tensors that Megatron Core expects, by Megatron Core's names."""
         objects: dict[str, Any] = {}
-        for native, (location, *_) in self.locations.items():
-            if not native.startswith(WEIGHTS):
+        if self.config.model.hybrid_layer_pattern is not None:  # Core's GPTs drop this one
+            objects[_shard_name("output_layer._extra_state", [(0, 1)])] = None
+        for native, locations in self.locations.items():
+            if not native.startswith(WEIGHTS) or not locations:
                 continue
+            location = locations[0]
             match = _LINEAR.fullmatch(location.name)
             modules = [match[1]] if match else []
             if self._is_engine:

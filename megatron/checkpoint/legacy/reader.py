@@ -280,6 +280,8 @@ class LegacyReader(Reader):
                 ("multi_latent_attention", "latent attention is"),
                 ("experimental_attention_variant", "gated delta nets are"),
                 ("rotary_interleaved", "rotations of neighboring channels are"),
+                ("hybrid_layer_pattern", "hybrid models are"),
+                ("hybrid_override_pattern", "hybrid models are"),
             ):
                 if self._args.get(name):
                     raise CheckpointError(

@@ -39,7 +39,7 @@ from megatron.checkpoint.reader import NativeReader, PaddedReader, Reader
 from megatron.checkpoint.retention import RetentionPolicy, list_files
 from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.model import ModelConfig
-from megatron.config.rules_legacy import unsupported_flags
+from megatron.config.rules_legacy import unsupported_by_legacy
 from megatron.config.run import ModelRun
 from megatron.config.stages import plan_model
 from megatron.durable import Check, remove_tree, storage_errors, sync_folder
@@ -196,7 +196,7 @@ class LegacyWriter:
                 or lacks a feature of the network; or Megatron lacks the saved schedule or a kind
                 of optimizer state.
         """
-        refused = ", ".join(unsupported_flags(config.model))
+        refused = ", ".join(unsupported_by_legacy(config.model))
         if refused:
             remedy = "write the native format (--saver native), or Hugging Face's (--saver hf)"
             raise CheckpointError(f"{refused}: Megatron-LM 23.08 does not support it: {remedy}")

@@ -35,8 +35,9 @@ MIXTURE = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 12 --moe-layer-freq [1,1,0,1]
     --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate
 """.split()
-NETWORKS = {"dense": DELTA, "mixture": [*DELTA, *MIXTURE]}
+NETWORKS = {"dense": DELTA, "mixture": [*DELTA, *MIXTURE], "bf16": [*DELTA, "--bf16"]}
 _LAYOUTS = {
+    "16 bits": ("bf16", 2, {}, "--use-distributed-optimizer"),
     "TP 2": ("mixture", 2, {"tensor": 2}, "--tensor-model-parallel-size 2"),
     "PP 2": ("dense", 2, {"pipeline": 2}, "--pipeline-model-parallel-size 2"),
     "DP 4, ZeRO 3": ("dense", 4, {}, "--zero-stage 3"),
@@ -286,6 +287,4 @@ def test_settings_are_written_as_core_has_them_and_read_again(frequency):
 def test_local_layers_do_not_exist_in_core():
     words = "--save x --save-interval 2 --ckpt-format torch_dist --transformer-impl local"
     (problem,) = problems("--num-layers 4", *DELTA, words)
-    assert (
-        "Megatron Core has such layers only with --transformer-impl transformer_engine" in problem
-    )
+    assert "Megatron Core has gated delta nets and hybrid models only with" in problem

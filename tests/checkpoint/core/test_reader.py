@@ -180,6 +180,7 @@ def test_states_flattened_by_the_distributed_optimizer_leave_the_weights(folders
         ("multi_latent_attention", True, "latent attention is read only from"),
         ("experimental_attention_variant", "gated_delta_net", "delta nets are read only from"),
         ("rotary_interleaved", True, "rotations of neighboring channels are read only from"),
+        ("hybrid_override_pattern", "M-M*", "hybrid models are read only from"),
     ],
 )
 def test_files_of_ranks_that_are_not_supported_are_refused_by_name(
