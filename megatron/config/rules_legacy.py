@@ -196,7 +196,8 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
         # Megatron Core's flag is only for latent attention: other networks would ignore it.
         (
             f"--rope-type {model.rope_type}",
-            model.rope_type in ("yarn", "longrope", "dynamic", "proportional"),
+            model.rope_type in ("longrope", "dynamic", "proportional")
+            or (model.rope_type == "yarn" and not model.multi_latent_attention),
         ),
         ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
         (

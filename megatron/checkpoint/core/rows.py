@@ -109,7 +109,8 @@ def row_order(model: Mapping[str, Any], parameter: str, rows: int) -> RowOrder |
     if inside in _OF_ONE_KIND and is_latent != _OF_ONE_KIND[inside]:
         kind = "latent" if is_latent else "ordinary"
         raise CheckpointError(f"{parameter} does not exist in a network with {kind} attention")
-    if model.get("rotary_interleaved") and _INTERLEAVED.fullmatch(inside):
+    is_interleaved = bool(model.get("rotary_interleaved")) and not is_latent
+    if is_interleaved and _INTERLEAVED.fullmatch(inside):
         return _interleaved(model, inside, parameter, rows)
     match inside:
         case "attention.query_up.weight":
