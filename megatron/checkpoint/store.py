@@ -42,6 +42,9 @@ from megatron.parallel.layout import AXES, Layout
 
 WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # histories of delayed fp8 scaling
 
+# What a native checkpoint does not replace, for messages.
+FOREIGN = "a checkpoint that this program did not write and will not replace"
+
 _RESERVE = 64 << 20  # bytes to leave free in addition to the checkpoint: manifest, tracker, logs
 
 
@@ -199,10 +202,8 @@ def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
             root.mkdir(parents=True)
             durable.sync_folder(root.parent)
         remove_leftovers(root)
-        is_replaceable = not owns_manifest or (final / MANIFEST).exists()
-        if final.exists() and not is_replaceable and any(final.iterdir()):
-            reason = "a checkpoint that this program did not write and will not replace"
-            raise CheckpointError(f"{final} contains {reason}: give another folder to --save")
+        if owns_manifest and _is_foreign(final):
+            raise CheckpointError(f"{final} contains {FOREIGN}: give another folder to --save")
         free = shutil.disk_usage(root).free
         if free < size + _RESERVE:
             what = f"the checkpoint needs {size:,} bytes, and {_RESERVE:,} bytes must stay free"
@@ -211,6 +212,29 @@ def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
         temporary = durable.unique_sibling(final, durable.TEMPORARY)
         temporary.mkdir(mode=0o775)
     return str(temporary)
+
+
+def foreign_iterations(root: Path) -> list[int]:
+    """Return the iterations, in order, that cannot be saved to `root` in the native format.
+
+    Another program wrote their folders, or a run that saved in another format.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    if not root.is_dir():
+        return []
+    iterations = ((find.iteration_of(path.name), path) for path in root.iterdir())
+    return sorted(
+        iteration
+        for iteration, path in iterations
+        if path.name == find.iteration_folder(iteration) and _is_foreign(path)
+    )
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Return whether a folder exists and contains files, but no native checkpoint."""
+    return folder.exists() and not (folder / MANIFEST).exists() and any(folder.iterdir())
 
 
 def remove_leftovers(root: Path) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from megatron.checkpoint.entries import flatten
+from megatron.checkpoint.exchange import JsonExchange
+from megatron.checkpoint.find import iteration_folder
 from megatron.checkpoint.reader import PaddedReader
+from megatron.checkpoint.store import FOREIGN, foreign_iterations
 from megatron.config import RunConfig
 from megatron.config.stages import parts_of_stage, plan_model
 from megatron.data.datasets import corpus_fingerprint
 from megatron.device import Device
+from megatron.durable import writing_to
 from megatron.environment import local_world_size
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.models.adapters import initialize_adapters
 from megatron.models.build import run_context
 from megatron.models.freezing import check_frozen
@@ -88,13 +93,14 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         entries = checkpointing.stored_entries(reader, tokenizer.vocab_size)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
     config = with_branch_length(config, reader)
-    model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
     batches = BatchPlan.from_config(config, layout.data.size)
     config = without_epochs(config, recipe, batches, tokenizer, layout)
     save = config.checkpoint.save
     training = config.training
     start = checkpointing.progress_at_start(config, reader)
     train_iterations = batches.iterations_of(training, start)
+    _check_saves(config, layout, start.iteration, train_iterations)
+    model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
     samples = samples_needed(config, train_iterations, start)
     has_corpus = layout.world.rank == 0 and not training.skip_train
     level, barrier = config.logging.timing_log_level, config.logging.barrier_with_l1_time
@@ -143,6 +149,46 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         consumed = run.progress.consumed_samples
         run.train_batches = batches_from(run, run.datasets[0], consumed=consumed)
     return run
+
+
+def _check_saves(config: RunConfig, layout: Layout, start: int, end: int) -> None:
+    """Check that no folder in --save stands in the way of a later save. Collective.
+
+    Only saves at the intervals and at the end are known in advance.
+
+    Args:
+        config: The run's configuration.
+        layout: The grid of processes as this process sees it.
+        start: The number of iterations before this start.
+        end: The number of iterations of the whole run.
+
+    Raises:
+        CheckpointError: One of these saves would be refused, because it would replace files that
+            this program did not write.
+    """
+    options, exits = config.checkpoint, config.training.exit_interval
+    if options.save is None or options.ckpt_format != "native" or config.training.skip_train:
+        return
+    root, interval = Path(options.save), options.save_interval
+    last = end if exits is None else min(end, (start // exits + 1) * exits)
+
+    def check() -> None:
+        with writing_to("--save", root):
+            foreign = foreign_iterations(root)
+        for iteration in foreign:
+            is_due = iteration == last or (interval is not None and iteration % interval == 0)
+            if start < iteration <= last and is_due:
+                loads_root = options.load and Path(options.load).resolve() == root.resolve()
+                other = (
+                    "move it elsewhere" if loads_root else f"continue from it with --load {root}"
+                )
+                raise CheckpointError(
+                    f"--save {root}: {iteration_folder(iteration)} contains {FOREIGN}, and this "
+                    f"run would save at iteration {iteration}: {other}, or give another folder to "
+                    "--save"
+                )
+
+    JsonExchange(layout.world).on_main(check)
 
 
 def without_epochs(

@@ -254,6 +254,45 @@ def test_a_save_folder_of_another_run_is_warned_of(saved, tmp_path, capsys):
     assert "To resume from them: without --ckpt-step\n" in told
 
 
+def test_a_save_that_another_programs_folder_would_refuse_is_refused_at_the_start(tmp_path):
+    """All other starts work, and the run is not built before the check."""
+    theirs = tmp_path / "iter_0000004" / "mp_rank_00"
+    theirs.mkdir(parents=True)
+    words = ["--save", str(tmp_path), "--save-interval", "3", "--train-iters"]
+    often = ["--save-interval", "2"]
+    refused = (
+        f"--save {tmp_path}: iter_0000004 contains a checkpoint that this program did not write "
+        "and will not replace, and this run would save at iteration 4: continue from it with "
+        f"--load {tmp_path}, or give another folder to --save"
+    )
+    assert _refusal(*words, "6", *often) == refused
+    assert _refusal(*words, "4") == refused
+    assert _refusal(*words, "9", "--exit-interval", "4") == refused
+    for length, *flags in (
+        ("6",),
+        ("3", *often),
+        ("9", "--exit-interval", "2", *often),  # the restart is refused
+        ("6", *often, "--skip-train"),
+        ("6", *often, "--ckpt-format", "legacy"),
+    ):
+        assert _iteration(Layout.single(), *words, length, *flags) == 0
+    theirs.rmdir()  # an empty folder is replaced
+    assert _iteration(Layout.single(), *words, "6", *often) == 0
+
+
+def test_a_run_that_goes_back_before_another_programs_checkpoint_is_refused(saved, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(saved, root)
+    (root / "iter_0000004" / "manifest.json").unlink()
+    (root / "iter_0000004" / "mp_rank_00").mkdir()
+    words = ["--load", str(root), "--ckpt-step", "2", "--save", str(root), "--save-interval"]
+    assert _refusal(*words, "2").endswith(": move it elsewhere, or give another folder to --save")
+    assert _iteration(Layout.single(), *words, "3") == 2
+    shutil.rmtree(root / "iter_0000004")
+    shutil.copytree(saved / "iter_0000004", root / "iter_0000004")
+    assert _iteration(Layout.single(), *words, "2") == 2  # our own checkpoints are replaced
+
+
 def test_a_save_folder_whose_newest_is_damaged_is_not_recommended(saved, tmp_path, capsys):
     root = tmp_path / "save"
     shutil.copytree(saved, root)
