@@ -175,8 +175,8 @@ _ARGS = {
     "linear_num_value_heads": 6,
 }
 # The first four logits of eight tokens, computed on a CPU by the GPTModel of Megatron Core 0.16.1
-# with its local layers around its gated delta net. The version of August 2026 also loads files of ours, with the
-# same logits as here.
+# with its local layers around its gated delta net. With files of ours, the version of August 2026
+# computes the same logits as this package.
 _LOGITS = [
     [-0.12009, -0.145007, 0.258229, -0.100991],
     [-0.279927, 0.441662, -0.140817, -0.307515],

@@ -232,8 +232,8 @@ _ARGS = {
     "mamba_num_heads": 6,
 }
 # The first four logits of eight tokens, computed on a CPU by the MambaModel of Megatron Core 0.16.1
-# with its local layers around its Mamba-2 mixer. The version of August 2026 also loads files of ours, with the
-# same logits as here.
+# with its local layers around its Mamba-2 mixer. With files of ours, the version of August 2026
+# computes the same logits as this package.
 _LOGITS = [
     [0.50216, -0.462859, -0.061224, 0.521183],
     [-0.04066, -0.080997, 0.117821, -0.031244],
