@@ -18,7 +18,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
 from tests.checkpoint.huggingface.models import CASES, tensors_of, write_folder
-from tests.tools.test_checkpoint_util import convert
+from tests.tools.test_checkpoint_util import convert, write_word_tokenizer
 from tests.training.toy import train_toy
 from tools.checkpoint import inspect
 
@@ -52,6 +52,36 @@ def test_a_vocabulary_of_no_rows_or_of_more_than_there_are(gpt, saver, size, tmp
     assert f"--true-vocab-size {size}" in text
     assert ("at least 1" if size < 1 else "give at most that many") in text
     assert not out.exists()
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer(tmp_path, capsys):
+    """It is refused by every saver that writes the tokenizer or its settings."""
+    case = CASES["llama"]
+    original = write_folder(tmp_path / "original", case.config, tensors_of(case))
+    write_word_tokenizer(original, 68)  # 71 rows
+    ours, out = tmp_path / "ours", tmp_path / "out"
+    assert convert("hf", "native", original, ours, "--true-vocab-size", "68") == 0
+    for loader, saver in (("hf", "native"), ("native", "hf"), ("native", "torch_dist")):
+        source = original if loader == "hf" else ours
+        assert convert(loader, saver, source, out, "--true-vocab-size", "67") == 9
+        assert (
+            "--true-vocab-size 67: the tokenizer has 68 entries, and the last ones would have no "
+            "rows: give at least 68, drop the flag, or give the files of a smaller tokenizer"
+        ) in capsys.readouterr().err
+        assert not out.exists()
+    # Megatron-LM's tool counts the entries of a vocabulary that is given alone.
+    (tmp_path / "vocab.txt").write_text("w\n" * 66)
+    words = ["--true-vocab-size", "66", "--vocab-file", str(tmp_path / "vocab.txt")]
+    assert convert("hf", "megatron", original, out, *words) == 0
+    words[1] = "65"
+    assert convert("hf", "megatron", original, tmp_path / "b", *words) == 9
+    assert "--true-vocab-size 65: the tokenizer has 66 entries" in capsys.readouterr().err
+    # A smaller tokenizer makes room.
+    (tmp_path / "small").mkdir()
+    write_word_tokenizer(tmp_path / "small", 60)
+    words = ["--tokenizer-model", str(tmp_path / "small" / "tokenizer.json")]
+    assert convert("native", "hf", ours, tmp_path / "c", "--true-vocab-size", "60", *words) == 0
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["vocab_size"] == 60
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,50 @@ def check_companions(options: argparse.Namespace) -> None:
         )
 
 
+def check_vocabulary(source: SourceModel, options: argparse.Namespace) -> None:
+    """Check that --true-vocab-size fits the source, and keeps a row for every tokenizer entry.
+
+    The second check is omitted if the tokenizer is unknown, and for adapters, which are written
+    without a tokenizer.
+
+    Raises:
+        ConfigError: The source has fewer rows, or the tokenizer has more entries.
+    """
+    size = options.true_vocab_size
+    if size is None:
+        return
+    if size > source.rows:
+        raise ConfigError(
+            f"--true-vocab-size {size}: {source.reader.path} has {source.rows} rows: give at most "
+            "that many"
+        )
+    entries = None if options.saver == "peft" else _text_entries(source, options)
+    if entries is not None and size < min(entries, source.rows):
+        raise ConfigError(
+            f"--true-vocab-size {size}: the tokenizer has {entries} entries, and the last ones "
+            f"would have no rows: give at least {min(entries, source.rows)}, drop the flag, or "
+            "give the files of a smaller tokenizer"
+        )
+
+
+def _text_entries(source: SourceModel, options: argparse.Namespace) -> int | None:
+    """Return the number of entries in the files of the tokenizer, or `None` if it is unknown."""
+    given, tokenizer = from_values(TokenizerConfig, vars(options)), source.config.tokenizer
+    if options.saver == "megatron" and (listed := _listed_entries(given)) is not None:
+        return listed
+    if given != TokenizerConfig():
+        tokenizer = _given_tokenizer(source, options)
+    elif tokenizer.tokenizer_type is None and source.companions is not None:
+        trust, kind = source.reader.allow_foreign, source.config.model.architecture
+        tokenizer = files.tokenizer_in(source.companions, kind, allow_foreign=trust)
+    if tokenizer.tokenizer_type is None:
+        return None
+    try:
+        return build_tokenizer(tokenizer).text_vocab_size
+    except UserError:  # its files no longer exist here
+        return None
+
+
 def load_hf(options: argparse.Namespace) -> SourceModel:
     """Open a Hugging Face folder with safetensors and config.json.
 
@@ -253,13 +297,7 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
     given = from_values(TokenizerConfig, vars(options))
     if given == TokenizerConfig():
         entries = _entries_or_none(config.tokenizer)
-    elif given.tokenizer_type is None and given.vocab_file and not given.merge_file:
-        data = _read(given.vocab_file, "vocab_file")
-        try:  # count keys of a JSON object, or lines, as Megatron's tool does
-            entries = len(json.loads(data))
-        except (ValueError, TypeError, RecursionError):
-            entries = len(data.splitlines())
-    else:
+    elif (entries := _listed_entries(given)) is None:
         given = _given_tokenizer(source, options)
         config, entries = replace(config, tokenizer=given), _entries(given)
     entries = options.true_vocab_size or entries
@@ -278,6 +316,21 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
         keep_optimizer=options.keep_optimizer,
         check=check,
     )
+
+
+def _listed_entries(given: TokenizerConfig) -> int | None:
+    """Return the number of entries in a --vocab-file that is the only tokenizer flag.
+
+    The result is `None` with other flags. Like Megatron's tool, count the keys of a JSON object, or
+    the lines of a text.
+    """
+    if given.tokenizer_type is not None or not given.vocab_file or given.merge_file:
+        return None
+    data = _read(given.vocab_file, "vocab_file")
+    try:
+        return len(json.loads(data))
+    except (ValueError, TypeError, RecursionError):
+        return len(data.splitlines())
 
 
 def save_core(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:

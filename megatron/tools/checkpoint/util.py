@@ -169,11 +169,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             f"--model-type {options.model_type}: {source.reader.path} is a {architecture.upper()}: "
             f"give --model-type {architecture.upper()}"
         )
-    if options.true_vocab_size is not None and options.true_vocab_size > source.rows:
-        raise ConfigError(
-            f"--true-vocab-size {options.true_vocab_size}: {source.reader.path} has {source.rows} "
-            "rows: give at most that many"
-        )
+    formats.check_vocabulary(source, options)
     if options.saver == "megatron":
         yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
     elif options.saver == "torch_dist" and options.keep_optimizer:
