@@ -139,10 +139,12 @@ class Embedder(ABC):
     Attributes:
         width: The length of a vector, h.
         max_length: The maximum number of tokens in a text, including special tokens.
+        iteration: The iteration of the network's checkpoint; `None` for a Hugging Face model.
     """
 
     width: int
     max_length: int
+    iteration: int | None = None
 
     def __init__(self, device: Device, batch_size: int) -> None:
         """Store the device and the batch size.
@@ -265,13 +267,19 @@ class MegatronEmbedder(Embedder):
         tokenizer: The BERT's tokenizer, with cls, sep, pad and, for masking, mask.
         device: The device.
         options: The sizes and the masking.
+        iteration: The iteration of the BERT's checkpoint, if it has one.
 
     Raises:
         ConfigError: The tokenizer lacks a special token, or texts may be too long for the model.
     """
 
     def __init__(
-        self, model: BertModel, tokenizer: Tokenizer, device: Device, options: EmbedderOptions
+        self,
+        model: BertModel,
+        tokenizer: Tokenizer,
+        device: Device,
+        options: EmbedderOptions,
+        iteration: int | None = None,
     ) -> None:
         """Store the model, and find the special tokens."""
         super().__init__(device, options.batch_size)
@@ -282,6 +290,7 @@ class MegatronEmbedder(Embedder):
                 f"has {positions} positions: give {_ENDS + 1} to {positions}"
             )
         self.width, self.max_length = model.plan.hidden, options.max_length
+        self.iteration = iteration
         self._model, self._tokenizer, self._masking = model, tokenizer, options.masking
         self._ids = SpecialIds.for_bert(tokenizer)
         self._pad_id = self._ids.pad
@@ -420,4 +429,4 @@ def build_embedder(options: EmbedderOptions, device: Device) -> Embedder:
         model_state([model]),
         cast=True,
     )
-    return MegatronEmbedder(model, tokenizer, device, options)
+    return MegatronEmbedder(model, tokenizer, device, options, reader.iteration)

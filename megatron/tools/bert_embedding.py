@@ -118,6 +118,7 @@ def run(options: argparse.Namespace) -> None:
         "sha256 of the texts": digest.hexdigest(),
         "width": embedder.width,
         **{name: getattr(options, name) for name in _ORIGIN_FLAGS},
+        _ITERATION: embedder.iteration,
     }
     _check_origin(folder / _ORIGIN_FILE, origin)
 
@@ -141,6 +142,7 @@ _ORIGIN_FLAGS = (
     *("json_key", "block_size", "bert_embedder_type", "load", "tokenizer_type", "vocab_file"),
     *("dtype", "max_length", "retro_compatible", "seed", "mask_prob"),
 )
+_ITERATION = "iteration of --load"  # a run may have saved a newer checkpoint in the same folder
 
 
 def _embedder_options(options: argparse.Namespace) -> EmbedderOptions:
@@ -206,7 +208,12 @@ def _check_origin(path: Path, origin: dict[str, Any]) -> None:
             f"{path}: cannot be read ({error}): give another --output-dir, or delete the folder"
         ) from error
     recorded = recorded if isinstance(recorded, dict) else {}
-    changed = [name for name, value in origin.items() if recorded.get(name) != value]
+    changed = [
+        name
+        for name, value in origin.items()
+        # Records of earlier versions do not contain the iteration.
+        if recorded.get(name) != value and (name != _ITERATION or name in recorded)
+    ]
     if changed:
         raise ConfigError(
             f"--output-dir {path.parent} contains vectors that were made with {changed[0]} "

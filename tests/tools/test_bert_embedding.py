@@ -62,6 +62,23 @@ def test_blocks_of_vectors(golden: Path, words: list[str], tmp_path: Path, maske
     np.testing.assert_allclose(vectors(tmp_path / "vectors"), wanted, atol=2e-6)
 
 
+def test_a_newer_checkpoint_is_not_mixed_with_older_vectors(words: list[str], tmp_path: Path):
+    run(words)
+    path = tmp_path / "vectors/made_from.json"
+    origin = json.loads(path.read_text())
+    iteration = origin.pop("iteration of --load")
+    assert iteration > 0
+    path.write_text(json.dumps(origin))  # as an earlier version wrote it
+    run(words)
+    path.write_text(json.dumps(origin | {"iteration of --load": 7}))
+    with pytest.raises(ConfigError) as caught:
+        run(words)
+    assert str(caught.value) == (
+        f"--output-dir {path.parent} contains vectors that were made with iteration of --load 7, "
+        f"not {iteration}: give another folder, or delete it"
+    )
+
+
 def test_a_run_goes_on(golden: Path, words: list[str], tmp_path: Path, capsys: Any):
     run(words)
     wanted = vectors(tmp_path / "vectors")
