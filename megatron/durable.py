@@ -45,7 +45,9 @@ def writing_to(flag: str, path: str | Path) -> Iterator[None]:
     except StorageError as error:
         if isinstance(error.__cause__, StorageError):
             raise  # already reported for a file inside
-        remedy = "free space, or give another path"
+        is_missing = isinstance(error.__cause__, FileNotFoundError)
+        lacks_folder = is_missing and not Path(path).absolute().parent.is_dir()
+        remedy = f"{'create the folder' if lacks_folder else 'free space'}, or give another path"
         raise StorageError(f"{flag} {path} cannot be written ({error}): {remedy}") from error
 
 
@@ -64,6 +66,25 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
     if existing is not None and not overwrite:
         remedy = "choose another name, or give --overwrite to replace it"
         raise ConfigError(f"{flag}: {existing} already exists: {remedy}")
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Check that a file can be written later, to fail before long work rather than after it.
+
+    An existing file keeps its content, and a new one is removed again.
+
+    Args:
+        flag: The flag that names the file, for the message.
+        path: The file.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    is_new = not path.exists()
+    with writing_to(flag, path):
+        path.open("a").close()
+        if is_new:  # an empty file would make the next run refuse to overwrite it
+            path.unlink()
 
 
 def plot_name_problems(flag: str, path: Path) -> list[str]:

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser, minimum_problems
-from megatron.durable import expect_no_file
+from megatron.durable import check_writable, expect_no_file, writing_to
 from megatron.errors import ConfigError
 
 WARM_UP = 8  # number of untimed steps, during which CUDA graphs are recorded
@@ -43,12 +43,14 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: A flag is invalid, the output exists, the model is too large for a CPU, or its
             context window is too short for the requested lengths.
+        StorageError: The output cannot be written.
     """
     minimums = {"batch": 1, "prompt": 1, "new": 1, "prefill_length": 1, "prefill_tokens": 1}
     if problems := minimum_problems(options, adapters=0, adapter_rank=1, **minimums):
         raise ConfigError(problems)
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
+        check_writable("--out", options.out)
     import torch
 
     from megatron.device import Device
@@ -114,7 +116,8 @@ def run(options: argparse.Namespace) -> None:
     )
     print(table(result))
     if options.out is not None:
-        options.out.write_text(json.dumps(asdict(result), indent=2) + "\n")
+        with writing_to("--out", options.out):
+            options.out.write_text(json.dumps(asdict(result), indent=2) + "\n")
 
 
 def _parser() -> ToolParser:

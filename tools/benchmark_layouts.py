@@ -32,7 +32,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser, minimum_problems
-from megatron.durable import expect_no_file
+from megatron.durable import check_writable, expect_no_file
 from megatron.errors import ConfigError
 from tools.layouts.models import BenchmarkLayout, BenchmarkModel, models
 from tools.layouts.planned import read_plans
@@ -148,6 +148,9 @@ def run(options: argparse.Namespace) -> list[Row]:
         raise ConfigError(problems)
     if options.out is not None:
         expect_no_file("--out", [options.out], overwrite=options.overwrite)
+        check_writable("--out", options.out)
+    if options.jsonl is not None:
+        check_writable("--jsonl", options.jsonl)
     available = options.processes or gpu_count()
     if available < 1:
         raise ConfigError("no GPU is present: give --processes to run on the CPU")

@@ -26,6 +26,7 @@ if __package__ in (None, ""):
 
 from megatron.command import print_line, run_command
 from megatron.config.arguments import ToolParser, minimum_problems
+from megatron.durable import check_writable, writing_to
 from megatron.errors import ConfigError
 from tools.bench.launch import entry_command, measure, run_process
 from tools.bench.workloads import PRECISIONS, WORKLOADS, corpus_prefix, training_flags
@@ -121,10 +122,12 @@ def run(options: argparse.Namespace) -> None:
     """Measure both networks and print a table.
 
     Raises:
-        UserError: A number is too small, or a run fails.
+        UserError: A number is too small, the output cannot be written, or a run fails.
     """
     if problems := minimum_problems(options, iterations=1, warmup=1):
         raise ConfigError(problems)
+    if options.output is not None:
+        check_writable("--output", options.output)
     from megatron.config import parse_config
     from megatron.models.arithmetic import count_parameters, flops_per_token
     from megatron.models.plans import model_plan
@@ -175,7 +178,8 @@ def run(options: argparse.Namespace) -> None:
         cells = "".join(f"{values[name]:>21,.1f}" for name in names)
         print_line(f"{kind:6}{cells}{relative_speed:>13.1%}")
     if options.output is not None:
-        options.output.write_text(json.dumps({"gpt": gpt, "retro": retro}, indent=2) + "\n")
+        with writing_to("--output", options.output):
+            options.output.write_text(json.dumps({"gpt": gpt, "retro": retro}, indent=2) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser
-from megatron.durable import expect_no_file, writing_to
+from megatron.durable import check_writable, expect_no_file, writing_to
 from megatron.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -186,12 +186,8 @@ def run(argv: Sequence[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing page.")
     options = parser.read(argv)
-    is_new = not options.out.exists()
     expect_no_file("--out", [options.out], overwrite=options.overwrite)
-    with writing_to("--out", options.out):  # fail before minutes of work, not after
-        options.out.open("a").close()
-        if is_new:  # an empty page would make the next run refuse to overwrite it
-            options.out.unlink()
+    check_writable("--out", options.out)
 
     import torch
 

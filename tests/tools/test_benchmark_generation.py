@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.device import Device
+from megatron.errors import StorageError
 from tools import benchmark_generation
 
 
@@ -26,3 +27,22 @@ def test_the_toy_that_the_help_shows_runs(capsys) -> None:
 def test_a_window_that_is_too_short_is_named(capsys) -> None:
     assert benchmark_generation.main(["--model", "demo", "--new", "8"]) == 9
     assert "do not fit in the 64 positions of --model demo" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_measurement(tmp_path, capsys) -> None:
+    out = tmp_path / "missing" / "numbers.json"
+    words = ["--model", "L", "--out"]  # the model would be refused next
+    assert benchmark_generation.main([*words, str(out)]) == StorageError.exit_code
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out {out} cannot be written")
+    assert error.endswith(": create the folder, or give another path\n")
+    out.parent.mkdir()
+    assert benchmark_generation.main([*words, str(out)]) == 9
+    assert "--model L would take hours" in capsys.readouterr().err
+    assert not out.exists()
+    out.write_text("{}")
+    assert benchmark_generation.main([*words, str(out)]) == 9
+    assert "already exists: choose another name, or give --overwrite" in capsys.readouterr().err
+    assert benchmark_generation.main([*words, str(out), "--overwrite"]) == 9
+    assert "--model L would take hours" in capsys.readouterr().err
+    assert out.read_text() == "{}"

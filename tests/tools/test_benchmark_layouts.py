@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.config.parser import parse_config
+from megatron.errors import StorageError
 from megatron.planner.command import build_parser as plan_parser
 from megatron.planner.command import run as run_planner
 from tests.launch import run_command
@@ -224,6 +225,13 @@ def test_mistakes_are_one_line(capsys):
     assert "--layouts seven: choose from one, data 2" in capsys.readouterr().err
     assert main(["--model", "toy", "--data-path", "x", "--processes", "1"]) == 9
     assert "give all three" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--out", "--jsonl"])
+def test_a_file_that_cannot_be_written_is_told_before_the_runs(flag, tmp_path, capsys):
+    words = ["--model", "toy", "--processes", "1", flag, str(tmp_path / "missing" / "file")]
+    assert main(words) == StorageError.exit_code
+    assert capsys.readouterr().err.startswith(f"error: {words[4]} {words[5]} cannot be written")
 
 
 def test_a_list_needs_no_gpu(capsys):
