@@ -26,7 +26,7 @@ from megatron.config.generation import (
 )
 from megatron.config.parser import Program
 from megatron.data.json_lines import Setting, json_object, save_or_check_settings
-from megatron.durable import storage_errors
+from megatron.durable import check_writable, writing_to
 from megatron.errors import (
     EXIT_OK,
     ConfigError,
@@ -98,8 +98,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     # On stderr like the panel, because the samples on stdout may be piped into another program.
     print_notices((*parsed.notices, *find_sample_notices(samples)), launch, print_to_stderr)
     prompts = _prompts_of(samples) if launch.rank == 0 else []  # finds mistakes early
-    source = samples.sample_input_file
-    target = samples.sample_output_file or f"{source}.out" if source else samples.genfile
+    flag, target = _output_of(samples, launch)
     seed, workdir = config.training.seed, config.data.retro_workdir
     options = EngineOptions(
         max_sequences=samples.max_batch_size, seed=seed, speculation=speculation
@@ -131,7 +130,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
             print_to_stderr(format_panel(program, panel))
             write = printer(len(prompts))
             if target is not None:
-                file = stack.enter_context(closing(SampleFile(Path(target))))
+                file = stack.enter_context(closing(SampleFile(Path(target), flag)))
                 remaining = len(file.remaining(prompts))
                 done, failed = file.done, file.failed
                 print(f"{target}: {done} samples exist, {remaining} to generate", flush=True)
@@ -160,6 +159,22 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
         where = "above" if target is None else f"in {target}"
         raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')
     return EXIT_OK
+
+
+def _output_of(samples: SamplesConfig, launch: Launch) -> tuple[str, str | None]:
+    """Return the flag that names the output file, and its path; `None` prints the texts.
+
+    Rank 0 checks that the file can be written, before the model is loaded.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    flag, target, source = "--genfile", samples.genfile, samples.sample_input_file
+    if source:
+        flag, target = "--sample-output-file", samples.sample_output_file or f"{source}.out"
+    if target is not None and launch.rank == 0:
+        check_writable(flag, Path(target))
+    return flag, target
 
 
 def _serve_and_report(engine: BatchEngine, inbox: SampleInbox, *, has_drafts: bool) -> None:
@@ -354,34 +369,37 @@ class SampleFile:
 
     Attributes:
         path: Path of the file.
+        flag: The flag that names the file, for error messages.
         done: Number of texts that were already in the file.
         failed: Number of errors among these texts.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, flag: str = "--sample-output-file") -> None:
         """Open the file, and remove a last line that was not completely written.
 
         Args:
             path: Path of the file.
+            flag: The flag that names the file, for error messages.
 
         Raises:
             StorageError: The file does not contain samples, or cannot be written.
         """
-        self.path = path
-        with storage_errors(path):
+        self.path, self.flag = path, flag
+        with writing_to(flag, path):
             self._file = path.open("a+b")
             # Reading a device such as /dev/zero would never end.
             lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
             partial = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-            samples = list(map(json_object, lines))
-            invalid = [number for number, sample in enumerate(samples, 1) if "prompt" not in sample]
-            if partial[: len(_LINE_START)] != _LINE_START[: len(partial)]:
-                invalid.append(len(lines) + 1)
-            if invalid:
-                raise StorageError(
-                    f"{path}: line {invalid[0]} is not a sample: name another file for the samples"
-                )
-            if partial:  # removed only now, so that a file with other content stays unchanged
+        samples = list(map(json_object, lines))
+        invalid = [number for number, sample in enumerate(samples, 1) if "prompt" not in sample]
+        if partial[: len(_LINE_START)] != _LINE_START[: len(partial)]:
+            invalid.append(len(lines) + 1)
+        if invalid:
+            raise StorageError(
+                f"{path}: line {invalid[0]} is not a sample: name another file for the samples"
+            )
+        if partial:  # removed only now, so that a file with other content stays unchanged
+            with writing_to(flag, path):
                 self._file.truncate(sum(map(len, lines)))
         self._prompts = [sample["prompt"] for sample in samples]
         self.failed = sum("error" in sample for sample in samples)
@@ -417,7 +435,7 @@ class SampleFile:
             del fields["error"]
         if sample.passages is None:
             del fields["passages"]
-        with storage_errors(self.path):
+        with writing_to(self.flag, self.path):
             self._file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
 
@@ -427,7 +445,7 @@ class SampleFile:
         Raises:
             StorageError: The last lines cannot be written.
         """
-        with storage_errors(self.path):
+        with writing_to(self.flag, self.path):
             self._file.close()
 
     def keep_settings(self, settings: DrawSettings) -> None:

@@ -156,6 +156,22 @@ def test_a_device_is_not_read() -> None:
         samples.write(GeneratedText("a", "b", 1, finished=True))
 
 
+@pytest.mark.parametrize("flag", ["--genfile", "--sample-output-file"])
+def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
+    model: Path, tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    (tmp_path / "prompts.txt").write_text("w1\n")
+    monkeypatch.setattr("megatron.inference.samples.load_gpt", None)
+    source = ["--sample-input-file", tmp_path / "prompts.txt"]
+    words = source if flag == "--sample-output-file" else ["--num-samples", "1"]
+    below_a_file, in_no_folder = tmp_path / "prompts.txt" / "out", tmp_path / "missing" / "out"
+    for target, remedy in ((below_a_file, "free space"), (in_no_folder, "create the folder")):
+        assert run(model, *words, flag, target) == 8
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {flag} {target} cannot be written ({target}: ")
+        assert said.endswith(f"): {remedy}, or give another path\n")
+
+
 def test_a_file_of_something_else_is_left_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

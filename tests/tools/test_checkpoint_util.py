@@ -20,6 +20,7 @@ from megatron.checkpoint.inspection import summarize
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.device import Device
+from megatron.errors import StorageError
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.tools.checkpoint import formats, util
@@ -174,6 +175,16 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path, capsys) -> None:
     assert "exists: give a new folder" in capsys.readouterr().err
     assert convert("hf", "hf", folder, tmp_path / "new", "--max-shard-size", "5 GB") == 4
     assert "--max-shard-size 5 GB: expected a size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("saver", ["native", "megatron", "torch_dist", "hf"])
+def test_a_folder_that_cannot_be_written_names_its_flag(saver: str, tmp_path: Path, capsys) -> None:
+    folder = write_folder(tmp_path / "a", CASES["llama"].config, tensors_of(CASES["llama"]))
+    out = folder / "config.json" / "out"  # below a file
+    assert convert("hf", saver, folder, out) == StorageError.exit_code
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --save-dir {out} cannot be written ({out}")
+    assert error.endswith(": Not a directory): free space, or give another path\n")
 
 
 def test_what_is_read_or_was_written_before_is_not_replaced(imported: Path, tmp_path, capsys):

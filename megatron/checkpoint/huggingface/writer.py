@@ -154,7 +154,7 @@ def write_folder(
             free = shutil.disk_usage(temporary).free
             if free < total:
                 size_text = f"{total:,} bytes are needed, but only {free:,} are free"
-                raise StorageError(f"--save-dir {folder.parent}: {size_text}")
+                raise StorageError(f"{folder.parent}: {size_text}")
             for name, tensors in shards.items():
                 header, placements = plan_shard(tensors, metadata={"format": "pt"})
                 write_shard(temporary / name, tensors, header, placements)

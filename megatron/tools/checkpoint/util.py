@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from megatron.command import run_command
 from megatron.config.arguments import ToolParser, add_flags
 from megatron.config.data import TokenizerConfig
+from megatron.durable import writing_to
 from megatron.errors import CheckpointError, ConfigError
 from megatron.tools.checkpoint.verify import TOLERANCE, TOLERANCE_HELP, check_tolerance, verify
 
@@ -181,7 +182,8 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     def check(written: Path) -> None:
         results.append(_verify(source, options, written))
 
-    path = formats.SAVERS[options.saver](source, options, check if options.verify else None)
+    with writing_to("--save-dir", options.save_dir):
+        path = formats.SAVERS[options.saver](source, options, check if options.verify else None)
     yield f"{source.reader.path} -> {path}"
     yield from results
 
