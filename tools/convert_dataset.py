@@ -24,7 +24,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser, minimum_problems
+from megatron.config.arguments import ToolParser, minimum_problems, prefix_problems
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
 
@@ -79,6 +79,7 @@ def build_parser() -> ToolParser:
 
 def _check(options: argparse.Namespace) -> None:
     problems = minimum_problems(options, parts=1, documents_per_part=1, vocab_size=1, eod_id=0)
+    problems += prefix_problems(options)
     if options.parts is not None and options.documents_per_part is not None:
         problems.append("--parts and --documents-per-part: give only one of them")
     if problems:

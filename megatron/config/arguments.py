@@ -239,6 +239,16 @@ def minimum_problems(options: argparse.Namespace, **minimums: float) -> list[str
     return problems
 
 
+def prefix_problems(options: argparse.Namespace) -> list[str]:
+    """Return an error message if --output-prefix is empty."""
+    if options.output_prefix:
+        return []
+    return [
+        '--output-prefix "": give the beginning of the names of the output files, such as '
+        "data/corpus"
+    ]
+
+
 def from_values(config_type: type[Config], values_by_name: Mapping[str, Any]) -> Config:
     """Return an instance of a dataclass from values by field name, with defaults for the others."""
     kind: type = config_type

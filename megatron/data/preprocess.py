@@ -43,6 +43,7 @@ from megatron.errors import (
     print_to_stderr,
     shortage_errors,
     shortage_of,
+    warn,
 )
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -58,6 +59,13 @@ _BYTES_PER_WORKER = 8 << 20
 # The number of characters passed to Punkt at a time. Its memory use grows with this number.
 _SLICE = 1_000_000
 
+
+# The languages of NLTK's punkt_tab.
+_PUNKT_LANGUAGES = (
+    *("czech", "danish", "dutch", "english", "estonian", "finnish", "french", "german", "greek"),
+    *("italian", "malayalam", "norwegian", "polish", "portuguese", "russian", "slovene"),
+    *("spanish", "swedish", "turkish"),
+)
 
 Splitter = Callable[[str], list[str]]  # returns the sentences of a text in order
 
@@ -96,6 +104,8 @@ def installed_punkt(language: str) -> Any | None:
     import nltk
     from nltk.tokenize.punkt import PunktTokenizer
 
+    if not language:  # otherwise NLTK finds the folder of all languages
+        return None
     try:
         nltk.data.find(f"tokenizers/punkt_tab/{language}/")
     except LookupError:
@@ -147,10 +157,12 @@ def find_punkt(
     punkt = installed_punkt(language)
     if punkt is not None:
         return punkt
-    print_to_stderr(
-        f"NLTK's Punkt for {language} is not installed: training Punkt on the beginning of the "
-        "input"
-    )
+    instead = "training Punkt on the beginning of the input"
+    if language in _PUNKT_LANGUAGES:
+        print_to_stderr(f"NLTK's Punkt for {language} is not installed: {instead}")
+    else:
+        languages = ", ".join(_PUNKT_LANGUAGES)
+        warn(f"--lang {language!r}: NLTK's Punkt exists only for {languages}: {instead}")
     bad: list[str] = []
 
     def texts() -> Iterator[str]:

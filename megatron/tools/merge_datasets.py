@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.command import run_command
-from megatron.config.arguments import ToolParser
+from megatron.config.arguments import ToolParser, prefix_problems
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
 
@@ -124,6 +124,8 @@ def run(options: argparse.Namespace) -> None:
 
     if (options.input is None) == (options.datasets is None):
         raise ConfigError("give either --input DIR or --datasets PATH PATH ...")
+    if problems := prefix_problems(options):
+        raise ConfigError(problems)
     prefixes = options.datasets or find_prefixes(options.input, options.output_prefix)
     # Opening a dataset checks it, so damage is found before anything is written.
     datasets = [IndexedDataset(prefix) for prefix in prefixes]

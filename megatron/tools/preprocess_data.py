@@ -24,6 +24,7 @@ from megatron.config.arguments import (
     add_max_line_mb,
     from_values,
     minimum_problems,
+    prefix_problems,
 )
 from megatron.config.data import TokenizerConfig
 from megatron.durable import expect_no_file
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from megatron.data.text_input import TextBlock
 
 _MAX_WORKERS = 1024
+_LANGUAGE = "english"
 _WORKERS = "omit it and --workers: one process per core"
 _ROWS = "omit it: training pads the vocabulary with --make-vocab-size-divisible-by"
 # Flags of Megatron-LM and its forks that are not supported. All others are accepted.
@@ -107,7 +109,7 @@ def _add_input_flags(group: argparse._ArgumentGroup) -> None:
         help="With --split-sentences, keep the whitespace between sentences.",
     )
     group.add_argument(
-        "--lang", default="english", help="Language of NLTK's Punkt (default: english)."
+        "--lang", default=_LANGUAGE, help=f"Language of NLTK's Punkt (default: {_LANGUAGE})."
     )
 
 
@@ -174,7 +176,7 @@ def _check(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: One or more flags are invalid. The message names all of them.
     """
-    problems = []
+    problems = prefix_problems(options)
     if options.workers is not None and options.workers < 1:
         problems.append(f"--workers {options.workers}: give at least 1, or omit the flag")
     if options.workers is not None and options.workers > _MAX_WORKERS:
@@ -208,6 +210,8 @@ def run(options: argparse.Namespace) -> None:
     _check(options)
     if options.dataset_impl != "mmap":
         warn(f"--dataset-impl {options.dataset_impl}: written as mmap instead: drop the flag")
+    if options.lang != _LANGUAGE and not options.split_sentences:
+        warn(f"--lang {options.lang}: no effect without --split-sentences: add it, or drop --lang")
     has_sentences = options.split_sentences or options.presplit_sentences
     level = "sentence" if has_sentences else "document"
     prefixes = [f"{options.output_prefix}_{key}_{level}" for key in options.json_keys]

@@ -246,13 +246,18 @@ def _open_text(
 
 def _documents(corpus: Corpus, options: argparse.Namespace, tokenizer: Any) -> Iterator[Table]:
     documents = itertools.islice(corpus.documents(options.first), options.count)
+    is_shown = False
     for index, sequences in enumerate(documents, start=options.first):
+        is_shown = True
         texts = [
             repr(tokenizer.detokenize(ids[:_MAX_CHARACTERS].tolist())[:_MAX_CHARACTERS])
             for ids in sequences
         ]
         total = sum(map(len, sequences))
         yield Table(f"{corpus.name}: document {index}, {total} tokens", texts)
+    if not is_shown:
+        count = "" if corpus.lengths is None else f" (it has {len(corpus.lengths):,} documents)"
+        yield Table(f"{corpus.name}: there is no document {options.first}{count}")
 
 
 def _statistics(corpus: Corpus, tokenizer: Any) -> Iterator[Table]:
@@ -316,6 +321,8 @@ def _samples(
     train = _dataset(options.kind, request, flags, tokenizer)
     if train is None:
         raise ConfigError(f"--split {data.split}: the training split is empty: give it a share")
+    if options.first >= len(train):
+        raise _beyond(options, len(train))
     for index in range(options.first, min(last, len(train))):
         sample = {name: np.atleast_1d(part) for name, part in train[index].items()}
         columns = _gpt_columns(sample, data, tokenizer) if options.kind == "gpt" else sample
@@ -333,6 +340,14 @@ def _samples(
             rows = list(zip(map(str, range(length)), *text_columns, strict=True))
             notes = [f"{name} {int(part[0])}" for name, part in single.items()]
             yield Table(f"sample {index}", notes, ("index", *same_length), rows)
+
+
+def _beyond(options: argparse.Namespace, samples: int) -> ConfigError:
+    """Return the error for a first sample that does not exist."""
+    return ConfigError(
+        f"--first {options.first}: there are only {samples:,} training samples: give a smaller "
+        "--first"
+    )
 
 
 def _workdir_values(given: dict[str, Any]) -> dict[str, Any]:
@@ -375,6 +390,8 @@ def _retro_samples(
             f"--train-samples is required: {data.retro_workdir} does not say how many samples it "
             "was made for"
         )
+    if options.first >= samples:
+        raise _beyond(options, samples)
     model = from_values(RetroOptions, vars(options))
     request = DataRequest(data, options.seed, (samples, 0, 0))
     dataset = build_retro_datasets(request, model, tokenizer, batch_size=1).train

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.tools import merge_datasets
+from tools import convert_dataset
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> None:
@@ -86,3 +87,13 @@ def test_an_existing_dataset_is_not_replaced(tmp_path, capsys, ending):
 def test_missing_folder(tmp_path, capsys):
     assert merge(tmp_path / "nowhere", tmp_path / "out") == 6
     assert "nowhere: not a folder" in capsys.readouterr().err
+
+
+def test_an_empty_prefix_would_write_files_without_a_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in" / "a", [[1]])
+    message = '--output-prefix "": give the beginning of the names of the output files'
+    for main, source in ((merge_datasets.main, "in"), (convert_dataset.main, "in/a")):
+        assert main(["--input", source, "--output-prefix", ""]) == 9
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

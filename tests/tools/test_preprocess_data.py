@@ -323,6 +323,7 @@ def test_sentences_without_nltks_data(run, tmp_path, monkeypatch):
         (["--log-interval", "0"], "--log-interval 0: give at least 1"),
         (["--keep-newlines"], "add --split-sentences"),
         (["--json-keys", "a", "a"], "--json-keys a a: give each key once"),
+        (["--output-prefix", ""], '--output-prefix "": give the beginning of the names of the'),
     ],
 )
 def test_bad_flags_are_named(run, tmp_path, flags, message):
@@ -357,6 +358,15 @@ def test_flags_of_old_scripts(run, tmp_path):
     old += ["--keep-sequential-samples", "--log-interval", 1, "--lang", "english"]
     assert run("--input", path, *old)[0] == 0
     assert len(output(tmp_path)) == 10
+
+
+def test_a_language_without_effect_is_said(run, tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "hello"}])
+    code, _, err = run("--input", path, "--lang", "german")
+    assert code == 0
+    assert err == (
+        "WARNING: --lang german: no effect without --split-sentences: add it, or drop --lang\n"
+    )
 
 
 def test_missing_tokenizer_flag_is_named(tmp_path, capsys):

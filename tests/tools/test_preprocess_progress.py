@@ -1,4 +1,4 @@
-"""What tools/preprocess_data.py shows while it runs: log lines, a bar on a terminal, bad flags."""
+"""What tools/preprocess_data.py shows while it runs: log lines, a bar, languages, bad flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.preprocess import Counts
+from megatron.data.preprocess import Counts, find_punkt
 from megatron.data.text_input import TextBlock
 from megatron.errors import ConfigError
 from megatron.tools import preprocess_data
@@ -97,3 +97,22 @@ def test_all_bad_flags_are_told_at_once(words: str, problems: list[str]) -> None
 )
 def test_flags_at_their_limits_are_accepted(words: str) -> None:
     preprocess_data._check(preprocess_data.build_parser().read(f"{_BASE} {words}".split()))
+
+
+@pytest.mark.parametrize("language", ["klingon", "English", ""])
+def test_a_language_that_punkt_does_not_know_is_told(
+    language: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "One is here. Two is there."}\n')
+    find_punkt([str(path)], ["text"], language)
+    told = capsys.readouterr().err
+    assert f"WARNING: --lang {language!r}: NLTK's Punkt exists only for czech, danish, " in told
+    assert "turkish: training Punkt on the beginning of the input\n" in told
+    monkeypatch.setattr("megatron.data.preprocess.installed_punkt", lambda language: None)
+    find_punkt([str(path)], ["text"], "german")
+    told = capsys.readouterr().err
+    assert told.startswith("NLTK's Punkt for german is not installed: training Punkt on the")

@@ -63,6 +63,18 @@ def test_statistics_and_documents(vocabulary, tmp_path, capsys):
     assert "document 3" not in text
 
 
+def test_a_first_document_or_sample_beyond_the_data_is_told(vocabulary, tmp_path, capsys):
+    prefix = write_gpt(tmp_path / "gpt")
+    words = ["--data-path", prefix, "--seq-length", "8", *vocabulary, "--show", "documents"]
+    assert "document 3, 9 tokens" in shown(capsys, *words, "--first", "3")
+    missing = shown(capsys, *words, "--first", "4")
+    assert missing == f"{prefix}: there is no document 4 (it has 4 documents)\n"
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "w1 w2"}\n')
+    words[1] = str(text)
+    assert shown(capsys, *words, "--first", "1") == f"{text}: there is no document 1\n"
+
+
 def test_a_gpt_s_sample_shows_where_documents_end(vocabulary, tmp_path, capsys):
     words = ["--data-path", write_gpt(tmp_path / "gpt"), "--seq-length", "10", "--split", "1,0,0"]
     words += [*vocabulary, "--show", "samples", "--count", "1", "--reset-position-ids"]
@@ -252,6 +264,8 @@ def test_a_retro_s_chunks_are_shown_with_their_neighbors(workdir, tmp_path, caps
     told |= {"train_iters": 6, "global_batch_size": 4}
     (folder / "args.json").write_text(json.dumps(told))
     assert shown(capsys, *words) == text
+    with pytest.raises(ConfigError, match="--first 24: there are only 24 training samples: give"):
+        shown(capsys, *words, "--first", "24")
     chunk = text.split("\n\n")[1].splitlines()
     assert [len(chunk), len(chunk[1].split()), chunk[3]] == [4, 4, "neighbor 2: none"]
     database = ChunkDatabase(folder, 4, 100)
