@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,14 +178,20 @@ def read_compared(args: Sequence[str]) -> dict[str, Points]:
     """Return the validation losses in files given as LABEL=FILE, by label.
 
     Raises:
-        ConfigError: An argument is not of the form LABEL=FILE.
+        ConfigError: An argument is not of the form LABEL=FILE, or two have the same label.
         DataError: A file cannot be read, or has no validation loss.
     """
-    losses = {}
+    losses: dict[str, Points] = {}
+    labels = set()
     for arg in args:
         label, equals, file = arg.partition("=")
         if not (label and equals and file):
             raise ConfigError(f"--compare {arg}: expected LABEL=FILE, such as GPT=metrics.jsonl")
+        if label in labels:
+            raise ConfigError(
+                f"--compare {arg}: the label {label} is taken: give each file its own"
+            )
+        labels.add(label)
         for name, points in read_validation(Path(file), "--compare").items():
             losses[name.replace("lm loss", label, 1)] = points
     return losses
@@ -215,7 +222,8 @@ def run(options: argparse.Namespace) -> None:
     """Read the metrics and write the picture.
 
     Raises:
-        ConfigError: The picture exists, its name has an unknown extension, or --compare is invalid.
+        ConfigError: The picture exists, its name has an unknown extension, or --compare or
+            --entropy is invalid.
         DataError: The metrics file cannot be read.
     """
     if (options.metrics is None) == (options.compare is None):
@@ -224,6 +232,16 @@ def run(options: argparse.Namespace) -> None:
         )
     if options.compare and options.curve:
         raise ConfigError("--curve works only with --metrics: drop --compare")
+    if options.entropy is not None:
+        if not 0 <= options.entropy < math.inf:  # also refuses NaN
+            raise ConfigError(
+                f"--entropy {options.entropy}: give a number from 0, in nats per token"
+            )
+        if options.compare or options.curve:
+            raise ConfigError(
+                "--entropy is drawn only with the loss of --metrics: drop it, or --compare and "
+                "--curve"
+            )
     if problems := plot_name_problems("--output", options.output):
         raise ConfigError(problems)
     expect_no_file("--output", [options.output], overwrite=options.overwrite)

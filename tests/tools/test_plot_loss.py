@@ -125,6 +125,14 @@ def test_what_a_picture_of_several_runs_shows(tmp_path, figures, capsys):
         ([], "give the file of one run with --metrics, or the files of several with --compare"),
         (["--compare", f"GPT={gpt}", "--metrics", str(gpt)], "give the file of one run"),
         (["--compare", f"GPT={gpt}", "--curve", "lr"], "--curve works only with --metrics"),
+        (
+            ["--compare", f"GPT={gpt}", f"T5={t5}", f"GPT={t5}"],
+            f"--compare GPT={t5}: the label GPT is taken: give each file its own",
+        ),
+        (["--compare", f"GPT={gpt}", "--entropy", "6"], "--entropy is drawn only with the loss"),
+        (["--metrics", str(gpt), "--entropy", "nan"], "--entropy nan: give a number from 0, in"),
+        (["--metrics", str(gpt), "--entropy", "inf"], "--entropy inf: give a number from 0, in"),
+        (["--metrics", str(gpt), "--entropy", "-0.1"], "--entropy -0.1: give a number from 0"),
     ):
         assert plot_loss.main([*words, *output]) == 9
         assert message in capsys.readouterr().err
