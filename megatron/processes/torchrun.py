@@ -17,13 +17,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron.errors import EXIT_SAVED_ON_SIGNAL, CrashLoopError, print_to_stderr
 from megatron.processes.launch import SAVED, announce_launcher, prefix_log_lines
 from megatron.processes.warm import ranks, start_warm
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _HELP = """usage: python -m megatron.processes.torchrun [flags of torchrun] FILE.py [its flags]
 
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run.run(arguments)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        failure = first_failure(error.failures.values())
         if failure.exitcode != EXIT_SAVED_ON_SIGNAL:
             print_to_stderr(str(error))  # the table of all ranks, which torchrun prints too
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
@@ -77,6 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code
     return 0
+
+
+def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:
+    """Return the failure of the rank that failed by itself.
+
+    torchrun then ends the others with SIGTERM, often within the same second, which is all that its
+    time stamps tell.
+
+    Args:
+        failures: The failures of all ranks.
+    """
+    ended_by_torchrun = (-signal.SIGTERM, EXIT_SAVED_ON_SIGNAL)
+    return min(failures, key=lambda one: (one.timestamp, one.exitcode in ended_by_torchrun))
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

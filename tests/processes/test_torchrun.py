@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron.processes.torchrun import first_failure
 from tests.reliability.processes import wait_until
 from tests.repository import ROOT, command_environment
 
@@ -47,6 +50,24 @@ def _start(folder: Path, code: int, count: int, *flags: str) -> subprocess.Popen
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([(100, -signal.SIGTERM), (100, 4)], 4),
+        ([(100, 3), (100, -signal.SIGTERM), (100, 9)], 9),
+        ([(100, 4), (100, -signal.SIGTERM)], 4),
+        ([(100, -signal.SIGTERM), (101, 4)], -signal.SIGTERM),  # it began
+        ([(101, -signal.SIGTERM), (100, 3)], 3),
+        ([(100, 3), (100, 3)], 3),
+    ],
+)
+def test_a_rank_that_the_launcher_ended_is_not_the_cause(
+    failures: list[tuple[int, int]], expected: int
+) -> None:
+    ranks: list[Any] = [SimpleNamespace(timestamp=at, exitcode=code) for at, code in failures]
+    assert first_failure(ranks).exitcode == expected
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
