@@ -269,7 +269,7 @@ BAD: dict[str, tuple[Build, str]] = {
     # Preferences and distillation
     "a folder for the reference": (
         lambda f: [*data(json.dumps(PAIR))(f), *DPO, "--reference-log-probs", str(f)],
-        "--reference-log-probs .* cannot be written .*give another path",
+        "--reference-log-probs .*it is not replaced: name another file",
     ),
     "no teacher": (directory("--teacher-load"), "--teacher-load .*no checkpoint in this folder"),
     "no logits": (directory("--logits-load-dir"), "--logits-load-dir .*: .*give a folder that"),

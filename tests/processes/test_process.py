@@ -142,7 +142,7 @@ def test_memory_of_several_machines_is_not_mapped() -> None:
     words = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
     config = parse(words, world_size=6).config
     (line,) = rules_parallel.device(config, gpu, 3)
-    assert "does not divide the 3 process" in line
+    assert "does not divide the number of processes on a machine, 3," in line
     assert not list(rules_parallel.device(config, gpu, 4))
 
 
