@@ -256,6 +256,7 @@ def translate(
         else:
             translated = entry.translate(flag, flags)
             result += translated
+            findings.origins |= {new.name: str(flag) for new in translated if new.name != flag.name}
             meaning = " ".join(str(flag) for flag in translated)
             effect = f"read as {meaning}" if meaning else f"which has no effect: {entry.now}"
             is_current = entry.era in ("Megatron-DeepSpeed", "Megatron Core")

@@ -213,7 +213,7 @@ def parse_config(
     line.problems += deepspeed_file.explain(problems) if deepspeed_file is not None else problems
     line.problems += program.check_extra(*extra)
     if line.problems:
-        raise ConfigError(line.problems)
+        raise ConfigError(line.with_origins())
     # Nothing may depend on values that the program does not read. The contents of data files have
     # already replaced the flags that name the files.
     config = resolve(with_values(config, unread | dict.fromkeys(DATA_FILES)), world_size)

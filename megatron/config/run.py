@@ -7,6 +7,7 @@ fields of a section, `RunConfig` has a subclass of that section with narrower ty
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast, get_type_hints
@@ -87,11 +88,22 @@ class Findings:
         problems: One line for each mistake.
         notices: One line for each old flag, and for each flag that changes nothing.
         unknown_fields: Names of the fields whose values a mistake leaves unknown.
+        origins: The flag on the command line for each flag that it was translated into, by name.
     """
 
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     unknown_fields: set[str] = field(default_factory=set)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def with_origins(self) -> list[str]:
+        """Return the mistakes, each that begins with a translated flag with the one on the line."""
+        lines = []
+        for line in self.problems:
+            name = re.split("[ :]", line, maxsplit=1)[0]
+            origin = self.origins.get(name)
+            lines.append(line if origin is None else f"{line} ({origin} is read as {name})")
+        return lines
 
 
 def narrow(options: RunOptions, into: type[Run]) -> Run:

@@ -183,6 +183,13 @@ def test_values_of_core_that_mean_nothing_here_are_refused() -> None:
     ]
 
 
+def test_a_mistake_in_a_translation_names_the_flag_that_was_given() -> None:
+    assert problems("--grad-reduce-in-bf16") == [
+        "--main-grads-dtype bf16 requires --bf16: add it, or drop the flag "
+        "(--grad-reduce-in-bf16 is read as --main-grads-dtype)"
+    ]
+
+
 @pytest.mark.parametrize("stage", ["embedding", "embed"])
 def test_a_stage_of_the_embedding_alone(stage: str) -> None:
     run = parse(f"--standalone-{stage}-stage --pipeline-model-parallel-size 2", world_size=2)
