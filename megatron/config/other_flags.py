@@ -60,8 +60,8 @@ class OldFlag:
         program: The program that accepts the flag, identified by its file and by another of its
             flags. If empty, all programs accept it.
         choices: The values that the flag takes. If empty, its current equivalent checks them.
-        default: The value that needs no notice, because the flag's program has it anyway.
-        requires: Flags one of which must be given with it, if any are listed.
+        default: The value that needs no notice, because it is the default of the flag's program.
+        requires: Flags of which at least one must be given too. If empty, none is needed.
     """
 
     name: str

@@ -48,9 +48,9 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
 
 
 def without_unused_sizes(config: RunOptions, findings: Findings) -> RunOptions:
-    """Unset sizes of Megatron's scripts that nothing in this network has, with a notice for each.
+    """Unset sizes that Megatron's scripts give but this network does not have.
 
-    Derived values must not depend on them.
+    Values derived from them would be wrong. A notice is added for each.
     """
     model, parallel, unused = config.model, config.parallel, dict[str, None]()
     if model.multi_latent_attention and model.kv_channels not in (None, model.latent_head_size):

@@ -88,7 +88,7 @@ class Findings:
         problems: One line for each mistake.
         notices: One line for each old flag, and for each flag that changes nothing.
         unknown_fields: Names of the fields whose values a mistake leaves unknown.
-        origins: The flag on the command line for each flag that it was translated into, by name.
+        origins: For the name of each flag that results from a translation, the flag that was given.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Findings:
     origins: dict[str, str] = field(default_factory=dict)
 
     def with_origins(self) -> list[str]:
-        """Return the mistakes, each that begins with a translated flag with the one on the line."""
+        """Return the mistakes. Those in the result of a translation end with the flag given."""
         lines = []
         for line in self.problems:
             name = re.split("[ :]", line, maxsplit=1)[0]

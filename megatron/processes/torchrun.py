@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:
     """Return the failure of the rank that failed by itself.
 
-    torchrun then ends the others with SIGTERM, often within the same second, which is all that its
-    time stamps tell.
+    torchrun then ends the others with SIGTERM, often within the same second, and its time stamps
+    are whole seconds.
 
     Args:
         failures: The failures of all ranks.

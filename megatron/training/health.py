@@ -114,7 +114,7 @@ def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
     device.synchronize()
     fastest, deadline, ready = float("inf"), time.perf_counter() + _SECONDS, ReadyClock()
     while True:
-        # The waits are read within the timed span: a wait at a reading must not be taken from it.
+        # Read the waits within the timed span: one between two readings must not be subtracted.
         start, waited = time.perf_counter(), ready.seconds()
         work()
         device.synchronize()

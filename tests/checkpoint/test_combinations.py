@@ -7,15 +7,10 @@ Other tests try each kind of network alone or with what it is known to meet. To 
 
 from __future__ import annotations
 
-import argparse
-import io
 import random
 import re
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +29,7 @@ from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import network_of, save_run
 from megatron.training.loop import standard_callbacks, train
 from tests.checkpoint.states import read_whole
+from tests.combinations import try_combinations
 from tests.distributed import run_sharing_memory, toy_device
 from tests.models.drawn import Network, draw_network
 from tests.training.toy import FLAGS_BY_KIND, TOY, Recorder, build_toy, train_toy
@@ -300,27 +296,5 @@ def test_checkpoints_of_random_networks(seed: int, tmp_path: Path) -> None:
     assert not problems, f"{found}\n{problems}"
 
 
-def main() -> int:
-    """Try combinations of the given seeds, and print those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=20, help="how many combinations")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first one")
-    options = parser.parse_args()
-    failed = 0
-    for seed in range(options.seed, options.seed + options.count):
-        found, output = combination(seed), io.StringIO()
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(output):
-            try:
-                problems = list(problems_of(found, Path(folder)))
-            except Exception:
-                problems = [traceback.format_exc()]
-        failed += bool(problems)
-        refused = [line[:70] for line in output.getvalue().splitlines() if line[:8] == "refused:"]
-        lines = [str(found), *problems] if problems else ["fine", *refused]
-        print("\n  ".join([f"seed {seed}:", *lines]))
-    print(f"{failed} of {options.count} failed")
-    return failed > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(try_combinations(__doc__.splitlines()[0], combination, problems_of))

@@ -75,7 +75,9 @@ def test_training_equals_trl(name: str, tmp_path: Path) -> None:
     if training.trainer == "Reward":
         both = zip(found["rewards/chosen"], found["rewards/rejected"], strict=True)
         found["mean_reward"] = [(chosen + rejected) / 2 for chosen, rejected in both]
-    assert_same(found, recorded["log"])
+    # Sums of log-probabilities are around -20. Between processors, which add in other orders, their
+    # small differences (rewards, kl) differ by 5e-5 after some updates of KTO.
+    assert_same(found, recorded["log"], 1e-4 if name == "kto" else 1e-5)
 
 
 def write_adapter(folder: Path, shapes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -106,15 +108,13 @@ def train_as_trl(training: Training, folder: Path, words: list[str]) -> Log:
     return {name: recorder.values(name) for name in (*recipe.loss_names(config), "grad-norm")}
 
 
-def assert_same(found: Log, expected: Log) -> None:
-    """Compare each number of each update that is expected."""
+def assert_same(found: Log, expected: Log, tolerance: float = 1e-5) -> None:
+    """Compare each number of each update that is expected, the loss always to 1e-5."""
     for name, values in expected.items():
         ours = [x for x, y in zip(found[name], values, strict=True) if y is not None]
         theirs = [y for y in values if y is not None]
-        # Sums of log-probabilities are around -20. Between processors, which add in other orders,
-        # their small differences (rewards, kl) differ by 5e-5 after some updates.
-        tolerance = 1e-5 if name == "loss" else 1e-4
-        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance), name
+        bound = 1e-5 if name == "loss" else tolerance
+        assert ours == pytest.approx(theirs, rel=bound, abs=bound), name
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -5,18 +5,16 @@ Other tests try each feature alone or with those that it is known to meet. To tr
     python -m tests.training.test_combinations --count 200 --seed 1
 """
 
-import argparse
 import math
 import random
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from megatron.config.parser import parse_config
 from megatron.errors import UserError
+from tests.combinations import try_combinations
 from tests.distributed import run_distributed, toy_device
 from tests.training.toy import FLAGS_BY_KIND, TOY, network_of, train_toy
 
@@ -219,22 +217,9 @@ def test_features_work_together_or_are_refused_by_name(seed, tmp_path):
     assert not problem, f"{found}\n{problem}"
 
 
-def main():
-    """Try combinations of the given seeds, and print those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=20, help="how many combinations")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first one")
-    options = parser.parse_args()
-    failed = 0
-    for seed in range(options.seed, options.seed + options.count):
-        found = combination(seed)
-        with tempfile.TemporaryDirectory() as folder:
-            problem = problem_of(found, Path(folder))
-        failed += bool(problem)
-        print(f"seed {seed}: {found}\n{problem or 'fine'}", file=sys.stderr)
-    print(f"{failed} of {options.count} failed", file=sys.stderr)
-    return failed > 0
+def _problems_of(found, folder):
+    return filter(None, [problem_of(found, folder)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(try_combinations(__doc__.splitlines()[0], combination, _problems_of))

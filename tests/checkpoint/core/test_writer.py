@@ -23,6 +23,7 @@ from megatron.tools.checkpoint import util
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.core.conftest import NETWORKS, SAVE
 from tests.checkpoint.core.core_files import core_tensors
+from tests.checkpoint.core.recorded import stored_tensors
 from tests.checkpoint.states import read_all
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
@@ -115,14 +116,7 @@ def _convert(source, target, loader, saver="torch_dist"):
 
 @pytest.mark.parametrize("network", ["GPT-2", "mixture in every second layer"])
 def test_pytorch_s_own_loader_reads_it(folders, written, network):
-    folder = open_checkpoint(written(network)).path
-    index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    held = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in index.items()
-        if not isinstance(one, dcp.metadata.BytesStorageMetadata)
-    }
-    dcp.load(held, checkpoint_id=str(folder), no_dist=True)
+    held, _ = stored_tensors(open_checkpoint(written(network)).path)
     reader = open_checkpoint(folders(network) / "native")
     expected = core_tensors(reader, stacked=network == "GPT-2")
     # With Transformer Engine, the norm before the experts has a different name in some layers.
