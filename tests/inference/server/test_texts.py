@@ -166,7 +166,8 @@ def test_decoders_that_are_served_are_fast(
         started = time.process_time()
         with contextlib.suppress(DataError):  # some components panic
             text = tokenizer.detokenize(ids)
-        assert time.process_time() - started < 0.1, f"number {number}: {decoder}"
+        # A panic prints a backtrace, which alone takes a tenth of a second in some environments.
+        assert time.process_time() - started < 1, f"number {number}: {decoder}"
         assert len(text.encode()) <= 13 << 16
     assert 10 < served < 100
 
