@@ -52,7 +52,7 @@ def two(tmp_path):
     return save_state(tmp_path, 2, make_state(2))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [_fifo, _socket, _device, _folder])
 @pytest.mark.parametrize("name", [MANIFEST, SHARD, "more", TRACKER])
 def test_what_is_no_plain_file_is_never_waited_for(two, capsys, make, name):
@@ -67,7 +67,7 @@ def test_what_is_no_plain_file_is_never_waited_for(two, capsys, make, name):
         assert "iter_0000002" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["complete", "mp_rank_00/model_optim_rng.pt"])
 def test_of_megatron_s_files_none_is_waited_for(tmp_path, name):
     folder = write(tmp_path, Form(), whole_model(1))
@@ -125,7 +125,7 @@ def test_what_is_saved_without_a_mask_can_be_loaded(tmp_path):
     assert assert_loads(tmp_path, [1]) == 1
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_hugging_face_folders_are_checked_alike(tmp_path, name):
     case = CASES["llama"]

@@ -220,7 +220,7 @@ sys.exit(run_command(work))
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(extra)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=20,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode in (0, ShortageError.exit_code), done.stderr
     assert done.stderr.count("\n") == (done.returncode != 0), done.stderr

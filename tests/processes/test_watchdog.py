@@ -69,14 +69,17 @@ def _connected(store: dist.Store, seconds: float = 60.0, rank: int = 0) -> Watch
 
 
 @pytest.mark.parametrize("blames_peer", [False, True])
-def test_an_error_needs_no_answer_of_the_store(blames_peer: bool) -> None:
+def test_an_error_needs_no_answer_of_the_store(
+    blames_peer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_SILENCE", 60.0)
     store = MuteStore()
     dog = _connected(store)
     time.sleep(0.3)
     store.frozen.set()
     started = time.monotonic()
     verdict, is_own = dog.end_run(6, lambda gone: f"gone: {gone}", blames_peer=blames_peer)
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 30.0
     assert is_own
     assert verdict == watchdog.Verdict(6, 0, "gone: frozenset()", 0, "")
     dog.stop()
@@ -108,7 +111,7 @@ def test_a_process_of_this_machine_that_has_ended_is_named_at_once(
     verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", blames_peer=True)
     assert is_own
     assert verdict.reason == "gone: [2]"
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 30.0
     dog.stop()
     ended.wait()
 

@@ -62,7 +62,7 @@ def test_a_poll_waits_only_as_long_as_it_may(inbox: tuple[SocketInbox, socket.so
     at_once = time.monotonic() - began
     assert box.poll(0.1) == []
     assert 0.1 <= time.monotonic() - began - at_once < 5
-    assert at_once < 0.1
+    assert at_once < 1
     for request in "abc":
         box._commands.put(Cancel(request))
     assert box.poll(0.0) == [Cancel(request) for request in "abc"]
