@@ -54,8 +54,8 @@ class Reader(ABC):
         format: "native", "legacy", "core", "deepspeed" or "hf".
         path: The checkpoint's folder.
         iteration: Training steps taken.
-        meta: Metadata that the run saved with its tensors. `LegacyReader` and `HFReader` document
-            the metadata that they derive from files of other programs.
+        meta: Metadata that the run saved with its tensors (`meta.Meta`). For files of other
+            programs, `megatron_meta` and `HFReader` derive it from what they contain.
         tensors: The shape and dtype of every tensor, by name.
         allow_foreign: Whether files owned by other users are accepted
             (--allow-foreign-checkpoints), including those that are read later from the same folder.

@@ -19,10 +19,9 @@ from megatron.checkpoint.core.rows import row_order
 from megatron.checkpoint.entries import WORD_EMBEDDING, Box, Json
 from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy.arguments import (
-    consumed_samples,
-    consumed_tokens,
+    megatron_meta,
     plain_arguments,
-    scalar_fields,
+    saved_iteration,
     step_count,
 )
 from megatron.checkpoint.legacy.torch_file import TorchZip
@@ -64,7 +63,7 @@ class Source(names.Location):
 class CoreReader(Reader):
     """A checkpoint of Megatron Core's GPT in its `torch_dist` format, under native names.
 
-    `meta` has the same keys as `LegacyReader.meta`.
+    `megatron_meta` documents `meta`.
     """
 
     format = "core"
@@ -117,27 +116,23 @@ class CoreReader(Reader):
             chunks = ((name, chunk) for name in used for chunk in tensors[name].chunks)
             for name, chunk in itertools.islice(chunks, world.rank, None, world.size):
                 self._index.load(name, chunk, verify=True)
-        iteration = 0 if path.name == RELEASE else tree.get("iteration")
-        if type(iteration) is not int or iteration < 0:
-            raise CheckpointError(f"{self._common.path}: iteration {show(iteration)}")
-        self.iteration: int = iteration
+        is_release = path.name == RELEASE  # a release starts a new run
+        iteration = 0 if is_release else tree.get("iteration")
+        self.iteration = saved_iteration(iteration, self._common.path)
         if not has_states and world.is_first and any(map(names.is_optimizer_state, tensors)):
             warn(
                 f"{path}: the optimizer states depend on the layout, or are flattened "
                 "(--dist-ckpt-optim-fully-reshardable was not given): only the weights are read"
             )
-        released = path.name == RELEASE
-        self.meta: Json = {
-            "iteration": iteration,
-            "consumed_train_samples": 0 if released else consumed_samples(args, iteration),
-            "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
-            "padded_vocab_size": self.global_shape(WORD_EMBEDDING)[0],
-            "optimizer": self._counters(tree) if has_states and not released else None,
-            "schedule": scalar_fields(tree.get("opt_param_scheduler")),
-            "config": config,
-            **consumed_tokens(args),
-            "legacy_args": args,
-        }
+        self.meta = megatron_meta(
+            args,
+            iteration=self.iteration,
+            is_release=is_release,
+            rows=self.global_shape(WORD_EMBEDDING)[0],
+            config=config,
+            optimizer=self._optimizer_meta(tree) if has_states and not is_release else None,
+            schedule=tree.get("opt_param_scheduler"),
+        )
 
     def _split_fp32_weights(
         self, stored: Mapping[str, TensorMeta], args: Json
@@ -287,7 +282,7 @@ class CoreReader(Reader):
             raise CheckpointError(f"{name} is {list(shape)}: more than {MAX_LAYERS:,} layers")
         return shape[1:]
 
-    def _counters(self, tree: Mapping[str, Any]) -> Json:
+    def _optimizer_meta(self, tree: Mapping[str, Any]) -> Json:
         """Return the optimizer's step count and loss scale."""
         steps: set[int | float] = set()
         scaler: dict[str, int | float] = {}

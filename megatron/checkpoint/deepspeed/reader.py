@@ -29,10 +29,9 @@ from megatron.checkpoint.deepspeed.states import (
 )
 from megatron.checkpoint.entries import WORD_EMBEDDING, Box, Json, is_tiled
 from megatron.checkpoint.legacy.arguments import (
-    consumed_samples,
-    consumed_tokens,
+    megatron_meta,
     plain_arguments,
-    scalar_fields,
+    saved_iteration,
     step_count,
 )
 from megatron.checkpoint.legacy.names import Arrangement
@@ -66,7 +65,7 @@ class TensorPart:
 class DeepSpeedReader(Reader):
     """A checkpoint of Megatron-DeepSpeed's GPT, dense or a mixture, under native names.
 
-    `meta` has the same keys as `LegacyReader.meta`, and `notices`: one line for everything that
+    `megatron_meta` documents `meta`. Here it also has `notices`: one line for everything that
     cannot be read or will behave differently.
     """
 
@@ -114,20 +113,15 @@ class DeepSpeedReader(Reader):
         }
         self._check_sizes()
         iteration = tree.get("iteration", tree.get("global_steps"))
-        if type(iteration) is not int or iteration < 0:
-            raise CheckpointError(f"{self._main.zip.path}: iteration {show(iteration)}")
-        self.iteration: int = iteration
-        self.meta: Json = {
-            "iteration": iteration,
-            "consumed_train_samples": consumed_samples(self._args, iteration),
-            "skipped_train_samples": self._args.get("skipped_train_samples", 0),
-            "padded_vocab_size": self.global_shape(WORD_EMBEDDING)[0],
-            "optimizer": None if states is None else self._counters(states),
-            "schedule": scalar_fields(tree.get("lr_scheduler")),
-            "config": deepspeed_config(self._args),
-            **consumed_tokens(self._args),
-            "legacy_args": self._args,
-        }
+        self.iteration = saved_iteration(iteration, self._main.zip.path)
+        self.meta = megatron_meta(
+            self._args,
+            iteration=self.iteration,
+            rows=self.global_shape(WORD_EMBEDDING)[0],
+            config=deepspeed_config(self._args),
+            optimizer=None if states is None else self._optimizer_meta(states),
+            schedule=tree.get("lr_scheduler"),
+        )
         if "rng_state" in tree:
             self._notices.append("random states are not loaded: dropout follows from --seed")
         if has_unusual_angles(self._args):
@@ -471,7 +465,7 @@ class DeepSpeedReader(Reader):
         except RuntimeError as error:
             raise CheckpointError(f"{dense}: {error}") from None
 
-    def _counters(self, states: list[States]) -> Json:
+    def _optimizer_meta(self, states: list[States]) -> Json:
         """Return the optimizer's step count and loss scale."""
         steps = {archive.number(step) for part in states for archive, step in part.steps}
         return {

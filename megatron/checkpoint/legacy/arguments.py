@@ -1,4 +1,4 @@
-"""The command line in a checkpoint: read as plain JSON, and written as Megatron's Namespace."""
+"""The command line in a checkpoint: read as plain JSON and metadata, written as a Namespace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.entries import Json
-from megatron.checkpoint.legacy.unpickler import Namespace, Opaque
+from megatron.checkpoint.legacy.unpickler import Namespace, Opaque, show
 from megatron.config.data import TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import FORMAT_FIELDS, OptimizerConfig
@@ -73,13 +73,6 @@ def _scalar(value: Any) -> Json:
     if isinstance(value, Opaque) and all(type(arg) in (str, int) for arg in value.args):
         return f"{value.name}({', '.join(map(str, value.args))})"
     return _DROPPED
-
-
-def scalar_fields(tree: Any) -> dict[str, Json]:
-    """Return the scalar values of a dict, such as a saved schedule, or {} if it is not a dict."""
-    if not isinstance(tree, dict):
-        return {}
-    return {str(key): value for key, value in tree.items() if type(value) in _SCALAR_TYPES}
 
 
 def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, ...]]) -> None:
@@ -148,7 +141,60 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
     }
 
 
-def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
+def saved_iteration(value: Any, path: Path) -> int:
+    """Return the number of training steps that a file contains.
+
+    Args:
+        value: The number in the file.
+        path: The file, for messages.
+
+    Raises:
+        CheckpointError: The value is not a number of steps.
+    """
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{path}: iteration {show(value)}")
+    return value
+
+
+def megatron_meta(
+    args: dict[str, Json],
+    *,
+    iteration: int,
+    is_release: bool = False,
+    rows: int,
+    config: Mapping[str, Mapping[str, Json]],
+    optimizer: Json,
+    schedule: Any,
+) -> dict[str, Json]:
+    """Return the metadata (`Reader.meta`) of a checkpoint in any of Megatron's formats.
+
+    Args:
+        args: All plain fields of the command line in the checkpoint.
+        iteration: Training steps taken.
+        is_release: Whether the checkpoint starts a new run, which has seen no samples.
+        rows: The number of rows of the word embedding in the files.
+        config: The settings of the network and the optimizer, by section of `RunOptions`.
+        optimizer: The optimizer's step count and loss scale; `None` if its state is not available.
+        schedule: The schedules in the checkpoint, under the names of the program that wrote it.
+
+    Raises:
+        CheckpointError: The arguments do not say how many samples were seen.
+    """
+    fields = schedule.items() if isinstance(schedule, dict) else ()
+    return {
+        "iteration": iteration,
+        "consumed_train_samples": 0 if is_release else _consumed_samples(args, iteration),
+        "skipped_train_samples": 0 if is_release else args.get("skipped_train_samples", 0),
+        "padded_vocab_size": rows,
+        "optimizer": optimizer,
+        "schedule": {str(key): value for key, value in fields if type(value) in _SCALAR_TYPES},
+        "config": config,
+        **_consumed_tokens(args),
+        "legacy_args": args,
+    }
+
+
+def _consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     """Return the number of training samples seen.
 
     This is the saved number or, in older files, the iterations times the global batch size.
@@ -166,7 +212,7 @@ def consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
     raise CheckpointError("`args` does not say how many samples were seen: use --finetune")
 
 
-def consumed_tokens(args: Mapping[str, Json]) -> Json:
+def _consumed_tokens(args: Mapping[str, Json]) -> Json:
     """Return the metadata about tokens seen, or {}. Only Megatron-DeepSpeed counts tokens."""
     tokens = args.get("consumed_train_tokens")
     return {"consumed_train_tokens": tokens} if type(tokens) is int and tokens >= 0 else {}
@@ -248,7 +294,7 @@ def megatron_arguments(
         "padded_vocab_size": rows,
         "consumed_train_samples": meta.get("consumed_train_samples") or 0,
         "skipped_train_samples": meta.get("skipped_train_samples") or 0,  # Megatron Core reads it
-        **consumed_tokens(meta),
+        **_consumed_tokens(meta),
         "params_dtype": dtype,
         "fp16": dtype == torch.float16,
         "bf16": dtype == torch.bfloat16,

@@ -23,11 +23,10 @@ from megatron.checkpoint.find import RELEASE
 from megatron.checkpoint.legacy import names as legacy
 from megatron.checkpoint.legacy import torch_file
 from megatron.checkpoint.legacy.arguments import (
-    consumed_samples,
-    consumed_tokens,
     legacy_config,
+    megatron_meta,
     plain_arguments,
-    scalar_fields,
+    saved_iteration,
     step_count,
 )
 from megatron.checkpoint.legacy.optimizer import OptimizerState, read_distributed, read_optimizers
@@ -58,10 +57,7 @@ class LegacyReader(Reader):
     It may be a GPT, BERT, T5, Retro or bi-encoder of v1.0 to 23.08, a GPT of the Llama-2 fork, or
     the weights of Megatron Core's GPT in its `torch` format.
 
-    `meta` contains iteration, consumed_train_samples, skipped_train_samples, padded_vocab_size,
-    optimizer (None if its state is not available), schedule (Megatron's fields), config (the
-    sections of the model and the optimizer), and legacy_args (all plain fields of the command
-    line).
+    `megatron_meta` documents `meta`.
     """
 
     format = "legacy"
@@ -106,13 +102,19 @@ class LegacyReader(Reader):
         self._pieces = {name: self._locate(name, parts) for name, parts in self._parts.items()}
         pieces = self._pieces.items()
         self.tensors = {n: TensorMeta(p[-1].box.end, p[0].ref.storage.dtype) for n, p in pieces}
-        iteration = first.get("iteration", first.get("total_iters"))
-        if path.name == RELEASE:
-            iteration = 0  # a release starts a new run
-        if type(iteration) is not int or iteration < 0:
-            raise CheckpointError(f"{path}: iteration {show(iteration)}")
-        self.iteration: int = iteration
-        self.meta = self._find_meta(first, states, warns=world.is_first)
+        is_release = path.name == RELEASE  # a release starts a new run
+        iteration = 0 if is_release else first.get("iteration", first.get("total_iters"))
+        self.iteration = saved_iteration(iteration, path)
+        optimizer = None if is_release else self._optimizer_meta(states, warns=world.is_first)
+        self.meta = megatron_meta(
+            self._args,
+            iteration=self.iteration,
+            is_release=is_release,
+            rows=self.global_shape(self._word_embedding())[0],
+            config=self._config(),
+            optimizer=optimizer,
+            schedule=first.get("opt_param_scheduler", first.get("lr_scheduler")),
+        )
 
     def _check_grid(self) -> None:
         """Check that no folder is left over from a save with a different split."""
@@ -251,26 +253,13 @@ class LegacyReader(Reader):
         except RuntimeError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from None
 
-    def _find_meta(
-        self, tree: Mapping[str, Any], states: Sequence[OptimizerState | None], *, warns: bool
-    ) -> Json:
-        released, args = self.path.name == RELEASE, self._args
+    def _word_embedding(self) -> str:
+        """Return the name of the word embedding.
 
-        # A bi-encoder has a table in each of its towers, all with the same number of rows.
+        A bi-encoder has a table in each of its towers, all with the same number of rows.
+        """
         tables = (name for name in self.tensors if name.endswith("embedding.word.weight"))
-        weights = [name for name in tables if name.startswith("model.")]
-        table = weights[0] if weights else WORD_EMBEDDING
-        return {
-            "iteration": self.iteration,
-            "consumed_train_samples": 0 if released else consumed_samples(args, self.iteration),
-            "skipped_train_samples": 0 if released else args.get("skipped_train_samples", 0),
-            "padded_vocab_size": self.global_shape(table)[0],
-            "optimizer": None if released else self._optimizer_meta(states, warns=warns),
-            "schedule": scalar_fields(tree.get("opt_param_scheduler", tree.get("lr_scheduler"))),
-            "config": self._config(),
-            **consumed_tokens(args),
-            "legacy_args": args,
-        }
+        return next((name for name in tables if name.startswith("model.")), WORD_EMBEDDING)
 
     def _config(self) -> dict[str, dict[str, Json]]:
         if not self._is_core:
