@@ -16,14 +16,14 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.config.arguments import ParsedFlag
 from megatron.config.fields import from_yaml, suggestion
 from megatron.config.resolve import data_parallel_size
-from megatron.config.run import Findings, RunOptions, field_at, with_values
+from megatron.config.run import Findings, RunOptions, field_at
 from megatron.errors import ConfigError
 
 NAMES = ("--deepspeed_config", "--deepspeed-config")
@@ -110,20 +110,20 @@ class KeyTable:
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """The values that a file sets.
+    """The values that a file sets. By default there is no file, and nothing is set.
 
     Attributes:
-        path: The file.
+        path: The file, or `None` if there is none.
         values: The values by "section.field".
         origins: The key that sets each of them, as shown in messages.
         accumulation_steps: The number of micro-batches per update on each process, or `None` if it
             is not given.
     """
 
-    path: Path
-    values: Mapping[str, Any]
-    origins: Mapping[str, str]
-    accumulation_steps: int | None
+    path: Path | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    accumulation_steps: int | None = None
 
     def explain(self, problems: Sequence[str]) -> list[str]:
         """Return a run's mistakes, with the keys that set the flags named in each of them."""
@@ -218,9 +218,9 @@ def read(path: Path, given: Mapping[str, Any], findings: Findings) -> DeepSpeedF
     return DeepSpeedFile(path, values, origins, steps)
 
 
-def with_batch_sizes(
+def batch_sizes(
     config: RunOptions, file: DeepSpeedFile, world_size: int, findings: Findings
-) -> RunOptions:
+) -> dict[str, int]:
     """Compute the missing batch size of a run from the other one and the accumulation steps.
 
     Args:
@@ -230,25 +230,28 @@ def with_batch_sizes(
         findings: The findings, to which an error is added if the sizes contradict each other.
 
     Returns:
-        The run with both batch sizes, if they can be computed.
+        The batch sizes that can be computed, by "section.field".
     """
+    if file.path is None:
+        return {}
     replicas = data_parallel_size(config, world_size)
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
+    computed: dict[str, int] = {}
     if micro is None and total is not None:
         micro = total // (replicas * (file.accumulation_steps or 1))
-        config = with_values(config, {"training.micro_batch_size": micro})
+        computed["training.micro_batch_size"] = micro
     if file.accumulation_steps is None or micro is None:
-        return config
+        return computed
     product = micro * file.accumulation_steps * replicas
     if total is None:
-        return with_values(config, {"training.global_batch_size": product})
-    if product != total:
+        computed["training.global_batch_size"] = product
+    elif product != total:
         findings.problems.append(
             f"{_STEPS} {file.accumulation_steps} in {file.path} and --global-batch-size {total} "
             f"contradict each other: with --micro-batch-size {micro} and {replicas} replicas the "
             f"batch size is {product}; change one of them, or remove {_STEPS}"
         )
-    return config
+    return computed
 
 
 def check_flags(flags: Sequence[ParsedFlag], findings: Findings) -> None:

@@ -167,57 +167,45 @@ def parse_config(
         ConfigError: The command line, the YAML file or the resulting run has mistakes. The error
             lists all of them.
     """
-    find_start = program.find_start
-    help_if_asked(program.name, program.extra, trains=find_start is None, argv=argv)
+    has_model = program.find_start is not None
+    help_if_asked(program.name, program.extra, trains=not has_model, argv=argv)
     line = _read_command_line(argv, program)
-    start = with_values(RunOptions(), {"model.architecture": architecture})
-    if find_start is not None:
-        start = with_values(start, flatten(line.attempt(lambda: find_start(line.given))))
-        architecture = start.model.architecture  # the trained model's architecture
-    requested = start
-    if "config" in line.given:
-        count = line.given.get("dry_run_world_size") if line.given.get("dry_run") else None
-        path, processes = Path(line.given["config"]), count or world_size
-        yaml_values = line.attempt(lambda: yaml_file.read(path, line, processes))
-        requested = forget_derived(with_values(start, yaml_values), world_size)
-    deepspeed_file = None
-    if (deepspeed_path := line.given.get(_DEEPSPEED.name)) is not None:
-        deepspeed_file = line.attempt(
-            lambda: deepspeed.read(Path(deepspeed_path), line.values, line)
-        )
-    if deepspeed_file is not None:
-        requested = with_values(requested, deepspeed_file.values)
-    requested = with_values(requested, line.values)
-    if requested.training.dry_run:
-        world_size = requested.training.dry_run_world_size or world_size
-    if deepspeed_file is not None:
-        requested = deepspeed.with_batch_sizes(requested, deepspeed_file, world_size, line)
-    unread = _unused_values(requested, start, program.reads(line.given), line)
-    requested = with_values(requested, read_data_files(requested, line.values, unread, line))
-    requested = with_values(requested, read_retro_workdir(requested, line))
-    checkpoint_values = _from_checkpoint(requested, read_checkpoint, find_start is not None, line)
-    config = with_values(requested, checkpoint_values)
-    start = with_values(start, checkpoint_values)  # the user did not give these values
-    trained = config.model.architecture
-    if trained != architecture:
+
+    # Apply the YAML file, DeepSpeed's file, flags, data files and the checkpoint, in this order.
+    start = _find_start(architecture, program, line)
+    with_yaml = _with_yaml_file(start, world_size, line)
+    deepspeed_file = _read_deepspeed_file(line)
+    with_flags = with_values(with_yaml, {**deepspeed_file.values, **line.values})
+    dry_run_size = with_flags.training.dry_run_world_size if with_flags.training.dry_run else None
+    processes = dry_run_size or world_size
+    batch_sizes = deepspeed.batch_sizes(with_flags, deepspeed_file, processes, line)
+    with_sizes = with_values(with_flags, batch_sizes)
+    unread = _unused_values(with_sizes, start, program.reads(line.given), line)
+    with_data = with_values(with_sizes, read_data_files(with_sizes, line.values, unread, line))
+    requested = with_values(with_data, read_retro_workdir(with_data, line))
+    saved = _from_checkpoint(requested, read_checkpoint, has_model, line)
+    resolved = resolve(without_unused_sizes(with_values(requested, saved), line), processes)
+
+    trained, expected = resolved.model.architecture, start.model.architecture
+    if trained != expected:
         line.problems.append(
             f"the network is {with_article(trained)}, and {program.name} trains "
-            f"{with_article(architecture)}: run "
-            f"pretrain_{trained}.py"
+            f"{with_article(expected)}: run pretrain_{trained}.py"
         )
-    config = resolve(without_unused_sizes(config, line), world_size)
+    problems = find_problems(resolved, processes, line.unknown_fields, program.rules)
+    line.problems += deepspeed_file.explain(problems)
     extra: tuple[Any, ...] = tuple(
         from_values(config_type, line.given) for config_type in program.extra
     )
-    problems = find_problems(config, world_size, line.unknown_fields, program.rules)
-    line.problems += deepspeed_file.explain(problems) if deepspeed_file is not None else problems
     line.problems += program.check_extra(*extra)
     if line.problems:
         raise ConfigError(line.with_origins())
+
     # Nothing may depend on values that the program does not read. The contents of data files have
     # already replaced the flags that name the files.
-    config = resolve(with_values(config, unread | dict.fromkeys(DATA_FILES)), world_size)
-    notices = (*line.notices, *find_notices(config, world_size, start))
+    config = resolve(with_values(resolved, unread | dict.fromkeys(DATA_FILES)), processes)
+    not_given = with_values(start, saved)  # values that do not come from the user
+    notices = (*line.notices, *find_notices(config, processes, not_given))
     return ParsedRun(narrow(config, RunConfig), notices, extra)
 
 
@@ -404,6 +392,33 @@ def _report_flags_without_field(without_field: Mapping[str, Field], line: _Comma
             flag = name if value is True else entry.spell(value)
             lines = line.problems if entry in refused else line.notices
             lines.append(f"{flag}: {entry.help}")
+
+
+def _find_start(architecture: str, program: Program, line: _CommandLine) -> RunOptions:
+    """Return the run to which YAML and flags are applied."""
+    defaults = with_values(RunOptions(), {"model.architecture": architecture})
+    find = program.find_start
+    if find is None:
+        return defaults
+    return with_values(defaults, flatten(line.attempt(lambda: find(line.given))))
+
+
+def _with_yaml_file(start: RunOptions, world_size: int, line: _CommandLine) -> RunOptions:
+    """Apply the values of --config, if it is given."""
+    if "config" not in line.given:
+        return start
+    count = line.given.get("dry_run_world_size") if line.given.get("dry_run") else None
+    path = Path(line.given["config"])
+    values = line.attempt(lambda: yaml_file.read(path, line, count or world_size))
+    return forget_derived(with_values(start, values), world_size)
+
+
+def _read_deepspeed_file(line: _CommandLine) -> deepspeed.DeepSpeedFile:
+    """Return the values of DeepSpeed's file, if one is given."""
+    path = line.given.get(_DEEPSPEED.name)
+    if path is None:
+        return deepspeed.DeepSpeedFile()
+    return line.attempt(lambda: deepspeed.read(Path(path), line.values, line))
 
 
 def _unused_values(

@@ -120,7 +120,7 @@ def _read_deepspeed(data: bytes, folder: Path) -> None:
     found = Findings()
     file = deepspeed.read(folder / "ds.json", {"optimizer.clip_grad": 1.0}, found)
     run = with_values(RunOptions(), file.values)
-    deepspeed.with_batch_sizes(run, file, 8, found)
+    deepspeed.batch_sizes(run, file, 8, found)
     if found.problems:
         raise ConfigError(found.problems)
 
