@@ -123,8 +123,11 @@ class PackedWeight(torch.Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, Tensor], None]:
+    ) -> tuple[tuple[Tensor, ...], None]:
         """Return the tensors that `fully_shard` gathers: a shard's codes and scales (ZeRO stage 3).
+
+        If a single process has the whole weight, as it may have the weights of its experts,
+        `fully_shard` copies only one tensor. Then this is one tensor with the bytes of both.
 
         Args:
             mesh: The processes that share the weight.
@@ -133,11 +136,14 @@ class PackedWeight(torch.Tensor):
             module: The module that contains the weight.
             mp_policy: The data types of the other weights.
         """
-        return (self.codes, self.scales), None
+        if mesh.size() > 1:
+            return (self.codes, self.scales), None
+        parts = (self.codes, self.scales)
+        return (torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]),), None
 
     def fsdp_post_all_gather(
         self,
-        gathered: tuple[Tensor, Tensor],
+        gathered: tuple[Tensor, ...],
         metadata: None,
         dtype: torch.dtype,
         *,
@@ -146,7 +152,7 @@ class PackedWeight(torch.Tensor):
         """Return the whole weight, which shares the memory of the gathered codes and scales.
 
         Args:
-            gathered: The codes and scales of all rows.
+            gathered: The codes and scales of all rows, or one tensor with the bytes of both.
             metadata: Unused.
             dtype: Unused; the values have the dtype of the scales.
             out: The weight that an earlier call returned, whose memory `fully_shard` has filled.
@@ -154,7 +160,14 @@ class PackedWeight(torch.Tensor):
         """
         if out is not None:
             return None
-        return PackedWeight(*gathered, self.frozen_format, self.library), ()
+        if len(gathered) == 1:
+            codes, scales = gathered[0].split([self.codes.nbytes, self.scales.nbytes])
+            gathered = (
+                codes.view(self.codes.shape),
+                scales.view(self.scales.dtype).view(self.scales.shape),
+            )
+        codes, scales = gathered
+        return PackedWeight(codes, scales, self.frozen_format, self.library), ()
 
     # Operations reach the dispatcher below, so overrides of Python functions are not needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

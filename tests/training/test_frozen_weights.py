@@ -71,6 +71,7 @@ _NF4 = "--frozen-weights-dtype nf4 --log-params-norm "
         (MIXTURE, f"{_TP} --sequence-parallel"),
         (MIXTURE, "--expert-model-parallel-size 2"),
         (MIXTURE, "--zero-stage 3 --recompute-granularity full --recompute-method uniform"),
+        (MIXTURE, "--zero-stage 3 --expert-model-parallel-size 2"),  # no copies of experts
     ],
 )
 def test_layouts_equal_one_process(more: str, flags: str) -> None:
