@@ -5,7 +5,7 @@
     npy                                   token ids in `.npy` files of other trainers
     json_lines                            reading and appending to JSON lines files
     indexed                               reading and writing `.bin` and `.idx` files
-    datasets, cache                       the datasets that the flags name: splits, blends, caches
+    datasets, blend, cache                the datasets that the flags name: splits, blends, caches
     gpt                                   GPT samples and micro-batches
     ahead                                 inputs and labels of multi-token prediction
     fill_in_middle                        samples that teach a GPT to fill in the middle

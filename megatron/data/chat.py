@@ -16,19 +16,14 @@ import numpy as np
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.finetuning import FinetuningConfig
+from megatron.data.blend import BlendedDataset
 from megatron.data.conversations import (
     ConversationEncoder,
     ConversationOptions,
     TokenizedExamples,
     load_examples,
 )
-from megatron.data.datasets import (
-    BlendedDataset,
-    DataRequest,
-    DatasetPart,
-    Datasets,
-    build_datasets,
-)
+from megatron.data.datasets import DataRequest, DatasetPart, Datasets, build_datasets
 from megatron.data.packing import Packing, describe_rows, one_per_row, pack
 from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample, SampleDataset
 from megatron.errors import ConfigError

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from megatron.command import print_line
 from megatron.config.data import SPLIT_NAMES
 from megatron.config.retro_preprocessing import RetroPreprocessing
-from megatron.data.datasets import BlendedDataset, DataRequest, Datasets, parse_weighted_paths
+from megatron.data.blend import BlendedDataset
+from megatron.data.datasets import DataRequest, Datasets, parse_weighted_paths
 from megatron.data.gpt import GPTDataset, build_gpt_datasets
 from megatron.data.sample import SampleDataset
 from megatron.device import Device

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import datasets as datasets_module
-from megatron.data.cache import IndexCache
-from megatron.data.datasets import (
+from megatron.data import blend as blend_module
+from megatron.data.blend import (
     BlendedDataset,
     BlendPhase,
     blend,
@@ -20,6 +19,7 @@ from megatron.data.datasets import (
     parse_blend_schedule,
     samples_per_dataset,
 )
+from megatron.data.cache import IndexCache
 from megatron.data.mock import MockDataset
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
@@ -50,7 +50,7 @@ def test_vector() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40, 300])
 @pytest.mark.parametrize("kind", ["random", "equal", "skewed"])
 def test_equals_the_loop(count: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets_module, "_BLEND_BLOCK", 64)  # many blocks even for a small blend
+    monkeypatch.setattr(blend_module, "_BLOCK", 64)  # many blocks even for a small blend
     random = np.random.RandomState(count)
     weights = {
         "random": random.rand(count) + 1e-3,
@@ -72,8 +72,8 @@ def test_wrong_guesses_are_mended(monkeypatch: pytest.MonkeyPatch) -> None:
         counts[:, 0] = totals
         return counts
 
-    monkeypatch.setattr(datasets_module, "_BLEND_BLOCK", 16)
-    monkeypatch.setattr(datasets_module, "_nearest_counts", bad_guess)
+    monkeypatch.setattr(blend_module, "_BLOCK", 16)
+    monkeypatch.setattr(blend_module, "_nearest_counts", bad_guess)
     shares = normalize([0.5, 0.3, 0.2])
     assert build_blend_index(shares, 500).datasets.tolist() == loop(shares, 500)[0]
 

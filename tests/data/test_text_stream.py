@@ -18,7 +18,8 @@ from pyarrow import parquet
 
 from megatron.checkpoint.loading import open_root
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.data.datasets import BlendedDataset, DataRequest, build_blend_index, normalize
+from megatron.data.blend import BlendedDataset, build_blend_index, normalize
+from megatron.data.datasets import DataRequest
 from megatron.data.gpt import build_gpt_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import SingleSampler, build_loader
