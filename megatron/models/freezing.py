@@ -157,14 +157,15 @@ def check_frozen(
     idle = torch.tensor([is_idle], device=device).int()
     if all_reduce(idle, layout.world).item():
         subject = "weights of a pipeline stage are" if layout.pipeline.size > 1 else "weights are"
-        flag = "--retro-freeze-gpt"
-        if targets:
-            flag = " ".join(("--lora-target-modules", *targets))
+        flag, remedy = "--retro-freeze-gpt", "freeze fewer weights"
+        if config.lora_rank is not None:
+            flag = f"--lora-rank {config.lora_rank}"
+            if targets:
+                flag = " ".join(("--lora-target-modules", *targets))
+            remedy = "give every stage a layer with an adapter"
         elif patterns:
             flag = " ".join(("--freeze", *patterns))
-        raise ConfigError(
-            f"{flag}: all {subject} frozen, so nothing is left to train: freeze fewer weights"
-        )
+        raise ConfigError(f"{flag}: all {subject} frozen, so nothing is left to train: {remedy}")
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> list[str]:

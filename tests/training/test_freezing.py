@@ -99,7 +99,21 @@ def _refusal(layout, flags):
     return str(error.value)
 
 
-def test_a_stage_without_weights_to_train_is_refused_on_all():
-    flags = FLAGS + "--pipeline-model-parallel-size 2 --freeze embedding layers.0 layers.1"
-    for told in run_distributed(2, _refusal, flags, pipeline=2):
-        assert "all weights of a pipeline stage are frozen" in told
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            "--freeze embedding layers.0 layers.1",
+            "--freeze embedding layers.0 layers.1: all weights of a pipeline stage are frozen, so "
+            "nothing is left to train: freeze fewer weights",
+        ),
+        (
+            "--lora-rank 2 --pipeline-model-parallel-layout Etttt|L",
+            "--lora-rank 2: all weights of a pipeline stage are frozen, so nothing is left to "
+            "train: give every stage a layer with an adapter",
+        ),
+    ],
+)
+def test_a_stage_without_weights_to_train_is_refused_on_all(flags, told):
+    flags = f"{FLAGS} --pipeline-model-parallel-size 2 {flags}"
+    assert run_distributed(2, _refusal, flags, pipeline=2) == [told, told]
