@@ -105,6 +105,7 @@ class CoreReader(Reader):
             self._sources, has_states = self._find_sources()
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        has_states = has_states or _is_stateless(tree)
         tensors = self._index.tensors
         stored = {
             name: TensorMeta(source.shape, tensors[source.first].dtype)
@@ -286,17 +287,12 @@ class CoreReader(Reader):
         """Return the optimizer's step count and loss scale."""
         steps: set[int | float] = set()
         scaler: dict[str, int | float] = {}
-        pending = [tree.get("optimizer")]
-        while pending:  # with experts, there are two optimizers, numbered from 0
-            node = pending.pop()
-            if not isinstance(node, dict):
-                continue
-            pending += [node[key] for key in node if type(key) is int or key == "optimizer"]
-            state, groups = node.get("state"), node.get("param_groups")
+        for node in _optimizers(tree):
+            state = node.get("state")
             if isinstance(state, dict) and "common_step" in state:
                 steps.add(self._common.number(state["common_step"]))
-            for group in groups if isinstance(groups, list) else ():
-                if isinstance(group, dict) and "step" in group:
+            for group in _groups(node):
+                if "step" in group:
                     steps.add(self._common.number(group["step"]))
             if isinstance(node.get("grad_scaler"), dict):
                 values = node["grad_scaler"].items()
@@ -317,3 +313,27 @@ class CoreReader(Reader):
             if any(isinstance(one, torch.Tensor) for one in index):  # `part` is a copy
                 result[index] = part
         return result.to(self.tensors[name].dtype)
+
+
+def _optimizers(tree: Mapping[str, Any]) -> Iterator[Mapping[Any, Any]]:
+    """Yield the parts of the optimizer's tree; with experts, it has two optimizers, 0 and 1."""
+    pending = [tree.get("optimizer")]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            pending += [node[key] for key in node if type(key) is int or key == "optimizer"]
+            yield node
+
+
+def _groups(node: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
+    """Return the parameter groups in a part of the optimizer's tree."""
+    groups = node.get("param_groups")
+    return (
+        [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    )
+
+
+def _is_stateless(tree: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer is SGD without momentum, which has no tensors."""
+    groups = [group for node in _optimizers(tree) for group in _groups(node)]
+    return bool(groups) and all(group.get("momentum") == 0 for group in groups)

@@ -90,6 +90,16 @@ def test_every_layout_saves_what_it_loaded(folders, tmp_path, layout):
     }
 
 
+@pytest.mark.parametrize("flags", ["", "--bf16"])
+def test_sgd_without_momentum_continues_although_it_has_no_states(tmp_path, flags):
+    words = f"--optimizer sgd --sgd-momentum 0 --train-iters 2 --eval-iters 0 {flags}".split()
+    words += ["--save", str(tmp_path), "--save-interval", "1", *_CORE]
+    losses = train_toy(Layout.single(), words)[0].values("lm loss")
+    resumed, run = train_toy(Layout.single(), [*words, "--load", str(tmp_path), "--ckpt-step", "1"])
+    assert resumed.values("lm loss") == losses[1:]
+    assert run.optimizer.steps == 2
+
+
 def _dotted(numbers):
     return ".".join(map(str, numbers))
 
