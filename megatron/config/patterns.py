@@ -46,7 +46,9 @@ def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[b
         raise ValueError(f"expected {others}, or a pattern such as ([0]*1+[1]*3)")
     entries = text[1:-1].replace(",", "")
     if len(entries) != layers:
-        raise ValueError(f"it names {len(entries)} layers, but the model has {layers}")
+        raise ValueError(
+            f"it names {len(entries)} layers, but the model has {layers}: give an entry for each"
+        )
     return tuple(entry == "1" for entry in entries)
 
 

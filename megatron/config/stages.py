@@ -371,11 +371,14 @@ def parse_layout(text: str, num_layers: int, stages: int, layers_text: str) -> l
         )
     counts = [part.count("t") for part in parts]
     if sum(counts) != num_layers:
-        raise ConfigError(f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, not {layers_text}")
+        raise ConfigError(
+            f"{LAYOUT_FLAG} {text}: has {sum(counts)} layers, not {layers_text}: write a t for "
+            "each layer"
+        )
     if len(counts) % stages:
         raise ConfigError(
             f"{LAYOUT_FLAG} {text}: {len(counts)} parts do not divide evenly over "
-            f"--pipeline-model-parallel-size {stages}"
+            f"--pipeline-model-parallel-size {stages}: use a multiple of {stages} parts"
         )
     return counts
 
