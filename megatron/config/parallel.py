@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.fields import MAX_LAYERS, MIXTURE, RECOMPUTED, Requirement, flag
 
@@ -60,6 +61,9 @@ class ParallelOptions:
             messages are slow, as between machines. Megatron Core overlaps two micro-batches.
         distribute_saved_activations: With --recompute-granularity full, split the saved layer
             inputs among tensor-parallel processes.
+        use_tp_pp_dp_mapping: Number the ranks with pipeline stages before data-parallel copies
+            (tensor, context, pipeline, data), so that the stages of a copy share machines.
+            Otherwise the order is tensor, context, data, pipeline.
         distributed_backend: Communication library on GPUs. CPUs always use gloo.
         distributed_timeout_minutes: Time after which a run that waits for a process ends with an
             error naming that process. Fractions are allowed.
@@ -110,6 +114,7 @@ class ParallelOptions:
     tp_comm_overlap: bool = False
     overlap_moe_expert_parallel_comm: bool = flag(False, requires=MIXTURE)
     distribute_saved_activations: bool = flag(False, requires=RECOMPUTED)
+    use_tp_pp_dp_mapping: bool = False
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, unit="minutes", above=0, at_most=365 * 24 * 60)
     ddp_impl: str = flag("local", names="--DDP-impl", choices=("local", "torch"))
@@ -139,7 +144,7 @@ class ParallelConfig(ParallelOptions):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the process grid, as the arguments of `Layout.at`."""
+        """The sizes of the process grid."""
         return {
             "tensor": self.tensor_model_parallel_size,
             "context": self.context_parallel_size,
@@ -147,3 +152,8 @@ class ParallelConfig(ParallelOptions):
             "expert": self.expert_model_parallel_size,
             "expert_tensor": self.expert_tensor_parallel_size or self.tensor_model_parallel_size,
         }
+
+    @property
+    def grid(self) -> dict[str, Any]:
+        """The process grid, as the arguments of `Layout.at`."""
+        return {**self.sizes, "pipeline_before_data": self.use_tp_pp_dp_mapping}

@@ -395,7 +395,7 @@ def _group_of(layout: Layout, ranks: tuple[int, ...]) -> ProcessGroup | None:
     """
     if len(ranks) == 1:
         return None
-    step = layout.tensor.size  # the distance between neighboring data-parallel ranks
+    step = layout.data.ranks[1] - layout.data.ranks[0]
     first = [rank - layout.data.rank * step for rank in ranks]
     groups = [
         dist.new_group([rank + index * step for rank in first]) for index in range(layout.data.size)

@@ -1,11 +1,13 @@
 """The grid of tensor, context, data and pipeline ranks, and this process's position in it.
 
 Ranks are numbered as in Megatron: the tensor rank varies fastest, then context, data, pipeline. For
-tensor size T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t.
+tensor size T, context size C and data size D, rank = ((p * D + d) * C + c) * T + t. With the
+pipeline before data (--use-tp-pp-dp-mapping), rank = ((d * P + p) * C + c) * T + t.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,7 +18,7 @@ from megatron.parallel.journal import Journal, Transfer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-AXES = ("pipeline", "data", "context", "tensor")  # slowest to fastest
+AXES = ("pipeline", "data", "context", "tensor")  # slowest to fastest, unless pipeline_before_data
 _EXPERT_AXES = ("expert_replica", "expert", "expert_tensor")  # slowest to fastest
 
 
@@ -78,9 +80,9 @@ class Axis:
 class Layout:
     """The process grid of a run, built once and passed to all code that needs it.
 
-    For experts, the ranks of a pipeline stage form another grid, in which the expert tensor rank
-    varies fastest, then the expert rank, then the expert replica (Megatron Core's parallel
-    folding).
+    For experts, the ranks of a pipeline stage, in ascending order, form another grid, in which the
+    expert tensor rank varies fastest, then the expert rank, then the expert replica (Megatron
+    Core's parallel folding).
 
     Attributes:
         world: All ranks.
@@ -96,6 +98,7 @@ class Layout:
         expert_replica: The ranks that hold the same experts, or the same shards of them.
         sequence_parallel: Whether tensor ranks also split the activations between tensor-parallel
             layers along the sequence.
+        pipeline_before_data: Whether the pipeline rank varies faster than the data rank.
     """
 
     world: Axis = Axis()
@@ -109,11 +112,24 @@ class Layout:
     expert_tensor: Axis = Axis()
     expert_replica: Axis = Axis()
     sequence_parallel: bool = False
+    pipeline_before_data: bool = False
 
     @property
     def divides_experts(self) -> bool:
         """Whether expert weights are replicated over different ranks than other weights."""
         return self.expert.size > 1 or self.expert_tensor.size != self.tensor.size
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """The ranks of each stage, in ascending order. The n-th of all stages form a pipeline."""
+        stages = range(self.pipeline.size)
+        return [[x for x in self.world.ranks if self.stage_of(x) == stage] for stage in stages]
+
+    def stage_of(self, rank: int) -> int:
+        """Return the pipeline stage that a process holds."""
+        stages = self.pipeline.ranks
+        stride = stages[1] - stages[0] if len(stages) > 1 else self.world.size
+        return rank // stride % len(stages)
 
     @property
     def sequence(self) -> Axis:
@@ -136,11 +152,12 @@ class Layout:
         pipeline: int = 1,
         expert: int = 1,
         expert_tensor: int | None = None,
+        pipeline_before_data: bool = False,
     ) -> Layout:
         """Return the layout as seen by process `rank` of `world_size`, without process groups.
 
-        The arguments are the sizes of the axes. The data axis gets the remaining processes.
-        `expert_tensor` defaults to `tensor`.
+        The other arguments are the sizes of the axes and the order of two of them. The data axis
+        gets the remaining processes. `expert_tensor` defaults to `tensor`.
         """
 
         def axis(*ranks: int) -> Axis:
@@ -151,18 +168,30 @@ class Layout:
         replicas = world_size // pipeline // (expert_tensor_size * expert)
         expert_sizes = dict(zip(_EXPERT_AXES, (replicas, expert, expert_tensor_size), strict=True))
         axes: dict[str, Any] = {"world": axis(*range(world_size))}
-        for grid in (sizes, expert_sizes):
-            stride = 1
-            for name, size in reversed(grid.items()):
+
+        def add_grid(ranks: Sequence[int], sizes: dict[str, int]) -> None:
+            stride, index = 1, ranks.index(rank)
+            for name, size in reversed(sizes.items()):
                 reach = size * stride
-                first = rank // reach * reach + rank % stride
-                axes[name] = axis(*range(first, first + reach, stride))
+                first = index // reach * reach + index % stride
+                axes[name] = axis(*ranks[first : first + reach : stride])
                 stride = reach
+
+        add_grid(range(world_size), {name: sizes[name] for name in _order(pipeline_before_data)})
+        stage_of = cls(world=axes["world"], pipeline=axes["pipeline"]).stage_of
+        add_grid([x for x in range(world_size) if stage_of(x) == stage_of(rank)], expert_sizes)
         data, contexts, stages = (axes[name].ranks for name in ("data", "context", "pipeline"))
         axes["replica"] = axis(*(d + c - rank for d in data for c in contexts))
         ends = sorted({stages[0], stages[-1]})
         axes["embedding"] = axis(*(ends if rank in ends else [rank]))
-        return cls(**axes)
+        return cls(**axes, pipeline_before_data=pipeline_before_data)
+
+    def as_seen_by(self, rank: int) -> Layout:
+        """Return this grid as seen by another process, without process groups."""
+        names = ("tensor", "context", "pipeline", "expert", "expert_tensor")
+        sizes = {name: getattr(self, name).size for name in names}
+        order = self.pipeline_before_data
+        return Layout.at(rank, self.world.size, **sizes, pipeline_before_data=order)
 
     def connect(self, device_type: str, journal: Journal | None = None) -> Layout:
         """Return a copy of this layout with process groups. Collective.
@@ -209,9 +238,11 @@ class Layout:
     def describe(self) -> str:
         """Describe the grid for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1".
 
-        The expert axes are shown if processes divide experts: "..., EP 2, ETP 1".
+        The axis whose rank varies fastest comes first. The expert axes are shown if processes
+        divide experts: "..., EP 2, ETP 1".
         """
-        sizes = ", ".join(f"{n[0].upper()}P {getattr(self, n).size}" for n in reversed(AXES))
+        axes = reversed(_order(self.pipeline_before_data))
+        sizes = ", ".join(f"{name[0].upper()}P {getattr(self, name).size}" for name in axes)
         if self.divides_experts:
             sizes += f", EP {self.expert.size}, ETP {self.expert_tensor.size}"
         return f"{self.world.size} process{'es' * (self.world.size > 1)}: {sizes}"
@@ -224,20 +255,27 @@ def grid_sizes(world_size: int, *, tensor: int, context: int, pipeline: int) -> 
     return dict(zip(AXES, (pipeline, world_size // model, context, tensor), strict=True))
 
 
+def _order(pipeline_before_data: bool) -> tuple[str, ...]:
+    """Return the axes from slowest to fastest."""
+    pipeline, data, *others = AXES
+    return (data, pipeline, *others) if pipeline_before_data else AXES
+
+
 def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | None]:
     """Return the process groups by axis name. All processes create all groups in the same order."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = tuple(getattr(layout, name).size for name in AXES)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    order = _order(layout.pipeline_before_data)
+    shape = tuple(getattr(layout, name).size for name in order)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=order)
     groups: dict[str, ProcessGroup | None] = {
-        name: mesh.get_group(name) for name, size in zip(AXES, shape, strict=True) if size > 1
+        name: mesh.get_group(name) for name, size in zip(order, shape, strict=True) if size > 1
     }
     groups["world"] = dist.group.WORLD
-    if layout.pipeline.size > 1:
-        first_stage, last_stage = (mesh.mesh[i].flatten().tolist() for i in (0, -1))
-        for ends in zip(first_stage, last_stage, strict=True):
+    stages = layout.stages
+    if len(stages) > 1:
+        for ends in zip(stages[0], stages[-1], strict=True):
             group = dist.new_group(list(ends))
             if layout.world.rank in ends:
                 groups["embedding"] = group
@@ -253,17 +291,18 @@ def _new_groups(layout: Layout, device_type: str) -> dict[str, ProcessGroup | No
         for name in (*AXES, "replica", "world")
         if name in groups
     }
-    # An expert axis consists of every stride-th rank. If another axis consists of the same ranks
-    # here, it does so in every process, so its group can be reused.
+    # An expert axis consists of every stride-th rank of a stage. If another axis consists of the
+    # same ranks here, it does so in every process, so its group can be reused.
     stride = 1
     for name in reversed(_EXPERT_AXES):
         axis: Axis = getattr(layout, name)
         reach = axis.size * stride
         if axis.size > 1 and axis.ranks not in known:
-            for first in range(layout.world.size):
-                if first % reach < stride:
-                    ranks = tuple(range(first, first + reach, stride))
-                    known[ranks] = dist.new_group(list(ranks))
+            for stage in stages:
+                for first in range(len(stage)):
+                    if first % reach < stride:
+                        ranks = tuple(stage[first : first + reach : stride])
+                        known[ranks] = dist.new_group(list(ranks))
         if axis.size > 1:
             groups[name] = known[axis.ranks]
         stride = reach

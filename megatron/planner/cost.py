@@ -175,7 +175,7 @@ class Setting:
         sizes = config.parallel.sizes
         tensor, context, expert = sizes["tensor"], sizes["context"], sizes["expert"]
         stage = math.lcm(tensor * context, expert * sizes["expert_tensor"])
-        layout = Layout.at(0, stage * sizes["pipeline"], **sizes)
+        layout = Layout.at(0, stage * sizes["pipeline"], **config.parallel.grid)
         return cls(
             machine=machine,
             batch=replace(
@@ -444,11 +444,13 @@ def head_passes(plan: ModelPlan, setting: Setting) -> PassTimes:
 
 def stage_message(config: RunConfig, plan: ModelPlan, machine: Machine, world_size: int) -> float:
     """Return the time of a message from a pipeline stage to the next one."""
-    stages = config.parallel.pipeline_model_parallel_size
+    parallel, stages = config.parallel, config.parallel.pipeline_model_parallel_size
     if stages == 1:
         return 0.0
+    stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    stride = stage if parallel.use_tp_pp_dp_mapping else world_size // stages
     batch = Setting.of(config, machine, plan.head_spec.sequences).batch
-    link = machine.connection(2, world_size // stages)
+    link = machine.connection(2, stride)
     rate = min(link.bandwidth, machine.pair)
     hidden = plan.hidden + (plan.teacher.hidden if plan.teacher is not None else 0)
     return link.latency + batch.width * batch.tokens * hidden / batch.sequence / rate

@@ -111,6 +111,7 @@ def largest_process(
     )
     micro_batches = training.global_batch_size // (training.micro_batch_size * data)
     model_parts = plan_model(config.model, parallel)
+    stage_ranks = Layout.at(0, world_size, **parallel.grid).pipeline.ranks
     distinct: dict[object, int] = {}  # among stages with the same layers, the first needs the most
     for stage in range(stages):
         parts = parts_of_stage(model_parts, stage, stages)
@@ -121,7 +122,7 @@ def largest_process(
         estimate_memory(
             config,
             plan,
-            Layout.at(stage * (world_size // stages), world_size, **parallel.sizes),
+            Layout.at(stage_ranks[stage], world_size, **parallel.grid),
             micro_batches,
             imbalance,
         )

@@ -54,6 +54,7 @@ class Grid:
         data: The number of data-parallel processes.
         expert: The number of expert-parallel processes.
         expert_tensor: The number of tensor-parallel processes that split each expert.
+        pipeline_before_data: Whether the pipeline rank varies faster than the data rank.
     """
 
     tensor: int
@@ -62,13 +63,14 @@ class Grid:
     data: int
     expert: int
     expert_tensor: int
+    pipeline_before_data: bool
 
     @classmethod
     def of(cls, config: RunConfig, world_size: int) -> Grid:
         """Return the sizes for a given number of processes."""
         sizes = config.parallel.sizes
         model = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
-        return cls(**sizes, data=world_size // model)
+        return cls(**config.parallel.grid, data=world_size // model)
 
     def weights(self, config: RunConfig, plan: ModelPlan) -> list[tuple[int, int, int]]:
         """Count the parameters of the largest stage, outside and inside experts.
@@ -91,9 +93,10 @@ class Grid:
         outside, experts = max(per_stage, key=sum)
         replicas = self.data * self.context
         divided = self.expert * self.expert_tensor
+        spread = self.pipeline if self.pipeline_before_data and self.data > 1 else 1
         return [
-            (outside, replicas, self.tensor),
-            (experts, replicas * self.tensor // divided, divided),
+            (outside, replicas, spread * self.tensor),
+            (experts, replicas * self.tensor // divided, spread * divided),
         ]
 
 

@@ -67,7 +67,7 @@ def process_group(
     if launch.world_size == 1:
         if unmet:
             raise ConfigError(unmet)
-        layout = Layout.at(0, 1, **config.sizes)
+        layout = Layout.at(0, 1, **config.grid)
         layout = layout.connect(device.type, _new_journal(None, faults))
         try:
             yield layout
@@ -126,7 +126,7 @@ def process_group(
             ) from error
         watchdog.connect(dist.PrefixStore(f"watchdog/{token.item()}", own_connection))
         try:
-            grid = Layout.at(launch.rank, launch.world_size, **config.sizes)
+            grid = Layout.at(launch.rank, launch.world_size, **config.grid)
             yield grid.connect(device.type, journal)
         except Exception as error:
             raise end_run(error, launch, journal, watchdog) from error

@@ -63,14 +63,14 @@ def plan_exchange(config: RunConfig, mixture: MixturePlan, world_size: int) -> E
         mixture: The plan of the mixture in the layer.
         world_size: The number of processes.
     """
-    sizes, router = config.parallel.sizes, mixture.router
-    layout = Layout.at(0, world_size, **sizes)
+    router = mixture.router
+    layout = Layout.at(0, world_size, **config.parallel.grid)
     ranks = layout.expert.size
     groups: list[tuple[int, ...]] = []
     rank = 0
     while rank < world_size and len(groups) < _SHOWN_GROUPS:
         if not any(rank in group for group in groups):
-            groups.append(Layout.at(rank, world_size, **sizes).expert.ranks)
+            groups.append(layout.as_seen_by(rank).expert.ranks)
         rank += 1
     mean_destinations, max_destinations = float(ranks - 1), ranks - 1
     if not gathers_all(router.experts, router.chosen, ranks):
@@ -133,7 +133,7 @@ def expert_rows(
             f"iteration, {amount(sent * layers)} for {layers} layers",
         ),
     ]
-    batch = micro_batch(config, Layout.at(0, world_size, **config.parallel.sizes))
+    batch = micro_batch(config, Layout.at(0, world_size, **config.parallel.grid))
     ranks, tokens = len(exchange.groups[0]), batch.tokens // batch.sequence
     max_imbalance = Mixture.largest_imbalance(mixture, ranks, tokens)
     even, uneven = (

@@ -150,7 +150,7 @@ def size_rows(
         memory: Memory of a device in bytes; `None` if it is not known.
     """
     training = config.training
-    layout = Layout.at(0, world_size, **config.parallel.sizes)
+    layout = Layout.at(0, world_size, **config.parallel.grid)
     batch, micro = training.global_batch_size, training.micro_batch_size
     micro_batches = batch // (micro * layout.data.size)
     tokens = batch * plan.head_spec.sequences * config.data.sample_tokens

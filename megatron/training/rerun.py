@@ -155,8 +155,7 @@ class Reruns:
         evidence = self._evidence(
             passes.fingerprints, second.fingerprints, gradients, second_gradients
         )
-        stage_ranks = run.layout.world.size // run.layout.pipeline.size
-        stages = [rank // stage_ranks for rank in run.layout.world.ranks]
+        stages = list(map(run.layout.stage_of, run.layout.world.ranks))
         ranks = first_to_differ(*evidence, stages)
         is_same = not ranks and all(
             is_close(first[name], scores[name], self._tolerance) for name in scores

@@ -18,6 +18,22 @@ def test_rank_order_is_tensor_context_data_pipeline():
     assert layout.pipeline.ranks == (5, 13)
     assert layout.replica.ranks == (9, 11, 13, 15)
     assert layout.replica.rank == 2
+    assert layout.stages == [list(range(8)), list(range(8, 16))]
+    assert [layout.stage_of(rank) for rank in (0, 7, 8, 15)] == [0, 0, 1, 1]
+    assert Layout.at(3, 4).stages == [[0, 1, 2, 3]]
+
+
+def test_the_pipeline_can_come_before_data():
+    layout = Layout.at(13, 16, tensor=2, context=2, pipeline=2, pipeline_before_data=True)
+    assert layout.describe() == "16 processes: TP 2, CP 2, PP 2, DP 2"
+    assert layout.tensor.ranks == (12, 13)
+    assert layout.context.ranks == (13, 15)
+    assert layout.pipeline.ranks == layout.embedding.ranks == (9, 13)
+    assert layout.data.ranks == (5, 13)
+    assert layout.replica.ranks == (5, 7, 13, 15)
+    assert layout.as_seen_by(13) == layout
+    assert layout.stages == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    assert layout.as_seen_by(3).replica.ranks == (1, 3, 9, 11)
 
 
 def _sum_over_axes(layout):
@@ -56,6 +72,9 @@ def _replica_ranks(layout):
 def test_replicas_are_data_and_context_ranks(sizes):
     for ranks, expected in run_distributed(4, _replica_ranks, **sizes):
         assert ranks == list(expected)
+    order = {"context": 2, "pipeline": 2, "pipeline_before_data": True}
+    groups = [ranks for ranks, _ in run_distributed(8, _replica_ranks, **order)]
+    assert groups == 2 * [*2 * [[0, 1, 4, 5]], *2 * [[2, 3, 6, 7]]]
     assert run_distributed(4, _replica_ranks, tensor=4)[3] == (None, (3,))
 
 
@@ -113,6 +132,25 @@ def test_experts_fold_the_ranks_of_a_stage(world, sizes):
             assert getattr(layout, name) == getattr(plain, name)
 
 
+@pytest.mark.parametrize(("world", "sizes"), GRIDS, ids=str)
+def test_experts_fold_the_same_ranks_of_a_stage_in_either_order(world, sizes):
+    """Numbering the ranks otherwise moves each process and its partners to other numbers."""
+    before = [Layout.at(rank, world, **sizes) for rank in range(world)]
+    after = [Layout.at(rank, world, **sizes, pipeline_before_data=True) for rank in range(world)]
+    places = [
+        {(x.pipeline.rank, x.data.rank, x.context.rank, x.tensor.rank): x.world.rank for x in grid}
+        for grid in (before, after)
+    ]
+    renamed = {rank: places[1][place] for place, rank in places[0].items()}
+    for layout in before:
+        other = after[renamed[layout.world.rank]]
+        for name in ("tensor", "context", "data", "pipeline", "replica", "embedding", "expert",
+                     "expert_tensor", "expert_replica"):  # fmt: skip
+            axis = getattr(layout, name)
+            assert getattr(other, name).ranks == tuple(renamed[rank] for rank in axis.ranks), name
+            assert getattr(other, name).rank == axis.rank
+
+
 def test_without_division_experts_are_replicated_as_other_layers_are():
     layout = Layout.at(5, 16, tensor=2, context=2, pipeline=2)
     assert not layout.divides_experts
@@ -150,6 +188,7 @@ def _expert_groups(layout):
         {"tensor": 2, "expert": 4, "expert_tensor": 1},
         {"context": 2, "expert": 2},
         {"pipeline": 2, "expert": 2},
+        {"pipeline": 2, "expert": 2, "pipeline_before_data": True},
     ],
     ids=str,
 )

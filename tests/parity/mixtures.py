@@ -81,10 +81,11 @@ class MixtureCase:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the sizes as `Layout.at` takes them."""
+        """Return the sizes, and the order of the ranks, as `Layout.at` takes them."""
         found = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
         found["expert"] = self.expert
         found["expert_tensor"] = self.expert_tensor or self.tensor
+        found["pipeline_before_data"] = "--use-tp-pp-dp-mapping" in self.flags
         return found
 
     @property

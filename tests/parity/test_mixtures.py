@@ -30,6 +30,19 @@ def test_losses_norms_and_biases_equal_the_single_process(case):
     assert norm <= 10 * case.tolerance
 
 
+def test_ranks_may_be_numbered_with_the_pipeline_before_data():
+    flags = "--use-tp-pp-dp-mapping --zero-stage 1 --overlap-grad-reduce --overlap-param-gather"
+    for case in (
+        MixtureCase(4, pipeline=2, expert=2, flags=flags),
+        MixtureCase(4, context=2, pipeline=2, expert=2, flags=flags),
+        MixtureCase(
+            8, tensor=2, pipeline=2, expert=4, expert_tensor=1, flags=f"{flags} --sequence-parallel"
+        ),
+    ):
+        for name, difference in differences(replace(case, iterations=3)).items():
+            assert difference <= 1e-5, (case, name)
+
+
 @pytest.mark.parametrize("network", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
 def test_the_curves_are_those_of_a_training(network):
     losses, norms, biases = alone(network)

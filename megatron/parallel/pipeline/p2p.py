@@ -184,10 +184,8 @@ def _groups(layout: Layout, ring: bool) -> dict[str, dist.ProcessGroup]:
     groups, so in each group a stage communicates with at most one neighbor and in one direction.
     Every process creates the groups of all pipelines in the same order.
     """
-    pipelines = layout.world.size // layout.pipeline.size
     own_groups: dict[str, dist.ProcessGroup] = {}
-    for first in range(pipelines):  # the pipeline rank varies slowest
-        ranks = list(range(first, layout.world.size, pipelines))
+    for ranks in map(list, zip(*layout.stages, strict=True)):
         for name in ("even", "odd", "wrap") if ring else ("even", "odd"):
             group = dist.new_group(ranks)
             if layout.world.rank in ranks:

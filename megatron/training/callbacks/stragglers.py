@@ -85,9 +85,7 @@ class StragglerWatch:
             layout: The grid of processes as this process sees it.
             axes: The names of the axes whose groups are compared.
         """
-        names = ("tensor", "context", "pipeline", "expert", "expert_tensor")
-        sizes = {name: getattr(layout, name).size for name in names}
-        grid = [Layout.at(rank, layout.world.size, **sizes) for rank in layout.world.ranks]
+        grid = [layout.as_seen_by(rank) for rank in layout.world.ranks]
         groups = {
             name: list(dict.fromkeys(getattr(rank_layout, name).ranks for rank_layout in grid))
             for name in axes
