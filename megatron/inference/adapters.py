@@ -18,12 +18,11 @@ import torch
 from megatron.checkpoint.compatibility import network_differences
 from megatron.checkpoint.entries import Box, model_state
 from megatron.checkpoint.huggingface.files import ADAPTER_CONFIG
-from megatron.checkpoint.huggingface.peft import (
+from megatron.checkpoint.huggingface.peft import family_in, peft_names
+from megatron.checkpoint.huggingface.peft_reader import (
     PeftReader,
-    family_in,
     names_in,
     network_with,
-    peft_names,
     tensor_names,
 )
 from megatron.checkpoint.loading import open_root

@@ -605,12 +605,8 @@ def _load_adapter(
         The parts of the model that the files also lack.
     """
     # Few runs need these modules.
-    from megatron.checkpoint.huggingface.peft import (
-        PeftReader,
-        family_in,
-        peft_names,
-        tensor_names,
-    )
+    from megatron.checkpoint.huggingface.peft import family_in, peft_names
+    from megatron.checkpoint.huggingface.peft_reader import PeftReader, tensor_names
 
     trust, model = run.config.checkpoint.allow_foreign_checkpoints, run.config.model
     vocabulary = run.plan.embedding.vocabulary

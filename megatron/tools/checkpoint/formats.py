@@ -22,7 +22,8 @@ from megatron.checkpoint.entries import WORD_EMBEDDING
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
 from megatron.checkpoint.huggingface.families import family_for
-from megatron.checkpoint.huggingface.peft import AdapterExport, peft_names
+from megatron.checkpoint.huggingface.peft import peft_names
+from megatron.checkpoint.huggingface.peft_writer import AdapterExport
 from megatron.checkpoint.huggingface.settings import read_json
 from megatron.checkpoint.huggingface.writer import Export, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_run_settings
