@@ -22,6 +22,8 @@ from megatron.errors import ConfigError, StorageError, warn
 TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")  # allowed file extensions of plots
+_ACCESS_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NAME_ERRORS = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 # A check of a complete folder before it gets its final name. It rejects a folder by raising.
 Check = Callable[[Path], None] | None
@@ -45,10 +47,21 @@ def writing_to(flag: str, path: str | Path) -> Iterator[None]:
     except StorageError as error:
         if isinstance(error.__cause__, StorageError):
             raise  # already reported for a file inside
-        is_missing = isinstance(error.__cause__, FileNotFoundError)
-        lacks_folder = is_missing and not Path(path).absolute().parent.is_dir()
-        remedy = f"{'create the folder' if lacks_folder else 'free space'}, or give another path"
+        remedy = _remedy(error.__cause__, Path(path))
         raise StorageError(f"{flag} {path} cannot be written ({error}): {remedy}") from error
+
+
+def _remedy(error: BaseException | None, path: Path) -> str:
+    """Return what to do about a path that cannot be written because of `error`."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code in _NAME_ERRORS:
+        return "give another path"
+    if code in _ACCESS_ERRORS:
+        first = "make it writable"
+    else:
+        lacks_folder = code == errno.ENOENT and not path.absolute().parent.is_dir()
+        first = "create the folder" if lacks_folder else "free space"
+    return f"{first}, or give another path"
 
 
 def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -> None:

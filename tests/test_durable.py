@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -231,6 +232,15 @@ def test_an_error_of_the_disk_names_the_flag_once(tmp_path: Path) -> None:
     ):
         inner.open()
     assert str(again.value) == str(refusal.value)
+    for code, remedy in (
+        (errno.ENOSPC, "free space, or give another path"),
+        (errno.EROFS, "make it writable, or give another path"),
+        (errno.EACCES, "make it writable, or give another path"),
+        (errno.EISDIR, "give another path"),
+    ):
+        with pytest.raises(StorageError) as refusal, durable.writing_to("--out", tmp_path):
+            raise OSError(code, os.strerror(code), str(inner))
+        assert str(refusal.value).endswith(f"({inner}: {os.strerror(code)}): {remedy}")
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,16 @@ class CrashLog:
     def __init__(self, folder: Path | str) -> None:
         """Set the path of the file, which need not exist yet."""
         self.path = Path(folder).absolute() / FILE
+        self._is_of_other_job = False
+
+    def disown(self) -> None:
+        """Record nothing from now on, because another job saves into the folder."""
+        self._is_of_other_job = True
 
     def record(self, verdict: Verdict) -> None:
-        """Add a failure to the log, unless the file cannot be written."""
+        """Add a failure to the log, unless the file cannot be written or is another job's."""
+        if self._is_of_other_job:
+            return
         if verdict.code == CrashLoopError.exit_code:  # must not hide the failures that caused it
             return
         log = self._read()

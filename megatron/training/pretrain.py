@@ -22,6 +22,7 @@ from megatron.durable import replace_file, writing_to
 from megatron.errors import (
     EXIT_OK,
     EXIT_SAVED_ON_SIGNAL,
+    CheckpointError,
     CrashLoopError,
     StorageError,
     shortage_errors,
@@ -184,7 +185,11 @@ def pretrain(
             folder = Path(config.checkpoint.save)
             with writing_to("--save", folder):
                 if layout.world.rank == 0:
-                    stack.enter_context(save_lock(folder))  # keeps other jobs out of the folder
+                    try:
+                        stack.enter_context(save_lock(folder))  # keeps other jobs out
+                    except CheckpointError:  # another job is in the folder: its log is not ours
+                        crashes.disown()
+                        raise
                 config = _end_crash_loop(config, crashes, launch, layout)
                 if layout.world.rank == 0:
                     replace_file(folder / "config.yaml", dump(config).encode())

@@ -165,11 +165,14 @@ def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
     source = ["--sample-input-file", tmp_path / "prompts.txt"]
     words = source if flag == "--sample-output-file" else ["--num-samples", "1"]
     below_a_file, in_no_folder = tmp_path / "prompts.txt" / "out", tmp_path / "missing" / "out"
-    for target, remedy in ((below_a_file, "free space"), (in_no_folder, "create the folder")):
+    for target, remedy in (
+        (below_a_file, "give another path"),
+        (in_no_folder, "create the folder, or give another path"),
+    ):
         assert run(model, *words, flag, target) == 8
         said = capsys.readouterr().err
         assert said.startswith(f"error: {flag} {target} cannot be written ({target}: ")
-        assert said.endswith(f"): {remedy}, or give another path\n")
+        assert said.endswith(f"): {remedy}\n")
 
 
 def test_a_file_of_something_else_is_left_alone(

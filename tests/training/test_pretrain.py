@@ -1,15 +1,19 @@
 """The entry point: exit codes, dry run, resolved configuration, network from a checkpoint."""
 
+import errno
 import json
 import re
 
 import pytest
 
+from megatron.checkpoint.lock import LOCK
 from megatron.config import parse_config, yaml_file
 from megatron.config.run import Findings
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.models.plans import model_plan
 from megatron.processes import process
+from megatron.processes.crashes import CrashLog
+from megatron.processes.watchdog import Verdict
 from megatron.training.panel import size_rows
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
@@ -150,6 +154,24 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     blocker.write_text("")
     assert _main("--save", str(blocker / "deeper"), "--save-interval", "1") == 8
     assert f"--save {blocker / 'deeper'}" in capsys.readouterr().err
+
+
+def test_a_refused_job_leaves_the_files_of_the_other_alone(tmp_path, monkeypatch, capsys):
+    assert _main("--save", str(tmp_path), "--save-interval", "2") == 0
+    CrashLog(tmp_path).record(Verdict(7, 0, "not finite", 3))
+    holder = json.dumps({"host": "elsewhere", "pid": 1, "started": "1"})
+    (tmp_path / LOCK).write_text(holder)
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("megatron.checkpoint.lock.fcntl.lockf", no_locks)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    words = ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1"]
+    assert _main(*words) == CheckpointError.exit_code
+    assert "process 1 on elsewhere is saving into this folder" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
