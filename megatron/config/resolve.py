@@ -97,8 +97,10 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
     """
     model, training, optimizer = config.model, config.training, config.optimizer
     hidden, heads = model.hidden_size, model.num_attention_heads
-    # With three matrices instead of two, 8/3 keeps the parameter count; 64 suits the hardware.
-    gated = int((hidden or 0) * 4 * 2 / 3 / 64) * 64
+    ffn_size = 4 * (hidden or 0)
+    if model.swiglu or model.geglu:  # but not with --quick-geglu, as in Megatron Core
+        # With three matrices instead of two, 8/3 keeps the parameter count; 64 suits the hardware.
+        ffn_size = int(ffn_size * 2 / 3 / 64) * 64
     micro_batch = training.micro_batch_size
     batch = micro_batch * data_parallel_size(config, world_size) if micro_batch else None
     if training.step_batch_size_schedule is not None:
@@ -131,7 +133,7 @@ def _derived(config: RunOptions, world_size: int) -> dict[str, Any]:
         "model.kv_channels": head_size,
         "model.rope_type": rope_type,
         "model.yarn_original_max_position_embeddings": 4096 if is_latent_yarn else None,
-        "model.ffn_hidden_size": (gated if model.is_gated else 4 * hidden) if hidden else None,
+        "model.ffn_hidden_size": ffn_size if hidden else None,
         "model.max_position_embeddings": longest_sequence(config.data),
         "training.global_batch_size": batch,
         "training.recompute_granularity": "selective" if training.recompute_activations else None,

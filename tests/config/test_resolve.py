@@ -27,6 +27,8 @@ from tests.config.command import parse
     [
         ("", "model.ffn_hidden_size", 256),
         ("--swiglu", "model.ffn_hidden_size", 128),
+        ("--geglu", "model.ffn_hidden_size", 128),
+        ("--quick-geglu", "model.ffn_hidden_size", 256),
         ("--swiglu --ffn-hidden-size 200", "model.ffn_hidden_size", 200),
         ("", "model.kv_channels", 16),
         ("--kv-channels 8", "model.kv_channels", 8),

@@ -95,7 +95,7 @@ class CoreReader(Reader):
             config = core_config(args)
         except CheckpointError as error:
             raise CheckpointError(f"{self._common.path}: {error}") from None
-        self._gated = bool(args.get("swiglu") or args.get("geglu"))
+        self._gated = any(args.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
         self._tied = not args.get("untie_embeddings_and_output_weights")
         self._layers = args.get("num_layers")
         # Not a setting of ours: only the order of rows depends on it.

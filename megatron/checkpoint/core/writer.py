@@ -250,7 +250,7 @@ class CoreFiles:
             is_stacked=(not model.num_experts or layer_frequency(model) == 1)
             and model.experimental_attention_variant is None
             and pattern is None,
-            gated=model.swiglu or model.geglu,
+            gated=model.is_gated,
             shards_states=self._shards_states,
             final_norm="decoder.final_layernorm" if pattern is None else "decoder.final_norm",
             layers=layers,

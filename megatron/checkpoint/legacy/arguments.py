@@ -119,6 +119,8 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
     model["architecture"] = architecture
     if "layernorm_epsilon" in args:
         model.setdefault("norm_epsilon", args["layernorm_epsilon"])
+    if args.get("add_bias_linear"):  # Core 0.10 and later turn on the other flag with this one
+        model.pop("add_qkv_bias", None)
     if args.get("use_rotary_position_embeddings"):
         model["position_embedding_type"] = "rope"
     elif args.get("add_position_embedding") is False:

@@ -21,6 +21,7 @@ _MIXTURE = """
 NETWORKS = {
     "GPT-2": [],
     "Llama": _LLAMA,
+    "another gate": [*_LLAMA[1:], "--quick-geglu"],
     "gated attention": [*_LLAMA, "--attention-output-gate"],
     "mixture": [*_LLAMA, *_MIXTURE],
     "mixture with biases": _MIXTURE,

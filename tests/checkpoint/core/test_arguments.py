@@ -76,3 +76,13 @@ def test_a_layer_of_one_expert_among_others_is_dense(flags, frequency):
     assert not list(unsupported_flags(model))
     several = parse("--num-layers 4 --num-experts 8 4 1 8").config.model
     assert list(unsupported_flags(several)) == ["--num-experts 8 4 1 8"]
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("", False), ("--disable-bias-linear", True)])
+def test_core_turns_on_biases_of_queries_with_all_others(flags, expected):
+    """Our flag for the former is off if all linear layers have biases."""
+    config = parse(f"--num-layers 4 {flags} {'--add-qkv-bias' if expected else ''}").config
+    meta = {"consumed_train_samples": 0, "iteration": 0}
+    args = core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1)
+    model = core_config({**vars(args), "add_qkv_bias": True})["model"]
+    assert model.get("add_qkv_bias", False) is config.model.add_qkv_bias is expected

@@ -39,6 +39,7 @@ _LAYOUTS = {
         {"tensor": 2},
         "--tensor-model-parallel-size 2",
     ),
+    "TP 2 with another gate": ("another gate", 2, {"tensor": 2}, "--tensor-model-parallel-size 2"),
     "DP 2, ZeRO 3": ("Llama", 2, {}, "--zero-stage 3"),
     "EP 2, ZeRO 1": (
         "mixture in every second layer",
