@@ -319,18 +319,18 @@ class Preprocessing:
             test_data_path=None,
             mock_data=False,
             split=gpt.retro_gpt_split,
-            seq_length=gpt.retro_gpt_seq_length or 0,
         )
 
     def _query_chunks(self) -> dict[str, QueryChunks]:
         """Return the chunks of each split's GPT samples. Collective."""
         gpt, config = self.options.gpt, self._config
+        seq_length = gpt.retro_gpt_seq_length or 0
         evaluation = replace(
             config.evaluation,
             eval_interval=gpt.retro_gpt_eval_interval or 1,
             eval_iters=gpt.retro_gpt_eval_iters or 0,
         )
-        batches = BatchPlan(1, config.training.global_batch_size)
+        batches = BatchPlan(1, config.training.global_batch_size, seq_length=seq_length)
         updates = batches.iterations_of(config.training, Progress())
         counts = samples_needed(replace(config, evaluation=evaluation), updates, Progress())
         request = DataRequest(
@@ -342,7 +342,7 @@ class Preprocessing:
         )
         return query_chunks(
             request,
-            seq_length=gpt.retro_gpt_seq_length or 0,
+            seq_length=seq_length,
             chunk_length=gpt.retro_gpt_chunk_length,
             tokenizer=self._gpt,
             compatible=self._compatible,

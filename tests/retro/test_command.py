@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +17,23 @@ import h5py
 import numpy as np
 import pytest
 
+from megatron.config.data import TokenizerConfig
 from megatron.config.fields import fields_of
 from megatron.config.retro_preprocessing import RETRO_SECTIONS, STAGES, RetroPreprocessing
 from megatron.data.indexed import IndexedDataset
 from megatron.device import Device
-from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.durable import TEMPORARY
+from megatron.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.retro import command
 from megatron.retro.database import merged_file
+from megatron.retro.embedding import EmbedderOptions, Masking
 from tests.data.corpus import write_vocabulary
 from tests.distributed import run_distributed, start_method
 from tests.repository import ROOT
 from tests.retro.corpus import options, write_dataset
+from tests.tasks.toy import save_bert
 
 WIDTH = 8
 
@@ -198,15 +203,169 @@ def test_processes_make_the_same_folder(words: list[str], tmp_path: Path) -> Non
     assert tables(tmp_path / "two") == tables(tmp_path / "alone")
 
 
-def test_the_panel_says_what_it_will_take(
+def test_what_a_run_prints(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    preprocess(words, tmp_path / "w")
-    shown = capsys.readouterr().out
-    for row in ("40 documents", "chunks of samples", "MB free", "GB free", "chunks/s", "about 1 s"):
-        if row != "MB free":
-            assert row in shown
-    assert re.search("Megatron-LM's bugs +fixed", shown)
+    preprocess(words, tmp_path / "w", "--use-pipelining")
+    printed = capsys.readouterr().out
+    shown = [line.strip() for line in printed.splitlines() if "---" not in line]
+    assert "--use-pipelining is an old flag" in shown.pop(0)
+    rows = dict(re.split("  +", line) for line in shown[1:10])
+    assert shown[0] == f"tools/retro/main.py: {tmp_path / 'w'}"
+    assert re.fullmatch(r"0.0 MB, temporarily 0.0 MB; .* free", rows.pop("disk"))
+    for name, chunks in (("db-build", 177), ("embedding", 307)):
+        assert re.fullmatch(rf"about 1 s for {chunks} chunks, at .* chunks/s", rows.pop(name))
+    assert rows == {
+        "stages": "db-build, index-train, index-add, query-pretraining-neighbors",
+        "Megatron-LM's bugs": "fixed",
+        "processes": f"1, {Device.cpu().description}",
+        "data": "40 documents, 1,257 tokens",
+        "chunks": "at most 177",
+        # Two per sample: 4 updates of 4 samples, 3 evaluations and the test; each with one spare.
+        "chunks of samples": "34 train, 26 valid, 10 test",
+    }
+    assert shown[10:] == [
+        "db-build ...",
+        "index-train ...",
+        "embedded 0 to 39 of 60 chunks",
+        "embedded 40 to 59 of 60 chunks",
+        "training IVF4,Flat on 60 vectors",
+        "index-add ...",
+        "encoded 0 to 39 of 147 chunks",
+        "encoded 40 to 79 of 147 chunks",
+        "encoded 80 to 119 of 147 chunks",
+        "encoded 120 to 146 of 147 chunks",
+        "147 of 147 chunks are in the index",
+        "query-pretraining-neighbors ...",
+        "train: neighbors of 0 to 33 of 34",
+        "valid: neighbors of 0 to 25 of 26",
+        "test: neighbors of 0 to 9 of 10",
+        f"{tmp_path / 'w'} is complete",
+    ]
+
+
+def opened(words: Sequence[str], *more: str, processes: int = 1) -> command.Preprocessing:
+    """Return the preprocessing of a command line, which has not run."""
+    parsed = command.parse([*words, *more], processes)
+    options = RetroPreprocessing(*parsed.extra)
+    return command.Preprocessing(parsed.config, options, Device.cpu(), Layout.single())
+
+
+def test_the_run_that_flags_describe(words: list[str], tmp_path: Path) -> None:
+    """A BERT that no stage loads has the smallest network; a missing length is Megatron's."""
+    words += ["--retro-workdir", str(tmp_path / "w")]
+    # Batches need not divide among processes, which embed and do not train.
+    config = command.parse(words, 3).config
+    assert (config.model.num_layers, config.model.hidden_size) == (1, 64)
+    assert (config.model.num_attention_heads, config.model.max_position_embeddings) == (1, 64)
+    assert (config.training.micro_batch_size, config.training.global_batch_size) == (1, 4)
+    assert (config.data.seq_length, config.schedule.lr) == (64, 1e-4)
+    at = words.index("--retro-bert-max-chunk-length")
+    config = command.parse([*words[:at], *words[at + 2 :]], 1).config
+    assert (config.data.seq_length, config.model.max_position_embeddings) == (256, 256)
+    with pytest.raises(ConfigError, match="--hidden-dropout 2"):
+        command.parse([*words, "--hidden-dropout", "2"], 1)
+    with pytest.raises(ConfigError, match="--bf16") as caught:
+        command.parse([*words, "--bf16", "--fp16"], 1)
+    assert "--retro-workdir" not in str(caught.value)
+
+
+def test_the_split_and_the_samples(words: list[str], tmp_path: Path) -> None:
+    words += ["--retro-workdir", str(tmp_path / "w"), "--split", "50,50,0"]
+    for flags, documents in ([], 32), (["--retro-compatible"], 20):
+        ((corpus, _),) = opened(words, *flags).corpora
+        assert corpus.n_docs_train == documents
+    at = words.index("--train-iters")
+    rest = [*words[:at], *words[at + 2 :]]
+    # 64 samples in 16 updates, which have 9 evaluations of 4 samples
+    for flags in (["--train-samples", "64"], ["--train-tokens", str(64 * 16)]):
+        chunks = opened(rest, *flags)._query_chunks()
+        counts = {split: len(one) // 2 for split, one in chunks.items()}
+        assert counts == {"train": 65, "valid": 37, "test": 5}, flags
+
+
+def test_the_network_that_embeds(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both flags can name it, in the format of --bf16 or --fp16. Megatron-LM masks its words."""
+    asked: list[EmbedderOptions] = []
+    monkeypatch.setattr(command, "build_embedder", lambda options, _: asked.append(options))
+    words += ["--retro-workdir", str(tmp_path / "w"), "--retro-bert-batch-size", "7"]
+    at = words.index("--bert-embedder-load")
+    unnamed = [*words[:at], *words[at + 2 :]]
+    opened(words)._build_embedder()
+    tokenizer = TokenizerConfig(
+        tokenizer_type="BertWordPieceLowerCase", vocab_file=str(tmp_path / "vocab.txt")
+    )
+    expected = EmbedderOptions(
+        kind="huggingface",
+        load="anywhere",
+        tokenizer=tokenizer,
+        batch_size=7,
+        max_length=64,
+        dtype="fp32",
+        flag="--bert-embedder-load",
+    )
+    assert asked == [expected]
+    opened(unnamed, *"--load there --bf16 --allow-foreign-checkpoints".split())._build_embedder()
+    changed = replace(expected, load="there", dtype="bf16", flag="--load", allow_foreign=True)
+    assert asked.pop() == changed
+    masked = ("--fp16", "--retro-compatible", "--seed", "5", "--mask-prob", "0.25", "--load", "a")
+    opened(words, *masked)._build_embedder()
+    assert asked.pop() == replace(expected, dtype="fp16", masking=Masking(5, 0.25))
+    at = words.index("--retro-bert-tokenizer-type")
+    own = [*words[:at], *words[at + 4 :], "--retro-tasks", "index-train"]
+    opened(own, "--tokenizer-type", "CharacterLevelTokenizer")._build_embedder()
+    assert asked.pop() == replace(expected, tokenizer=None)
+    with pytest.raises(ConfigError, match="--load is required to embed chunks"):
+        opened(unnamed)._build_embedder()
+
+
+@pytest.mark.parametrize("flag", ["--load", "--bert-embedder-load"])
+def test_the_network_s_size_is_its_checkpoint_s(
+    words: list[str], tmp_path: Path, flag: str
+) -> None:
+    save_bert(tmp_path)
+    at = words.index("--bert-embedder-type")
+    words[at : at + 4] = [flag, str(tmp_path / "bert"), "--retro-workdir", str(tmp_path / "w")]
+    words += ["--retro-bert-max-chunk-length", "24"]
+    model = command.parse(words, 1).config.model
+    assert (model.num_layers, model.hidden_size, model.max_position_embeddings) == (2, 16, 24)
+
+
+def test_the_arguments_of_the_run(words: list[str], tmp_path: Path) -> None:
+    words += ["--retro-workdir", str(tmp_path / "w")]
+    for flags, dtype in (["--bf16"], "bfloat16"), (["--fp16"], "float16"), ([], "float32"):
+        arguments = opened(words, *flags)._run_arguments()
+        assert str(arguments["params_dtype"]) == f"torch.{dtype}"
+        assert arguments["padded_vocab_size"] == 512  # 405 entries in multiples of 128
+
+
+def test_the_program(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [*words, "--retro-workdir", str(tmp_path / "w"), "--retro-tasks", "db-build"]
+    monkeypatch.setattr(sys, "argv", ["main.py", *asked])
+    left = tmp_path / "w" / "new" / f"train{TEMPORARY}5"  # by a run that was killed
+    left.parent.mkdir(parents=True)
+    left.touch()
+    assert command.main() == EXIT_OK
+    assert not left.exists()
+    with h5py.File(merged_file(tmp_path / "w", "train")) as file:
+        rows = file["chunks"][()]
+    # Dataset, documents, starts, ends, and numbers of BERT tokens, which are words and signs
+    assert (rows.shape, rows.sum(0).tolist()) == ((147, 5), [0, 2169, 2616, 3670, 405])
+    monkeypatch.setattr(sys, "argv", ["main.py", "--nothing"])
+    for argv, shown in ((["--help"], "--retro-tasks"), (["--help-all"], "--retro-threads")):
+        with pytest.raises(SystemExit) as ended:
+            command.main(argv)
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert "usage: tools/retro/main.py" in printed
+        assert shown in printed
 
 
 def test_the_disk_space_of_each_stage(tmp_path: Path) -> None:
@@ -289,14 +448,6 @@ def test_other_words_for_the_same_bert_are_refused(words: list[str], tmp_path: P
         preprocess(words, tmp_path / "w")
 
 
-def test_old_flags_are_named_with_their_successors(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    preprocess(words, tmp_path / "w", "--retro-tasks", "db-build", "--use-pipelining")
-    printed = capsys.readouterr()
-    assert "--use-pipelining" in printed.out + printed.err
-
-
 def test_a_missing_database_is_named_by_later_stages(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"indexed_dataset_infos\.json does not exist.*db-build"):
         preprocess(words, tmp_path / "w", "--retro-tasks", "index-train")
@@ -347,6 +498,8 @@ def test_mistakes_are_named_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         preprocess(words, tmp_path / "w", *more)
+    # Only the width of the vectors is not known before the first ones.
+    assert (tmp_path / "w").exists() == ("--retro-index-nfeats" in more)
 
 
 def test_what_a_stage_needs_is_required(tmp_path: Path) -> None:
