@@ -7,10 +7,11 @@ import time
 import pytest
 import torch
 
-from megatron.checkpoint import store
+from megatron.checkpoint import background, store
 from megatron.checkpoint.background import BackgroundSaver, SavedCheckpoint
 from megatron.checkpoint.entries import Entry, flatten
 from megatron.checkpoint.find import TRACKER
+from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, parse
 from megatron.device import Device
 from megatron.errors import CheckpointError, StorageError
@@ -77,7 +78,9 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, monkeypatch):
         return write(*arguments)
 
     monkeypatch.setattr(store, "write_shard", slow)
-    _start(saver, 1, state)
+    # On a CPU, nothing is queued: the copies of stable entries are complete, too.
+    names = ["model.layers.0.mlp.up.weight", "empty", "random"]
+    saver.start(1, state, meta_of(1), since=time.perf_counter(), stable=names)
     assert saver.is_busy
     for _, entry in flatten(state):
         entry.tensor.zero_()  # training continues
@@ -159,6 +162,51 @@ def test_a_bug_in_the_background_ends_the_run(tmp_path, monkeypatch):
     _start(saver, 1, state)
     with pytest.raises(CheckpointError, match="iteration 1 failed .* division by zero"):
         saver.wait()
+
+
+def _save_what_changed(layout, root):
+    """Save three times: without rank 0's tensors, and with them, which begin during the run."""
+    rank = layout.world.rank
+    states = [{f"model.{i}": Entry.whole(torch.full((5 + i,), float(i)))} for i in range(2)]
+    saver, told = _saver(root, {} if rank == 0 else states[1], layout)
+    sizes, nice = [saver.host_bytes], []
+    write = saver._write
+
+    def watched(*arguments):
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return write(*arguments)
+
+    saver._write = watched
+    for iteration in (1, 2, 3):
+        state = {} if (iteration, rank) == (1, 0) else states[rank]
+        # The pause is that of the rank which has waited longest.
+        saver.start(iteration, state, meta_of(iteration), since=time.perf_counter() - 1000 * rank)
+        sizes.append(saver.host_bytes)
+        saver.wait()
+    saved = [(one.iteration, one.size) for _, one in told.outcomes]
+    assert all(1000 <= one.pause < 1500 for _, one in told.outcomes)
+    assert all(0 < one.seconds < 500 for _, one in told.outcomes)
+    if rank == 1:
+
+        def short(*_):
+            raise MemoryError("no host memory")
+
+        background.HostBuffer = short  # only in this forked process
+    with pytest.raises(MemoryError, match="no host memory"):
+        saver.start(4, {}, meta_of(4), since=0)
+    sizes.append(saver.host_bytes)
+    return saved, sizes, nice, open_checkpoint(root, layout=layout).names()
+
+
+def test_tensors_that_begin_during_a_run_are_saved(tmp_path):
+    first, second = run_distributed(2, _save_what_changed, tmp_path)
+    assert first[0] == [(1, 6 * 4), (2, 11 * 4), (3, 11 * 4)]
+    assert second[0] == []  # the first rank tells
+    header = second[1][0] - 6 * 4
+    assert first[1] == [1, 1, header + 5 * 4, header + 5 * 4, 1]
+    assert second[1] == [header + 6 * 4] * 4 + [0]
+    assert first[2] == second[2] == [5] * 3
+    assert first[3] == ["model.0", "model.1"]
 
 
 def test_host_memory_is_used_again(tmp_path):

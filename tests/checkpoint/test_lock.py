@@ -6,10 +6,11 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.lock import LOCK, save_lock
+from megatron.checkpoint.lock import LOCK, _start_time, save_lock
 from megatron.errors import CheckpointError, StorageError
 
 
@@ -59,6 +60,12 @@ def test_a_release_lets_the_next_in(tmp_path):
         ({"host": "elsewhere", "pid": 1, "started": "1"}, True),
         ({"host": socket.gethostname(), "pid": 1, "started": "not its start"}, False),
         ({"host": socket.gethostname(), "pid": 1 << 22, "started": "1"}, False),
+        # A container's processes have the same ids in its next run.
+        (
+            {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid())},
+            False,
+        ),
+        ({"host": socket.gethostname(), "pid": "1"}, False),
         ({"pid": 1}, False),
         ("words", False),
     ],
@@ -81,6 +88,36 @@ def test_what_the_file_says_decides_where_there_are_no_locks(
     else:
         with save_lock(tmp_path):
             pass
+
+
+def test_a_process_is_known_by_its_start_where_there_are_no_locks(tmp_path, monkeypatch):
+    child = _hold(tmp_path)
+    holder = json.loads((tmp_path / LOCK).read_text())
+    assert (holder["host"], holder["pid"]) == (socket.gethostname(), child)
+    fields = Path(f"/proc/{child}/stat").read_text().split()
+    assert holder["started"] == fields[22 - 1]  # of proc(5); this program's name has no spaces
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("megatron.checkpoint.lock.fcntl.lockf", no_locks)
+    try:
+        with pytest.raises(CheckpointError, match=f"process {child} on"), save_lock(tmp_path):
+            pass
+        kill = os.kill
+        monkeypatch.setattr(os, "kill", lambda *_: kill(1 << 22, 0))  # it has gone
+        with save_lock(tmp_path) as file:
+            assert json.loads(file.read_text())["pid"] == os.getpid()
+    finally:
+        monkeypatch.undo()
+        _end(child)
+
+
+def test_the_text_of_the_lock_is_replaced(tmp_path):
+    (tmp_path / LOCK).write_text("x" * 500)
+    with save_lock(tmp_path) as file:
+        assert json.loads(file.read_text())["pid"] == os.getpid()
+        assert file.stat().st_mode & 0o111 == 0
 
 
 def test_a_job_that_died_on_another_machine_holds_nothing(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
+from megatron.config.retro_preprocessing import RetroIndexConfig, RetroPreprocessing
 from megatron.data.datasets import DataRequest
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.device import Device
@@ -259,6 +260,29 @@ def test_what_does_not_fit(recorded: Recorded, data: Path):
         query(recorded, data, splits, RecordedEmbedder(vectors))
     with pytest.raises(ConfigError, match="256 is not a multiple of --retro-gpt-chunk-length 60"):
         query_chunks(request(), seq_length=256, chunk_length=60, tokenizer=recorded.gpt_tokenizer())
+
+
+def test_an_index_is_searched_with_its_settings(tmp_path: Path) -> None:
+    """An index without inverted lists has no --retro-query-nprobe."""
+    faiss = pytest.importorskip("faiss")
+    options = IndexOptions("HNSW4,Flat", 4, threads=1)
+    path = IndexPaths(tmp_path, options).added
+    path.parent.mkdir(parents=True)
+    index = faiss.index_factory(4, options.factory)
+    faiss.write_index(index, str(path))
+    with pytest.raises(DataError, match="has 0 chunks, but the database has 1: they belong"):
+        open_searcher(tmp_path, options, range(1), QUERY, CPU)  # type: ignore[arg-type]
+    index.add(np.ones((1, 4), np.float32))
+    faiss.write_index(index, str(path))
+    searcher = open_searcher(tmp_path, options, range(1), QUERY, CPU)  # type: ignore[arg-type]
+    assert faiss.downcast_index(searcher._index).hnsw.efSearch == QUERY.ef_search
+    assert searcher.search(np.zeros((1, 4), np.float32)).tolist() == [[0, *[-1] * 49]]
+
+
+def test_settings_begin_with_the_defaults_of_the_flags() -> None:
+    flags = RetroPreprocessing(index=RetroIndexConfig(retro_index_str="Flat"))
+    assert QueryOptions.of(flags) == QueryOptions()
+    assert IndexOptions.of(flags) == IndexOptions("Flat", 1024)
 
 
 def test_no_more_neighbors_are_stored_than_found(tmp_path: Path) -> None:

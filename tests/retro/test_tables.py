@@ -139,6 +139,7 @@ class _Origins:
         return self._count
 
     def documents(self, chunk_ids: Any) -> NDArray[np.int64]:
+        assert (np.asarray(chunk_ids) < self._count).all()
         return np.stack([np.asarray(chunk_ids) // 10, np.asarray(chunk_ids) % 10], 1)
 
 
@@ -172,6 +173,9 @@ def test_chunks_of_the_sample_s_own_documents_are_no_neighbors() -> None:
     assert searcher.filtered(_CANDIDATES, queries, 0).tolist() == _KEPT  # type: ignore[arg-type]
     later = searcher.filtered(_CANDIDATES[2:], queries, 2)  # type: ignore[arg-type]
     assert later.tolist() == _KEPT[2:]
+    single = Searcher(None, _Origins(1), QueryOptions(saved=1))  # type: ignore[arg-type]
+    found = np.array([[0, -1], [-1, -1]])
+    assert single.filtered(found, queries, 0).tolist() == [[0], [-1]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4, 5])
@@ -220,6 +224,8 @@ def test_chunks_of_samples_and_their_documents(tmp_path: Path) -> None:
         assert corpus == text.min() // 40
         assert set(shown) <= set(documents.tolist())
         assert len(documents) <= len(shown) + 1  # a document may end where the sample begins
+    last = chunks.tokens(np.array([len(chunks) - 1]))
+    assert last.tolist() == [chunks.dataset[len(chunks.dataset) - 1]["text"][8:12].tolist()]
     across = chunks.tokens(np.arange(2, 7))
     texts = [chunks.dataset[sample]["text"][:12] for sample in range(3)]
     assert across.ravel().tolist() == np.concatenate(texts)[8:28].tolist()
