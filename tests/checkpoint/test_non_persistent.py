@@ -8,7 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.checkpoint import non_persistent
+from megatron.checkpoint.entries import Entry
 from megatron.checkpoint.non_persistent import RUN, NonPersistentStore
 from megatron.checkpoint.store import Snapshot
 from megatron.errors import StorageError
@@ -108,8 +111,56 @@ def _shared(layout: Layout, folder: Path) -> None:
     assert _newest(store) is None
 
 
+def _far(layout: Layout, folder: Path) -> None:
+    """Run four machines that keep two copies on the next ones; files are sent in many parts."""
+    rank = layout.world.rank
+    root = folder / f"machine{rank}"
+    non_persistent._PIECE = 1000  # only in this forked process
+    store = NonPersistentStore(root, "a run", layout, copies=3, jump=3)
+    # Ranks have files of different sizes, and those of the last have a last part of one byte.
+    own = {f"own.{rank}": Entry.whole(torch.arange((3 - rank) * 1000).byte())}
+    for iteration in (1, 2):
+        meta = {**meta_of(iteration), RUN: store.run}
+        store.save(Snapshot.take(iteration, own, meta, layout))
+        layout.wait_for_all()
+    newest = root / "iter_0000002"
+    kept = sorted({_FILES[(rank - jump) % 4] for jump in (0, 3, 6)})
+    assert _names(newest) == ["manifest.json", *kept]
+    whole = {name: (newest / name).read_bytes() for name in kept}
+    # A file that is too short is copied again, and so is a machine's whole folder.
+    if rank == 0:
+        (newest / _FILES[0]).write_bytes(b"short")
+        newest.rename(root / "iter_0000003")  # which is not what its manifest says
+    if rank == 1:
+        (newest / _FILES[1]).write_bytes(whole[_FILES[1]] + b"long")
+    layout.wait_for_all()
+    reader = store.open_newest(-1)
+    assert reader is not None
+    assert reader.iteration == 2
+    assert reader.names() == [f"own.{i}" for i in range(4)]
+    assert _names(newest) == ["manifest.json", *_FILES]
+    assert {name: (newest / name).read_bytes() for name in kept} == whole
+    shutil.rmtree(root / "iter_0000003", ignore_errors=True)
+    left = root / "iter_0000004.tmp-1"  # by a save that was killed
+    left.mkdir()
+    store.delete_after(1)
+    assert _names(root) == ["iter_0000001"]
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    for failing, step in ((1, "_write"), (2, "_read")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(non_persistent, step, full)
+            with pytest.raises(StorageError, match=f"machine{failing}/.*: No space left on device"):
+                _save(store, layout, 5)
+        layout.wait_for_all()
+        assert _names(root) == ["iter_0000001"]
+
+
 def _everything(layout: Layout, folder: Path) -> None:
-    for number, part in enumerate((_copied, _alone, _shared)):
+    for number, part in enumerate((_copied, _alone, _shared, _far)):
         part(layout, folder / str(number))
 
 
