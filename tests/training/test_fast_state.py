@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.checkpoint.find import TRACKER
+from megatron.config import RunConfig
+from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
+from megatron.training import fast_state
+from megatron.training.fast_state import RunRecord, store_of
+from tests.config.command import parse
 from tests.reliability.scoreboard.commands import run_training
 
 _OFTEN = ("--save-interval", "3", "--non-persistent-save-interval", "1")
@@ -76,3 +86,158 @@ def test_flags_that_contradict_each_other_are_refused(
     ended = run_training(tmp_path / "out", "--save", str(tmp_path), "--save-interval", "3", *flags)
     assert ended.code == 9
     assert said in ended.output
+
+
+def test_a_run_keeps_its_identity(tmp_path: Path) -> None:
+    first = RunRecord.of(tmp_path / "new" / "save", Layout.single())
+    assert RunRecord.of(tmp_path / "new" / "save", Layout.single()) == first
+    assert RunRecord.of(tmp_path, Layout.single()).run != first.run
+    assert abs(time.time() - first.began) < 60
+    assert len(first.run) == 32
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"run": "a"}',
+        '{"run": "a", "began": 1}',
+        '{"run": 2, "began": 1.0}',
+        '{"run": "a", "began": 1.0, "more": 1}',
+        '{"run": "a", "began": 1.0}' + " " * 2**16 + "x",
+    ],
+    ids=["empty", "list", "deep", "part", "integer", "number", "more", "long"],
+)
+def test_a_damaged_identity_is_replaced(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(content)
+    found = RunRecord.of(tmp_path, Layout.single())
+    is_whole = content.endswith("x")  # only the first 64 KiB are read
+    assert (found == RunRecord("a", 1.0)) == is_whole
+    if not is_whole:
+        assert json.loads(file.read_text()) == {"run": found.run, "began": found.began}
+
+
+def _config(words: str) -> RunConfig:
+    return parse(words, world_size=8).config
+
+
+def test_the_folders_of_fast_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_state, "NonPersistentStore", lambda *words, **kinds: (words, kinds))
+    save = f"--save {tmp_path} --save-interval 10"
+    assert store_of(_config(save), Layout.single()) is None
+    save += " --non-persistent-save-interval 1 --non-persistent-ckpt-type"
+    run = RunRecord.of(tmp_path, Layout.single()).run
+    alone: dict[str, Any] = {"copies": 1, "jump": None, "is_shared": False}
+    shared = {**alone, "is_shared": True}
+    copied = {**alone, "copies": 2}
+    local = f"{save} local --non-persistent-local-ckpt-dir here"
+    for words, root, kinds in (
+        (local, "here", alone),
+        (f"{local} --replication", "here", copied),
+        (
+            f"{local} --replication --replication-jump 2 --replication-factor 4",
+            "here",
+            {**copied, "copies": 4, "jump": 2},
+        ),
+        (f"{save} global", str(tmp_path / "non_persistent"), shared),
+        (f"{save} global --non-persistent-global-ckpt-dir there", "there", shared),
+    ):
+        opened: Any = store_of(_config(words), Layout.single())
+        (found, *given), found_kinds = opened
+        assert (found, given[0], found_kinds) == (root, run, kinds)
+
+
+_DAMAGED = CheckpointError("all are damaged")
+
+
+@pytest.mark.parametrize(
+    ("durable", "opened", "fast", "after", "chosen"),
+    [
+        ([5, 3], 5, [7], [5], 7),
+        ([5, 3], 5, [None], [5], 5),
+        ([], None, [2], [-1], 2),
+        ([], None, [None], [-1], None),
+        ([3, 5], 3, [], [], 3),  # the tracker was moved back
+        ([5, 3], 3, [None, 4], [5, 3], 4),  # 5 is damaged
+        ([5, 3], 3, [None, None], [5, 3], 3),
+        ([5, 3], None, [None, 4], [5, -1], 4),
+        ([5, 3], _DAMAGED, [None, 2], [5, -1], 2),
+        ([5, 3], _DAMAGED, [None, None], [5, -1], _DAMAGED),
+        (_DAMAGED, _DAMAGED, [2], [-1], 2),
+        (_DAMAGED, _DAMAGED, [None], [-1], _DAMAGED),
+    ],
+)
+def test_the_newest_state_is_opened(
+    durable: Any,
+    opened: Any,
+    fast: Sequence[int | None],
+    after: list[int],
+    chosen: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The list of durable checkpoints begins with the one that the tracker names."""
+
+    def reader(iteration: Any) -> Any:
+        if isinstance(iteration, Exception):
+            raise iteration
+        return None if iteration is None else SimpleNamespace(iteration=iteration)
+
+    def listed(*_: object, quiet: bool) -> list[Any]:
+        assert quiet
+        return [] if durable == [] else [reader(one) for one in durable]
+
+    asked: list[int] = []
+    answers = iter(fast)
+
+    def newest(after: int) -> Any:
+        asked.append(after)
+        return reader(next(answers))
+
+    store = SimpleNamespace(open_newest=newest)
+    monkeypatch.setattr(fast_state, "store_of", lambda *_: store)
+    monkeypatch.setattr(
+        fast_state,
+        "list_checkpoints",
+        (lambda *_, **__: reader(durable)) if isinstance(durable, Exception) else listed,
+    )
+    config = _config("--save a --load a/../a --save-interval 10")
+    if isinstance(chosen, Exception):
+        with pytest.raises(CheckpointError, match="all are damaged"):
+            fast_state.open_newest(config, Layout.single(), lambda: reader(opened))
+    else:
+        found = fast_state.open_newest(config, Layout.single(), lambda: reader(opened))
+        assert found == reader(chosen)
+    assert asked == after
+
+
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        ("--save a --load a", True),
+        ("--save b --load a", False),
+        ("--load a", False),
+        ("--save a --load a --finetune", False),
+        ("--save a --load a --no-load-optim", False),
+        ("--save a --load a --ckpt-step 5", False),
+    ],
+)
+def test_only_a_run_that_goes_on_asks_for_its_fast_state(
+    words: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def newest(after: int) -> None:
+        asked.append(after)
+
+    store = SimpleNamespace(open_newest=newest)
+    monkeypatch.setattr(fast_state, "store_of", lambda *_: store)
+    found = fast_state.open_newest(
+        _config(f"{words} --save-interval 10" if "--save" in words else words),
+        Layout.single(),
+        lambda: None,
+    )
+    assert found is None
+    assert asked == [-1] * asks
