@@ -27,45 +27,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.stages import ModelPart
 from megatron.data.bert import build_bert_datasets
 from megatron.data.datasets import DataRequest
 from megatron.models.bert import BertModel
-from megatron.models.build import build_model
 from megatron.models.head import masked_mean
-from megatron.models.plan import LANGUAGE_MODEL_HEAD
-from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
 
 
-class BertRecipe:
+class BertRecipe(Recipe):
     """Prediction of masked tokens and of segment order."""
 
     program = "pretrain_bert.py"
     architecture = "bert"
-    head = LANGUAGE_MODEL_HEAD
+    network = BertModel
+    attention = PADDED_ATTENTION
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the token loss and, with a binary head, the segment order loss."""
         return ("lm loss", "sop loss") if config.model.bert_binary_head else ("lm loss",)
-
-    def build_part(
-        self,
-        config: RunConfig,
-        context: BuildContext,
-        padded_vocab_size: int,
-        part: ModelPart,
-    ) -> BertModel:
-        """Build a part of the model."""
-        return build_model(BertModel, config, context, padded_vocab_size, part)
-
-    def describe_kernels(self, part: BertModel) -> str:
-        """Return the name of the attention kernel and the reason for choosing it."""
-        choice = part.attention_choice
-        return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

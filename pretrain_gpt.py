@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.stages import ModelPart
 from megatron.data.ahead import batches_ahead
 from megatron.data.chat import build_chat_datasets, rows_per_epoch
 from megatron.data.datasets import DataRequest, Datasets
@@ -52,44 +51,27 @@ from megatron.finetuning.distillation import (
     top_log_probs_of,
 )
 from megatron.kernels.segments import Segments, number_segments
-from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.multi_token import DepthInputs
-from megatron.models.plan import LANGUAGE_MODEL_HEAD
-from megatron.parallel.build import BuildContext
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import Batch, Recipe, SampleCounts, Splits
 
 
-class GPTRecipe:
+class GPTRecipe(Recipe):
     """Next-token prediction on a stream of documents or, with --sft, on conversations."""
 
     program = "pretrain_gpt.py"
     architecture = "gpt"
-    head = LANGUAGE_MODEL_HEAD
+    network = GPTModel
     teacher: GPTTeacher | None = None  # loaded before training, if --teacher-load names one
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the cross entropy and any distillation or multi-token losses."""
         names = LOSS_NAMES if config.distillation.is_on else LOSS_NAMES[:1]
         return (*names, *ahead_names(config.model.mtp_num_layers))
-
-    def build_part(
-        self,
-        config: RunConfig,
-        context: BuildContext,
-        padded_vocab_size: int,
-        part: ModelPart,
-    ) -> GPTModel:
-        """Build a part of the model."""
-        return build_model(GPTModel, config, context, padded_vocab_size, part)
-
-    def describe_kernels(self, part: GPTModel) -> str:
-        """Return the name of the attention kernel and the reason for choosing it."""
-        return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

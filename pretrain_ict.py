@@ -28,46 +28,30 @@ import torch
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.ict import build_ict_datasets
 from megatron.models.biencoder import BiEncoderModel, compare_all, top_k_accuracy
-from megatron.models.build import build_model
 from megatron.models.plan import RETRIEVAL_HEAD
-from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.from_bert import StartFromBert
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
 
 
-class ICTRecipe:
+class ICTRecipe(Recipe):
     """The inverse cloze task: match a sentence with the block of text from which it was taken."""
 
     program = "pretrain_ict.py"
     architecture = "ict"
+    network = BiEncoderModel
     head = RETRIEVAL_HEAD
+    attention = PADDED_ATTENTION
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """Return Megatron-LM's names for the loss and the requested accuracies."""
         chosen = config.retriever.retriever_report_topk_accuracies
         return ("loss", *(f"top{k}_acc" for k in chosen))
-
-    def build_part(
-        self,
-        config: RunConfig,
-        context: BuildContext,
-        padded_vocab_size: int,
-        part: ModelPart,
-    ) -> BiEncoderModel:
-        """Build the query and context towers."""
-        return build_model(BiEncoderModel, config, context, padded_vocab_size, part, self.head)
-
-    def describe_kernels(self, part: BiEncoderModel) -> str:
-        """Return the name of the attention kernel and the reason for choosing it."""
-        choice = part.attention_choice
-        return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

@@ -28,45 +28,23 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import context_part, make_batch, make_loss_mask
-from megatron.models.build import build_model
-from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.models.retro import RetroModel
-from megatron.parallel.build import BuildContext
 from megatron.parallel.context.split import split_sequence
 from megatron.parallel.layout import Layout
 from megatron.retro.dataset import build_retro_datasets
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import Batch, Recipe, SampleCounts, Splits
 
 
-class RetroRecipe:
+class RetroRecipe(Recipe):
     """Next-token prediction on a stream of documents, with the neighbors of each chunk."""
 
     program = "pretrain_retro.py"
     architecture = "retro"
-    head = LANGUAGE_MODEL_HEAD
-
-    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the name of the only loss."""
-        return ("lm loss",)
-
-    def build_part(
-        self,
-        config: RunConfig,
-        context: BuildContext,
-        padded_vocab_size: int,
-        part: ModelPart,
-    ) -> RetroModel:
-        """Build a part of the model."""
-        return build_model(RetroModel, config, context, padded_vocab_size, part)
-
-    def describe_kernels(self, part: RetroModel) -> str:
-        """Return the name of the attention kernel and the reason for choosing it."""
-        return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
+    network = RetroModel
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

@@ -26,45 +26,23 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.stages import ModelPart
 from megatron.data.datasets import DataRequest
 from megatron.data.t5 import build_t5_datasets
-from megatron.models.build import build_model
 from megatron.models.head import masked_mean
-from megatron.models.plan import LANGUAGE_MODEL_HEAD
 from megatron.models.t5 import T5Model
-from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import Batch, Recipe, SampleCounts, Splits
 
 
-class T5Recipe:
+class T5Recipe(Recipe):
     """Span corruption: the decoder predicts the spans that were cut out of the encoder's text."""
 
     program = "pretrain_t5.py"
     architecture = "t5"
-    head = LANGUAGE_MODEL_HEAD
-
-    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the name of the only loss."""
-        return ("lm loss",)
-
-    def build_part(
-        self,
-        config: RunConfig,
-        context: BuildContext,
-        padded_vocab_size: int,
-        part: ModelPart,
-    ) -> T5Model:
-        """Build a part of the model."""
-        return build_model(T5Model, config, context, padded_vocab_size, part)
-
-    def describe_kernels(self, part: T5Model) -> str:
-        """Return the name of the attention kernel and the reason for choosing it."""
-        choice = part.attention_choice
-        return f"{choice.name} attention, padding masked except in the decoder ({choice.reason})"
+    network = T5Model
+    attention = "attention, padding masked except in the decoder"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

@@ -13,36 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config import RunConfig
-from megatron.config.stages import ModelPart
-from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.models.plan import HeadSpec
-from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import copy_to, reduce_from
 from megatron.parallel.context.split import local_positions
 from megatron.parallel.layout import Axis
+from megatron.training.recipe import Recipe
 
 
-class ComparingRecipe:
+class ComparingRecipe(Recipe):
     """The base class of recipes for GPT models whose losses compare whole documents."""
 
     architecture = "gpt"
+    network = GPTModel
     head = HeadSpec(compares=True)
-
-    def build_part(
-        self,
-        config: RunConfig,
-        context: BuildContext,
-        padded_vocab_size: int,
-        part: ModelPart,
-    ) -> GPTModel:
-        """Build one pipeline stage's part of the model."""
-        return build_model(GPTModel, config, context, padded_vocab_size, part)
-
-    def describe_kernels(self, part: GPTModel) -> str:
-        """Return the name of the attention kernel, and why it was chosen."""
-        return f"{part.attention_choice.name} attention ({part.attention_choice.reason})"
 
 
 class DocumentSums(NamedTuple):

@@ -46,13 +46,13 @@ from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.checkpointing import load_shared_weights, save_weights
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
 from megatron.training.recorded_passes import DirectForward
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
 
-class FinetuneRecipe:
+class FinetuneRecipe(Recipe):
     """A recipe that trains a classifier with cross entropy, or a regression with squared error.
 
     Args:
@@ -65,6 +65,8 @@ class FinetuneRecipe:
 
     program = PROGRAM
     architecture = "bert"
+    network = BertTaskModel
+    attention = PADDED_ATTENTION
 
     def __init__(
         self,
@@ -84,10 +86,6 @@ class FinetuneRecipe:
         """The spec of the target's head."""
         return self.target.head
 
-    def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the name of the single loss."""
-        return ("lm loss",)
-
     def build_part(
         self,
         config: RunConfig,
@@ -98,11 +96,6 @@ class FinetuneRecipe:
         """Build the given part of a BERT with the target's head."""
         network = partial(BertTaskModel, head_name=self.target.head_name)
         return build_model(network, config, context, padded_vocab_size, part, self.head)
-
-    def describe_kernels(self, part: BertTaskModel) -> str:
-        """Return the name of the attention kernel and the reason for choosing it."""
-        choice = part.attention_choice
-        return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

@@ -23,15 +23,12 @@ from megatron.config.fields import fields_of
 from megatron.config.model import ModelOptions
 from megatron.config.rules_retriever import titles
 from megatron.config.run import RunOptions
-from megatron.config.stages import ModelPart
 from megatron.config.tasks import FinetuneConfig, RetrieverTextConfig, TaskConfig, TowersConfig
 from megatron.data.sample import Sample
 from megatron.errors import ConfigError, DataError
 from megatron.inference.load import open_existing, saved_config
 from megatron.models.biencoder import BiEncoderModel, compare_all, top_k_accuracy
-from megatron.models.build import build_model
 from megatron.models.plan import RETRIEVAL_HEAD
-from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
@@ -54,7 +51,7 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.callbacks.base import Callback
 from megatron.training.checkpointing import load_shared_weights
 from megatron.training.from_bert import StartFromBert
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
 from megatron.training.run import Run
 
 _READ = 1 << 20  # characters
@@ -222,12 +219,14 @@ class TrainingQuestions:
         return pad_texts(texts, self._tokenizer, self._length, (rows, self._length))
 
 
-class TowersRecipe:
+class TowersRecipe(Recipe):
     """A recipe that trains towers to match each question with its own passage."""
 
     program = PROGRAM
     architecture = "ict"
+    network = BiEncoderModel
     head = RETRIEVAL_HEAD
+    attention = PADDED_ATTENTION
 
     def __init__(
         self, train: Sequence[LabeledQuestion], samples_per_epoch: int | None, negatives: int
@@ -238,17 +237,6 @@ class TowersRecipe:
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the loss and of the retrieval accuracy."""
         return ("lm loss", "correct predictions")
-
-    def build_part(
-        self, config: RunConfig, context: BuildContext, padded_vocab_size: int, part: ModelPart
-    ) -> BiEncoderModel:
-        """Build both towers."""
-        return build_model(BiEncoderModel, config, context, padded_vocab_size, part, self.head)
-
-    def describe_kernels(self, part: BiEncoderModel) -> str:
-        """Return the name of the attention kernel and the reason for choosing it."""
-        choice = part.attention_choice
-        return f"{choice.name} attention with padding masks ({choice.reason})"
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout

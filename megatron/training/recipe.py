@@ -1,7 +1,8 @@
-"""The interface through which a `pretrain_*.py` script supplies model, data and loss."""
+"""The base class of recipes, with which a `pretrain_*.py` script supplies model, data and loss."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.data.sample import SampleDataset
-from megatron.models.plan import HeadSpec
+from megatron.models.build import build_model
+from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
@@ -18,6 +20,7 @@ from megatron.tokenizer.base import Tokenizer
 Batch = dict[str, Tensor]
 Splits = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
 SampleCounts = tuple[int, int, int]  # training, validation, test
+PADDED_ATTENTION = "attention with padding masks"  # a value of `Recipe.attention`
 
 
 @runtime_checkable
@@ -41,13 +44,25 @@ class ReportsMeans(Protocol):
 
 
 class Recipe(Protocol):
-    """One kind of pretraining. `training.pretrain.main` does everything else."""
+    """One kind of training. `training.pretrain.main` does everything else.
+
+    Subclasses define `program`, `architecture`, `network`, `build_datasets`, `loss_mask` and
+    `forward`. The other members have defaults.
+    """
 
     program: str
     """The name in messages and `--help`, for example `pretrain_gpt.py`."""
 
     architecture: str
     """The kind of network (`ModelConfig.architecture`)."""
+
+    attention: str = "attention"
+    """The name of the model's attention in the start-up panel, which may mention its masks."""
+
+    @property
+    @abstractmethod
+    def network(self) -> type[nn.Module]:
+        """The class of the model."""
 
     @property
     def head(self) -> HeadSpec:
@@ -56,9 +71,11 @@ class Recipe(Protocol):
         The losses of a language-model head are mean negative log likelihoods of tokens, so the log
         also shows exp(loss), as Megatron's does.
         """
+        return LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the losses that `forward` returns, in the order of the log line."""
+        return ("lm loss",)
 
     def build_part(
         self,
@@ -75,7 +92,9 @@ class Recipe(Protocol):
             padded_vocab_size: The number of rows of the embedding table.
             part: The layers to build.
         """
+        return build_model(self.network, config, context, padded_vocab_size, part, self.head)
 
+    @abstractmethod
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
@@ -90,7 +109,10 @@ class Recipe(Protocol):
 
     def describe_kernels(self, part: Any) -> str:
         """Describe which kernels the model uses and why, for the start-up panel."""
+        choice = part.attention_choice
+        return f"{choice.name} {self.attention} ({choice.reason})"
 
+    @abstractmethod
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label of a micro-batch that contributes to the loss, and 0 otherwise.
 
@@ -103,6 +125,7 @@ class Recipe(Protocol):
             tokenizer: The run's tokenizer.
         """
 
+    @abstractmethod
     def forward(
         self,
         part: Any,
