@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megatron.inference.build import EngineOptions
+from megatron.inference.engine import check
 from megatron.inference.request import (
+    EngineLimits,
     Event,
     Finished,
     Request,
@@ -17,6 +19,7 @@ from megatron.inference.request import (
     Sampling,
     Token,
 )
+from megatron.inference.scheduler import SchedulerSettings
 from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.models import POSITIONS, VOCAB
 from tests.distributed import run_distributed
@@ -185,6 +188,40 @@ def test_what_cannot_be_done_is_refused_at_the_door(llama: Path) -> None:
     engine.add(Request("a", (1,), greedy(1)))
     with pytest.raises(RequestError, match="in use"):
         engine.add(Request("a", (1,), greedy(1)))
+
+
+def test_a_request_at_every_limit_is_accepted_and_one_beyond_it_is_refused() -> None:
+    settings = SchedulerSettings(blocks=6, block_size=4, max_sequences=3, max_tokens=8)
+    limits = EngineLimits(vocab_size=10, max_length=24, cache_tokens=24, max_beams=3, adapters=1)
+    whole = greedy(22, banned_pairs=((9, 0), (0, 9)), top_logprobs=10)
+    penalized, beams = replace(whole, repetition_penalty=2.0), greedy(6, beam_width=3)
+    for sampling in (whole, penalized, beams):
+        for adapter in (0, 1):
+            check(Request("a", (0, 9), sampling, adapter), limits, settings)
+    vocabulary = "is outside the vocabulary (0 to 9)"
+    for said, request in {
+        f"token id 10 {vocabulary}": Request("a", (11, 10), greedy(1)),
+        f"token id -1 {vocabulary}": Request("a", (-1,), greedy(1)),
+        f"token id 12 {vocabulary}": Request("a", (0,), greedy(1, banned_pairs=((12, 0),))),
+        f"token id 13 {vocabulary}": Request("a", (0,), greedy(1, banned_pairs=((0, 13),))),
+        "prompt of 3 tokens and max_new_tokens 22 exceed the model's 24 positions: shorten one of "
+        "them": Request("a", (0, 9, 1), whole),
+        "adapter 2: give 0 (the base model) to 1": Request("a", (0,), greedy(1), adapter=2),
+        "adapter -1: give 0 (the base model) to 1": Request("a", (0,), greedy(1), adapter=-1),
+        "beam_width 4 exceeds the limit of 3 sequences: give at most 3": Request(
+            "a", (0,), greedy(1, beam_width=4)
+        ),
+        "3 x 9 tokens do not fit in the cache of 24: request fewer, or start with a larger "
+        "cache": Request("a", (0, 9, 1), beams),
+        "repetition_penalty 2.0 cannot be combined with beam search: give repetition_penalty 1, or "
+        "beam_width 1": Request("a", (0,), replace(beams, repetition_penalty=2.0)),
+        "top_logprobs 11 exceeds the vocabulary's 10 tokens: give at most 10": Request(
+            "a", (0,), greedy(1, top_logprobs=11)
+        ),
+    }.items():
+        with pytest.raises(RequestError) as caught:
+            check(request, limits, settings)
+        assert str(caught.value) == said
 
 
 def _in_layout(layout: Layout, folder: Path, requests: list[Request]) -> dict[str, list[Event]]:

@@ -144,3 +144,35 @@ def test_what_is_wrong_is_named(field: str, value: Any, said: str) -> None:
 def test_a_request_needs_a_prompt() -> None:
     with pytest.raises(RequestError, match="empty"):
         replace(REQUEST, prompt=())
+
+
+@pytest.mark.parametrize(
+    ("field", "low", "high", "allowed"),
+    [
+        ("max_new_tokens", 0, None, "0 or more"),
+        ("temperature", 0, None, "0 (greedy) or more"),
+        ("top_k", 0, None, "0 (all) or more"),
+        ("top_p", 0, 1, "0 (all) to 1"),
+        ("top_p_decay", 0, 1, "0 (none) to 1"),
+        ("top_p_bound", 0, 1, "0 (none) to 1"),
+        ("repetition_penalty", 5e-324, None, "more than 0"),
+        ("seed", 0, 2**63 - 1, f"0 to {2**63 - 1}"),
+        ("beam_width", 1, None, "1 (no beam search) or more"),
+        ("length_penalty", -20, 20, "-20 to 20"),
+        ("top_logprobs", 0, 100, "0 to 100"),
+    ],
+)
+def test_a_number_at_its_bound_is_accepted_and_one_beyond_it_is_refused(
+    field: str, low: float, high: float | None, allowed: str
+) -> None:
+    plain = Sampling(max_new_tokens=1)
+    for value in (low, 10**9 if high is None else high):
+        replace(plain, **{field: value})
+    whole = isinstance(low, int)
+    for value in (low - 1 if whole else 0, *([] if high is None else [high + 1])):
+        with pytest.raises(RequestError) as caught:
+            replace(plain, **{field: value})
+        assert str(caught.value) == f"{field} {value}: give {allowed}"
+    if field == "max_new_tokens":
+        with pytest.raises(RequestError, match=r"^beam_width 2 with max_new_tokens 0: give at lea"):
+            replace(plain, max_new_tokens=0, beam_width=2)
