@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.corpora import cleaning
-from megatron.corpora.cleaning import judge_nesting, judge_quality, judge_url
+from megatron.corpora.cleaning import fix_text, judge_nesting, judge_quality, judge_url
 from megatron.corpora.plan import QualityStep, UrlStep
 
 _OFF = {
@@ -87,6 +88,16 @@ def test_the_windows_of_a_long_text() -> None:
     assert short == f"{text[:100]} {text[100:200]} {text[201:301]}"
     assert cleaning._sample(text, 100) == " ".join((text[:100], text[450:550], text[900:]))
     assert cleaning._sample(" \n".join("abc"), 100) == "a b c"
+
+
+def test_a_text_is_fixed_as_ftfy_does() -> None:
+    ftfy = pytest.importorskip("ftfy")
+    draw = random.Random(3)
+    pieces = ["plain % words ", "\tA-Z", "‘one’ “two”", "dash — end…", "schÃ¶n ", "naïve "]
+    pieces += ["&eacute;", "&amp; ", "<b>", "ﬁ", "a\r\n", "\n", "\n", "\x1b[1m", "â€œsoâ€\x9d"]
+    for _ in range(300):
+        text = "".join(draw.choices(pieces, k=draw.randint(0, 9)))
+        assert fix_text(text) == ftfy.fix_text(text)
 
 
 def _summary() -> dict[str, Any]:

@@ -96,21 +96,38 @@ def test_cuts_are_those_of_the_rule_for_each_character() -> None:
     assert divided > 50
 
 
-def test_only_the_parts_of_a_divided_document_are_numbered(tmp_path) -> None:
+def test_a_document_is_divided_at_its_cuts_or_dropped(tmp_path) -> None:
+    """Only the parts of a divided document are numbered."""
     pytest.importorskip("datatrove")
     from datatrove.data import Document
 
-    from megatron.corpora.blocks import OverlapCutter
+    from megatron.corpora.blocks import Mark, OverlapCutter
 
     ngrams = TaskNgrams.of_texts(["leaked test answer"], 3, 3)
     np.savez(tmp_path / "ngrams.npz", **{str(n): found for n, found in ngrams.hashes.items()})
-    step = TasksStep(margin=5, min_characters=10, max_ngram=3, min_ngram=3)
+    step = TasksStep(margin=5, min_characters=10, max_ngram=3, min_ngram=3, max_parts=2)
     leak, around = "Second goes: leaked test answer, all of it.", "A sentence that stays here."
-    texts = {"none": around, "end": f"{around} {leak}", "middle": f"{around} {leak} {around}"}
-    documents = [Document(text, name) for name, text in texts.items()]
+    texts = {
+        "none": around,
+        "end": f"{around} {leak}",
+        "middle": f"{around} {leak} {around}",
+        "only": leak,
+        "often": f"{around} {leak} {around} {leak} {around}",
+    }
+    documents = [Document(text, name, metadata={"n": 1}) for name, text in texts.items()]
+    documents[1].metadata[Mark.CHANGED] = ["fix"]
+    documents.insert(1, Document(leak, "earlier", metadata={Mark.DROPPED: "x"}))
     found = list(OverlapCutter(tmp_path / "ngrams.npz", step).run(documents))
-    assert [one.id for one in found] == ["none", "end", "middle#0", "middle#1"]
-    assert [one.text.strip() for one in found] == [around] * 4
+    cut = "leaked test answer"
+    assert [(one.id, one.text.strip(), one.metadata) for one in found] == [
+        ("none", around, {"n": 1}),
+        ("earlier", leak, {Mark.DROPPED: "x"}),
+        ("end", around, {"n": 1, Mark.CHANGED: ["fix", "tasks"], Mark.CUT: ("end", cut)}),
+        ("middle#0", around, {"n": 1, Mark.CHANGED: ["tasks"], Mark.CUT: ("middle", cut)}),
+        ("middle#1", around, {"n": 1}),
+        ("only", leak, {"n": 1, Mark.DROPPED: ("tasks", "overlap, nothing left", cut)}),
+        ("often", texts["often"], {"n": 1, Mark.DROPPED: ("tasks", "too many overlaps", cut)}),
+    ]
 
 
 def test_a_run_across_the_end_of_a_cut_is_cut_whole() -> None:

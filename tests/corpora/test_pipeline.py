@@ -41,6 +41,7 @@ from megatron.corpora.plan import (
 )
 from megatron.corpora.run import DATASET, Cluster, build_corpus
 from megatron.data.indexed import IndexedDataset
+from megatron.data.text_input import TextBlock
 from megatron.errors import ConfigError, DataError
 from megatron.tools import build_corpus as command
 from tests.corpora.planted import SMALL, Planted, plant, score
@@ -231,6 +232,21 @@ def test_a_kill_while_starting_again_is_not_taken_for_a_finished_run(tmp_path, m
     assert _result(folder) == expected
 
 
+def test_leftovers_of_killed_tasks_are_removed(tmp_path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "text" / "00000.jsonl").write_bytes(_GOOD)
+    leftovers = [tmp_path / f"{name}.bin.tmp-1" for name in ("tokens/00000", DATASET)]
+    others = [tmp_path / f"{name}.bin.tmp-1" for name in ("tokens/00001", "mine")]
+    for path in (*leftovers, *others):
+        path.touch()
+    step = TokenizeStep(write_pair(tmp_path, GOOD, "a b\n"))
+    blocks.ShardEncoder(tmp_path / "text", tmp_path / "tokens", step).run(None)
+    blocks.DatasetJoiner(tmp_path / "tokens", tmp_path / DATASET, 1).run(None)
+    assert len(IndexedDataset(tmp_path / DATASET)) == 1
+    assert [path.exists() for path in (*leftovers, *others)] == [False, False, True, True]
+
+
 def test_a_run_does_not_go_on_with_another_tokenizer_under_the_same_name(tmp_path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(_GOOD)
@@ -294,7 +310,9 @@ def test_a_page_may_name_any_encoding(tmp_path, capsys, charset) -> None:
     head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset={charset}\r\n\r\n"
     page = head.encode() + "<html><body><p>Ein schöner Morgen</p></body></html>".encode()
     answer = _record(b"20260101\nexample.com. 300 IN A 10.0.0.1\n", kind="text/dns")
-    data = _record(page, "<http://example.com/a>") + answer  # wget's brackets, not a page
+    about = _record(b"software: wget\r\n").replace(b"response", b"warcinfo")
+    page = _record(page, "<http://example.com/a>")  # wget's brackets
+    data = about + answer + page + answer  # of which only the page is one
     (found,) = _build_from(tmp_path, capsys, data, "a.warc")
     assert (found["text"], found["url"]) == ("Ein schöner Morgen", "http://example.com/a")
 
@@ -452,6 +470,19 @@ def test_bad_lines_can_be_left_out(tmp_path, capsys) -> None:
     output = capsys.readouterr().out
     assert "read: bad line" in output
     assert "duplicates: near-duplicate" in output
+
+
+def test_lines_after_one_that_is_too_long_are_read(tmp_path, monkeypatch) -> None:
+    good = [TextBlock("f", 0, 9, 9, _GOOD), TextBlock("f", 99, 9, 108, b"\n" + _GOOD)]
+    long = TextBlock("f", 23, 76, 99, b"", "the line is too long")
+    monkeypatch.setattr(sources, "read_blocks", lambda *_: iter([good[0], long, good[1]]))
+    found = list(sources.read_piece((sources.FilePart("f", 0, -1),), CorpusPlan(("f",), {})))
+    texts = [(one.location, one.text, one.problem) for one in found]
+    assert texts == [
+        ("f:byte 0", "some words", ""),
+        ("f:byte 23", "", "the line is too long"),
+        ("f:byte 100", "some words", ""),
+    ]
 
 
 def test_bad_flags_end_in_one_line(tmp_path, capsys) -> None:

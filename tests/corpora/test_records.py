@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.corpora import records
+from megatron.corpora import records, sources
 from megatron.corpora.records import (
     dump_record,
     map_records,
@@ -18,6 +18,7 @@ from megatron.corpora.records import (
     transform_records,
     write_records,
 )
+from megatron.corpora.sources import FilePart, cut_pieces
 from megatron.data.text_input import TextBlock
 from megatron.errors import ConfigError, DataError
 
@@ -85,3 +86,31 @@ def test_numbers_of_any_size_are_written() -> None:
         dump_record({"n": 2**70, "a": "é"}) == b'{"n": 1180591620717411303424, "a": "\xc3\xa9"}\n'
     )
     assert dump_record({"n": 1, "a": "é"}) == b'{"n":1,"a":"\xc3\xa9"}\n'
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "piece_mib"), [(1, 1), (64, 1), (640, 10), (16 << 10, 256), (1 << 20, 256)]
+)
+def test_pieces_grow_with_the_input(
+    total_mib: int, piece_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small files share a piece, and packed files and tables are never split."""
+    asked = []
+
+    def blocks(paths: list[str], keys: list[str], size: int) -> list[TextBlock]:
+        asked.append(size)
+        return [TextBlock(paths[0], at * size // 2, size // 2, 0) for at in range(3)]
+
+    monkeypatch.setattr(sources, "read_blocks", blocks)
+    names = [str(tmp_path / name) for name in ("a.jsonl", "b.JSONL.GZ", "c.parquet", "d.warc")]
+    for name in names:
+        Path(name).touch()
+    piece = piece_mib << 20
+    sizes = {names[0]: (total_mib << 20) - piece, names[1]: piece // 4, names[2]: piece // 4}
+    monkeypatch.setattr(sources.os.path, "getsize", lambda path: sizes.get(path, piece // 2))
+    assert cut_pieces(names) == [
+        (FilePart(names[0], 0, piece // 2), FilePart(names[0], piece // 2, piece // 2)),
+        (FilePart(names[0], piece, piece // 2), *(FilePart(name, 0, -1) for name in names[1:3])),
+        (FilePart(names[3], 0, -1),),
+    ]
+    assert asked == [piece]

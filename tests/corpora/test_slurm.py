@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 
 pytest.importorskip("datatrove", reason="needs the extra: pip install -e '.[corpora]'")
 
 from megatron.corpora.plan import CorpusPlan, DuplicatesStep, FixStep
-from megatron.corpora.run import Cluster, build_corpus
+from megatron.corpora.run import Cluster, Stage, _executor, build_corpus
 from megatron.errors import ConfigError
 from tests.repository import ROOT
 
@@ -57,6 +58,23 @@ def test_slurm_jobs_write_what_local_processes_write(tmp_path, monkeypatch) -> N
         assert found.exists(), log[-3000:]
         assert found.read_bytes() == (tmp_path / "local" / name).read_bytes()
     assert "afterok:7" in log
+
+
+def test_jobs_get_the_resources_of_the_cluster(tmp_path, monkeypatch) -> None:
+    (tmp_path / "sbatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    first = _executor(Stage("clean", [], 9), tmp_path / "a", Cluster("slurm", 4, "cpu"), None)
+    assert (first.tasks, first.workers, first.partition, first.depends) == (9, 4, "cpu", None)
+    assert (first.time, first.mem_per_cpu_gb, first.venv_path) == ("24:00:00", 4, None)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    cluster = Cluster("slurm", 4, "gpu", time="01:30:00", memory_gb=16)
+    second = _executor(Stage("groups", [], 1), tmp_path / "b", cluster, first)
+    assert (second.tasks, second.workers, second.partition, second.depends) == (1, 1, "gpu", first)
+    assert (second.time, second.mem_per_cpu_gb) == ("01:30:00", 16)
+    assert second.venv_path == str(tmp_path / "bin" / "activate")
+    assert (second.job_name, second.logging_dir.path) == ("corpus-groups", str(tmp_path / "b"))
 
 
 def test_a_machine_without_slurm_says_so(tmp_path, monkeypatch) -> None:
