@@ -104,7 +104,7 @@ class CorpusBlock(PipelineStep):
         self.name = name
         super().__init__()
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+    def run(self, data: Any, rank: int, world_size: int) -> Any:
         """Process the documents of a task.
 
         Args:
@@ -131,7 +131,7 @@ class PieceReader(CorpusBlock):
         super().__init__("read")
         self.pieces, self.plan = pieces, plan
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data: Any, rank: int, world_size: int) -> Iterator[Document]:
         """Yield the documents of a piece.
 
         Raises:
@@ -170,7 +170,7 @@ class PerDocument(CorpusBlock):
         super().__init__(name)
         self.change = change
 
-    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data: Documents, rank: int, world_size: int) -> Iterator[Document]:
         """Yield all documents, marking those to drop."""
         for document in data:
             if Mark.DROPPED not in document.metadata:
@@ -247,7 +247,7 @@ class SignatureWriter(CorpusBlock):
         super().__init__("signatures")
         self.folder, self.step = folder, step
 
-    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data: Documents, rank: int, world_size: int) -> Iterator[Document]:
         """Yield the documents, and write the signatures at the end."""
         signatures = [np.empty((self.step.values, 0), np.uint16)]
         for batch, kept in _batched(data):
@@ -277,7 +277,7 @@ class GroupFinder(CorpusBlock):
         super().__init__("duplicates")
         self.signatures, self.groups, self.step, self.pieces = signatures, groups, step, pieces
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
+    def run(self, data: Any, rank: int, world_size: int) -> list[Document]:
         """Write the groups, one file per piece."""
         with self.track_time():
             files = [shard(self.signatures, piece, ".npy") for piece in range(self.pieces)]
@@ -303,7 +303,7 @@ class ShardReader(CorpusBlock):
         super().__init__("read again")
         self.folder = folder
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data: Any, rank: int, world_size: int) -> Iterator[Document]:
         """Yield the documents of a piece."""
         with open(shard(self.folder, rank, ".jsonl"), "rb") as file:
             for line in file:
@@ -325,7 +325,7 @@ class DuplicateDropper(CorpusBlock):
         super().__init__("duplicates")
         self.groups = groups
 
-    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data: Documents, rank: int, world_size: int) -> Iterator[Document]:
         """Yield all documents, marking the duplicates."""
         numbers, roots = np.load(shard(self.groups, rank, ".npy")).tolist()
         for document, number, root in zip(data, numbers, roots, strict=True):
@@ -347,7 +347,7 @@ class OverlapCutter(CorpusBlock):
         super().__init__("tasks")
         self.file, self.step = file, step
 
-    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data: Documents, rank: int, world_size: int) -> Iterator[Document]:
         """Yield all documents, split at the cuts.
 
         A document is marked as dropped if no parts, or too many parts, remain.
@@ -399,7 +399,7 @@ class ShardWriter(CorpusBlock):
         super().__init__("write")
         self.folder, self.ledger = folder, ledger
 
-    def run(self, data: Documents, rank: int = 0, world_size: int = 1) -> list[Document]:
+    def run(self, data: Documents, rank: int, world_size: int) -> list[Document]:
         """Write the documents and the ledger."""
         read, kept = Counter[str](), Counter[str]()
         changed = Counter[str]()
@@ -472,7 +472,7 @@ class ShardEncoder(CorpusBlock):
         super().__init__("tokenize")
         self.folder, self.tokens, self.step = folder, tokens, step
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
+    def run(self, data: Any, rank: int, world_size: int) -> list[Document]:
         """Write the dataset."""
         prefix = shard(self.tokens, rank, "")
         for leftover in self.tokens.glob(f"{prefix.name}.*{TEMPORARY}*"):
@@ -503,7 +503,7 @@ class DatasetJoiner(CorpusBlock):
         super().__init__("join")
         self.tokens, self.prefix, self.pieces = tokens, prefix, pieces
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
+    def run(self, data: Any, rank: int, world_size: int) -> list[Document]:
         """Write the whole dataset."""
         for leftover in self.prefix.parent.glob(f"{self.prefix.name}.*{TEMPORARY}*"):
             leftover.unlink()

@@ -133,7 +133,7 @@ class ReportWriter(CorpusBlock):
         super().__init__("report")
         self.folder, self.ledgers, self.pieces = folder, ledgers, pieces
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Document]:
+    def run(self, data: Any, rank: int, world_size: int) -> list[Document]:
         """Write both files."""
         with self.track_time():
             summary = summarize(self.ledgers, self.pieces)

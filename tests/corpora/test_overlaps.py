@@ -117,7 +117,7 @@ def test_a_document_is_divided_at_its_cuts_or_dropped(tmp_path) -> None:
     documents = [Document(text, name, metadata={"n": 1}) for name, text in texts.items()]
     documents[1].metadata[Mark.CHANGED] = ["fix"]
     documents.insert(1, Document(leak, "earlier", metadata={Mark.DROPPED: "x"}))
-    found = list(OverlapCutter(tmp_path / "ngrams.npz", step).run(documents))
+    found = list(OverlapCutter(tmp_path / "ngrams.npz", step).run(documents, 0, 1))
     cut = "leaked test answer"
     assert [(one.id, one.text.strip(), one.metadata) for one in found] == [
         ("none", around, {"n": 1}),

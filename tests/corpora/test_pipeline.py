@@ -241,8 +241,8 @@ def test_leftovers_of_killed_tasks_are_removed(tmp_path) -> None:
     for path in (*leftovers, *others):
         path.touch()
     step = TokenizeStep(write_pair(tmp_path, GOOD, "a b\n"))
-    blocks.ShardEncoder(tmp_path / "text", tmp_path / "tokens", step).run(None)
-    blocks.DatasetJoiner(tmp_path / "tokens", tmp_path / DATASET, 1).run(None)
+    blocks.ShardEncoder(tmp_path / "text", tmp_path / "tokens", step).run(None, 0, 1)
+    blocks.DatasetJoiner(tmp_path / "tokens", tmp_path / DATASET, 1).run(None, 0, 1)
     assert len(IndexedDataset(tmp_path / DATASET)) == 1
     assert [path.exists() for path in (*leftovers, *others)] == [False, False, True, True]
 
@@ -582,7 +582,7 @@ def test_only_changed_documents_are_marked_as_changed() -> None:
 
     documents = [Document(text, text) for text in ("bad", "good", "spam")]
     documents.append(Document("bad", "dropped earlier", metadata={blocks.Mark.DROPPED: "x"}))
-    found = {one.id: one for one in blocks.PerDocument("fix", change).run(documents)}
+    found = {one.id: one for one in blocks.PerDocument("fix", change).run(documents, 0, 1)}
     assert found["bad"].text == "good"
     assert found["bad"].metadata[blocks.Mark.CHANGED] == ["fix"]
     assert blocks.Mark.CHANGED not in found["good"].metadata

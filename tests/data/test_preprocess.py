@@ -61,6 +61,18 @@ def test_a_small_input_gets_a_worker_only_if_it_may_be_packed(tmp_path: Path) ->
         assert choose_workers(paths) == 1
 
 
+def test_every_8_mib_get_a_worker_up_to_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.data.preprocess.usable_cores", lambda: 3)
+    path = tmp_path / "a.jsonl"
+    for size, workers in ((8 << 20) - 1, 0), (8 << 20, 1), ((24 << 20) - 1, 2), (99 << 20, 3):
+        path.touch()
+        os.truncate(path, size)
+        assert choose_workers([str(path)]) == workers
+    assert choose_workers([str(path)] * 2) == 3
+
+
 def _fail_after(count: int, error: BaseException) -> Iterator[bytes]:
     """Yield large tasks, then fail."""
     for _ in range(count):

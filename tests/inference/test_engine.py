@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.errors import ConfigError
 from megatron.inference.build import EngineOptions
 from megatron.inference.engine import check
 from megatron.inference.request import (
@@ -17,6 +18,7 @@ from megatron.inference.request import (
     Request,
     RequestError,
     Sampling,
+    Stats,
     Token,
 )
 from megatron.inference.scheduler import SchedulerSettings
@@ -92,6 +94,33 @@ def test_a_second_request_finds_the_first_ones_beginning(llama: Path) -> None:
     assert end_of(again).cached_tokens == 12
     assert tokens_of(again) == tokens_of(first)
     assert engine.stats.cached_tokens == 12
+
+
+def test_statistics_count_requests_blocks_and_tokens(llama: Path) -> None:
+    """Up to 8 requests of 3 tokens run at a time, and each needs 4 blocks in the end."""
+    engine = toy_engine(llama)
+    found = [replace(engine.stats)]
+    for i in range(12):
+        engine.add(Request(str(i), (i, i + 1, i + 2), greedy(NEW)))
+    for _ in range(3):
+        engine.step()
+        found.append(engine.stats)
+    engine.cancel("0")
+    drain(engine)
+    drain(engine, [Request("a", PROMPTS[0], greedy(4, beam_width=2))])
+    none = Stats(blocks=128)
+    counts = {"prompt_tokens": 36, "running": 8, "waiting": 4, "blocks": 128}
+    assert found == [
+        none,
+        Stats(**counts, blocks_used=8, new_tokens=8, choosing_rows=8),
+        Stats(**counts, blocks_used=8, new_tokens=16, choosing_rows=16),
+        Stats(**counts, blocks_used=16, new_tokens=24, choosing_rows=24),
+    ]
+    new = 3 + 11 * NEW
+    prompt_tokens = 36 + len(PROMPTS[0])
+    assert engine.stats == replace(
+        none, prompt_tokens=prompt_tokens, new_tokens=new + 4, choosing_rows=new
+    )
 
 
 def test_log_probabilities_are_the_models(llama: Path) -> None:
@@ -188,6 +217,14 @@ def test_what_cannot_be_done_is_refused_at_the_door(llama: Path) -> None:
     engine.add(Request("a", (1,), greedy(1)))
     with pytest.raises(RequestError, match="in use"):
         engine.add(Request("a", (1,), greedy(1)))
+
+
+def test_sizes_of_an_engine_are_at_least_one() -> None:
+    sizes = ("max_sequences", "max_step_tokens", "cache_tokens", "block_size")
+    EngineOptions(**dict.fromkeys(sizes, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions(**dict.fromkeys(sizes, 0))  # type: ignore[arg-type]
+    assert caught.value.problems == [f"{name} 0: give 1 or more" for name in sizes]
 
 
 def test_a_request_at_every_limit_is_accepted_and_one_beyond_it_is_refused() -> None:

@@ -14,11 +14,12 @@ from megatron.config.generation import Speculation
 from megatron.errors import ConfigError
 from megatron.inference import build
 from megatron.inference.build import EngineOptions
+from megatron.inference.cache import CacheMemory
 from megatron.inference.engine import BatchEngine
 from megatron.inference.request import Event, Request, Token
 from megatron.kernels.paged_attention import PagedAttention
 from megatron.parallel.layout import Layout
-from tests.checkpoint.huggingface.models import VOCAB
+from tests.checkpoint.huggingface.models import POSITIONS, VOCAB
 from tests.distributed import run_sharing_memory
 from tests.inference.toy import (
     OPTIONS,
@@ -175,6 +176,30 @@ def test_a_model_without_attention_needs_no_keys_and_values(tmp_path: Path) -> N
     found = texts(drain(engine, REQUESTS[:3]))
     assert found == {each.id: expected_greedy("mamba 2", each.prompt, NEW) for each in REQUESTS[:3]}
     assert not engine.executor.memory.layers  # type: ignore[attr-defined]
+
+
+def test_a_cache_has_room_for_all_sequences_or_fills_the_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory_of(limit: int) -> CacheMemory:
+        monkeypatch.setattr(build, "_CPU_CACHE_BYTES", limit)
+        engine = toy_engine(folder, replace(OPTIONS, cache_tokens=None))
+        assert engine.limits.cache_tokens == 4 * engine.settings.blocks
+        return engine.executor.memory  # type: ignore[attr-defined]
+
+    memory = memory_of(build._CPU_CACHE_BYTES)
+    assert (build._CPU_CACHE_BYTES, memory.state_slots) == (2**30, 10)  # two are for snapshots
+    assert memory.blocks == 8 * POSITIONS // 4
+    states = sum(part.nbytes for parts in memory.states.values() for part in parts) // 11
+    block = (memory.size_bytes - 11 * states) // (memory.blocks + 1)
+    for blocks in (1, 7):
+        assert memory_of(10 * states + blocks * block).blocks == blocks
+        assert memory_of(10 * states + (blocks + 1) * block - 1).blocks == blocks
+    with pytest.raises(ConfigError, match="the KV cache has room for 3 tokens, less than one bl"):
+        memory_of(10 * states + block - 1)
+    message = f"the states of 8 sequences need more than the {10 * states / 1e9:.3g} GB of free"
+    with pytest.raises(ConfigError, match=message):
+        memory_of(10 * states)
 
 
 def test_what_does_not_go_together_is_refused(
