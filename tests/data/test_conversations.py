@@ -23,6 +23,7 @@ from megatron.data.conversations import (
     TokenizedExamples,
     load_examples,
 )
+from megatron.data.text_input import BadLine, TextBlock
 from megatron.errors import ConfigError, DataError
 from tests.inference.server.live import write_tokenizer
 from tests.inference.server.test_texts import HOSTILE_TEMPLATES
@@ -511,6 +512,31 @@ def test_packed_files_and_folders_are_read_in_order(folder: Path, tmp_path: Path
     encoder = _encoder(folder)
     found = load_examples(str(tmp_path), encoder, IndexCache(()), workers=2)
     assert [text[7] for text in _trained(encoder, found)] == list("001122")
+
+
+def test_lines_that_cannot_be_encoded_are_told_with_their_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = _encoder(folder)
+    encoder._is_limited = True  # this process keeps its memory
+    long = encoder(TextBlock("f", 5, 9, 14, b"", "the line is longer than 1 MiB"))
+    assert long.bad == [BadLine(0, 0, "the line is longer than 1 MiB: remove the line")]
+    assert (long.lines, len(long.lengths), len(long.tokens)) == (1, 0, 0)
+    good, large = b'{"text": "Hello"}', b'{"text": "large"}'
+    plain = encoder.encode_record
+
+    def encode(line: bytes, counts: Counter[str]) -> Any:
+        if line == large:
+            raise MemoryError
+        return plain(line, counts)
+
+    monkeypatch.setattr(encoder, "encode_record", encode)
+    lines = [good, b" ", large, good]
+    found = encoder(TextBlock("f", 5, 9, 14, b"\n".join([*lines, b""])))
+    reason = "the chat template needs too much memory for this record: shorten the record, or "
+    reason += "give another template with --chat-template"
+    assert found.bad == [BadLine(2, len(good) + 3, reason)]
+    assert (found.lines, len(found.lengths), found.counts["records"]) == (4, 2, 2)
 
 
 VALUES = (None, True, 0, 2, -1.5, "", " ", "a", "user", "[", "{}", [], ["a"], [None], {}, {"a": 1})

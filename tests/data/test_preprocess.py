@@ -16,8 +16,16 @@ from typing import Any
 
 import pytest
 
-from megatron.data.preprocess import choose_workers, map_in_order
-from megatron.errors import DataError, ShortageError
+from megatron.data import preprocess as module
+from megatron.data.preprocess import (
+    SentenceSplitter,
+    choose_workers,
+    find_punkt,
+    map_in_order,
+    split_lines,
+    train_punkt,
+)
+from megatron.errors import ConfigError, DataError, ShortageError
 from tests.repository import ROOT
 
 REMEDY = "Use less"
@@ -71,6 +79,80 @@ def test_every_8_mib_get_a_worker_up_to_the_cores(
         os.truncate(path, size)
         assert choose_workers([str(path)]) == workers
     assert choose_workers([str(path)] * 2) == 3
+
+
+class _Words:
+    """Stand in for Punkt: each word is a sentence."""
+
+    def span_tokenize(self, text: str) -> Iterator[tuple[int, int]]:
+        return (found.span() for found in re.finditer(r"\S+", text))
+
+
+@pytest.mark.parametrize(
+    ("keeps", "sentences"),
+    [(False, ["a", "bc", "d", "ef"]), (True, ["a ", "bc\n", "d  ", "ef"])],
+)
+def test_a_long_text_is_split_piece_by_piece(
+    keeps: bool, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SLICE", 5)
+    assert SentenceSplitter(_Words(), keeps)("a bc\nd  ef") == sentences
+    assert split_lines("a b\n\n \t\n c\n") == ["a b", " c"]
+
+
+def test_punkt_is_trained_on_the_first_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+
+    class Trainer:
+        def train(self, text: str, *, finalize: bool) -> None:
+            done.append((text, finalize))
+
+        def finalize_training(self) -> None:
+            done.append("end")
+
+        def get_params(self) -> Any:
+            from nltk.tokenize.punkt import PunktParameters
+
+            return PunktParameters()
+
+    monkeypatch.setattr("nltk.tokenize.punkt.PunktTrainer", Trainer)
+    for characters, last in ((5, [("de", False)]), (3, []), (99, [("defg", False), ("h", False)])):
+        done.clear()
+        train_punkt(iter(["abc", "defg", "h"]), characters)
+        assert done == [("abc", False), *last, "end"]
+    for texts in ([], [""]):
+        with pytest.raises(ConfigError, match="the input has no text from which to learn"):
+            train_punkt(texts)
+
+
+def test_text_without_an_installed_punkt_is_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "installed_punkt", lambda language: None)
+    seen: list[str] = []
+
+    def train(texts: Iterator[str]) -> list[str]:
+        seen[:] = texts
+        return seen if seen else train_punkt(())
+
+    monkeypatch.setattr(module, "train_punkt", train)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": "One.", "b": ["Two.", "Three."]}\n[1]\n')
+    assert find_punkt([str(path)], ["a", "b"], "english") is seen
+    assert seen == ["One.", "Two.\nThree."]
+    find_punkt([str(path)], ["a", "b"], "klingon")
+    first, second = capsys.readouterr().err.splitlines()
+    instead = "training Punkt on the beginning of the input"
+    assert first == f"NLTK's Punkt for english is not installed: {instead}"
+    assert second.startswith("WARNING: --lang 'klingon': NLTK's Punkt exists only for czech, ")
+    assert second.endswith(f", turkish: {instead}")
+    path.write_text('\n{"a": 1}\n[1]\n')
+    message = (
+        f"{path}: 'a' is a number, expected a string (line starts at byte 1): fix the line; no "
+        "other line has text"
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+        find_punkt([str(path)], ["a"], "english")
 
 
 def _fail_after(count: int, error: BaseException) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -268,6 +269,28 @@ def test_a_row_that_is_too_long_is_left_out(tmp_path: Path) -> None:
     assert [block.bytes_read for block in blocks] == [
         path.stat().st_size * rows // 5 for rows in (1, 2, 3, 4, 5)
     ]
+
+
+def test_rows_that_are_not_utf_8_are_bad_lines(tmp_path: Path) -> None:
+    ends, text = np.array([0, 3, 5], np.int32), b"a\n\xffok"
+    values = pa.StringArray.from_buffers(2, pa.py_buffer(ends), pa.py_buffer(text))
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": values}), path)
+    (block,) = read_blocks([str(path)], ["text"])
+    found = parse_block(block, ["text"])
+    assert found.bad == [BadLine(0, 0, "bad UTF-8 (byte 2 of the line)")]
+    assert found.values == [["ok"]]
+
+
+def test_too_little_memory_is_not_taken_for_a_bad_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    for message, error in (("surrogates not allowed", MemoryError), ("no such type", TypeError)):
+
+        def dumps(*_: object, message: str = message, **__: object) -> bytes:
+            raise TypeError(message)
+
+        monkeypatch.setattr(text_input.orjson, "dumps", dumps)
+        with pytest.raises(error, match=message):
+            text_input._dump_line({"text": "a"})
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
