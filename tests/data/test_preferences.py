@@ -118,6 +118,10 @@ def test_a_prompt_is_paired_with_the_answer_to_another() -> None:
         for tokens, trained in pair:
             assert trained.tolist() == [False] * prompt + [True] * (len(tokens) - prompt)
     assert [found.desirable(i) for i in range(3)] == [True, False, True]
+    whole = _answers()
+    two = {"tokens": whole.tokens[:9], "trained": whole.trained[:9]}
+    two |= {"lengths": np.array([5, 4]), "starts": np.array([0, 5])}
+    assert FittedAnswers(_answers(**two), 11, "error").limits.tolist() == [[5, 3], [4, 6]]
     with pytest.raises(DataError, match="kto.jsonl: one answer, but KTO also needs answers to oth"):
         FittedAnswers(_answers(lengths=np.array([5]), starts=np.array([0])), 11, "error")
 

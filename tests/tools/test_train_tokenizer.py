@@ -314,6 +314,20 @@ def test_mistakes_of_the_other_forms(tmp_path, capsys, words, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--vocab-size 257 --min-frequency 1 --max-line-mb 1",
+        "--kind sentencepiece --vocab-size 261 --character-coverage 0.9",
+        "--kind sentencepiece --character-coverage 1",
+        "--kind wordpiece --vocab-size 1 --cased",
+    ],
+)
+def test_flags_at_their_bounds_are_accepted(tmp_path, flags):
+    words = ["in.jsonl", str(tmp_path / "out"), *flags.split()]
+    train_tokenizer._check(train_tokenizer.build_parser().read(words))
+
+
 def test_rare_characters_of_a_large_alphabet_are_unknown(tmp_path):
     characters = [chr(0x4E00 + i) for i in range(1003)]
     source = write(tmp_path / "in.jsonl", " ".join(characters * 2), " ".join(characters[3:]))
