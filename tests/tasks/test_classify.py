@@ -111,11 +111,14 @@ def test_numbers_with_and_without_titles(tmp_path, titles):
     assert second.label == 0.4
 
 
-def test_one_broken_line_among_many_is_left_out(tmp_path, capsys):
+def test_one_broken_line_in_a_hundred_is_left_out(tmp_path, capsys):
     path = tmp_path / "some.tsv"
-    path.write_text("fine\t1\n" * 150 + "broken\n")
-    assert len(read_glue("SST-2", str(path))) == 150
+    path.write_text("fine\t1\n" * 100 + "broken\n")
+    assert len(read_glue("SST-2", str(path))) == 100
     assert "1 broken lines are skipped" in capsys.readouterr().out
+    path.write_text("fine\t1\n" * 99 + "broken\n")
+    with pytest.raises(DataError, match=r"line 100: 1 tab-sep.* \(1 broken lines in total\): give"):
+        read_glue("SST-2", str(path))
 
 
 def test_a_race_file_that_is_none_is_named(tmp_path):
