@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ class Updates:
         journal = run.layout.journal
         journal.iteration = progress.iteration + 1
         samples = run.batches.global_batch_at(progress.consumed_samples)
-        tokens = run.batches.tokens_at(progress.iteration, progress.consumed_samples)
+        used_tokens = run.batches.tokens_at(progress.iteration, progress.consumed_samples)
         length = run.next_length
         loss_scale = run.optimizer.loss_scale
         passes = self._take_passes()
@@ -140,36 +140,46 @@ class Updates:
         reader.start(step_values)
         progress.iteration += 1
         progress.consumed_samples += samples
-        progress.consumed_tokens += tokens
+        progress.consumed_tokens += used_tokens
         if look_ahead and _may_look_ahead(run):
-            journal.iteration = progress.iteration + 1
-            self._next = _next_passes(run)
-            self._next.begin()
-            journal.iteration = progress.iteration
+            self._begin_next()
         journal.enter("end of the iteration")
-        result, losses, layer_losses, (exit_requested, save_due), ordinary, load = reader.wait()
+        results = reader.wait()
+        step, losses = results.step, results.losses
         if not all(map(math.isfinite, losses.values())):  # the loss scale cannot be the reason
-            result = replace(result, found_nonfinite=True, overflow=False)
-        if result.applied:
+            step = replace(step, found_nonfinite=True, overflow=False)
+        if step.applied:
             progress.scheduled_samples += samples
-        spike = _watch_spikes(run, result, losses)
-        rerun = self._compare(result, losses)
+        spike = _watch_spikes(run, step, losses)
+        rerun = self._compare(step, losses)
+        data = run.config.data
+        seq_length = length or data.seq_length
+        read_tokens = samples * run.recipe.head.sequences * (seq_length + data.decoder_tokens)
         return StepOutcome(
-            **vars(result),
+            **vars(step),
             losses=losses,
-            layer_losses=layer_losses,
+            layer_losses=results.layer_losses,
             samples=samples,
-            **self._work(samples, length),
+            tokens=read_tokens,
+            flops=read_tokens * self._flops_of_token(seq_length),
             length=length,
             loss_scale=loss_scale,
-            exit_requested=exit_requested,
-            save_due=save_due,
+            exit_requested=results.exit_requested,
+            save_due=results.save_due,
             spike=spike,
             sample_ids=passes.sample_ids,
-            ordinary=ordinary,
-            expert_load=load,
+            ordinary=results.ordinary,
+            expert_load=results.expert_load,
             rerun=rerun,
         )
+
+    def _begin_next(self) -> None:
+        """Queue the first forward pass of the next update."""
+        run, journal = self._run, self._run.layout.journal
+        journal.iteration = run.progress.iteration + 1
+        self._next = _next_passes(run)
+        self._next.begin()
+        journal.iteration = run.progress.iteration
 
     def _take_passes(self) -> Passes:
         """Return the passes of this update, which may have begun. Collective."""
@@ -190,20 +200,17 @@ class Updates:
             return self._reruns.recompute(losses, result.grad_norm, next_passes)
         return None
 
-    def _work(self, samples: int, length: int | None) -> dict[str, Any]:
-        """Return the numbers of tokens and FLOPs of an update, by their names in `StepOutcome`."""
-        data = self._run.config.data
-        seq_length = length or data.seq_length
+    def _flops_of_token(self, seq_length: int) -> int:
+        """Return the floating-point operations per token, if samples have this length."""
         if seq_length not in self._flops_per_token:
+            config = self._run.config
             self._flops_per_token[seq_length] = flops_per_token(
                 self._run.plan,
                 seq_length,
-                data.decoder_seq_length,
-                trains_adapters=self._run.config.model.lora_rank is not None,
+                config.data.decoder_seq_length,
+                trains_adapters=config.model.lora_rank is not None,
             )
-        sequences = samples * self._run.recipe.head.sequences
-        tokens = sequences * (seq_length + data.decoder_tokens)
-        return {"tokens": tokens, "flops": tokens * self._flops_per_token[seq_length]}
+        return self._flops_per_token[seq_length]
 
 
 def _watch_spikes(run: Run, result: StepResult, losses: Mapping[str, float]) -> str:
@@ -276,6 +283,29 @@ def _may_look_ahead(run: Run) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class _Results:
+    """Everything that the host reads from the device at the end of an update.
+
+    Attributes:
+        step: The result of the optimizer's step.
+        losses: The losses of the global batch, by log name.
+        layer_losses: The losses of each layer's expert router.
+        exit_requested: Whether some rank asked to exit.
+        save_due: Whether a checkpoint is due on some rank.
+        ordinary: Whether each micro-batch of this rank had an ordinary loss.
+        expert_load: The load of the experts, if a log line is due.
+    """
+
+    step: StepResult
+    losses: dict[str, float]
+    layer_losses: dict[str, float]
+    exit_requested: bool
+    save_due: bool
+    ordinary: list[bool]
+    expert_load: ExpertLoad | None
+
+
 class _OutcomeReader:
     """A single read of all results of an update, because each read makes the host wait."""
 
@@ -308,34 +338,31 @@ class _OutcomeReader:
         self._sizes = [part.numel() for part in parts]
         self._read = AsyncRead(torch.cat(parts))
 
-    def wait(
-        self,
-    ) -> tuple[
-        StepResult, dict[str, float], dict[str, float], list[bool], list[bool], ExpertLoad | None
-    ]:
-        """Return the optimizer's result, losses, two lists of flags, and the experts' load.
-
-        The two dictionaries hold the losses in the log and the losses of each layer's router. The
-        first list says whether any rank was asked to exit, and whether a checkpoint is due on any
-        rank. The second list says whether each micro-batch of this rank had an ordinary loss. The
-        experts' load is `None` if no log line is due.
-        """
+    def wait(self) -> _Results:
+        """Wait for the device, and return the results."""
         values = iter(self._read.wait())
         step_values, packed, ordinary = (list(islice(values, size)) for size in self._sizes)
         end = len(packed) - self._load_size
         start = end - self._router_size
-        losses, _, flags = unpack_losses(packed[:start], self._run)
-        means, layer_losses = unpack_router_losses(packed[start:end], self._run)
-        load = ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None
-        result = self._run.optimizer.end_step(step_values)
-        return result, losses | means, layer_losses, flags, [x > 0 for x in ordinary], load
+        reduced = unpack_losses(packed[:start], self._run)
+        router_means, layer_losses = unpack_router_losses(packed[start:end], self._run)
+        exit_requested, save_due = reduced.flags
+        return _Results(
+            self._run.optimizer.end_step(step_values),
+            reduced.losses | router_means,
+            layer_losses,
+            exit_requested,
+            save_due,
+            [value > 0 for value in ordinary],
+            ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None,
+        )
 
 
 def _gradients_of(run: Run, passes: Passes) -> tuple[dict[str, float], Tensor | None]:
     """Average the gradients of the passes, and return the losses and the gradients' divisor."""
     reduce_gradients(run)
     share = counted_share(passes, run) if run.config.training.calculate_per_token_loss else None
-    return reduce_losses(passes, [], run)[0], share
+    return reduce_losses(passes, [], run).losses, share
 
 
 def reduce_gradients(run: Run) -> None:
@@ -382,14 +409,23 @@ def any_rank(flags: Sequence[bool], run: Run) -> list[bool]:
     return [count > 0 for count in all_reduce(counts, run.layout.world).tolist()]
 
 
-def reduce_losses(
-    passes: Passes, flags: Sequence[bool], run: Run
-) -> tuple[dict[str, float], float, list[bool]]:
-    """Return the mean of each loss over the global batch, the weight of the batch, and the flags.
+class ReducedLosses(NamedTuple):
+    """The losses of a global batch, and what the ranks have told each other with them.
 
-    The weight is the fraction of the batch's labels that count in the loss, or 1 without
-    --calculate-per-token-loss. A flag is true if any rank has set it. Collective; waits for the
-    device.
+    Attributes:
+        losses: The mean of each loss over the batch, by log name.
+        weight: The fraction of the batch's labels that count in the loss, or 1 without
+            --calculate-per-token-loss.
+        flags: Whether any rank has set each flag.
+    """
+
+    losses: dict[str, float]
+    weight: float
+    flags: list[bool]
+
+
+def reduce_losses(passes: Passes, flags: Sequence[bool], run: Run) -> ReducedLosses:
+    """Reduce the losses and the flags over all ranks. Collective; waits for the device.
 
     Args:
         passes: The passes that computed the losses.
@@ -470,8 +506,8 @@ def pack_losses(
     return all_reduce(packed, layout.world)
 
 
-def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], float, list[bool]]:
-    """Return losses by log name, the weight of the batch, and whether any rank set each flag."""
+def unpack_losses(packed: Sequence[float], run: Run) -> ReducedLosses:
+    """Return the losses and flags in the result of `pack_losses`."""
     values, weight = iter(packed), 1.0
     losses = dict(zip(run.recipe.loss_names(run.config), values, strict=False))
     if run.config.training.calculate_per_token_loss:
@@ -479,4 +515,4 @@ def unpack_losses(packed: Sequence[float], run: Run) -> tuple[dict[str, float], 
         losses = {name: total / max(weight, _MIN_SHARE) for name, total in losses.items()}
     if isinstance(run.recipe, ReportsMeans):
         losses = run.recipe.reported(losses)
-    return losses, weight, [count > 0 for count in values]
+    return ReducedLosses(losses, weight, [count > 0 for count in values])
