@@ -197,8 +197,8 @@ def losses_ahead(
     """Return the loss of the next token and of each depth of multi-token prediction.
 
     The losses of the depths have unweighted values, for the log. Their gradients are weighted by
-    --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss, every label of
-    the batch has the same weight, as in Megatron Core.
+    --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss, the weight of a
+    micro-batch is its number of labels of the next token, as in Megatron Core 0.17 and later.
 
     Args:
         sums: The sums of the losses over the labels that count, [1 + depths].
@@ -208,11 +208,11 @@ def losses_ahead(
     """
     main, *further = layout.context.size * sums
     losses = {LOSS_NAMES[0]: main / inputs.num_labels}
-    weight, by_token = config.model.mtp_loss_weight, config.training.calculate_per_token_loss
     names = ahead_names(config.model.mtp_num_layers)
     for name, total, counted in zip(names, further, inputs.num_labels_ahead, strict=True):
-        trained = weight * total / (inputs.num_labels if by_token else counted)
-        losses[name] = (total / counted).detach() + (trained - trained.detach())
+        mean = total / counted
+        trained = config.model.mtp_loss_weight * mean
+        losses[name] = mean.detach() + (trained - trained.detach())
     return losses
 
 

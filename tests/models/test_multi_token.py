@@ -7,6 +7,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import plan_parts, whole_model
 from megatron.data.ahead import batches_ahead
 from megatron.data.gpt import TokenBatch
+from megatron.finetuning.distillation import GPTInputs
 from megatron.models.arithmetic import (
     count_depth_parameters,
     count_part_experts,
@@ -24,6 +25,8 @@ from megatron.models.plan import multi_token_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
+from pretrain_gpt import losses_ahead
+from tests.config.command import parse
 from tests.models.small import LLAMA, SEQUENCE, batch, config, gpt, new_context, plan
 
 TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
@@ -46,6 +49,21 @@ def _ahead(depths: int = 2) -> tuple[TokenBatch, list[DepthInputs]]:
 def _losses(model: GPTModel, depths: int = 2) -> torch.Tensor:
     whole, ahead = _ahead(depths)
     return model(whole.tokens, labels=whole.labels, loss_mask=whole.loss_mask, ahead=ahead)
+
+
+@pytest.mark.parametrize("flags", ["", "--calculate-per-token-loss"])
+def test_the_gradient_of_a_depth_is_that_of_its_mean_loss(flags):
+    """A micro-batch's weight, its number of labels of the next token, multiplies all its losses."""
+    words = "--position-embedding-type rope --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
+    run = parse(words, flags).config
+    whole, _ = _ahead()
+    counted = (torch.tensor(30), (torch.tensor(20), torch.tensor(10)))
+    inputs = GPTInputs(whole, None, counted[0], num_labels_ahead=counted[1])
+    sums = torch.tensor([60.0, 80.0, 70.0], requires_grad=True)
+    losses = losses_ahead(sums, inputs, run, Layout.single())
+    assert [loss.item() for loss in losses.values()] == pytest.approx([2, 4, 7])
+    sum(losses.values()).backward()
+    assert sums.grad.tolist() == pytest.approx([1 / 30, 0.25 / 20, 0.25 / 10])
 
 
 def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
