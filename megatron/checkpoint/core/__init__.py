@@ -2,8 +2,8 @@
 
 A folder contains `.metadata` (a pickle that says where each box of each tensor is),
 `__<rank>_<n>.distcp` (the concatenated output of torch.save), `common.pt` (the command line, the
-schedule, counters) and `metadata.json` (the format's version). Random states and extra states are
-never read.
+schedule, counters; since Core 0.19 a part of a `.distcp` file) and `metadata.json` (the format's
+version). Random states and extra states are never read.
 
 Modules:
     index      `.metadata` as plain records, checked against the files

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,7 @@ _MAX_BLOB_TREE = 1 << 16  # bytes of a chunk's pickle, which describes a single 
 _FILE = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 _METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _NAMES: dict[tuple[str, str], Factory] = {
     **{
         (_METADATA, kind): record_class(kind)
@@ -45,6 +46,10 @@ _NAMES: dict[tuple[str, str], Factory] = {
         )
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): record_class("_StorageInfo"),
+    # Core also stores what each rank was to write, which is not needed.
+    **{(_PLANNER, kind): record_class(kind) for kind in ("SavePlan", "WriteItem")},
+    (_PLANNER, "TensorWriteData"): record_class("TensorWriteData"),
+    (_PLANNER, "WriteItemType"): Factory("kind", lambda arg: Opaque("kind", (arg,))),
     (_METADATA, "_MEM_FORMAT_ENCODING"): Factory("format", lambda arg: Opaque("format", (arg,))),
     ("torch.serialization", "_get_layout"): Factory("layout", lambda arg: Opaque("layout", (arg,))),
     ("torch", "Size"): SIZE,
@@ -68,6 +73,20 @@ class Chunk:
     length: int
 
 
+class Blob(NamedTuple):
+    """The byte range of a file to which torch.save wrote an object that is not a tensor.
+
+    Attributes:
+        file: The file's name.
+        start: The offset of the first byte in the file.
+        length: The number of bytes.
+    """
+
+    file: str
+    start: int
+    length: int
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in the checkpoint. Its chunks tile it without gaps or overlaps."""
@@ -82,6 +101,7 @@ class Index:
 
     Attributes:
         tensors: The tensors by Megatron Core's names.
+        blobs: The byte ranges of other objects by Megatron Core's names.
     """
 
     def __init__(self, folder: Path, *, allow_foreign: bool = False) -> None:
@@ -102,12 +122,25 @@ class Index:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         tree = read_pickle(data, str(path), names=_NAMES, max_instructions=_MAX_INSTRUCTIONS)
         try:
-            self.tensors, spans = _parse(tree)
+            self.tensors, self.blobs, spans = _parse(tree)
         except _InvalidIndexError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from None
         self._files = {name: _map(folder / name, allow_foreign) for name in spans}
         for name, ranges in spans.items():
             _check_ranges(folder / name, ranges, len(self._files[name]))
+
+    def archive(self, name: str) -> TorchZip:
+        """Return the file in torch.save's format that contains an object which is not a tensor.
+
+        Args:
+            name: The object's name.
+
+        Raises:
+            CheckpointError: The bytes are damaged.
+        """
+        file, start, length = self.blobs[name]
+        window = memoryview(self._files[file])[start : start + length]
+        return TorchZip(self._folder / file, window=window)
 
     def load(self, name: str, chunk: Chunk, *, verify: bool = False) -> torch.Tensor:
         """Return the values of a chunk, as a view of the mapped file.
@@ -146,8 +179,10 @@ class _InvalidIndexError(Exception):
     """An error for an invalid or inconsistent index."""
 
 
-def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int, int]]]]:
-    """Return the tensors by name, and all byte ranges (start, length) of each file."""
+def _parse(
+    tree: Any,
+) -> tuple[dict[str, StoredTensor], dict[str, Blob], dict[str, list[tuple[int, int]]]]:
+    """Return the tensors and other objects by name, and all ranges (start, length) of each file."""
     top = _fields(tree, "Metadata")
     metadata, storage = top.get("state_dict_metadata"), top.get("storage_data")
     if type(metadata) is not dict or type(storage) is not dict:
@@ -165,6 +200,7 @@ def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int
         location = locations[name, chunk_offset] = _location(info, name)
         spans[location[0]].append(location[1:])
     tensors: dict[str, StoredTensor] = {}
+    blobs: dict[str, Blob] = {}
     count = 0
     for name, record in metadata.items():
         if type(name) is not str:
@@ -172,13 +208,14 @@ def _parse(tree: Any) -> tuple[dict[str, StoredTensor], dict[str, list[tuple[int
         if isinstance(record, Record) and record.kind == "BytesStorageMetadata":
             if (name, None) not in locations:
                 raise _InvalidIndexError(f"{name} has no location")
+            blobs[name] = Blob(*locations[name, None])
             count += 1
             continue
         tensors[name] = _tensor(name, _fields(record, "TensorStorageMetadata"), locations)
         count += len(tensors[name].chunks)
     if count != len(locations):
         raise _InvalidIndexError("storage_data has locations that belong to no tensor")
-    return tensors, spans
+    return tensors, blobs, spans
 
 
 def _tensor(

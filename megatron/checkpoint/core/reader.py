@@ -25,7 +25,7 @@ from megatron.checkpoint.legacy.arguments import (
     step_count,
 )
 from megatron.checkpoint.legacy.torch_file import TorchZip
-from megatron.checkpoint.legacy.unpickler import show
+from megatron.checkpoint.legacy.unpickler import read_pickle, show
 from megatron.checkpoint.reader import Reader, TensorMeta
 from megatron.checkpoint.retention import lock_if_listed
 from megatron.checkpoint.trust import open_trusted
@@ -34,6 +34,7 @@ from megatron.errors import CheckpointError, warn
 from megatron.parallel.layout import Axis
 
 COMMON = "common.pt"
+_COMMON_BLOB = "common_state/shard_0_1"  # the same content, since Core 0.19
 FORMAT = "metadata.json"
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -87,9 +88,7 @@ class CoreReader(Reader):
         lock_if_listed(self, "core")
         self._check_format()
         self._index = Index(path, allow_foreign=allow_foreign)
-        self._common = TorchZip(path / COMMON, allow_foreign=allow_foreign)
-        self._common.verify()
-        tree = self._common.tree()
+        self._common, tree = self._open_common()
         try:
             args = plain_arguments(tree.get("args"))
             config = core_config(args)
@@ -134,6 +133,20 @@ class CoreReader(Reader):
             optimizer=self._optimizer_meta(tree) if has_states and not is_release else None,
             schedule=tree.get("opt_param_scheduler"),
         )
+
+    def _open_common(self) -> tuple[TorchZip, Mapping[Any, Any]]:
+        """Return the file with the command line, the schedule and the counters, and its content."""
+        path = self.path / COMMON
+        if path.exists() or _COMMON_BLOB not in self._index.blobs:
+            common = TorchZip(path, allow_foreign=self.allow_foreign)
+            common.verify()
+            return common, common.tree()
+        common = self._index.archive(_COMMON_BLOB)
+        common.verify()
+        content = read_pickle(bytes(common.record("data.pkl")), f"{common.path}: {_COMMON_BLOB}")
+        if not isinstance(content, list) or len(content) != 1 or not isinstance(content[0], dict):
+            raise CheckpointError(f"{common.path}: {_COMMON_BLOB} is not a list of one dict")
+        return common, content[0]
 
     def _split_fp32_weights(
         self, stored: Mapping[str, TensorMeta], args: Json

@@ -25,6 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from megatron.checkpoint.reader import Reader
 from tests.checkpoint.states import read_whole
@@ -150,6 +156,31 @@ def write_core(folder: Path, tensors: Mapping[str, Tensor], common: Mapping[str,
     (folder / "metadata.json").write_text(json.dumps(backend))
     (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(common["iteration"]))
     return metadata
+
+
+def embed_common(folder: Path) -> None:
+    """Move the content of `common.pt` to where Core 0.19 stores it, and add its ranks' plans."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    common = folder / "common.pt"
+    buffer = io.BytesIO()
+    torch.save([torch.load(common, weights_only=False)], buffer)
+    common.unlink()
+    name = "common_state/shard_0_1"
+    start = (folder / FILES[0]).stat().st_size
+    with (folder / FILES[0]).open("ab") as file:
+        file.write(buffer.getbuffer())
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    place = filesystem._StorageInfo(FILES[0], start, buffer.tell())
+    metadata.storage_data[MetadataIndex(name)] = place
+    items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
+    for key, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            data = TensorWriteData(described.chunks[0], described.properties, described.size)
+            items.append(WriteItem(MetadataIndex(key), WriteItemType.SHARD, data))
+    metadata.all_local_plans = [SavePlan(items)]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(backend))
 
 
 def core_arguments(reader: Reader) -> Namespace:

@@ -171,7 +171,7 @@ def test_objects_that_nobody_needs_are_never_read(folder):
     ("module", "name"),
     [
         ("torch.distributed.checkpoint.metadata", "SavePlan"),
-        ("torch.distributed.checkpoint.planner", "SavePlan"),
+        ("torch.distributed.checkpoint.planner", "LoadPlan"),
         ("torch.distributed.checkpoint.filesystem", "FileSystemReader"),
         ("torch.serialization", "load"),
         ("torch", "load"),

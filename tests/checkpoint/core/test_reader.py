@@ -15,7 +15,13 @@ from megatron.config.parser import parse_config
 from megatron.errors import CheckpointError
 from megatron.training.checkpointing import network_of, state_of
 from tests.checkpoint.core.conftest import NETWORKS, SAVE
-from tests.checkpoint.core.core_files import Grid, core_tensors, to_core_ranks, write_core
+from tests.checkpoint.core.core_files import (
+    Grid,
+    core_tensors,
+    embed_common,
+    to_core_ranks,
+    write_core,
+)
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, build_toy
@@ -33,6 +39,17 @@ def test_it_holds_the_same_tensors_and_position(folders, network, form):
         assert torch.equal(read_whole(theirs, name), read_whole(ours, name)), name
     for key in ("iteration", "consumed_train_samples", "padded_vocab_size", "optimizer"):
         assert theirs.meta[key] == ours.meta[key], key
+
+
+def test_the_command_line_is_read_from_where_core_0_19_stores_it(folders, tmp_path):
+    root = folders("mixture")
+    shutil.copytree(root / "stacked", tmp_path / "embedded")
+    embed_common(next((tmp_path / "embedded").glob("iter_*")))
+    before, after = open_checkpoint(root / "stacked"), open_checkpoint(tmp_path / "embedded")
+    assert after.meta == before.meta
+    assert after.names() == before.names()
+    for name in before.names():
+        assert torch.equal(read_whole(after, name), read_whole(before, name)), name
 
 
 def test_biases_of_routers_are_saved_with_the_weights(folders):
