@@ -407,7 +407,7 @@ class _Merger:
             return np.zeros(0, np.int64)
         # The chunks k * total // count for all k below count are evenly spaced over the dataset.
         steps = np.arange(-(-first * count // total), -(-stop * count // total), dtype=np.int64)
-        return steps * total // max(1, count)
+        return steps * total // count
 
     def _merge_offsets(self, file: Any, corpora: Sequence[CorpusChunks]) -> None:
         documents = sum(corpus.n_docs_train for corpus in corpora)

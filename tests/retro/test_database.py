@@ -177,17 +177,48 @@ def test_two_datasets_are_merged_in_order(tmp_path: Path) -> None:
     assert places[29] > 0.9 * first.n_chunks_train  # spread over the whole dataset
 
 
+def test_the_share_of_each_dataset(tmp_path: Path) -> None:
+    """Without weights, datasets count by their tokens. All training chunks may be sampled."""
+    one = write_dataset(tmp_path / "one", random_documents(30, seed=1))
+    two = write_dataset(tmp_path / "two", random_documents(20, seed=2))
+    empty = write_dataset(tmp_path / "empty", [[EOD]] * 20)
+    asked = options(tmp_path / "w", one, two)
+    (first, data), (second, other) = plan_corpora(asked, SPLIT)
+    folder = f"{tmp_path / 'w'}/db/individual"
+    assert first == CorpusChunks(
+        data.num_tokens, one, f"{one}.bin", "one", f"{folder}/one", 30, 27, 0, 0, 0, 0
+    )
+    assert (second.ratio, second.n_docs_train) == (other.num_tokens, 18)
+    assert plan_corpora(options(tmp_path, one), SPLIT)[0][0].ratio == 1.0
+    # A dataset without chunks is in the list, but nothing is sampled from it.
+    (count,) = (corpus.n_chunks_train for corpus in build(options(tmp_path / "all", one, ntrain=1)))
+    asked = options(tmp_path / "w", "1", one, "0.001", empty, ntrain=count + 1)
+    first, second = build(asked)
+    assert (first.n_chunks_sampled, first.n_chunks_train) == (count, count)
+    assert second[-4:] == (0, 0, 0, 0)
+    train = table(tmp_path / "w", "train")
+    assert len(train) == count
+    assert np.array_equal(table(tmp_path / "w", "sampled"), train)
+    with h5py.File(merged_file(tmp_path / "w", "valid")) as file:
+        assert set(file) == {"chunks", "n_written"}
+    # The list is written as by Megatron-LM.
+    assert corpora_file(tmp_path / "w").read_text().startswith('[\n    {\n        "ratio": 1.0,\n')
+
+
 def test_compatible_takes_the_first_chunks_and_a_percentage(tmp_path: Path, prefix: str) -> None:
     asked = options(tmp_path / "w", "1", prefix, compatible=True)
     (corpus,) = build_database(asked, plan_corpora(asked, "91,9,0"), cutter(), ALONE)
     assert corpus.n_docs_train == 45
     train = table(tmp_path / "w", "train")
     assert np.array_equal(table(tmp_path / "w", "sampled"), train[:20])
+    for split, count in (("100,0,0", 50), ("98,2,0", 49), ("0.5,99.5", 0)):
+        ((corpus, _),) = plan_corpora(options(tmp_path, "1", prefix, compatible=True), split)
+        assert corpus.n_docs_train == count
     (mended, _), *_ = plan_corpora(options(tmp_path, prefix), "91,9,0")
     assert mended.n_docs_train == 46  # like GPT's samples: rounded, not truncated
 
 
-@pytest.mark.parametrize("split", ["969,30,1", "0,100", "many"])
+@pytest.mark.parametrize("split", ["969,30,1", "0,100", "many", "100.5,0"])
 def test_compatible_refuses_what_the_original_cannot_read(
     tmp_path: Path, prefix: str, split: str
 ) -> None:
