@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from megatron.config.reliability import Fault
-from megatron.parallel.journal import Transfer
-from megatron.processes.faults import FaultyJournal, InjectedFaultError, flip_bit
+from megatron.parallel.journal import Journal, Transfer
+from megatron.processes import faults
+from megatron.processes.faults import FaultyJournal, InjectedFaultError, attach_faults, flip_bit
 from tests.reliability.scoreboard.commands import run_training
 
 
@@ -48,7 +50,7 @@ def test_a_fault_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "said"),
+    ("given", "said"),
     [
         (["forward:0:2:kil"], "--fault-inject forward:0:2:kil: expected KIND"),
         (["forward:1:2:kill"], "--fault-inject forward:1:2:kill: there is no rank 1"),
@@ -61,9 +63,9 @@ def test_a_fault_is_read() -> None:
     ],
 )
 def test_a_fault_that_cannot_strike_is_refused(
-    faults: list[str], said: str, tmp_path: Path
+    given: list[str], said: str, tmp_path: Path
 ) -> None:
-    words = [word for fault in faults for word in ("--fault-inject", fault)]
+    words = [word for fault in given for word in ("--fault-inject", fault)]
     ended = run_training(tmp_path / "out", *words)
     assert ended.code == 9, ended.output
     assert said in ended.output
@@ -82,6 +84,124 @@ def test_a_fault_strikes_once_at_its_point() -> None:
         _until(journal, 3, "forward of micro-batch 0, chunk 0", "optimizer step")
     assert (journal.iteration, str(journal.position.operation)) == (2, "optimizer step")
     _until(journal, 3, "optimizer step")  # it does not fail again
+
+
+_DONE = [
+    (0, "loading of the checkpoint"),
+    (1, "loading of micro-batch 0"),
+    (1, "first forward pass"),
+    (1, "backward of micro-batch 0, chunk 0"),
+    (1, "all-reduce of the norm"),
+    (1, "optimizer step"),
+    (1, "saving a checkpoint"),
+    (2, "first forward pass"),
+    (2, "loading of micro-batch 1"),
+    (2, "backward of micro-batch 1, chunk 0"),
+    (2, "optimizer step"),
+    (2, "saving a checkpoint"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "strikes"),
+    [
+        ("load:0:0:exception", 0),
+        ("step:0:1:exception", 1),
+        ("data:0:1:exception", 1),
+        ("forward:0:1:exception", 2),
+        ("backward:0:1:exception", 3),
+        ("optimizer:0:1:exception", 5),
+        ("save:0:1:exception", 6),
+        ("step:0:2:exception", 7),
+        ("forward:0:2:exception", 7),
+        ("data:0:2:exception", 8),
+        ("save:0:2:exception", 11),
+        ("save:0:3:exception", None),
+    ],
+)
+def test_the_operation_at_which_a_fault_strikes(fault: str, strikes: int | None) -> None:
+    journal = FaultyJournal(None, [Fault.parse(fault)])
+    found = []
+    for number, (step, operation) in enumerate(_DONE):
+        journal.iteration = step
+        try:
+            journal.enter(operation)
+        except InjectedFaultError:
+            found.append(number)
+    assert found == ([] if strikes is None else [strikes])
+
+
+def test_faults_of_a_step_strike_once_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, slept = threading.Event(), list[float]()
+    monkeypatch.setattr(faults, "_end", lambda kind: ended.set() if kind == "exit" else None)
+    monkeypatch.setattr("megatron.processes.faults.time.sleep", slept.append)
+    weight = nn.Linear(2, 2, bias=False)
+    nn.init.ones_(weight.weight)
+    words = ("step:0:2:slow=0.5", "step:0:3:hang", "step:0:2:flip", "step:0:1:exit=0.001")
+    journal: Journal = FaultyJournal(None, [Fault.parse(text) for text in words])
+    attach_faults(Journal(None), [weight])  # which has no faults
+    attach_faults(journal, [weight, nn.Linear(1, 1)])
+    changed = []
+    for step in (1, 2, 3):
+        journal.iteration = step
+        for operation in ("forward of micro-batch 0, chunk 0", "optimizer step"):
+            journal.enter(operation)
+            changed.append(int((weight.weight != 1).sum()))
+    assert ended.wait(30)  # after a moment, not at once
+    assert changed == [0, 0, 1, 1, 1, 1]
+    assert slept == [0.5, 0.5, 1e9]
+
+
+def test_a_factor_of_a_step_is_of_all_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [0.0], list[float]()
+
+    class Clock:
+        monotonic = time = staticmethod(lambda: now[0])
+        sleep = staticmethod(slept.append)
+
+    monkeypatch.setattr("megatron.processes.faults.time", Clock)
+    texts = ("step:0:2:slow=3x", "optimizer:0:2:slow=2x", "step:0:4:slow=1.5x")
+    journal = FaultyJournal(None, [Fault.parse(text) for text in texts])
+    for step in (1, 2, 3):
+        journal.iteration = step
+        for operation in ("forward of micro-batch 0, chunk 0", "optimizer step", "something else"):
+            journal.enter(operation)
+            now[0] += 1.0
+    factors = [seconds for seconds in slept if seconds]
+    assert factors == [2.0] * 4  # forward and update of two steps, each three times as long
+
+
+def test_all_outputs_of_a_training_module_are_damaged() -> None:
+    class Part(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            return {"a": (x * 1, [x * 2]), "b": torch.ones(1), "c": 5}
+
+    part, x = Part(), torch.ones(1, requires_grad=True)
+    journal = FaultyJournal(None, [Fault.parse("forward:0:1:spike")])
+    journal.attach([part])
+    journal.iteration = 1
+    part.eval()
+    assert part(x)["a"][0] == 1  # an evaluation
+    part.train()
+    (a, (b,)), c, number = part(x).values()
+    assert [a.item(), b.item(), c.item(), number] == [1000, 2000, 1, 5]
+
+
+def test_a_full_disk_takes_small_files_only(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        journal = FaultyJournal(None, [Fault.parse("save:0:1:full")])
+        journal.iteration = 1
+        journal.enter("saving a checkpoint")
+        (tmp_path / "small").write_bytes(bytes(4096))
+        try:
+            (tmp_path / "large").write_bytes(bytes(4097))
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
 
 
 def test_a_slow_rank_stays_slow(
