@@ -114,3 +114,15 @@ def test_failures_are_recorded_until_a_person_starts_the_run(tmp_path: Path) -> 
     assert (log.loop(), log.skipped) == (None, [4])
     log.path.write_text('{"crashes": [{"code": "x"}], "skipped": 3}')
     assert (log.loop(), log.skipped) == (None, [])
+    for iteration in range(25):
+        log.record(Verdict(1, 0, "ended", iteration))
+    assert [one["iteration"] for one in json.loads(log.path.read_text())["crashes"]] == [
+        *range(5, 25)
+    ]
+    log.disown()
+    log.record(killed)
+    other = CrashLog(tmp_path / "gone")
+    other.record(killed)  # which must not fail
+    other.clear()
+    assert (other.loop(), other.skipped) == (None, [])
+    assert "rank 1" not in log.path.read_text()

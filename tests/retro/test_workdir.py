@@ -16,6 +16,7 @@ from megatron.retro.workdir import (
     arguments_file,
     check_folder,
     read_arguments,
+    read_digest,
     write_arguments,
 )
 from tests.retro.corpus import options
@@ -49,6 +50,20 @@ def test_arguments_are_read_back(tmp_path: Path, asked: RetroPreprocessing) -> N
     assert found["retro_tasks"] == ["build"]
     assert (found["seed"], found["retro_gpt_data_path"]) == (1, ["1.0", "data/text"])
     check_folder(tmp_path, asked, ORIGIN)
+
+
+def test_the_digests_of_a_folder(tmp_path: Path, asked: RetroPreprocessing) -> None:
+    workdir = tmp_path / "new" / "folder"
+    assert read_digest(workdir, "data") is None
+    write_arguments(workdir, asked, ORIGIN, {"seed": 1})
+    path = arguments_file(workdir)
+    assert path.read_text().startswith('{\n    "seed": 1,\n    "retro_workdir": ')
+    found = {name: read_digest(workdir, name) for name in ORIGIN._fields}
+    assert found == ORIGIN._asdict()
+    assert read_digest(workdir, "model") is None
+    for digests in ({"data": 5}, ["data"], None):
+        path.write_text(json.dumps({"retro_made_from": digests}))
+        assert read_digest(workdir, "data") is None
 
 
 def test_the_original_s_arguments_are_read(golden: Path) -> None:

@@ -9,11 +9,14 @@ import pytest
 from megatron.checkpoint.lock import LOCK
 from megatron.config import parse_config, yaml_file
 from megatron.config.run import Findings
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, CrashLoopError
 from megatron.models.plans import model_plan
+from megatron.parallel.layout import Layout
 from megatron.processes import process
 from megatron.processes.crashes import CrashLog
+from megatron.processes.launch import Launch
 from megatron.processes.watchdog import Verdict
+from megatron.training import pretrain
 from megatron.training.panel import size_rows
 from megatron.training.pretrain import main
 from pretrain_gpt import GPTRecipe
@@ -186,3 +189,46 @@ def test_a_changed_schedule_is_refused_with_the_remedy(tmp_path, capsys):
     assert _main("--save", str(tmp_path), "--save-interval", "4") == 0
     assert _main("--load", str(tmp_path), "--train-iters", "6") == 4
     assert "--override-opt_param-scheduler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_restart", "skipped", "told"),
+    [
+        ([], False, None, None),  # a person has started it, which forgets the failures
+        ([], True, None, r"fix the cause, and .*, or skip .* with --on-crash-loop skip$"),
+        (["--on-crash-loop", "skip"], False, None, None),
+        (["--on-crash-loop", "skip"], True, (2,), None),
+        (["--on-crash-loop", "skip", "--iterations-to-skip", "7", "1"], True, (1, 2, 7), None),
+    ],
+)
+def test_a_loop_of_failures(flags, is_restart, skipped, told, tmp_path, capsys, monkeypatch):
+    ended = []
+    monkeypatch.setattr(pretrain, "end_launcher", ended.append)
+    config = parse_config([*FLAGS, *flags], world_size=1).config
+    launch, layout = Launch(is_restart=is_restart), Layout.single()
+    log = CrashLog(tmp_path)
+    for _ in range(2):
+        assert pretrain._end_crash_loop(config, log, launch, layout) == config
+        log.record(Verdict(7, 0, "not finite", 3))
+    if told is None:
+        found = pretrain._end_crash_loop(config, log, launch, layout)
+        assert found.training.iterations_to_skip == (skipped or config.training.iterations_to_skip)
+        warning = "WARNING: iteration 3 failed twice in the same way: not finite. --on-crash-loop "
+        assert (warning in capsys.readouterr().out) == (skipped is not None)
+        again = pretrain._end_crash_loop(config, log, launch, layout)
+        assert again == (found if skipped else config)
+        assert not ended
+        return
+    with pytest.raises(CrashLoopError, match="iteration 3 failed twice .*: not finite: .*" + told):
+        pretrain._end_crash_loop(config, log, launch, layout)
+    assert ended == [launch]
+
+
+def test_an_iteration_that_cannot_be_skipped_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "end_launcher", lambda _: None)
+    config = parse_config([*FLAGS, "--on-crash-loop", "skip"], world_size=1).config
+    log = CrashLog(tmp_path)
+    for _ in range(2):
+        log.record(Verdict(7, 0, "not finite", 0))
+    with pytest.raises(CrashLoopError, match="iteration 0 failed .* start the run by hand$"):
+        pretrain._end_crash_loop(config, log, Launch(is_restart=True), Layout.single())
