@@ -47,9 +47,26 @@ def test_a_second_job_is_refused_until_the_first_has_gone(tmp_path):
         assert json.loads(file.read_text())["pid"] == os.getpid()
 
 
+def test_a_process_of_another_user_may_live(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def not_ours(*_):
+        raise PermissionError
+
+    monkeypatch.setattr("megatron.checkpoint.lock.fcntl.lockf", no_locks)
+    monkeypatch.setattr(os, "kill", not_ours)
+    holder = {"host": socket.gethostname(), "pid": 1, "started": "hidden"}
+    (tmp_path / LOCK).write_text(json.dumps(holder))
+    with pytest.raises(CheckpointError, match="process 1 on"), save_lock(tmp_path):
+        pass
+
+
 def test_a_release_lets_the_next_in(tmp_path):
+    opened = os.listdir("/proc/self/fd")
     with save_lock(tmp_path / "new" / "folder") as file:
         pass
+    assert len(os.listdir("/proc/self/fd")) == len(opened)
     assert not file.read_text()
     _end(_hold(tmp_path / "new" / "folder"))
 
@@ -60,6 +77,7 @@ def test_a_release_lets_the_next_in(tmp_path):
         ({"host": "elsewhere", "pid": 1, "started": "1"}, True),
         ({"host": socket.gethostname(), "pid": 1, "started": "not its start"}, False),
         ({"host": socket.gethostname(), "pid": 1 << 22, "started": "1"}, False),
+        ({"host": socket.gethostname(), "pid": 1 << 22, "started": None}, False),
         # A container's processes have the same ids in its next run.
         (
             {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid())},
@@ -104,6 +122,7 @@ def test_a_process_is_known_by_its_start_where_there_are_no_locks(tmp_path, monk
     try:
         with pytest.raises(CheckpointError, match=f"process {child} on"), save_lock(tmp_path):
             pass
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it is alive
         kill = os.kill
         monkeypatch.setattr(os, "kill", lambda *_: kill(1 << 22, 0))  # it has gone
         with save_lock(tmp_path) as file:

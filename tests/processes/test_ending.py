@@ -4,13 +4,23 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from megatron import command
-from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL
-from megatron.processes.ending import ExitRequest
+from megatron.errors import (
+    EXIT_OK,
+    EXIT_SAVED_ON_SIGNAL,
+    ConfigError,
+    NumericsError,
+    StorageError,
+)
+from megatron.processes.ending import ExitRequest, end_run, report
+from megatron.processes.launch import Launch
 from megatron.processes.process import run_process
+from megatron.processes.watchdog import GRACE, LOST, Verdict
 from tests.repository import ROOT
 
 
@@ -69,8 +79,88 @@ def test_a_signal_during_the_exit_does_not_change_its_code(words, code):
     assert done.returncode == code
 
 
+_BROKEN = dist.DistBackendError("[/src/pair.cc:553] Connection closed by peer. See the logs.")
+_STEP = "iteration 4, optimizer step"
+
+
+@pytest.mark.parametrize(
+    ("error", "iteration", "waits", "silent", "ending"),
+    [
+        (StorageError("the disk is full:\nmake room"), 4, True, set(), (8, "the disk is full")),
+        (StorageError(""), 4, True, set(), (8, "StorageError")),
+        (ValueError("no\nway"), 0, False, set(), (1, "ValueError in optimizer step: no")),
+        (ValueError("no"), 4, False, {1}, (1, f"ValueError in {_STEP}: no")),
+        (
+            ValueError("no. More"),
+            4,
+            True,
+            {1},
+            (1, f"rank 1 ended without reporting an error, in {_STEP} (no)"),
+        ),
+        (
+            _BROKEN,
+            4,
+            False,
+            set(),
+            (1, f"a connection broke, in {_STEP} (Connection closed by peer)"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_own", [True, False])
+def test_why_a_run_ends(error, iteration, waits, silent, ending, is_own, capsys):
+    """Only the process that ends the run prints its error, unless it blames another."""
+    calls = []
+
+    class Watched:
+        def end_run(self, code, reason, *, blames_peer):
+            calls.append(blames_peer)
+            return Verdict(code, 0, reason(frozenset(silent))), is_own
+
+        def exit_message(self, verdict):
+            return None if is_own else f"ends: {verdict.reason}"
+
+        def end_within(self, *arguments):
+            calls.append(arguments)
+
+        def delay_exit(self):
+            calls.append("waits")
+
+    waits_for = object() if waits else None
+    journal = SimpleNamespace(position=(0, iteration, "optimizer step"), waits_for=waits_for)
+    raised = end_run(error, Launch(rank=1, world_size=2), journal, Watched())
+    code, reason = ending
+    blames_peer = not isinstance(error, StorageError) and (waits or error is _BROKEN)
+    assert raised.code == code
+    assert calls == [blames_peer, (GRACE, code, None), "waits"]
+    told = capsys.readouterr().err
+    if not is_own:
+        assert told == f"ends: {reason}\n"
+    elif blames_peer:
+        assert told == f"[rank 1] error: {reason}: {LOST}\n"
+    elif isinstance(error, StorageError):
+        assert told == f"[rank 1] error: {error}\n"
+    else:
+        assert told.startswith("[rank 1] error: this is a bug, not a mistake on your part\n")
+        assert told.endswith(f"ValueError: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "launch", "told"),
+    [
+        (ConfigError(["--a: no", "--b: no"]), Launch(1, 2), "error: --a: no\nerror: --b: no\n"),
+        (NumericsError("not finite"), Launch(1, 2), "error: not finite\n"),
+        (StorageError("full"), Launch(1, 2), "[rank 1] error: full\n"),
+        (StorageError("full"), Launch(), "error: full\n"),
+    ],
+)
+def test_an_error_of_all_ranks_names_none(error, launch, told, capsys):
+    report(error, launch)
+    assert capsys.readouterr().err == told
+
+
 def test_time_is_up():
     request = ExitRequest(handle_signals=False, duration_minutes=0)
+    assert ExitRequest(False, None).reason == "another rank asked to exit"
     assert request.is_requested
     assert request.code == EXIT_OK
     assert "--exit-duration-in-mins 0" in request.reason

@@ -62,9 +62,7 @@ def test_a_fault_is_read() -> None:
         (["load:0:0:kill"], "the run never reaches load without --load: add it"),
     ],
 )
-def test_a_fault_that_cannot_strike_is_refused(
-    given: list[str], said: str, tmp_path: Path
-) -> None:
+def test_a_fault_that_cannot_strike_is_refused(given: list[str], said: str, tmp_path: Path) -> None:
     words = [word for fault in given for word in ("--fault-inject", fault)]
     ended = run_training(tmp_path / "out", *words)
     assert ended.code == 9, ended.output

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.processes import torchrun, warm
+from megatron.processes.launch import python_path
 from megatron.processes.torchrun import first_failure
 from tests.reliability.processes import wait_until
 from tests.repository import ROOT, command_environment
@@ -68,6 +72,92 @@ def test_a_rank_that_the_launcher_ended_is_not_the_cause(
 ) -> None:
     ranks: list[Any] = [SimpleNamespace(timestamp=at, exitcode=code) for at, code in failures]
     assert first_failure(ranks).exitcode == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "imported"),
+    [
+        (
+            "import a.b as c, d\nfrom e import f\nfrom . import g\nfrom .h import i",
+            ["a.b", "d", "e"],
+        ),
+        ("x = 1\nimport j\nif x:\n    import k\n", ["j"]),
+        ("import a\nthis is no Python", []),
+        ("import a\0", []),
+    ],
+)
+def test_the_modules_that_a_file_imports(source: str, imported: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text(source)
+    assert warm._imports_of(tmp_path / "file.py") == imported
+    assert warm._imports_of(tmp_path / "none.py") == []
+
+
+def test_which_runs_start_from_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], str | None]] = []
+    preloaded: list[str] = []
+    monkeypatch.setattr(warm.forkserver, "set_forkserver_preload", preloaded.extend)
+    monkeypatch.setattr(
+        warm.forkserver, "ensure_running", lambda: started.append((preloaded[:], python_path()))
+    )
+    monkeypatch.setattr(warm, "without_matrix_threads", lambda: None)
+    monkeypatch.setenv("PYTHONPATH", "before")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    script = tmp_path / "rank_of_mine.py"
+    script.write_text("import json\n")
+
+    def asked(**changes: Any) -> argparse.Namespace:
+        named = {"training_script": str(script), "module": False, "training_script_args": ["--a"]}
+        plain = {"max_restarts": 1, "no_python": False, "run_path": False}
+        return argparse.Namespace(**{**named, **plain, **changes})
+
+    for changes in (
+        {"max_restarts": 0},
+        {"no_python": True},
+        {"run_path": True},
+        {"training_script": "none.py"},
+        {"training_script": "no_such_module", "module": True},
+        {"training_script": "..", "module": True},
+    ):
+        arguments = asked(**changes)
+        warm.start_warm(arguments)
+        assert arguments == asked(**changes)
+    assert not started
+    server = {"training_script": warm.__file__, "module": False, "run_path": True}
+    for kind, name in (("script", str(script)), ("module", "rank_of_mine")):
+        preloaded.clear()
+        arguments = asked(training_script=name, module=kind == "module")
+        warm.start_warm(arguments)
+        words = [kind, name, "before", "--a"]
+        assert arguments == asked(**server, training_script_args=words, start_method="forkserver")
+        folders = os.pathsep.join([str(tmp_path), str(ROOT), "before"])
+        assert started.pop() == (["json"], folders)
+        assert python_path() == "before"
+
+
+def test_a_signal_is_passed_on_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested, killed = threading.Event(), list[tuple[int, int]]()
+
+    def kill(pid: int, number: int) -> None:
+        killed.append((pid, number))
+        if pid == 7:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(torchrun, "ranks", lambda: [7, 8])
+    monkeypatch.setattr(os, "kill", kill)
+    torchrun._pass_on(requested, signal.SIGTERM, None)
+    assert requested.is_set()
+    assert killed == [(7, signal.SIGTERM), (8, signal.SIGTERM)]
+    monkeypatch.setattr(torchrun, "ranks", list)
+    with pytest.raises(SystemExit) as ended:
+        torchrun._pass_on(threading.Event(), signal.SIGTERM, None)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_needs_no_torch(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert torchrun.main([word, "more"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m megatron.processes.torchrun")
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
