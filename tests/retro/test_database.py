@@ -151,6 +151,30 @@ def test_chunks_are_read_padded_with_eod(tmp_path: Path) -> None:
         database.tokens([0, 10])
 
 
+def test_tokens_outside_of_the_vocabulary_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large table, a few evenly spaced chunks are compared with the vocabulary."""
+    documents = [[i + 1, 90 if i in (4, 8) else 5] for i in range(10)]
+    build(options(tmp_path / "w", write_dataset(tmp_path / "d", documents), ntrain=1))
+    ChunkDatabase(tmp_path / "w", CHUNK, 0, vocab_size=91).check()
+    ChunkDatabase(tmp_path / "w", CHUNK, 99).check()
+    database = ChunkDatabase(tmp_path / "w", CHUNK, 0, vocab_size=90)
+    with pytest.raises(DataError, match=r"d\.bin: document 4 holds the token id 90"):
+        database.check()
+    for chunks, document in ((2, 8), (3, 4), (1, None)):
+        monkeypatch.setattr("megatron.retro.database._TOKENS_CHECKED", chunks)
+        if document is None:
+            database.check()
+        else:
+            with pytest.raises(DataError, match=f"document {document} holds"):
+                database.check()
+    build(options(tmp_path / "e", write_dataset(tmp_path / "empty", [[EOD]] * 10), ntrain=0))
+    empty = ChunkDatabase(tmp_path / "e", CHUNK, EOD, vocab_size=1)
+    empty.check()
+    assert empty.tokens([]).shape == (0, CHUNK)
+
+
 def test_two_datasets_are_merged_in_order(tmp_path: Path) -> None:
     one = write_dataset(tmp_path / "a" / "text", random_documents(30, seed=1))
     two = write_dataset(tmp_path / "b" / "text", random_documents(20, seed=2))

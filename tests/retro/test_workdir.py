@@ -82,6 +82,44 @@ def test_the_original_s_arguments_are_read(golden: Path) -> None:
         check_folder(workdir, changed(found, retro_compatible=False), ORIGIN)
 
 
+def test_a_folder_of_megatron_lm_has_names_instead_of_digests(
+    tmp_path: Path, asked: RetroPreprocessing
+) -> None:
+    """It has Megatron-LM's bugs, and its files may have been moved."""
+    names = {
+        "retro_gpt_vocab_file": "data/vocab.json",
+        "retro_gpt_merge_file": "data/merges.txt",
+        "retro_bert_vocab_file": "data/bert.txt",
+        "retro_compatible": True,
+    }
+    asked = changed(asked, **names)
+    path = arguments_file(tmp_path)
+    write_arguments(tmp_path, asked, ORIGIN, {"split": "90,8,2"})
+    recorded = json.loads(path.read_text())
+    del recorded["retro_made_from"], recorded["retro_compatible"]
+    path.write_text(json.dumps(recorded))
+    assert read_arguments(tmp_path) == asked
+    origin = FolderOrigin("90,8,2", "other", "other:1", "other:2")
+    check_folder(tmp_path, changed(asked, retro_gpt_vocab_file="/moved/vocab.json"), origin)
+    other = {
+        "retro_compatible": False,
+        "retro_gpt_merge_file": "data/other.txt",
+        "retro_gpt_tokenizer_model": "data/new.model",
+        "retro_bert_vocab_file": None,
+    }
+    with pytest.raises(DataError) as caught:
+        check_folder(tmp_path, changed(asked, **other), origin._replace(split="50,50"))
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  db: --retro-gpt-split 90,8,2 in the folder, 50,50 here",
+        "  db: --retro-compatible True in the folder, False here",
+        "  db: --retro-gpt-merge-file data/merges.txt in the folder, data/other.txt here",
+        "  db: --retro-gpt-tokenizer-model None in the folder, data/new.model here",
+        "  db: --retro-bert-vocab-file data/bert.txt in the folder, None here",
+    ]
+    with pytest.raises(DataError, match=r"db: --split 90,8,2 in the folder, 50,50 here"):
+        check_folder(tmp_path, asked, origin._replace(split="50,50"))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
