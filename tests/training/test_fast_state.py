@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 
 from megatron.checkpoint.find import TRACKER
 from megatron.config import RunConfig
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
 from megatron.training import fast_state
+from megatron.training.callbacks import fast_state as callback
+from megatron.training.callbacks.base import EarlyExit
 from megatron.training.fast_state import RunRecord, store_of
 from tests.config.command import parse
 from tests.reliability.scoreboard.commands import run_training
@@ -241,3 +244,116 @@ def test_only_a_run_that_goes_on_asks_for_its_fast_state(
     )
     assert found is None
     assert asked == [-1] * asks
+
+
+def _run(iteration: int = 0, **changes: Any) -> Any:
+    words = "--save a --save-interval 6 --non-persistent-save-interval 2"
+    config = _config(f"{words} --non-persistent-ckpt-type global")
+    values: dict[str, Any] = {"was_resumed": False, "finished": False, "config": config}
+    values |= {"useful_seconds": 1.0, "save_at": ()}
+    return SimpleNamespace(
+        layout=Layout.single(),
+        progress=SimpleNamespace(iteration=iteration),
+        timers=SimpleNamespace(measure=lambda _: nullcontext()),
+        **{**values, **changes},
+    )
+
+
+def test_which_updates_are_followed_by_a_fast_save(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved: list[int] = []
+    events: list[tuple[int, str, str]] = []
+
+    def save(snapshot: Any) -> Path:
+        if snapshot.iteration == 8:
+            raise StorageError("the disk is full")
+        saved.append(snapshot.iteration)
+        return Path("here")
+
+    def take(iteration: int, *_: object) -> Any:
+        return SimpleNamespace(iteration=iteration, plan=SimpleNamespace(total_bytes=2_500_000_000))
+
+    store = SimpleNamespace(save=save, delete_after=lambda iteration: None)
+    monkeypatch.setattr(callback, "store_of", lambda *_: store)
+    monkeypatch.setattr(callback.checkpointing, "meta_of", lambda run: {})
+    monkeypatch.setattr(callback.checkpointing, "state_of", lambda run: {})
+    monkeypatch.setattr(callback.Snapshot, "take", take)
+    monkeypatch.setattr(callback.time, "perf_counter", iter(range(100)).__next__)
+    scalars: Any = SimpleNamespace(
+        event=lambda run, *words: events.append((run.progress.iteration, *words))
+    )
+    run, saver = _run(), callback.NonPersistentCheckpoints(scalars)
+    saver.on_start(run)
+    interrupted = []
+    for iteration in range(1, 15):
+        if saver.interrupts(run):
+            interrupted.append(iteration)
+        run.progress.iteration, run.finished = iteration, iteration == 14
+        outcome: Any = SimpleNamespace(save_due=iteration == 4)
+        saver.after_step(run, outcome, EarlyExit("now", 0) if iteration == 10 else None)
+    # 6 and 12 have durable checkpoints, as 4, and the last ones follow in another way.
+    assert interrupted == [2, 4, 8, 10, 14]
+    assert saved == [2]
+    assert events == [
+        (2, "non-persistent checkpoint", "saved in 1.00 s"),
+        (8, "failed non-persistent checkpoint", "the disk is full"),
+    ]
+    printed = capsys.readouterr().out
+    assert "  first non-persistent checkpoint: here (2.5 GB in 1.00 s)\n" in printed
+    assert "WARNING: no non-persistent checkpoint was written: the disk is full\n" in printed
+    run.progress.iteration, run.finished = 16, False
+    saver.after_step(run, outcome, None)
+    assert saved == [2, 16]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("was_resumed", "least"), [(False, 4), (True, 3)])
+def test_a_run_goes_back_to_its_own_state_only(
+    was_resumed: bool, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run may go back to the checkpoint from which it has started."""
+    asked: list[tuple[str, int]] = []
+    store = SimpleNamespace(
+        delete_after=lambda iteration: asked.append(("delete", iteration)),
+        open_newest=lambda after: asked.append(("open", after)),
+    )
+    monkeypatch.setattr(callback, "store_of", lambda *_: store)
+    saver = callback.NonPersistentCheckpoints(None)  # type: ignore[arg-type]
+    saver.on_start(_run(4, was_resumed=was_resumed))
+    for after in (0, 9):
+        saver.open_newest(after)
+    assert asked == [("delete", 4), ("open", least), ("open", 9)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({}, True),
+        ({"config": None}, False),
+        ({"config": None, "was_resumed": True}, True),
+        ({"goodput": None}, False),
+        ({"record": None}, False),
+        ({"is_log_rank": False}, False),
+    ],
+)
+def test_when_the_goodput_is_told(
+    changes: dict[str, Any],
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = RunRecord("a", 1000.0)
+    run = _run(**{"goodput": 0.25, "record": record, "is_log_rank": True, **changes})
+    run.config = run.config or _config("")  # without fast saves
+    now = iter((5.0, 7.5))
+    monkeypatch.setattr(callback.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(callback.time, "time", lambda: 3345.0)
+    goodput = callback.Goodput()
+    goodput.before_step(run)
+    goodput.after_step(run, None, None)  # type: ignore[arg-type]
+    assert run.useful_seconds == 3.5
+    goodput.on_end(run, None)
+    told = capsys.readouterr().out
+    assert told.startswith("  goodput: 25.0% of the 2,345 s since the run") == is_told
+    assert bool(told) == is_told
