@@ -6,6 +6,8 @@ import os
 import re
 import resource
 import signal
+from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,6 +191,111 @@ def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="5,120 are free"):
         save_state(tmp_path, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_must_leave_some_space(tmp_path, monkeypatch):
+    size = sum(entry.tensor.nbytes for entry in make_state(1).values())
+    needed = size + (64 << 20)
+    free = needed - 1
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    told = (
+        f"the checkpoint needs {size:,} bytes, and 67,108,864 .* but only {free:,} are free: make"
+    )
+    with pytest.raises(StorageError, match=told):
+        save_state(tmp_path, 1)
+    free = needed
+    mask = os.umask(0)
+    try:
+        path = save_state(tmp_path / "deep" / "folder", 1)
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o775  # a group can clean up
+
+
+def test_what_interrupted_saves_left_is_removed(tmp_path):
+    """A replaced checkpoint is back under its name if its replacement was never published."""
+    save_state(tmp_path, 1)
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000001.old-a")
+    save_state(tmp_path, 2)
+    assert assert_loads(tmp_path, [2]) == 2
+    for name in ("iter_0000002.old-b", "iter_0000003.tmp-c", "release.tmp-d", "notes.tmp-e"):
+        (tmp_path / name / "deeper").mkdir(parents=True)
+    (tmp_path / f"{TRACKER}.tmp-f").touch()
+    (tmp_path / "iter_notes.txt").touch()
+    assert store.foreign_iterations(tmp_path) == []
+    save_state(tmp_path, 4)
+    kept = ["iter_0000001", "iter_0000002", "iter_0000004", "iter_notes.txt", "notes.tmp-e"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, TRACKER])
+    assert open_checkpoint(tmp_path, step=1).iteration == 1
+
+
+def test_a_replacement_that_fails_leaves_the_replaced_one(tmp_path, monkeypatch):
+    save_state(tmp_path, 5, make_state(5))
+    rename = os.rename
+
+    def fails(source, target):
+        if ".tmp-" in str(source):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(StorageError, match="Input/output error"):
+        save_state(tmp_path, 5, make_state(6))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
+    assert_holds(open_checkpoint(tmp_path), make_state(5))
+
+
+def test_the_checkpoints_of_other_programs(tmp_path):
+    assert store.foreign_iterations(tmp_path / "none") == []
+    save_state(tmp_path, 1)
+    for name in ("iter_0000020", "iter_0000003", "iter_4", "release", "iter_0000005", "other"):
+        (tmp_path / name).mkdir()
+        if not name.endswith("5"):
+            (tmp_path / name / "file").touch()
+    assert store.foreign_iterations(tmp_path) == [3, 20]
+    save_state(tmp_path, 5)  # an empty folder holds nothing that would be lost
+
+
+def test_the_manifest_describes_the_save(tmp_path):
+    state = {
+        "model.a": Entry(torch.ones(2, 3), (2, 3), (0, 0)),
+        "model.b": Entry.whole(torch.ones(())),
+    }
+    path = save(tmp_path, 7, state, {"rank": 0}, Layout.single())
+    body = json.loads((path / "manifest.json").read_text())
+    assert body["iteration"] == 7
+    assert body["meta"]["rank"] == 0
+    assert set(body["layout"].values()) == {1}
+    assert list(body["layout"])[0] == "world"
+    created = datetime.fromisoformat(body["created"])
+    assert abs((datetime.now(UTC) - created).total_seconds()) < 600
+    assert created.microsecond == 0
+    (file,) = body["files"].values()
+    data = (path / "rank_00000.safetensors").read_bytes()
+    assert file["bytes"] == len(data)
+    header = int.from_bytes(data[:8], "little") + 8
+    assert file["header_bytes"] == header
+    assert file["header_sha256"] == hashlib.sha256(data[:header]).hexdigest()
+    assert header % 8 == 0
+    (piece,) = body["tensors"]["model.a"]["pieces"]
+    assert (piece["start"], piece["bytes"]) == (header, 24)
+
+
+@pytest.mark.parametrize(
+    ("keep_optimizer", "averages", "kept"),
+    [
+        (False, False, ["model.a"]),
+        (True, False, ["fp8.a", "model.a", "optimizer.a"]),
+        (False, True, ["average.a", "model.a", "snapshot.a"]),
+        (True, True, ["average.a", "fp8.a", "model.a", "optimizer.a", "snapshot.a"]),
+    ],
+)
+def test_the_tensors_that_a_conversion_takes(tmp_path, keep_optimizer, averages, kept):
+    names = ("random.a", "snapshot.a", "average.a", "fp8.a", "model.a", "optimizer.a")
+    save_state(tmp_path, 1, {name: Entry.whole(torch.ones(3)) for name in names})
+    reader = open_checkpoint(tmp_path)
+    state = store.state_of(reader, keep_optimizer=keep_optimizer, averages=averages)
+    assert list(state) == kept
 
 
 def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
