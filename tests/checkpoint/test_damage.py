@@ -13,7 +13,7 @@ from megatron.checkpoint.inspection import summarize
 from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, ManifestError, _sign, parse
 from megatron.checkpoint.reader import NativeReader
-from megatron.checkpoint.shard import parse_header, plan_shard
+from megatron.checkpoint.shard import Placement, parse_header, plan_shard
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import assert_loads, make_state, save_state
 
@@ -254,6 +254,29 @@ def test_a_header_gives_each_tensor_one_place():
     tensors = {"a": torch.ones(6), "b": torch.ones(2, 3).half(), "c": torch.ones(0, 4)}
     header, places = plan_shard(tensors, metadata={"format": "pt"})
     assert parse_header(header) == places
+    text = (  # the widest types first
+        '{"__metadata__":{"format":"pt"},'
+        '"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]},'
+        '"c":{"dtype":"F32","shape":[0,4],"data_offsets":[24,24]},'
+        '"b":{"dtype":"F16","shape":[2,3],"data_offsets":[24,36]}}'
+    )
+    size = -(-len(text) // 8) * 8
+    assert header == size.to_bytes(8, "little") + text.encode() + b" " * (size - len(text))
+    assert places["b"] == Placement("F16", (2, 3), 8 + size + 24, 12)
+    for wrong in (header[:7], header[:-1], header + b" "):
+        with pytest.raises(ValueError, match="not a safetensors header: its length differs"):
+            parse_header(wrong)
+    for old, new in (
+        (b"[6]", b"[true]"),
+        (b"[0,24]", b"[0.0,24]"),
+        (b"[0,24]", b"[25,24]"),
+        (b"[0,24]", b"[-1,24]"),
+        (b"[2,3]", b"[2,-3]"),
+        (b'"F16"', b"16"),
+    ):
+        changed = header[8:].replace(old, new)
+        with pytest.raises(ValueError, match="not a safetensors header: "):
+            parse_header(len(changed).to_bytes(8, "little") + changed)
     # Readers differ about which of the two counts.
     with pytest.raises(ValueError, match="a name occurs twice"):
         parse_header(header.replace(b'"b":{', b'"a":{'))

@@ -4,8 +4,19 @@ import shutil
 
 import pytest
 
-from megatron.checkpoint.find import TRACKER, checkpoint_at, list_checkpoints
-from megatron.checkpoint.loading import open_checkpoint, open_root
+from megatron.checkpoint.find import (
+    TRACKER,
+    CheckpointFolder,
+    checkpoint_at,
+    list_checkpoints,
+)
+from megatron.checkpoint.loading import (
+    checkpoints_below,
+    open_any,
+    open_checkpoint,
+    open_folder,
+    open_root,
+)
 from megatron.errors import CheckpointError
 from tests.checkpoint.states import assert_loads, save_state
 
@@ -175,3 +186,58 @@ def test_a_folder_with_two_checkpoints_is_neither(tmp_path, capsys):
     shutil.rmtree(tmp_path / "iter_0000001")
     with pytest.raises(CheckpointError, match="no complete checkpoint: .*holds both"):
         list_checkpoints(tmp_path)
+
+
+def test_why_there_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "runs" / "notes").mkdir(parents=True)
+    save_state(tmp_path / "runs" / "b", 1)
+    save_state(tmp_path / "runs" / "c", 1)
+    (tmp_path / "runs" / "a.tmp-0" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "runs" / "a.tmp-0" / TRACKER).write_text("1")
+    (tmp_path / "runs" / "run.txt").touch()
+    assert checkpoints_below(tmp_path / "runs") == ["b", "c"]
+    assert checkpoints_below(tmp_path / "runs" / "b") == ["iter_0000001"]
+    assert checkpoints_below(tmp_path / "file") == checkpoints_below(tmp_path / "none") == []
+    better = tmp_path / "runs" / "b"
+    for name, why in (
+        ("none", "there is no such folder"),
+        ("file", "it is a file: give the folder of checkpoints"),
+        ("empty", "there is no checkpoint in this folder"),
+        ("runs", f"there is no checkpoint in this folder, but its folder b has one: give {better}"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            open_any(tmp_path / name)
+        assert str(caught.value) == f"{tmp_path / name}: {why}"
+    assert open_any(better).iteration == open_any(better / "iter_0000001").iteration == 1
+
+
+def test_checkpoints_are_verified_unless_one_asks_otherwise(tmp_path):
+    path = save_state(tmp_path, 1)
+    shard = next(path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    folder = CheckpointFolder("native", 1, path)
+    for opens in (
+        open_checkpoint,
+        open_root,
+        open_any,
+        lambda _, **how: open_folder(folder, **how),
+    ):
+        with pytest.raises(CheckpointError, match="does not match its digest"):
+            opens(tmp_path)
+        assert opens(tmp_path, verify=False).iteration == 1
+    copy = path.rename(tmp_path / "best")  # a name that says nothing about the iteration
+    assert open_checkpoint(copy, verify=False).iteration == 1
+
+
+def test_a_long_reason_is_cut(tmp_path, monkeypatch):
+    path = save_state(tmp_path, 1)
+
+    def fails(*_, **__):
+        raise KeyError("x" * 1000)
+
+    monkeypatch.setattr("megatron.checkpoint.loading.NativeReader", fails)
+    with pytest.raises(CheckpointError) as caught:
+        open_folder(CheckpointFolder("native", 1, path))
+    assert str(caught.value) == f"not a native checkpoint: KeyError: '{'x' * 489}"
