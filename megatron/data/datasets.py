@@ -391,9 +391,17 @@ def _build_split(
     if num_samples == 0 or not members:
         return None
     if not nonempty:
-        if split != "train":  # a run can do without validation or test data
-            return None
         sizes = ", ".join(f"{member.data.prefix}: {member.documents}" for member in members)
+        if split != "train":  # a run can do without validation or test data
+            # A small corpus has no test data under the default --split. That needs no warning.
+            is_split = request.data.data_path is not None and parse_split(flag)[1] > 0
+            if split == "valid" and is_split and request.is_builder:
+                warn(
+                    f"this run has no validation data: --split {flag!r} leaves no documents for it "
+                    f"(documents in {sizes}; a .txt, compressed or parquet file counts as one): "
+                    "change --split, or give --train-data-path and --valid-data-path"
+                )
+            return None
         raise DataError(
             f"{num_samples} training samples are requested, but the training split has no "
             f"documents (documents in {sizes}; --split {flag!r}): change --split or give more data"

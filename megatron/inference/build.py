@@ -303,7 +303,7 @@ def make_cache(
 
     Raises:
         ConfigError: The states of `options.max_sequences` sequences, or a single block, do not fit
-            in memory.
+            in memory, or a mixer keeps nothing from token to token.
     """
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes, states = {}, {}
@@ -321,8 +321,11 @@ def make_cache(
                 states[index] = mixer.mamba.states(layout.tensor.size)
         elif isinstance(mixer, RecurrentPlan):
             states[index] = mixer.states(layout.tensor.size)
-        else:
-            assert mixer is None, f"layer {index} has neither keys and values nor states"
+        elif mixer is not None:
+            raise ConfigError(
+                f"layer {index} ({mixer.kind}) keeps neither keys and values nor states, so it "
+                "cannot generate text: extend RecurrentPlan (docs/tour.md, How to add)"
+            )
     token_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
     block_bytes = options.block_size * token_bytes + extra_bytes
     tokens = options.cache_tokens

@@ -99,6 +99,25 @@ def test_no_samples_or_no_documents_give_no_dataset(tmp_path: Path) -> None:
         build(DataConfig(seq_length=16, data_path=(prefix,), split="0,1"))
 
 
+def test_missing_validation_data_is_reported_if_the_split_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = str(write_corpus(tmp_path / "x", documents=5))
+    config = DataConfig(seq_length=16, data_path=(prefix,), split="969,30,1")
+    assert build(config)[1:] == (None, None)
+    said = capsys.readouterr().err
+    assert said.startswith("WARNING: this run has no validation data: --split '969,30,1' leaves no")
+    assert f"documents in {prefix}: 5; " in said
+    assert said.count("\n") == 1  # none for the test data
+    for silent in (
+        dataclasses.replace(config, split="1"),
+        dataclasses.replace(config, split="5,0,1"),
+    ):
+        assert build(silent).valid is None
+    assert build(config, samples=(5, 0, 0)).valid is None
+    assert not capsys.readouterr().err
+
+
 def test_mock_data() -> None:
     train, valid, test = build(DataConfig(seq_length=16, mock_data=True), samples=(5, 3, 0))
     assert train is not None

@@ -10,6 +10,10 @@ from megatron.checkpoint.entries import model_state
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.reader import restore
 from megatron.config.stages import ModelPart
+from megatron.device import Device
+from megatron.errors import CheckpointError, ConfigError
+from megatron.inference.build import EngineOptions, build_engine
+from megatron.inference.load import load_gpt
 from megatron.models.arithmetic import (
     count_parameters,
     count_part_matrices,
@@ -19,16 +23,21 @@ from megatron.models.arithmetic import (
 from megatron.models.block import MIXERS, MLPS, Block
 from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.gpt import GPTModel
+from megatron.models.plans import PLANS
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from megatron.planner.memory import largest_process
 from megatron.planner.pipeline_balance import Costs, Pipeline
+from megatron.tools.checkpoint import util
+from megatron.training.pretrain import main
+from pretrain_gpt import GPTRecipe
 from tests.checkpoint.states import save
+from tests.models.own_layers import own_plan
 from tests.models.small import SEQUENCE, batch, config, plan
 from tests.models.toy_mixer import RunningMean, RunningMeanPlan
 from tests.models.toy_mlp import Square, SquarePlan
-from tests.training.toy import build_toy
+from tests.training.toy import TOY, build_toy
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
@@ -139,3 +148,23 @@ def test_memory_and_balance_read_each_layer():
 def test_a_plan_can_be_printed_and_compared():
     assert "RunningMeanPlan(kind='running_mean'" in str(toy_plan())
     assert len({toy_plan(), toy_plan(), plan(config(num_layers=4, **NO_DROPOUT))}) == 2
+
+
+def test_a_script_trains_its_own_layers_and_other_programs_refuse_them(
+    tmp_path, monkeypatch, capsys
+):
+    """`docs/tour.md` names `own_layers.py`, which makes the same two changes."""
+    words = [*TOY, "--no-exit-signal-handler", "--save", str(tmp_path), "--save-interval", "2"]
+    words += ["--load", str(tmp_path), "--eval-iters", "0", "--train-iters", "4"]
+    with monkeypatch.context() as patch:
+        patch.setitem(PLANS, "gpt", own_plan)
+        assert main(GPTRecipe(), [*words, "--exit-interval", "2"]) == 0
+        assert main(GPTRecipe(), words) == 0
+        assert "iteration        4/" in capsys.readouterr().out
+        loaded = load_gpt(str(tmp_path), Device.cpu())
+        with pytest.raises(ConfigError, match=r"layer 0 \(running_mean\) keeps neither keys"):
+            build_engine(loaded, Device.cpu(), EngineOptions())
+    words = ["--model-type", "GPT", "--loader", "native", "--saver", "hf"]
+    words += ["--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "exported")]
+    assert util.main(words) == CheckpointError.exit_code
+    assert "attention.output.bias is missing, but its config" in capsys.readouterr().err

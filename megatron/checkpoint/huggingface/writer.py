@@ -56,6 +56,12 @@ class Export:
         """
         tensors: Tensors = {}
         path, rules = self.reader.path, self._rules()
+        missing = [rule.name for rule in rules if rule.name not in self.reader.tensors]
+        if missing:
+            raise CheckpointError(
+                f"{path}: {min(missing)} is missing, but its configuration says that the network "
+                "has it: a network with layers of your own has no Hugging Face format"
+            )
         for rule in rules:
             shape, dtype = self.reader.tensors[rule.name]
             if shape != rule.shape:
