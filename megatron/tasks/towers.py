@@ -49,9 +49,9 @@ from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.tokenizer import Tokenizer
 from megatron.training.callbacks.base import Callback
-from megatron.training.checkpointing import load_shared_weights
 from megatron.training.from_bert import StartFromBert
 from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
+from megatron.training.restoring import load_shared_weights
 from megatron.training.run import Run
 
 _READ = 1 << 20  # characters

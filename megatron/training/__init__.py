@@ -20,7 +20,8 @@ The modules, in the order in which a run uses them:
     generation               the model's answers to prompts during training
     health                   tests the machines of a run
     find_lr                  finds a learning rate in a short training run
-    checkpointing            saves the state of a run and restores it
+    checkpointing            the state of a run in a checkpoint, and saving it
+    restoring                opens the checkpoint that a run starts from, and restores the run
     changed_settings         settings and data that have changed since the checkpoint
     fast_state               the run's identity, and its newest checkpoint
     branches                 starts a run that branches off another one for its final decay

@@ -48,7 +48,7 @@ from megatron.processes.ending import ExitRequest
 from megatron.processes.groups import BACKSTOP
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
-from megatron.training import checkpointing, gradient_sharing
+from megatron.training import checkpointing, gradient_sharing, restoring
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
 from megatron.training.branches import with_branch_length
 from megatron.training.fast_state import RunRecord
@@ -88,16 +88,16 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     )
     if config.checkpoint.load is not None:
         layout.journal.enter("loading of the checkpoint")
-    reader = checkpointing.open_for_loading(config, layout)
+    reader = restoring.open_for_loading(config, layout)
     if reader is not None:
-        entries = checkpointing.stored_entries(reader, tokenizer.vocab_size)
+        entries = restoring.stored_entries(reader, tokenizer.vocab_size)
         reader = PaddedReader(reader, rows=vocabulary, entries=entries)
     config = with_branch_length(config, reader)
     batches = BatchPlan.from_config(config, layout.data.size)
     config = without_epochs(config, recipe, batches, tokenizer, layout)
     save = config.checkpoint.save
     training = config.training
-    start = checkpointing.progress_at_start(config, reader)
+    start = restoring.progress_at_start(config, reader)
     train_iterations = batches.iterations_of(training, start)
     _check_saves(config, layout, start.iteration, train_iterations)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
@@ -137,7 +137,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         corpus=corpus_fingerprint(config.data) if has_corpus else None,
     )
     if reader is not None:
-        checkpointing.restore_run(run, reader)
+        restoring.restore_run(run, reader)
     # Otherwise processes forked later would keep the checkpoint from being deleted.
     del reader
     if not training.skip_train:

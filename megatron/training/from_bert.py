@@ -17,8 +17,8 @@ from megatron.config.model import with_article
 from megatron.config.retriever import CONTEXT, QUERY, TOWERS
 from megatron.errors import CheckpointError
 from megatron.models.adapters import adapted_layers
-from megatron.training.checkpointing import load_shared_weights, stored_entries
 from megatron.training.pretrain import Extras
+from megatron.training.restoring import load_shared_weights, stored_entries
 from megatron.training.run import Run
 
 _FLAG = "--bert-load"

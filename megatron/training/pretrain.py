@@ -37,11 +37,11 @@ from megatron.tokenizer import padded_vocabulary
 from megatron.training.build import build_run
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.scalars import Writer, open_writers
-from megatron.training.checkpointing import network_of
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import format_panel, size_rows, start_panel
 from megatron.training.recipe import Recipe
+from megatron.training.restoring import network_of
 from megatron.training.run import Run
 
 _LESS_MEMORY = (

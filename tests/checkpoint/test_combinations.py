@@ -26,8 +26,9 @@ from megatron.errors import UserError
 from megatron.models.adapters import adapted_layers
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
-from megatron.training.checkpointing import network_of, save_run
+from megatron.training.checkpointing import save_run
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.restoring import network_of
 from tests.checkpoint.states import read_whole
 from tests.combinations import try_combinations
 from tests.distributed import run_sharing_memory, toy_device

@@ -13,8 +13,8 @@ from megatron.config.parser import parse_config
 from megatron.finetuning.reference import ReferenceLogProbs
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
-from megatron.training.checkpointing import network_of
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.restoring import network_of
 from tests.distributed import toy_device
 from tests.finetuning.record_trl import (
     BATCH,

@@ -35,7 +35,7 @@ from megatron.config.parser import parse_config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
-from megatron.training.checkpointing import network_of, open_for_loading, restore_run
+from megatron.training.restoring import network_of, open_for_loading, restore_run
 from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
 from tests.checkpoint.core.core_files import to_core

@@ -40,7 +40,7 @@ from megatron.inference.request import (
 from megatron.inference.sampling import uniform
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
-from megatron.training.checkpointing import network_of
+from megatron.training.restoring import network_of
 from tests.combinations import try_combinations
 from tests.distributed import run_sharing_memory, toy_device
 from tests.inference.toy import tokens_of

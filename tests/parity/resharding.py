@@ -19,8 +19,9 @@ from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.parallel.layout import Layout
 from megatron.training.batches import batches_from
-from megatron.training.checkpointing import optimizer_state, restore_run, save_run, state_of
+from megatron.training.checkpointing import optimizer_state, save_run, state_of
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.restoring import restore_run
 from megatron.training.run import Run
 from megatron.training.step import Updates
 from tests.checkpoint.states import read_whole

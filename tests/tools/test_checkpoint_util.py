@@ -25,8 +25,8 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.tools.checkpoint import formats, util
 from megatron.training.build import build_run
-from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
+from megatron.training.restoring import network_of
 from pretrain_gpt import GPTRecipe
 from tests.checkpoint.huggingface.models import CASES, logits, tensors_of, write_folder
 from tests.checkpoint.legacy import megatron_files

@@ -15,8 +15,8 @@ from megatron.errors import CheckpointError
 from megatron.kernels.rope import rotation_table
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
-from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
+from megatron.training.restoring import network_of
 from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus
 from tests.distributed import run_distributed

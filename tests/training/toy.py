@@ -14,10 +14,10 @@ from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
 from megatron.training.callbacks.scalars import RunStart
-from megatron.training.checkpointing import network_of
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
+from megatron.training.restoring import network_of
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from pretrain_bert import BertRecipe

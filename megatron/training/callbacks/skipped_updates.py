@@ -15,7 +15,7 @@ from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import Checkpoints
 from megatron.training.callbacks.fast_state import NonPersistentCheckpoints
 from megatron.training.callbacks.scalars import Scalars
-from megatron.training.checkpointing import rewind_run
+from megatron.training.restoring import rewind_run
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 

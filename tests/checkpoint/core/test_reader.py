@@ -13,7 +13,8 @@ from megatron.checkpoint.entries import Box, flatten
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import CheckpointError
-from megatron.training.checkpointing import network_of, state_of
+from megatron.training.checkpointing import state_of
+from megatron.training.restoring import network_of
 from tests.checkpoint.core.conftest import NETWORKS, SAVE
 from tests.checkpoint.core.core_files import (
     Grid,

@@ -12,7 +12,8 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import CheckpointError
 from megatron.tools.checkpoint import util
-from megatron.training.checkpointing import network_of, state_of
+from megatron.training.checkpointing import state_of
+from megatron.training.restoring import network_of
 from tests.checkpoint.deepspeed.deepspeed_files import Form, save, scaler, to_deepspeed
 from tests.checkpoint.states import read_whole
 from tests.distributed import run_distributed

@@ -29,8 +29,8 @@ from megatron.models.bert import BertModel
 from megatron.models.build import build_model, run_context
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
-from megatron.training.checkpointing import network_of
 from megatron.training.pretrain import main
+from megatron.training.restoring import network_of
 from pretrain_bert import BertRecipe
 from tests.checkpoint.states import read_whole, same_files
 from tests.distributed import run_distributed
