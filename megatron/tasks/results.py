@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from megatron.checkpoint.find import RELEASE, iteration_of
 from megatron.command import print_line
 from megatron.config.tasks import TaskConfig
 from megatron.durable import expect_no_file, replace_file, storage_errors, writing_to
@@ -71,10 +72,16 @@ def megatron_line(
 
 
 def results_path(requested: str | None, folder: str, task: str, iteration: int) -> Path:
-    """Return the path that --results names, or the default path in the checkpoint folder."""
+    """Return the path that --results names, or the default path in the folder of checkpoints.
+
+    It is outside the folder of a single iteration, which is deleted when newer ones are saved.
+    """
     if requested is not None:
         return Path(requested)
-    return Path(folder) / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
+    root = Path(folder)
+    if iteration_of(root.absolute().name) or root.absolute().name == RELEASE:
+        root = root.absolute().parent
+    return root / "evaluation" / f"{task.lower()}-iter_{iteration:07d}.json"
 
 
 def check_results(options: TaskConfig, data: Sequence[str], resumed: Path | None = None) -> None:

@@ -55,6 +55,8 @@ def test_where_results_are_written(tmp_path: Path, capsys: pytest.CaptureFixture
     path = results_path(None, str(tmp_path), "LAMBADA", 20)
     assert path == tmp_path / "evaluation" / "lambada-iter_0000020.json"
     assert results_path("mine", str(tmp_path), "LAMBADA", 20) == Path("mine")
+    for single in ("iter_0000020", "release"):  # a folder that later saves delete
+        assert results_path(None, str(tmp_path / single), "LAMBADA", 20) == path
     values = {"n": [1, (math.nan, {"x": -math.inf})], "loss": 0.5}
     for note in ("", ", replacing earlier ones"):
         report_results(path, values)
