@@ -325,11 +325,13 @@ def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
         def contents(block: TableBlock) -> dict[str, DataSet]:
             return {"data": DataSet("f4", (block.rows, options.width))}
 
-        with writing_to("--retro-workdir", paths.merged), atomic_file(paths.merged) as file:
-            for block in blocks:
-                rows = options.selected_rows(block, options.train_fraction) - block.start
-                with open_block(block, contents) as sets:
-                    file.write(sets["data"][()][rows].tobytes())
+        with writing_to("--retro-workdir", paths.merged):
+            paths.training.mkdir(parents=True, exist_ok=True)  # without blocks, it is missing
+            with atomic_file(paths.merged) as file:
+                for block in blocks:
+                    rows = options.selected_rows(block, options.train_fraction) - block.start
+                    with open_block(block, contents) as sets:
+                        file.write(sets["data"][()][rows].tobytes())
     if not paths.merged.stat().st_size:
         raise DataError(
             "--retro-index-ntrain: there are no chunks on which to train the index: raise it"

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.device import Device
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, StorageError
 from megatron.parallel.layout import Axis, Layout
 from megatron.retro.blocks import plan_blocks
 from megatron.retro.embedding import Embedder
@@ -24,6 +24,7 @@ from megatron.retro.index import (
     IndexOptions,
     IndexPaths,
     add_to_index,
+    faiss_threads,
     on_device,
     read_index,
     train_index,
@@ -296,6 +297,55 @@ def test_indexes_that_do_not_fit(table: NDArray[np.float32], tmp_path: Path):
     path.unlink()
     with pytest.raises(DataError, match="does not exist: run the task index-build again"):
         add_to_index(tmp_path, OURS, texts(450), nobody, WORLD)
+
+
+def test_indexes_that_cannot_be_read_or_written(
+    table: NDArray[np.float32], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(DataError, match="--retro-index-ntrain: there are no chunks on which"):
+        train_index(tmp_path, OURS, texts(0), nobody, WORLD)
+    path = IndexPaths(tmp_path, OURS).empty
+    path.parent.mkdir(parents=True)
+    faiss.write_index(faiss.index_factory(16, "IVF8,Flat"), str(path))
+    with pytest.raises(DataError, match="is not trained: remove it and run the task index-build"):
+        train_index(tmp_path, OURS, texts(300), nobody, WORLD)
+    with pytest.raises(DataError, match=r"cannot be read \(Not a directory\): run the task"):
+        read_index(path / "file", OURS)
+    path.unlink()
+
+    def full(*_: object) -> None:
+        raise RuntimeError("Error in write at a.cpp:5: Error: 'x' failed: No space left on device")
+
+    monkeypatch.setattr(faiss, "write_index", full)
+    with pytest.raises(StorageError, match="'x' failed: No space left on device"):
+        train_index(tmp_path, OURS, texts(300), lambda: FakeEmbedder(table), WORLD)
+    assert [file.name for file in path.parent.iterdir()] == []
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.7])
+def test_codes_are_added_in_batches(
+    table: NDArray[np.float32], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fraction: float
+):
+    options = replace(OURS, add_fraction=fraction)
+    added = []
+    for at_once in (1000, 30):
+        monkeypatch.setattr("megatron.retro.index._ADDED_AT_ONCE", at_once)
+        workdir = tmp_path / str(at_once)
+        train_index(workdir, options, texts(300), lambda: FakeEmbedder(table), WORLD)
+        add_to_index(workdir, options, texts(450), lambda: FakeEmbedder(table), WORLD)
+        added.append(bytes_of(IndexPaths(workdir, options).added))
+    assert added[0] == added[1]
+
+
+def test_threads_of_faiss_are_limited_for_a_while(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron.retro.index.cores_per_process", lambda: 3)
+    before = faiss.omp_get_max_threads()
+    for threads, expected in ((2, 2), (None, 3)):
+        with pytest.raises(KeyError), faiss_threads(threads) as module:
+            assert module is faiss
+            assert faiss.omp_get_max_threads() == expected
+            raise KeyError
+        assert faiss.omp_get_max_threads() == before
 
 
 def build_with(layout: Layout, workdir: Path, table: NDArray[np.float32]) -> int:
