@@ -83,6 +83,20 @@ def test_a_text_is_masked_by_its_place_in_its_block(toy: str):
     assert np.abs(bert(toy).embed(TEXTS) - whole).max() > 0.01
 
 
+def test_the_tokens_of_texts(toy: str):
+    """A text is cut to the length, and an empty one is a single padding token."""
+    texts = ["w0 w1 w2<|endoftext|>", "", " ".join(f"w{i}" for i in range(30))]
+    words = [list(range(5, 8)), [0], list(range(5, 15))]
+    embedder = bert(toy, max_length=12)
+    found = [ids.tolist() for ids in embedder._tokenize(texts, 0)]
+    assert found == [[2, *ids, 3] for ids in words]
+    assert embedder.iteration == 0
+    masked = bert(toy, max_length=12, masking=Masking(1234, 0.3))
+    found = [ids.tolist() for ids in masked._tokenize(texts, 5)]
+    assert found == [[2, 5, 6, 7, 3], [2, 0, 3], [2, 5, 6, 4, 4, 4, 10, 11, 12, 13, 14, 3]]
+    assert masked._tokenize(texts[2:], 7)[0].tolist() == found[2]  # by its place in the block
+
+
 @pytest.mark.parametrize("masking", [None, Masking(1234, 0.15)])
 def test_many_pieces(toy: str, masking: Masking | None, monkeypatch: pytest.MonkeyPatch):
     embedder = bert(toy, batch_size=2, masking=masking)
