@@ -33,6 +33,7 @@ from tests.data.corpus import write_vocabulary
 from tests.distributed import run_distributed, start_method
 from tests.repository import ROOT
 from tests.retro.corpus import options, write_dataset
+from tests.retro.recorded import read
 from tests.tasks.toy import save_bert
 
 WIDTH = 8
@@ -180,8 +181,33 @@ def test_killed_at_every_file_and_restarted_it_makes_the_same_folder(
     assert [name for name in whole if found[name] != whole[name]] == []
 
 
+def assert_neighbors(workdir: Path, run: command.Preprocessing) -> None:
+    """Compare the neighbors of all chunks with a search of the whole database.
+
+    Of the 8 nearest chunks, up to 4 that are not of the sample's documents are kept.
+    """
+    database, embedder = run._database("train"), HashEmbedder()
+    found = embedder.embed(run._texts("train").between(0, len(database)))
+    origins = database.documents(np.arange(len(database)))
+    for split, chunks in run._query_chunks().items():
+        (folder,) = (workdir / "query").glob(f"{split}_*")
+        paths = sorted(folder.iterdir())
+        stored = np.concatenate([read(path, "neighbors") for path in paths])
+        vectors = embedder.embed(chunks.texts(0, len(chunks)))
+        assert stored.shape == (len(chunks), 4)
+        for i, (vector, row) in enumerate(zip(vectors, stored, strict=True)):
+            distances = ((found - vector) ** 2).sum(1)
+            nearest = np.argsort(distances, kind="stable")[:8]
+            _, documents = chunks.documents(i // 2)
+            others = nearest[~np.isin(origins[nearest, 1], documents)][:4]
+            kept = row[row != -1]
+            assert (row[len(kept) :] == -1).all()
+            assert distances[kept].tolist() == distances[others].tolist()
+
+
 def test_stages_one_by_one_make_the_same_folder(words: list[str], tmp_path: Path) -> None:
     preprocess(words, tmp_path / "whole")
+    assert_neighbors(tmp_path / "whole", opened(words, "--retro-workdir", str(tmp_path / "whole")))
     for stage in STAGES:
         preprocess(words, tmp_path / "staged", "--retro-tasks", stage)
     assert tables(tmp_path / "staged") == tables(tmp_path / "whole")
