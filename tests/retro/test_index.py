@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -341,7 +342,7 @@ def test_threads_of_faiss_are_limited_for_a_while(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("megatron.retro.index.cores_per_process", lambda: 3)
     before = faiss.omp_get_max_threads()
     for threads, expected in ((2, 2), (None, 3)):
-        with pytest.raises(KeyError), faiss_threads(threads) as module:
+        with suppress(KeyError), faiss_threads(threads) as module:
             assert module is faiss
             assert faiss.omp_get_max_threads() == expected
             raise KeyError
