@@ -19,6 +19,8 @@ _DYNAMIC_SCALE = Requirement(
 _FP16 = Requirement(lambda run: run.precision.fp16, "--fp16")
 _FP8 = Requirement(lambda run: run.precision.fp8_format, "--fp8-format")
 _DELAYED = Requirement(lambda run: run.precision.fp8_recipe == "delayed", "--fp8-recipe delayed")
+_ENDS = Requirement(lambda run: run.precision.first_last_layers_bf16, "--first-last-layers-bf16")
+_STACKS = ("gpt", "bert")  # the networks with one stack of layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,10 @@ class PrecisionConfig:
             traffic. They are gathered in 16 bits only when something else reads them (a checkpoint,
             --log-params-norm). Requires --fp8-format, and --use-distributed-optimizer or
             --zero-stage 1 or 2.
+        first_last_layers_bf16: Keep the matrix products of the first and last layers, which need
+            more precision, in 16 bits. Depths of multi-token prediction stay in 8 bits.
+        num_layers_at_start_in_bf16: With --first-last-layers-bf16, how many of the first layers.
+        num_layers_at_end_in_bf16: With --first-last-layers-bf16, how many of the last layers.
         gradient_accumulation_fusion: Add weight gradients to the fp32 buffer within the matrix
             product. Off: compute a 16-bit product and add it afterwards.
         cross_entropy_loss_fusion: Fuse the loss as chosen by --cross-entropy-fusion-impl. Off: use
@@ -94,6 +100,9 @@ class PrecisionConfig:
     )
     fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad --disable-fp8-wgrad", requires=_FP8)
     fp8_param_gather: bool = flag(False, requires=_FP8)
+    first_last_layers_bf16: bool = flag(False, requires=_FP8, only_for=_STACKS)
+    num_layers_at_start_in_bf16: int = flag(1, unit="layers", at_least=0, requires=_ENDS)
+    num_layers_at_end_in_bf16: int = flag(1, unit="layers", at_least=0, requires=_ENDS)
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: bool = True
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te", "linear"))
@@ -114,8 +123,25 @@ class PrecisionConfig:
 
         return torch.float32 if self.fp32_residual_connection else self.weight_dtype
 
+    def fp8_layers(self, num_layers: int) -> range | None:
+        """Return the indices, from 0, of the layers in 8 bits, or `None` for all layers.
+
+        Args:
+            num_layers: The number of layers.
+        """
+        if not self.first_last_layers_bf16:
+            return None
+        return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
+
     def without_fp8(self) -> PrecisionConfig:
         """Return the same settings without FP8, so that matrix products use the weights' format."""
-        ours = [field for field in fields(self) if field.name.startswith("fp8_")]
+        ends = {
+            "first_last_layers_bf16",
+            "num_layers_at_start_in_bf16",
+            "num_layers_at_end_in_bf16",
+        }
+        ours = [
+            field for field in fields(self) if field.name.startswith("fp8_") or field.name in ends
+        ]
         defaults: dict[str, Any] = {field.name: field.default for field in ours}
         return replace(self, **defaults)

@@ -135,7 +135,7 @@ class Block(nn.Module):
     def __init__(self, plan: LayerPlan, context: BuildContext, layer_number: int) -> None:
         """Build the sublayers and their normalizations."""
         super().__init__()
-        context = replace(context, layer=layer_number)
+        context = context.for_layer(layer_number)
         self.residual_after_norm, self.is_parallel = plan.residual_after_norm, plan.parallel
         self.dropout = plan.dropout
         self.bias_dropout_add = context.kernels.bias_dropout_add

@@ -94,6 +94,8 @@ class Depth(nn.Module):
             init=plan.init.weight(2 * hidden, hidden),
             bias=False,
         )
+        # As in Megatron Core, depths do not count as last layers.
+        context = replace(context, fp8_layers=None)
         self.layer = Block(plan.layers[index], context, plan.layer_offset + index + 1)
         self.final_norm = new_norm(plan.norm, hidden, context)
         self.fp32_residual = context.precision.fp32_residual_connection

@@ -104,6 +104,8 @@ class BuildContext:
         layer: The number of the layer that is being built, from 1; 0 outside of layers.
         precision: The remaining precision settings.
         kernels: The implementation of each operation.
+        fp8_layers: The indices, from 0, of the layers whose products are those of `kernels`; other
+            layers multiply in the format of their weights. `None` means all layers.
         overlap: Whether to communicate while computing. The results are the same without it.
         exchange: The exchange through which split layers send rows during their products; `None`
             uses collectives before and after the products.
@@ -129,6 +131,7 @@ class BuildContext:
     layer: int = 0
     precision: PrecisionConfig = PrecisionConfig()
     kernels: Kernels = Kernels()
+    fp8_layers: range | None = None
     overlap: bool = True
     exchange: Exchange | None = None
     expert_exchange: Exchange | None = None
@@ -229,6 +232,13 @@ class BuildContext:
         """
         host = self.host_activations
         return nullcontext if host is None else host.offloading(module)
+
+    def for_layer(self, number: int) -> BuildContext:
+        """Return a copy of this context for a layer, counted from 1."""
+        kernels = self.kernels
+        if self.fp8_layers is not None and number - 1 not in self.fp8_layers:
+            kernels = replace(kernels, new_products=Products, expert_casts=None)
+        return replace(self, layer=number, kernels=kernels)
 
     def within_rank(self) -> BuildContext:
         """Return a copy of this context for attention over sequences that are not split."""

@@ -476,18 +476,19 @@ def model_passes(
             return recomputed(layer, passes, recompute.modules)
         return passes
 
-    cache: dict[tuple[int, int, int, bool], PassTimes] = {}  # most layers are identical
-    layers = []
+    cache: dict[tuple[int, int, int, bool, bool], PassTimes] = {}  # most layers are identical
+    layers, fp8_layers = [], config.precision.fp8_layers(len(plan.layers))
+    setting_16_bits = replace(setting, fp8=False, fp8_weights=False)
     for index, layer in enumerate(plan.layers):
         length, encoder_length = plan.lengths(
             index, config.data.seq_length, config.data.decoder_seq_length
         )
-        key = (id(layer), length, encoder_length, index in fully_recomputed)
+        is_fp8 = fp8_layers is None or index in fp8_layers
+        key = (id(layer), length, encoder_length, index in fully_recomputed, is_fp8)
         if key not in cache:
             batch = replace(setting.batch, length=length, encoder_length=encoder_length)
-            cache[key] = times_of(
-                layer, replace(setting, batch=batch), is_recomputed=index in fully_recomputed
-            )
+            layer_setting = replace(setting if is_fp8 else setting_16_bits, batch=batch)
+            cache[key] = times_of(layer, layer_setting, is_recomputed=index in fully_recomputed)
         layers.append(cache[key])
     head = head_passes(plan, setting)
     multi_token = multi_token_plan(plan)

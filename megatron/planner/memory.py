@@ -315,6 +315,7 @@ class _Counts:
         parameters: All parameters, before ZeRO divides them.
         outside: The parameters outside the layers.
         matrices: The parameters in matrices.
+        fp8: The parameters in matrices of layers that may multiply in 8 bits.
         updated: The parameters that this process would update if all were trained.
         trained: The fraction of the parameters that have gradients and states.
     """
@@ -322,6 +323,7 @@ class _Counts:
     parameters: int
     outside: int
     matrices: int
+    fp8: int
     updated: int
     trained: float
 
@@ -340,11 +342,24 @@ class _Counts:
             experts = sum(count_part_experts(plan, part, split) for part in parts)
             updated = (parameters - experts) // layout.replica.size
             updated += experts // layout.expert_replica.size
+        fp8_layers, fp8_parts = config.precision.fp8_layers(len(plan.layers)), parts
+        if fp8_layers is not None:
+            fp8_parts = [
+                replace(
+                    part,
+                    layers=range(
+                        max(part.layers.start, fp8_layers.start),
+                        min(part.layers.stop, fp8_layers.stop),
+                    ),
+                )
+                for part in parts
+            ]
         return cls(
             parameters,
             # Depths are gathered like layers.
             outside - parts[-1].head * count_depth_parameters(plan, split),
             sum(count_part_matrices(plan, part, split) for part in parts),
+            sum(count_part_matrices(plan, part, split) for part in fp8_parts),
             updated,
             trained_share(config.model, plan, parts),
         )
@@ -413,7 +428,7 @@ def _whole_bytes(
     `summed` is the bytes of a gradient while it is summed.
     """
     split, numbers, matrices = _split_by(layout), config.precision, counts.matrices
-    width, in_8_bits = numbers.weight_dtype.itemsize, matrices if numbers.fp8_format else 0
+    width, in_8_bits = numbers.weight_dtype.itemsize, counts.fp8 if numbers.fp8_format else 0
     weights = width * counts.parameters + 2 * in_8_bits  # the 8-bit copies and their transposes
     packed_format = frozen_format(config.model)
     if packed_format is not None:  # products read one matrix at a time in their own format

@@ -355,11 +355,13 @@ def _update(
         gathered *= trained
     elif packed_format is not None:
         gathered = bytes_of(BLOCK, packed_format, width) / BLOCK
-    messages, updated, cast, launches = 0.0, 0.0, 0, 0.0
+    fp8_layers = numbers.fp8_layers(len(plan.layers))
+    fp8_share = 1.0 if fp8_layers is None else len(fp8_layers) / len(plan.layers)
+    messages, updated, cast, launches = 0.0, 0.0, 0.0, 0.0
     backward = passes.inputs.total + passes.weights.total
     for parameters, size, stride in layout.weights(config, plan):
         updated += trained * parameters / (size if stage else 1)
-        cast += parameters * (numbers.fp8_format is not None)
+        cast += fp8_share * parameters * (numbers.fp8_format is not None)
         if size == 1:
             continue
         link = machine.connection(size, stride)

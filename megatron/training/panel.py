@@ -259,7 +259,11 @@ def device_rows(config: RunConfig, device: Device, attention: str) -> list[Panel
             "rowwise": "one scale per row",
             "delayed": f"one scale per matrix, from the {amax_source}",
         }[numbers.fp8_recipe]
-        rows.append(("linear layers", f"fp8 {numbers.fp8_format}, {scales}"))
+        ends = ""
+        if numbers.first_last_layers_bf16:
+            first, last = numbers.num_layers_at_start_in_bf16, numbers.num_layers_at_end_in_bf16
+            ends = f"; the first {first} and last {last} layers in 16 bits"
+        rows.append(("linear layers", f"fp8 {numbers.fp8_format}, {scales}{ends}"))
     mfu = "n/a: this device's peak FLOP/s is unknown"
     if peak is not None:
         ratio = f"tokens/s x model FLOPs per token / {peak / 1e12:.0f} TFLOP/s"
