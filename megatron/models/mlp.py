@@ -45,11 +45,11 @@ class MLP(nn.Module):
             offset=plan.offset,
         )
         self.fused_amaxes = outer_amaxes(self.up, self.down)
-        self.factor, factors = plan.factor, None
-        if plan.gate_factor != 1:
-            factors = torch.tensor([[plan.gate_factor], [1.0]], device=context.device)
-        self.register_buffer("factors", factors, persistent=False)  # one each for gate and up
-        self.factors: Tensor | None
+        self.output_factor, input_factors = plan.factor, None
+        if plan.gate_factor != 1:  # one factor each for gate and up
+            input_factors = torch.tensor([[plan.gate_factor], [1.0]], device=context.device)
+        self.register_buffer("input_factors", input_factors, persistent=False)
+        self.input_factors: Tensor | None
 
     @staticmethod
     def matrices(plan: MLPPlan, split: WeightSplit) -> list[tuple[int, int]]:
@@ -75,11 +75,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. The caller adds `bias_to_add`."""
         pre_activation = self.up(x)
-        if self.factors is not None:
-            scaled = pre_activation.unflatten(-1, (2, -1)) * self.factors
+        if self.input_factors is not None:
+            scaled = pre_activation.unflatten(-1, (2, -1)) * self.input_factors
             pre_activation = scaled.flatten(-2).to(pre_activation.dtype)
         out: Tensor = self.down(self.activation(pre_activation, self.up.bias_to_add))
-        return out if self.factor == 1 else out * self.factor
+        return out if self.output_factor == 1 else out * self.output_factor
 
     @property
     def bias_to_add(self) -> Tensor | None:

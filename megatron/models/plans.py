@@ -65,20 +65,44 @@ def layer_plan(
         rotates: Whether the layer has rotary embeddings, in a model that uses them.
         is_delta: Whether the layer has a gated delta net instead of attention.
     """
-    heads, head_size = model.num_attention_heads, model.kv_channels
-    init, norm = hidden_init_plan(model), norm_plan(model)
+    attention = attention_plan(model, causal=causal, window=window, rotates=rotates)
+    mixer: MixerPlan = attention
+    if is_delta:
+        mixer = delta_net_plan(model)
+    elif model.multi_latent_attention:
+        mixer = latent_plan(model, attention)
+    elif model.parallel_mamba:
+        mixer = parallel_mamba_plan(model, attention)
+    mlp = mlp_plan(model)
+    return LayerPlan(
+        mixer=mixer,
+        mlp=mixture_plan(model, mlp, experts) if experts else mlp,
+        norm=norm_plan(model),
+        norm_placement=model.norm_placement,
+        parallel=model.parallel_residual,
+        shares_norm=model.parallel_residual and model.shared_parallel_norm,
+        cross_attention=cross_attention_plan(attention) if crosses else None,
+        residual_after_norm=model.apply_residual_connection_post_layernorm,
+        dropout=model.hidden_dropout,
+    )
+
+
+def attention_plan(
+    model: ModelConfig, *, causal: bool, window: int | None = None, rotates: bool = True
+) -> AttentionPlan:
+    """Return the plan of self-attention. The arguments are those of `layer_plan`."""
     rotary = None
     if model.position_embedding_type == "rope" and rotates:
         rotary = rotary_plan(model, in_window=window is not None)
-    attention = AttentionPlan(
+    return AttentionPlan(
         hidden=model.hidden_size,
-        init=init,
+        init=hidden_init_plan(model),
         bias=model.add_bias_linear and model.add_bias_attention,
         defers_bias=model.hidden_dropout > 0,
         causal=causal,
-        heads=heads,
+        heads=model.num_attention_heads,
         kv_heads=model.kv_heads,
-        head_size=head_size,
+        head_size=model.kv_channels,
         dropout=model.attention_dropout,
         scale=model.attention_scale,
         output_gate=model.attention_output_gate,
@@ -93,19 +117,21 @@ def layer_plan(
         softmax=model.softmax_type,
         alibi=alibi_factor(model),
     )
-    mixer: MixerPlan = attention
-    if is_delta:
-        mixer = delta_net_plan(model)
-    elif model.multi_latent_attention:
-        mixer = latent_plan(model, attention)
-    elif model.parallel_mamba:
-        mixer = parallel_mamba_plan(model, attention)
-    gate_factor, factor = model.mlp_multipliers
-    crossing = replace(
+
+
+def cross_attention_plan(attention: AttentionPlan) -> AttentionPlan:
+    """Return the plan of a decoder's attention to an encoder's output.
+
+    It has as many key-value heads as query heads, and nothing that depends on positions.
+
+    Args:
+        attention: The plan of the decoder's self-attention.
+    """
+    return replace(
         attention,
         kind="cross_attention",
         causal=False,
-        kv_heads=heads,
+        kv_heads=attention.heads,
         output_gate=False,
         qkv_bias=False,
         qk_norm=None,
@@ -116,11 +142,16 @@ def layer_plan(
         softmax="vanilla",
         alibi=None,
     )
-    mlp = MLPPlan(
-        hidden=attention.hidden,
-        init=init,
+
+
+def mlp_plan(model: ModelConfig) -> MLPPlan:
+    """Return the plan of a dense MLP."""
+    gate_factor, factor = model.mlp_multipliers
+    return MLPPlan(
+        hidden=model.hidden_size,
+        init=hidden_init_plan(model),
         bias=model.add_bias_linear,
-        defers_bias=attention.defers_bias,
+        defers_bias=model.hidden_dropout > 0,
         inner=model.ffn_hidden_size,
         activation=model.activation,
         gated=model.is_gated,
@@ -128,17 +159,6 @@ def layer_plan(
         offset=model.glu_linear_offset,
         gate_factor=gate_factor,
         factor=factor,
-    )
-    return LayerPlan(
-        mixer=mixer,
-        mlp=mixture_plan(model, mlp, experts) if experts else mlp,
-        norm=norm,
-        norm_placement=model.norm_placement,
-        parallel=model.parallel_residual,
-        shares_norm=model.parallel_residual and model.shared_parallel_norm,
-        cross_attention=crossing if crosses else None,
-        residual_after_norm=model.apply_residual_connection_post_layernorm,
-        dropout=model.hidden_dropout,
     )
 
 
@@ -595,7 +615,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
     )
 
     def crossing(model: ModelConfig, kind: str) -> RetrievalAttentionPlan:
-        attention = layer_plan(model, causal=False, crosses=True).cross_attention
+        attention = cross_attention_plan(attention_plan(model, causal=False))
         return RetrievalAttentionPlan(**{**vars(attention), "kind": kind, "retrieval": retrieval})
 
     plain = layer_plan(encoding, causal=False)
