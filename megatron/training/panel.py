@@ -64,16 +64,20 @@ def start_rows(run: Run) -> list[PanelRow]:
 
 
 def _describe_data(run: Run) -> str:
-    data = run.config.data
+    data, preferences = run.config.data, run.config.preferences
     has_corpus = any((data.data_path, data.train_data_path, data.valid_data_path))
-    source = "indexed files" if has_corpus else "the task's files"
-    if any(text_members(split, 0) for split in run.datasets):
+    if data.mock_data:
+        source = "generated tokens (--mock-data)"
+    elif run.config.finetuning.sft and preferences.trains_on_labels:
+        source = "answers"
+    elif run.config.finetuning.sft and preferences.preference_loss is not None:
+        source = "pairs of answers"
+    elif run.config.finetuning.sft:
+        source = "conversations"
+    elif any(text_members(split, 0) for split in run.datasets):
         source = "text, tokenized while training"
-    preferences = run.config.preferences
-    samples_name = "conversations" if preferences.preference_loss is None else "pairs of answers"
-    samples_name = "answers" if preferences.trains_on_labels else samples_name
-    source = samples_name if run.config.finetuning.sft else source
-    source = "generated tokens (--mock-data)" if data.mock_data else source
+    else:
+        source = "indexed files" if has_corpus else "the task's files"
     is_task = not has_corpus and not data.mock_data  # the task evaluates on its own files
     sizes = ", ".join(
         f"{name} {0 if split is None else len(split):,}"

@@ -119,10 +119,10 @@ def main(
             read_checkpoint=network_of,
         )
         print_notices(parsed.notices, launch)
-        chosen = (recipe, extras) if choose is None else choose(parsed.config)
+        chosen_recipe, chosen_extras = (recipe, extras) if choose is None else choose(parsed.config)
         if parsed.config.training.dry_run:
-            return dry_run(parsed.config, chosen[0], launch, chosen[1])
-        return pretrain(parsed.config, chosen[0], launch, started, chosen[1])
+            return dry_run(parsed.config, chosen_recipe, launch, chosen_extras)
+        return pretrain(parsed.config, chosen_recipe, launch, started, chosen_extras)
 
     return run_process(arguments, work)
 
