@@ -172,11 +172,15 @@ class Run(ParallelModel):
     def goodput(self) -> float | None:
         """The fraction of the time since the first start that the retained iterations took.
 
-        It is `None` without --save.
+        It is `None` without --save, and if this machine's clock is behind that of the machine on
+        which the run was first started.
         """
         if self.record is None:
             return None
-        return self.useful_seconds / max(time.time() - self.record.began, 1e-9)
+        elapsed = time.time() - self.record.began
+        return (
+            None if elapsed <= 0 or elapsed < self.useful_seconds else self.useful_seconds / elapsed
+        )
 
     @property
     def is_log_rank(self) -> bool:

@@ -21,6 +21,7 @@ from megatron.training import fast_state
 from megatron.training.callbacks import fast_state as callback
 from megatron.training.callbacks.base import EarlyExit
 from megatron.training.fast_state import RunRecord, store_of
+from megatron.training.run import Run
 from tests.config.command import parse
 from tests.reliability.scoreboard.commands import run_training
 
@@ -357,3 +358,12 @@ def test_when_the_goodput_is_told(
     told = capsys.readouterr().out
     assert told.startswith("  goodput: 25.0% of the 2,345 s since the run") == is_told
     assert bool(told) == is_told
+
+
+def test_a_clock_that_is_behind_gives_no_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
+    goodput = Run.goodput.fget
+    assert goodput is not None
+    run = _run(record=RunRecord("a", 1000.0), useful_seconds=30.0)
+    for now, expected in ((1120.0, 0.25), (1020.0, None), (1000.0, None), (400.0, None)):
+        monkeypatch.setattr(callback.time, "time", lambda now=now: now)
+        assert goodput(run) == expected
