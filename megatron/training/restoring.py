@@ -304,10 +304,12 @@ def _history_from(run: Run, reader: Reader) -> State:
     If the lengths of the histories differ, only the newest entries are loaded.
     """
     own_state, saved_names = history_state(run), set(reader.names())
-    if saved_names.isdisjoint(own_state):
-        if own_state and run.layout.world.rank == 0:
+    if not saved_names.issuperset(own_state):
+        of_whom = "" if saved_names.isdisjoint(own_state) else " of layers that were in 16 bits"
+        if run.layout.replica.rank == run.layout.tensor.rank == 0:  # in each pipeline stage
             print_line(
-                "  the checkpoint holds no fp8 history: the first iteration uses current scales"
+                f"  the checkpoint holds no fp8 history{of_whom}: the first iteration uses current "
+                "scales"
             )
         return {}
     state: State = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron.kernels.grouped import Fp8GroupedProduct
@@ -74,6 +76,20 @@ def test_stages_and_gathering_in_8_bits_change_no_loss() -> None:
     stages = "--pipeline-model-parallel-size 2"
     losses, _ = run_sharing_memory(2, _train, f"{words} {stages}", pipeline=2)[1]
     assert losses == pytest.approx(_train(Layout.single(), words)[0], rel=1e-6)
+
+
+def test_a_history_of_some_layers_is_begun_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*FP8, "--fp8-recipe", "delayed"]
+    save = ["--save", str(tmp_path), "--save-interval", "100", "--exit-interval", "2"]
+    train_toy(Layout.single(), [*words, *UNEVEN.split(), *save])
+    recorder, _ = train_toy(Layout.single(), [*words, "--load", str(tmp_path)])
+    assert len(recorder.values("lm loss")) == 1
+    told = "the checkpoint holds no fp8 history of layers that were in 16 bits: the first iteration"
+    assert told in capsys.readouterr().out
+    train_toy(Layout.single(), [*words, *UNEVEN.split(), "--load", str(tmp_path)])
+    assert told not in capsys.readouterr().out
 
 
 def test_the_planner_counts_the_layers_in_16_bits() -> None:
