@@ -146,30 +146,49 @@ class Linear(nn.Module):
         The split features are divided by t. With sequence parallelism, s is divided by t in the
         tensor whose features are not split.
         """
-        overlapped = self._overlapped
-        if overlapped is not None and not overlapped.fits(x, self.weight):
-            overlapped = None
         bias = self.bias if self.adds_bias else None
-        added = bias if self._sums_over is None and self.adapter is None else None
-        low = None
         if self.adapter is not None:
-            is_local = self._transport is None and self._sums_over is None
-            if is_local and self.products.matches_autograd and not self.weight.requires_grad:
-                out = self.adapter.product(x, self.weight)
-                if out is not None:
-                    return out if bias is None else out + bias.flatten()
-            x, low = self.adapter.project_down(x)
-        call = LinearCall(x, self.weight, added, self.training)
-        slot, transport = self._gradient.slot, overlapped or self._transport
+            out = self._adapted_product(x, self.adapter)
+        elif self._sums_over is not None:
+            out = self._product(x)
+        else:
+            return self._product(x, bias)
+        return out if bias is None else out + bias.flatten()
+
+    def _overlapped_for(self, x: Tensor) -> OverlappedColumn | OverlappedRow | None:
+        """Return the transport that overlaps messages with the product, if this input fits."""
+        overlapped = self._overlapped
+        return None if overlapped is None or not overlapped.fits(x, self.weight) else overlapped
+
+    def _product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x W^T + b, summed over the ranks if each has a part of the input features."""
+        overlapped = self._overlapped_for(x)
         queue = self._queue if self.weight.requires_grad else None
-        out = linear.parallel_linear(call, transport, queue, slot, self.products)
+        out = linear.parallel_linear(
+            LinearCall(x, self.weight, bias, self.training),
+            overlapped or self._transport,
+            queue,
+            self._gradient.slot,
+            self.products,
+        )
         if self._sums_over is not None and overlapped is None:
             out = sum_over_ranks(out, self._sums_over)
-        if self.adapter is not None and low is not None:
-            # The adapter adds in place, which autograd does not allow on a custom function's view.
-            out = out if overlapped is None else out.clone()
-            out = self.adapter.add_product(low, out, self.weight)
-        return out if bias is None or bias is added else out + bias.flatten()
+        return out
+
+    def _adapted_product(self, x: Tensor, adapter: Adapter | AdapterStack) -> Tensor:
+        """Return the output of the weight and its adapter, without the bias."""
+        is_local = self._transport is None and self._sums_over is None
+        if is_local and self.products.matches_autograd and not self.weight.requires_grad:
+            out = adapter.product(x, self.weight)
+            if out is not None:
+                return out
+        x, low = adapter.project_down(x)
+        out = self._product(x)
+        if low is None:
+            return out
+        # The adapter adds in place, which autograd does not allow on a custom function's view.
+        out = out if self._overlapped_for(x) is None else out.clone()
+        return adapter.add_product(low, out, self.weight)
 
 
 def sum_over_ranks(x: Tensor, layout: Layout) -> Tensor:
