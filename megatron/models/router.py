@@ -104,16 +104,7 @@ class Router(nn.Module):
             logits = self._with_loss(logits, "z_loss", plan.z_loss, z_loss)
         routing, scores = self._choose(logits, partial(draw, width=plan.experts))
         if counts_losses and plan.balancing:
-            if plan.score == "softmax":
-                scores = torch.softmax(logits, dim=-1)
-            else:
-                scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
-            weights = routing.weights
-            counted = balanced_choices(routing.choices, scores, plan)
-            for kind, coefficient in plan.balancing:
-                loss = self._balancing_loss(kind, scores, counted, sequences)
-                weights = self._with_loss(weights, kind, coefficient, loss)
-            routing = routing._replace(weights=weights)
+            routing = self._with_balancing_losses(routing, logits, scores, sequences)
         limit = expert_capacity(len(logits), plan, training=self.training)
         if limit is not None:
             random = draw("selection", plan.experts) if selects_randomly(plan) else None
@@ -189,6 +180,28 @@ class Router(nn.Module):
         if plan.scale != 1.0:
             weights = weights * plan.scale
         return Routing(choices, weights), scores
+
+    def _with_balancing_losses(
+        self, routing: Routing, logits: Tensor, scores: Tensor, sequences: int
+    ) -> Routing:
+        """Attach the load-balancing losses to the weights of the chosen experts.
+
+        Args:
+            routing: The chosen experts.
+            logits: [T, experts].
+            scores: Scores of all experts, [T, experts].
+            sequences: Number of interleaved sequences b.
+        """
+        if self.plan.score == "softmax":
+            scores = torch.softmax(logits, dim=-1)
+        else:
+            scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
+        weights = routing.weights
+        counted = balanced_choices(routing.choices, scores, self.plan)
+        for kind, coefficient in self.plan.balancing:
+            loss = self._balancing_loss(kind, scores, counted, sequences)
+            weights = self._with_loss(weights, kind, coefficient, loss)
+        return routing._replace(weights=weights)
 
     def _balancing_loss(
         self, kind: str, scores: Tensor, counted_experts: Tensor, sequences: int
