@@ -165,6 +165,9 @@ def test_requests_without_a_seed_differ_from_each_other(llama: Path) -> None:
     warm = Sampling(max_new_tokens=NEW, temperature=2.0)
     events = drain(toy_engine(llama), [Request(key, PROMPTS[3], warm) for key in "abc"])
     assert len({tuple(tokens_of(found)) for found in events.values()}) == 3
+    # The seed follows from the engine's seed and the request's id, in every version alike.
+    same = Request("b", PROMPTS[3], replace(warm, seed=0x2993442427F37C75))
+    assert tokens_of(drain(toy_engine(llama), [same])["b"]) == tokens_of(events["a"])
 
 
 def test_stop_tokens_sequences_and_bans(llama: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunOptions
 from megatron.data.t5 import replace_spans
@@ -198,6 +198,30 @@ def test_a_run_that_would_be_empty_takes_the_best_word(t5: Filler) -> None:
     spans = filler(model, tokenizer).fill("w1 [MASK] w4 [MASK] w7")
     assert [span.text for (span,) in spans] == ["w5", "w5"]
     assert all(0.1 < span.probability < 0.9 for (span,) in spans)
+
+
+def test_lengths_are_those_of_the_run_or_of_the_published_t5(tokenizer: Tokenizer) -> None:
+    (word,) = tokenizer.tokenize("w5")
+    scores = torch.zeros(128)
+    scores[word] = 5
+    model = new_model(T5Model, tokenizer, decoder_num_layers=1, bert_binary_head=False)
+    model.forward = lambda encoder, decoder, padding: scores.repeat(1, decoder.shape[1], 1)
+
+    def fill(text: str, **lengths: int) -> list[int]:
+        """Return the number of words in each run, which the model would never end."""
+        spans = Filler(model, tokenizer, RunOptions(data=DataOptions(**lengths))).fill(text)
+        assert {word for (span,) in spans for word in span.text.split()} == {"w5"}
+        return [len(span.text.split()) for (span,) in spans]
+
+    assert fill("w1 [MASK]") == [20]
+    for length, words in ((8, 2), (9, 3), (99, 20)):
+        assert fill("[MASK] w1 [MASK]", decoder_seq_length=length) == [words, words]
+    for kind, window in (({}, 512), ({"seq_length": 9}, 9)):
+        longest = window - 1 - len(tokenizer.encoder_end)
+        assert fill("[MASK]" + " w1" * longest, **kind) == [20]
+        message = f"{window + 1} tokens, but the model reads at most {window}: shorten it"
+        with pytest.raises(UserError, match=message):
+            fill("[MASK]" + " w1" * (longest + 1), **kind)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,27 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
     assert carry_out(scheduler) == []
 
 
+def test_a_snapshot_of_states_is_taken_where_prompts_may_branch_and_restored_there() -> None:
+    """It is behind the last whole block of a prompt, in the slot after those of the sequences."""
+    scheduler = Scheduler(replace(SETTINGS, max_tokens=6, has_states=True, snapshots=1))
+
+    def run() -> list[tuple[int, int, int, int]]:
+        plan = scheduler.plan()
+        scheduler.mark_started(plan)
+        scheduler.mark_complete(plan)
+        return [(row.start, row.size, row.restore_slot, row.snapshot_slot) for row in plan]
+
+    first, second = Sequence("r", list(range(11))), Sequence("r", [*range(9), 99])
+    scheduler.add(first)
+    assert [run() for _ in range(3)] == [[(0, 6, -1, -1)], [(6, 2, -1, 3)], [(8, 3, -1, -1)]]
+    scheduler.remove(first)
+    scheduler.add(second)
+    assert run() == [(8, 2, 3, -1)]
+    second.tokens.append(7)
+    assert run() == [(10, 1, -1, -1)]
+    assert (second.cached, second.state_slot) == (8, 2)
+
+
 def test_what_is_written_is_not_shared_as_if_it_had_been_read() -> None:
     """Only tokens computed as part of a prompt are shared, including a last one computed alone."""
     scheduler = Scheduler(SETTINGS)
