@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.errors import ConfigError
 from megatron.inference.build import EngineOptions
 from megatron.inference.engine import check
+from megatron.inference.executor import Executor
 from megatron.inference.request import (
     EngineLimits,
     Event,
@@ -21,7 +23,7 @@ from megatron.inference.request import (
     Stats,
     Token,
 )
-from megatron.inference.scheduler import SchedulerSettings
+from megatron.inference.scheduler import Row, SchedulerSettings, Sequence
 from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.models import POSITIONS, VOCAB
 from tests.distributed import run_distributed
@@ -94,6 +96,43 @@ def test_a_second_request_finds_the_first_ones_beginning(llama: Path) -> None:
     assert end_of(again).cached_tokens == 12
     assert tokens_of(again) == tokens_of(first)
     assert engine.stats.cached_tokens == 12
+
+
+def test_a_step_s_view_of_the_cache_in_numbers(llama: Path) -> None:
+    """Sequences in blocks of 4 tokens: one and its draft, a prompt's second chunk, a new prompt."""
+
+    def row(start: int, size: int, tokens: int, blocks: list[int], drafts: int = 0) -> Row:
+        ids = [10 * len(blocks) + i for i in range(tokens + drafts)]
+        prompt_length = start if drafts else -1
+        sequence = Sequence("r", ids[:tokens], prompt_length=prompt_length)
+        part = tuple(ids[start : start + size])
+        is_last = start + size >= tokens
+        return Row(sequence, start, part, np.array(blocks), is_last, drafts)
+
+    executor = toy_engine(llama).executor
+    assert isinstance(executor, Executor)
+    rows = (row(5, 2, 6, [2, 0], drafts=1), row(3, 4, 9, [1, 3, 9]), row(0, 2, 2, [4]))
+    tokens, cache = executor.inputs(rows, [(0, 0), (0, 1), (2, 1)])
+    assert tokens.tolist() == [[25, 26, 33, 34, 35, 36, 10, 11]]
+    assert cache.positions.tolist() == [5, 6, 3, 4, 5, 6, 0, 1]
+    assert cache.lengths.tolist() == [6, 6, 9, 9, 9, 9, 2, 2]
+    assert cache.slots.tolist() == [1, 2, 7, 12, 13, 14, 16, 17]
+    assert cache.outputs.tolist() == [0, 1, 7]
+    assert cache.singles is not None
+    assert cache.chunks is not None
+    assert cache.singles.tables.tolist() == [[2, 0], [2, 0]]
+    assert cache.singles.lengths.tolist() == [6, 7]
+    assert (cache.singles.longest, cache.singles.block_size) == (7, 4)
+    assert (cache.chunks.starts, cache.chunks.sizes) == ((3, 0), (4, 2))
+    assert cache.chunks.ends.tolist() == [[0, 4, 6], [0, 7, 9]]
+    assert cache.chunks.slots is not None
+    assert cache.chunks.slots.tolist() == [4, 5, 6, 7, 12, 13, 14, 16, 17]
+    assert cache.rows is None
+    _, alone = executor.inputs(rows[:1], [])
+    assert (alone.chunks, alone.outputs.tolist()) == (None, [])
+    _, new = executor.inputs(rows[2:], [(0, 1)])
+    assert new.chunks is not None
+    assert (new.singles, new.chunks.slots, new.outputs.tolist()) == (None, None, [1])
 
 
 def test_statistics_count_requests_blocks_and_tokens(llama: Path) -> None:

@@ -66,6 +66,21 @@ def test_spaces_at_the_joint_of_prompt_and_answer_stay(sentencepiece: Tokenizer)
             assert told == whole
 
 
+@pytest.mark.parametrize("size", [0, 1, 5, 9])
+def test_a_text_goes_on_after_the_last_five_tokens_of_its_prompt(size: int) -> None:
+    """Many tokenizers drop a space at the beginning of a text."""
+    decoded: list[list[int]] = []
+
+    class Words:
+        def detokenize(self, ids: list[int]) -> str:
+            decoded.append(list(ids))
+            return "".join(f" w{number}" for number in ids).removeprefix(" ")
+
+    text = Detokenizer(Words(), range(size))  # type: ignore[arg-type]
+    assert [text.add(100), text.add(101)] == [" w100" if size else "w100", " w101"]
+    assert decoded[0] == [*range(size)][-5:]
+
+
 def test_garbage_is_shown_before_it_grows_long(tokenizer: Tokenizer) -> None:
     broken = tokenizer.tokenize("東")[:1]
     assert tokenizer.detokenize(broken) == "\ufffd"
