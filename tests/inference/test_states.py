@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -181,13 +183,23 @@ def test_a_model_without_attention_needs_no_keys_and_values(tmp_path: Path) -> N
 def test_a_cache_has_room_for_all_sequences_or_fills_the_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options = replace(OPTIONS, cache_tokens=None)
+    engine = toy_engine(folder, options)
+    executor: Any = engine.executor
+    memory: CacheMemory = executor.memory
+    precision = SimpleNamespace(weight_dtype=memory.dtype)
+    loaded: Any = SimpleNamespace(
+        model=executor.model,
+        layout=executor.layout,
+        config=SimpleNamespace(precision=precision),
+        earlier_parts=(),
+    )
+
     def memory_of(limit: int) -> CacheMemory:
         monkeypatch.setattr(build, "_CPU_CACHE_BYTES", limit)
-        engine = toy_engine(folder, replace(OPTIONS, cache_tokens=None))
-        assert engine.limits.cache_tokens == 4 * engine.settings.blocks
-        return engine.executor.memory  # type: ignore[attr-defined]
+        return build.make_cache(loaded, options, memory.paged, executor.device)
 
-    memory = memory_of(build._CPU_CACHE_BYTES)
+    assert engine.limits.cache_tokens == 4 * engine.settings.blocks == 4 * memory.blocks
     assert (build._CPU_CACHE_BYTES, memory.state_slots) == (2**30, 10)  # two are for snapshots
     assert memory.blocks == 8 * POSITIONS // 4
     states = sum(part.nbytes for parts in memory.states.values() for part in parts) // 11
