@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megatron.config.data import TokenizerConfig
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError
 from megatron.retro.embedding import EmbedderOptions, Masking, build_embedder
@@ -156,6 +158,84 @@ def test_shares_from_0_to_1_and_sizes_from_1_are_accepted(tmp_path: Path):
     for flag in ("--block-size", "--batch-size"):
         with pytest.raises(ConfigError, match=f"{flag} 0: give at least 1"):
             run([*words, flag, "0"])
+
+
+class _Lengths:
+    """An embedder of a text's length and last character."""
+
+    width, iteration = 2, 7
+
+    def embed(self, texts: list[str]) -> NDArray[np.float32]:
+        return np.array([[len(text), ord(text[-1])] for text in texts], np.float32)
+
+
+def test_blocks_of_any_embedder_s_vectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[EmbedderOptions] = []
+
+    def build(options: EmbedderOptions, _: Device) -> _Lengths:
+        asked.append(options)
+        return _Lengths()
+
+    monkeypatch.setattr("megatron.retro.embedding.build_embedder", build)
+    lines = [{"body": "abcdefg"[: i + 1]} for i in range(6)] + [{"body": ["abc", "def"]}]
+    source, folder = tmp_path / "texts.jsonl", tmp_path / "vectors"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--input", str(source), "--output-dir", str(folder), "--json-key", "body"]
+    flags += ["--load", "bert", "--block-size", "3"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, blocks in ((0, ["00-03", "06-07"]), (1, ["03-06"])):
+        monkeypatch.setenv("RANK", str(rank))
+        for _ in range(2):  # nothing is left for the second run
+            run(flags)
+        said = capsys.readouterr().out.splitlines()
+        assert said == [
+            f"{folder}/{block}.hdf5: {1 if block == '06-07' else 3} of 7 vectors, 2 numbers each"
+            for block in blocks
+        ]
+    expected = [[i + 1, ord("abcdef"[i])] for i in range(6)]
+    assert vectors(folder).tolist() == [*expected, [7, ord("f")]]
+    digest = hashlib.sha256(b"a\0ab\0abc\0abcd\0abcde\0abcdef\0abc def\0").hexdigest()
+    assert json.loads((folder / "made_from.json").read_text()) == {
+        "input": [str(source)],
+        "texts": 7,
+        "sha256 of the texts": digest,
+        "width": 2,
+        "json_key": "body",
+        "block_size": 3,
+        "bert_embedder_type": "megatron",
+        "load": "bert",
+        **dict.fromkeys(("tokenizer_type", "vocab_file", "dtype")),
+        "max_length": 256,
+        "retro_compatible": False,
+        "seed": 1234,
+        "mask_prob": 0.15,
+        "iteration of --load": 7,
+    }
+    assert asked[0] == EmbedderOptions("megatron", "bert", None, length_flag="--max-length")
+    assert (asked[0].batch_size, asked[0].max_length, asked[0].masking) == (128, 256, None)
+    flags[3] = str(tmp_path / "others")
+    more = "--retro-compatible --seed 5 --mask-prob 0.2 --dtype bf16 --batch-size 9 --max-length 8"
+    tokenizer = ["--tokenizer-type", "BertWordPieceCase", "--vocab-file", "v.txt"]
+    run([*flags, *more.split(), *tokenizer, "--allow-foreign-checkpoints"])
+    assert asked[-1] == EmbedderOptions(
+        "megatron",
+        "bert",
+        TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file="v.txt"),
+        batch_size=9,
+        max_length=8,
+        dtype="bf16",
+        masking=Masking(5, 0.2),
+        allow_foreign=True,
+        length_flag="--max-length",
+    )
+    for half in (tokenizer[:2], tokenizer[2:]):
+        with pytest.raises(ConfigError, match="give both --tokenizer-type and --vocab-file, or"):
+            run([*flags, *half])
+    source.write_text('{"body": "a"}\n\n{"text": 1}\n')
+    with pytest.raises(DataError, match=r"texts.jsonl: line 3 after byte 0: no key 'body': fix or"):
+        run(flags)
 
 
 def test_a_folder_keeps_the_record_of_its_vectors(tmp_path: Path):
