@@ -10,15 +10,25 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.data import DataOptions
 from megatron.config.generation import SamplesConfig
 from megatron.config.parser import Program
+from megatron.config.run import ModelRun
 from megatron.device import Device
 from megatron.errors import ConfigError
 from megatron.extras import packages_of
-from megatron.inference import retrieval, samples
+from megatron.inference import build, retrieval, samples
 from megatron.inference.build import EngineOptions
 from megatron.inference.load import Loaded, load_gpt, parse_generation
-from megatron.inference.request import NeighborPassage, Prompt, Request, Retrieved, Sampling, Token
+from megatron.inference.request import (
+    EngineLimits,
+    NeighborPassage,
+    Prompt,
+    Request,
+    Retrieved,
+    Sampling,
+    Token,
+)
 from megatron.inference.retrieval import (
     RetroExecutor,
     RetroStepCache,
@@ -26,6 +36,7 @@ from megatron.inference.retrieval import (
     check_retrieval,
 )
 from megatron.inference.sampling import choose, unpack
+from megatron.inference.scheduler import SchedulerSettings
 from megatron.parallel.layout import Layout
 from megatron.retro.database import ChunkDatabase
 from megatron.retro.dataset import NeighborTexts
@@ -221,26 +232,25 @@ class ToyRetriever:
         return [NeighborPassage(0, 0, int(neighbors[0, 0]), "")]
 
 
-def modern(folder):
+def modern(_):
     """Return a small Retro and its retriever: rotary embeddings, gated MLPs and grouped queries."""
-    network = small.config(**{**small.FLAGS, **small.LLAMA, "max_position_embeddings": 32})
-    model = small.retro({**small.LLAMA, "max_position_embeddings": 32})
-    config = load().config
-    config = replace(config, model=network, data=replace(config.data, seq_length=32))
+    flags = {**small.LLAMA, "max_position_embeddings": 32}
+    data = DataOptions(seq_length=32, retro_workdir="work")
+    config = ModelRun(model=small.config(**{**small.FLAGS, **flags}), data=data)
+    model = small.retro(flags)
     tokenizer = SimpleNamespace(vocab_size=small.VOCAB, eod=0)
-    loaded = Loaded(model.eval(), tokenizer, config, 0, Layout.single())
-    return loaded, ToyRetriever(model)
+    return Loaded(model.eval(), tokenizer, config, 0, Layout.single()), ToyRetriever(model)
 
 
-def recorded(folder):
-    loaded = load()
+def recorded(request):
+    folder, loaded = request.getfixturevalue("folder"), load()
     bert = str(folder / "bert_fp32/ckpt")
     return loaded, retrieval.open_retriever(loaded.config, loaded.tokenizer, CPU, bert)
 
 
 @pytest.mark.parametrize("network", [recorded, modern])
-def test_texts_equal_those_of_an_engine_without_a_cache(folder, monkeypatch, network):
-    loaded, retriever = network(folder)
+def test_texts_equal_those_of_an_engine_without_a_cache(request, monkeypatch, network):
+    loaded, retriever = network(request)
     monkeypatch.setattr(retrieval, "open_retriever", lambda *_: retriever)
     m, vocab = loaded.config.model.chunk_length, loaded.tokenizer.vocab_size
     # Prompts in parts that end within chunks, too few blocks for all texts, and shared prefixes.
@@ -265,16 +275,50 @@ def test_texts_equal_those_of_an_engine_without_a_cache(folder, monkeypatch, net
     ours, theirs = drain(engine, requests), drain(whole, requests)
     assert engine.stats.preempted > 0
     assert engine.stats.cached_tokens > 0
-    for request in requests:
-        mine, other = ours[request.id], theirs[request.id]
+    for asked in requests:
+        mine, other = ours[asked.id], theirs[asked.id]
         assert tokens_of(mine) == tokens_of(other)
         scores = [[each.logprob for each in x if isinstance(each, Token)] for x in (mine, other)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-4)
         read = [[e.passages for e in x if isinstance(e, Retrieved)] for x in (mine, other)]
         assert [*map(list, read[0])] == [*map(list, read[1])]
+        if asked.id != "beams":
+            # Each chunk is read once. Nothing follows the last token, which completes none.
+            text = [*asked.prompt, *tokens_of(mine)]
+            chunks = [text[i * m : i * m + m] for i in range((len(text) - 1) // m)]
+            found = [
+                replace(passage, chunk=i)
+                for i, chunk in enumerate(chunks)
+                for passage in retriever.passages(retriever.find(np.array([chunk])))
+            ]
+            assert [passage for passages in read[0] for passage in passages] == found
     beams = [end_of(each["beams"]).beams for each in (ours, theirs)]
     assert [beam.tokens for beam in beams[0]] == [beam.tokens for beam in beams[1]]
     assert prompt_of(ours["3"]).logprobs == pytest.approx(prompt_of(theirs["3"]).logprobs, abs=1e-4)
+
+
+def test_an_engine_of_retro_has_a_block_for_each_chunk(monkeypatch):
+    loaded, retriever = modern(None)
+    m, vocab = loaded.config.model.chunk_length, loaded.tokenizer.vocab_size
+    monkeypatch.setattr(retrieval, "open_retriever", lambda *_: retriever)
+    options = EngineOptions(max_sequences=3, max_step_tokens=2, cache_tokens=6 * m + 1, seed=9)
+    engine = build_any_engine(loaded, CPU, options)
+    settings = SchedulerSettings(blocks=6, block_size=m, max_sequences=3, max_tokens=3)
+    limits = EngineLimits(vocab_size=vocab, max_length=32, cache_tokens=6 * m, max_beams=3)
+    assert (engine.settings, engine.limits) == (settings, limits)
+    assert (engine.seed, engine.looks_ahead) == (9, False)
+    rows = dict(engine.panel_rows)
+    memory, chunks = engine.executor.memory, engine.executor.chunk_memory
+    block = chunks.block_bytes(loaded.model.plan, torch.float32)
+    assert chunks.size_bytes == 7 * block
+    size = f"{(memory.size_bytes + 7 * block) / 1e9:.3g} GB"
+    assert rows["cache"] == f"{6 * m} tokens and the passages of 6 chunks: {size}"
+    assert rows["passages"] == "work, for each complete chunk of a text"
+    assert rows["batch"] == "up to 3 sequences"
+    # If the memory sets the limit, each block also takes what is kept of its chunk.
+    monkeypatch.setattr(build, "_CPU_CACHE_BYTES", 5 * (memory.size_bytes // 7 + block))
+    options = replace(options, cache_tokens=None)
+    assert build_any_engine(loaded, CPU, options).settings.blocks == 5
 
 
 def test_texts_of_a_batch_are_those_of_each_alone_and_scores_those_of_a_full_pass(folder):
@@ -389,13 +433,17 @@ def test_a_prompt_that_fills_the_window_is_an_error(folder, capsys):
     assert "tokens, and the model's 256 positions leave no room" in capsys.readouterr().out
 
 
-def test_flags_of_the_other_kind_of_model_are_refused(folder):
-    retro = load().config
+def test_flags_of_the_other_kind_of_model_are_refused():
+    retro = ModelRun(model=small.config(**small.FLAGS))
     check_retrieval(retro, "bert")
+    check_retrieval(retro, None)
     split = replace(retro, parallel=replace(retro.parallel, tensor_model_parallel_size=2))
     with pytest.raises(ConfigError, match="not on 2: drop --tensor-model-parallel-size"):
         check_retrieval(split, None)
-    gpt = replace(retro, model=replace(retro.model, architecture="gpt"))
+    split = replace(split, parallel=replace(split.parallel, pipeline_model_parallel_size=3))
+    with pytest.raises(ConfigError, match="not on 6: drop --tensor-model-parallel-size"):
+        check_retrieval(split, None)
+    gpt = replace(split, model=replace(retro.model, architecture="gpt"))
     check_retrieval(gpt, None)
     with pytest.raises(ConfigError, match="--bert-embedder-load bert is for Retro models"):
         check_retrieval(gpt, "bert")
