@@ -278,3 +278,24 @@ def test_each_kind_of_neighbors_is_scored(monkeypatch, capsys):
     assert said.count("> batch 1 of 1\n") == 3
     assert "scoring with the correct neighbors ..." in said
     assert "validation results on PERPLEXITY | avg loss: 2.2000E+01" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 32),  # after 3, 6 and 9 of 10 iterations, and at the end
+        ({"train_iters": 9}, 32),
+        ({"train_iters": 8}, 24),
+        ({"train_samples": 49}, 40),  # 12 iterations
+        ({"retro_gpt_eval_interval": 0}, 88),
+        ({"retro_gpt_eval_iters": 0}, 0),
+    ],
+)
+def test_the_samples_of_a_folder_are_those_of_all_evaluations(changes, count):
+    told = {"global_batch_size": 4, "train_iters": 10, "train_samples": None}
+    told |= {"retro_gpt_eval_interval": 3, "retro_gpt_eval_iters": 2, **changes}
+    assert neighbors._count_samples("work", told) == count
+    for name in ("global_batch_size", "retro_gpt_eval_iters", "retro_gpt_eval_interval"):
+        for value in (None, True, "2"):
+            with pytest.raises(ConfigError, match=rf"work/args.json lacks {name}, so the number"):
+                neighbors._count_samples("work", {**told, name: value})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from megatron.inference.request import NeighborPassage
 from tests.inference.server.fake_engine import FakeEngine, logprob_of
 from tests.inference.server.live import Live, make_settings, running
 
@@ -222,9 +224,10 @@ def test_models(client: openai.OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def several(tokenizer_folder: Path) -> Iterator[Live]:
-    """Return a server of a model with two adapters."""
+    """Return a server of a model with two adapters, which also retrieves passages."""
     engine = FakeEngine()
-    settings = make_settings(tokenizer_folder, engine, adapters=("sql", "of/rhymes"))
+    names = ("sql", "of/rhymes")
+    settings = make_settings(tokenizer_folder, engine, adapters=names, retrieves=True)
     with running(engine, settings) as live:
         yield live
 
@@ -262,6 +265,28 @@ def test_megatrons_api_chooses_an_adapter_too(several: Live) -> None:
     assert unknown.status_code == 404
     assert unknown.json() == "unknown model 'x'; available: test, sql, of/rhymes"
     assert several.put({**body, "model": 5}).json() == "model must be a string"
+
+
+def test_the_passages_that_a_retro_reads_are_in_its_answers(
+    live: Live, several: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A passage that is read again, as by another beam, is told once."""
+    passages = [NeighborPassage(i, 1, 10 + i, f"text {i}") for i in range(3)]
+    monkeypatch.setattr(several.engine, "passages", (*passages, passages[0]))
+    first, second = [[passages[0], passages[2]], [passages[1]]]
+    told = [*map(asdict, [*first, *second])]
+    body = {"prompt": TEXT, "max_tokens": 3}
+    (choice,) = several.post("/v1/completions", body).json()["choices"]
+    assert choice["passages"] == told
+    chunks = _chunks(several.post("/v1/completions", {**body, "stream": True}).text)
+    parts = [chunk["choices"][0].get("passages", []) for chunk in chunks]
+    assert [passage for part in parts for passage in part] == told
+    answer = several.put({"prompts": [TEXT, "x"], "tokens_to_generate": 3}).json()
+    assert answer["passages"] == [told, told]
+    answer = several.put({"prompts": [TEXT], "tokens_to_generate": 1}).json()
+    assert answer["passages"] == [[*map(asdict, first)]]
+    (choice,) = live.post("/v1/completions", body).json()["choices"]
+    assert "passages" not in choice
 
 
 def test_a_long_name_is_not_told_back(live: Live) -> None:
