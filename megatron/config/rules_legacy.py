@@ -150,6 +150,8 @@ def unsupported_by_legacy(model: ModelOptions) -> Iterator[str]:
     """Yield a network's flags that Megatron-LM 23.08 does not support."""
     if model.hybrid_layer_pattern is not None:
         yield f"--hybrid-layer-pattern {model.hybrid_layer_pattern}"
+    if model.num_experts and model.moe_router_bias and model.add_bias_linear:
+        yield "--moe-router-bias"
     yield from unsupported_flags(model)
 
 
@@ -199,7 +201,11 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
             model.rope_type in ("longrope", "dynamic", "proportional")
             or (model.rope_type == "yarn" and not model.multi_latent_attention),
         ),
-        ("--moe-router-bias", bool(model.num_experts) and model.moe_router_bias),
+        # Megatron Core has these biases if all linear layers have biases.
+        (
+            "--moe-router-bias with --disable-bias-linear",
+            bool(model.num_experts) and model.moe_router_bias and not model.add_bias_linear,
+        ),
         (
             f"--rope-high-freq-factor {model.rope_high_freq_factor:g}",
             model.use_rope_scaling and model.rope_high_freq_factor != 4,

@@ -209,6 +209,16 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
         yield "--moe-router-load-balancing-type names a loss twice: name each once"
 
 
+def without_router_biases(model: ModelOptions) -> Iterator[str]:
+    """Yield a notice if Megatron Core would give routers biases that this network lacks."""
+    has_core_routers = model.num_experts and model.moe_router_gating == "core"
+    if has_core_routers and model.add_bias_linear and not model.moe_router_bias:
+        yield (
+            "--num-experts with biases: Megatron Core 0.15 and later also has biases in routers: "
+            "add --moe-router-bias to train the same network"
+        )
+
+
 def sinkhorn(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each router flag that cannot be combined with Sinkhorn balancing."""
     model = config.model

@@ -413,3 +413,21 @@ def test_losses_have_megatron_core_s_names():
     both = parse(MIXTURE, words).config.model
     assert both.auxiliary_losses == ("load_balancing_loss", "global_load_balancing_loss")
     assert parse().config.model.auxiliary_losses == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_noted"),
+    [
+        (MIXTURE, True),
+        (f"{MIXTURE} --moe-router-bias", False),
+        (f"{MIXTURE} --disable-bias-linear", False),
+        (GATED, False),
+        ("", False),
+    ],
+)
+def test_a_mixture_whose_routers_would_have_biases_in_megatron_core_gets_a_notice(flags, is_noted):
+    notices = parse(flags).notices
+    assert [line for line in notices if "--moe-router-bias" in line] == [
+        "--num-experts with biases: Megatron Core 0.15 and later also has biases in routers: add "
+        "--moe-router-bias to train the same network"
+    ] * is_noted

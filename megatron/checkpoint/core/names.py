@@ -71,6 +71,7 @@ _LAYERS = {
     "mixer.dt_bias": "attention.time_step",
     "mixer.norm.weight": "attention.norm",
     "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.bias": "mlp.router.bias",
     "mlp.router.expert_bias": "mlp.router.expert_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_gate",
 }

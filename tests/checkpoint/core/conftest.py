@@ -25,6 +25,7 @@ NETWORKS = {
     "gated attention": [*_LLAMA, "--attention-output-gate"],
     "mixture": [*_LLAMA, *_MIXTURE],
     "mixture with biases": _MIXTURE,
+    "mixture with biases of routers": [*_MIXTURE, "--moe-router-bias"],
     "mixture in every second layer": [*_LLAMA, *_MIXTURE, "--moe-layer-freq", "2"],
     "bf16": [*_LLAMA, *_MIXTURE, "--bf16"],
 }

@@ -6,7 +6,7 @@ import torch
 from megatron.checkpoint.core.arguments import core_arguments, core_config, layer_frequency
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
-from megatron.config.rules_legacy import unsupported_flags
+from megatron.config.rules_legacy import unsupported_by_legacy, unsupported_flags
 from megatron.errors import CheckpointError
 from tests.config.command import parse
 
@@ -86,3 +86,21 @@ def test_core_turns_on_biases_of_queries_with_all_others(flags, expected):
     args = core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1)
     model = core_config({**vars(args), "add_qkv_bias": True})["model"]
     assert model.get("add_qkv_bias", False) is config.model.add_qkv_bias is expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("", []),
+        ("--moe-router-bias", []),
+        (
+            "--moe-router-bias --disable-bias-linear",
+            ["--moe-router-bias with --disable-bias-linear"],
+        ),
+    ],
+)
+def test_core_s_routers_have_biases_if_all_linear_layers_have_them(flags, refused):
+    model = parse(f"{MIXTURE} {flags}").config.model
+    assert list(unsupported_flags(model)) == refused
+    expected = [*refused, *["--moe-router-bias"] * (flags == "--moe-router-bias")]
+    assert list(unsupported_by_legacy(model)) == expected

@@ -48,7 +48,7 @@ _LAYOUTS = {
         "--expert-model-parallel-size 2 --use-distributed-optimizer",
     ),
     "TP 2, ZeRO 1 of fp32": (
-        "mixture with biases",
+        "mixture with biases of routers",
         2,
         {"tensor": 2},
         "--tensor-model-parallel-size 2 --use-distributed-optimizer",
