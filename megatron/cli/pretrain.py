@@ -27,6 +27,7 @@ from megatron.processes.launch import hide_gpus, is_launched
 from megatron.recipes import catalog
 from megatron.tasks.table import TASKS
 
+_SMALL_FLAGS = ("--input", "--iters", "--out", "--overwrite")  # of the demo
 # Like torchrun, but it returns the run's exit code and leaves time to save on SIGTERM.
 _LAUNCHER = "megatron.processes.torchrun"
 _HELP = {"-h", "--help", "--help-all"}
@@ -106,6 +107,13 @@ def _pretrain_small(flags: Sequence[ParsedFlag]) -> None:
     for flag in flags:
         if flag.name in ("--gpus", "--model"):
             raise ConfigError(f"{flag}: --small chooses this itself: drop the flag")
+    accepted = ("", "-h", "--help", "--small", *_SMALL_FLAGS)
+    others = [flag.name for flag in flags if flag.name not in accepted]
+    if others:
+        raise ConfigError(
+            f"--small does not accept {', '.join(others)}, only {', '.join(_SMALL_FLAGS)}: drop "
+            "what it does not accept, or drop --small to train the recipe itself, with all flags"
+        )
     recipe = catalog.find(name)
     parser = demo.build_parser()
     parser.prog = "megatron pretrain RECIPE --small"

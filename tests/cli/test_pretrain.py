@@ -277,6 +277,15 @@ def test_small_refuses_flags_that_it_would_ignore(
     assert f"error: {flag} 2: --small chooses this itself" in capfd.readouterr().err
 
 
+def test_small_says_which_flags_it_accepts(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["gpt-tiny", "--small", "--data-path", "a.jsonl", "--iters", "3", "--train-iters", "5"]
+    assert pretrain.pretrain(words) == 9
+    assert (
+        "error: --small does not accept --data-path, --train-iters, only --input, --iters, --out, "
+        "--overwrite: drop what"
+    ) in capfd.readouterr().err
+
+
 def _pretrain(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "megatron", "pretrain", *words],
