@@ -74,8 +74,8 @@ class BertRecipe(Recipe):
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model. The last part returns the losses."""
-        padding = batch["padding_mask"].bool()
-        inputs = (batch["text"], padding, batch["types"], batch["labels"])
+        is_token = batch["padding_mask"].bool()
+        inputs = (batch["text"], is_token, batch["types"], batch["labels"])
         result = part(*inputs, hidden, loss_mask=batch["loss_mask"])
         if isinstance(result, Tensor):
             return result

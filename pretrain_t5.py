@@ -69,8 +69,8 @@ class T5Recipe(Recipe):
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model. The last part returns the loss."""
-        padding = batch["enc_mask"].bool()
-        inputs = (batch["text_enc"], batch["text_dec"], padding, batch["labels"])
+        is_token = batch["enc_mask"].bool()
+        inputs = (batch["text_enc"], batch["text_dec"], is_token, batch["labels"])
         result = part(*inputs, hidden, loss_mask=batch["loss_mask"])
         if not part.part.head:
             return result

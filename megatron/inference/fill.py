@@ -128,7 +128,7 @@ class Filler:
                 sentinel, and one more.
         """
         tokenizer, encoder = self.tokenizer, _to_batch(ids, model)
-        padding = torch.ones_like(encoder, dtype=torch.bool)
+        is_token = torch.ones_like(encoder, dtype=torch.bool)
         decoder = [tokenizer.decoder_start]
         longest = min(_MAX_SPAN_TOKENS, (limit - 1) // len(sentinels) - 1)
         special = tokenizer.special_ids("pad", "cls", "sep", "mask", "bos")
@@ -138,7 +138,7 @@ class Filler:
             decoder.append(sentinel)
             start, probability = len(decoder), 1.0
             while len(decoder) - start < longest:
-                logits = model(encoder, _to_batch(decoder, model), padding)
+                logits = model(encoder, _to_batch(decoder, model), is_token)
                 scores = logits[0, -1, : tokenizer.vocab_size].float()
                 # A span is never empty. Only the next sentinel or the end of the text ends a span.
                 allowed = {next_sentinel} if len(decoder) > start else set()

@@ -56,16 +56,16 @@ class Segments:
         return cls(ends.int(), (samples, length), longest=longest)
 
     @classmethod
-    def of_padded(cls, padding: Tensor) -> Segments:
+    def of_padded(cls, is_token: Tensor) -> Segments:
         """Return the segments of padded samples [b, s], concatenated into one sample [1, b s].
 
         Args:
-            padding: True for tokens and False for the padding after them, bool [b, s]. The tokens
+            is_token: True for tokens and False for the padding after them, bool [b, s]. The tokens
                 and the padding of a sample are separate segments with bidirectional attention.
         """
-        samples, length = padding.shape
-        starts = torch.arange(samples, device=padding.device) * length
-        ends = torch.stack((starts + padding.sum(dim=1), starts + length), dim=1).flatten()
+        samples, length = is_token.shape
+        starts = torch.arange(samples, device=is_token.device) * length
+        ends = torch.stack((starts + is_token.sum(dim=1), starts + length), dim=1).flatten()
         ends = F.pad(ends, (1, 0)).int()
         return cls(ends, (1, samples * length), causal=False, longest=length)
 

@@ -102,7 +102,7 @@ class BertModel(Network):
     def forward(
         self,
         tokens: Tensor,
-        padding: Tensor,
+        is_token: Tensor,
         token_types: Tensor | None = None,
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
@@ -112,7 +112,7 @@ class BertModel(Network):
 
         Args:
             tokens: [b, s].
-            padding: bool [b, s], True for a token; padding comes after the tokens.
+            is_token: bool [b, s], False for padding, which comes after the tokens.
             token_types: [b, s], the segment of each token; `None` puts all tokens in the first one.
             labels: [b, s], the correct token at each position.
             hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
@@ -130,7 +130,7 @@ class BertModel(Network):
         is_packed = self.training and min_length is not None and tokens.shape[1] >= min_length
         if is_packed:
             hidden = hidden.transpose(0, 1).flatten(0, 1).unsqueeze(1)  # [b s, 1, h]
-        mask: Mask = Segments.of_padded(padding) if is_packed else padding_mask(padding)
+        mask: Mask = Segments.of_padded(is_token) if is_packed else key_mask(is_token)
         stream = self.layers.run(Stream(hidden), mask, self.rotation(positions))
         x: Tensor = stream.join() if self.final_norm is None else self.final_norm(stream)[1]
         if is_packed:
@@ -162,12 +162,12 @@ def _can_pack_samples(plan: ModelPlan, context: BuildContext) -> bool:
     )
 
 
-def padding_mask(padding: Tensor) -> Tensor:
-    """Turn a padding mask, bool [b, s], True for a token, into a mask of keys, [b, 1, 1, s].
+def key_mask(is_token: Tensor) -> Tensor:
+    """Return the mask, bool [b, 1, 1, s], with which all queries attend to the tokens, bool [b, s].
 
     Padding tokens also attend to other tokens, but nothing reads their results.
     """
-    return padding[:, None, None, :]
+    return is_token[:, None, None, :]
 
 
 class Classifier(Linear):
@@ -315,13 +315,13 @@ class BertTaskModel(BertModel):
             self.add_module(head_name, Classifier(task, context))
 
     def score(
-        self, tokens: Tensor, padding: Tensor, token_types: Tensor, hidden: Tensor | None = None
+        self, tokens: Tensor, is_token: Tensor, token_types: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
         """Score each of a sample's c texts. For classification, c is 1.
 
         Args:
             tokens: [b, c, s].
-            padding: bool [b, c, s], True for a token.
+            is_token: bool [b, c, s], False for padding.
             token_types: [b, c, s].
             hidden: [s, b c, h], the previous part's output; `None` in the first part of the model.
 
@@ -329,7 +329,7 @@ class BertTaskModel(BertModel):
             Hidden states for the next part, [s, b c, h]; from the last part scores, fp32
             [b, c outputs].
         """
-        flat = (tokens.flatten(0, 1), padding.flatten(0, 1), token_types.flatten(0, 1))
+        flat = (tokens.flatten(0, 1), is_token.flatten(0, 1), token_types.flatten(0, 1))
         x = self(*flat, hidden=hidden)
         if self.pooler is None:
             return x

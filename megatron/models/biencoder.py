@@ -55,14 +55,14 @@ class TextEncoder(BertModel):
         if isinstance(projection, ClassifierPlan):
             self.projection = Classifier(projection, context)
 
-    def encode(self, tokens: Tensor, padding: Tensor) -> Tensor:
+    def encode(self, tokens: Tensor, is_token: Tensor) -> Tensor:
         """Return the vectors of texts, [b, e], on every tensor-parallel rank.
 
         Args:
             tokens: [b, s].
-            padding: bool [b, s], True for a token; padding comes after the tokens.
+            is_token: bool [b, s], False for padding, which comes after the tokens.
         """
-        first = first_token(self(tokens, padding, torch.zeros_like(tokens)), self.sequence)
+        first = first_token(self(tokens, is_token, torch.zeros_like(tokens)), self.sequence)
         projected: Tensor = first if self.projection is None else self.projection(first)
         return projected.squeeze(0)
 
@@ -106,24 +106,27 @@ class BiEncoderModel(nn.Module):
         return self._tower(-1)
 
     def forward(
-        self, queries: Tensor, query_padding: Tensor, contexts: Tensor, context_padding: Tensor
+        self, queries: Tensor, is_query_token: Tensor, contexts: Tensor, is_context_token: Tensor
     ) -> Vectors:
         """Return the vectors of queries and contexts.
 
         Args:
             queries: [q, s].
-            query_padding: bool [q, s], True for a token.
+            is_query_token: bool [q, s], False for padding.
             contexts: [c, s].
-            context_padding: bool [c, s], True for a token.
+            is_context_token: bool [c, s], False for padding.
         """
         if len(self.towers) == 2:
             return Vectors(
-                self.queries.encode(queries, query_padding),
-                self.contexts.encode(contexts, context_padding),
+                self.queries.encode(queries, is_query_token),
+                self.contexts.encode(contexts, is_context_token),
             )
         # One pass over both, because a weight's gradient is collected once per micro-batch.
-        texts, padding = torch.cat([queries, contexts]), torch.cat([query_padding, context_padding])
-        vectors = self.queries.encode(texts, padding)
+        texts, is_token = (
+            torch.cat([queries, contexts]),
+            torch.cat([is_query_token, is_context_token]),
+        )
+        vectors = self.queries.encode(texts, is_token)
         return Vectors(vectors[: len(queries)], vectors[len(queries) :])
 
     def _tower(self, index: int) -> TextEncoder:

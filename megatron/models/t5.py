@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron.config.stages import ModelPart
 from megatron.models.attention import EncoderOutput
-from megatron.models.bert import padding_mask
+from megatron.models.bert import key_mask
 from megatron.models.block import LayerStack
 from megatron.models.head import Output
 from megatron.models.network import Network
@@ -145,7 +145,7 @@ class T5Model(Network):
         self,
         tokens: Tensor,
         decoder_tokens: Tensor,
-        padding: Tensor,
+        is_token: Tensor,
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
         loss_mask: Tensor | None = None,
@@ -157,7 +157,7 @@ class T5Model(Network):
         Args:
             tokens: [b, e], the encoder's tokens.
             decoder_tokens: [b, d].
-            padding: bool [b, e], True for a token of the encoder, False for padding.
+            is_token: bool [b, e], False for padding of the encoder.
             labels: [b, d], the token that follows each decoder token.
             hidden: [e + d, b, h], the previous part's output; `None` in the first part of the
                 model.
@@ -169,14 +169,14 @@ class T5Model(Network):
             the weighted sum of the losses if there is a loss mask. Without labels it returns logits
             [b, d, v/t].
         """
-        states, x = self.states(tokens, decoder_tokens, padding, hidden)
+        states, x = self.states(tokens, decoder_tokens, is_token, hidden)
         if self.output is None:
             return torch.cat((states.to(x.dtype), x))
         scores: Tensor = self.output(x, labels, loss_mask)
         return scores
 
     def states(
-        self, tokens: Tensor, decoder_tokens: Tensor, padding: Tensor, hidden: Tensor | None = None
+        self, tokens: Tensor, decoder_tokens: Tensor, is_token: Tensor, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the encoder's and the decoder's hidden states after the layers of this part.
 
@@ -192,7 +192,7 @@ class T5Model(Network):
         else:
             parts = [length // self.layout.sequence.size for length in lengths]
             states, x = hidden.split(parts)
-        mask = padding_mask(padding)
+        mask = key_mask(is_token)
         if self.encoder is not None:
             states = self.encoder.run(states, lengths[0], mask, self.rotation(encoder_positions))
         if self.decoder is not None:

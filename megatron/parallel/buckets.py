@@ -341,12 +341,12 @@ def lay_out(
         groups[-1].append(i)
         is_full = sum(aligned[j] for j in groups[-1]) >= limit
         if keeps_whole and is_full:
-            is_full = is_even([aligned[j] for j in groups[-1]], shards)
+            is_full = has_little_padding([aligned[j] for j in groups[-1]], shards)
         if i < len(sizes) - 1 and (i in ends or is_full):
             groups.append([])
     if keeps_whole and len(groups) > 1 and groups[-2][-1] not in ends:
         *before, last = groups  # the last tensors may leave shards empty
-        if not is_even([aligned[j] for j in last], shards):
+        if not has_little_padding([aligned[j] for j in last], shards):
             groups = [*before[:-1], before[-1] + last]
     buckets = []
     start = 0
@@ -387,7 +387,7 @@ def distribute(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]]
     return assigned, max(end for end, _ in filled)
 
 
-def is_even(sizes: Sequence[int], shards: int) -> bool:
+def has_little_padding(sizes: Sequence[int], shards: int) -> bool:
     """Return whether the result of `distribute` has at most `MAX_PADDING` of padding."""
     max_elements = sum(sizes) / (1 - MAX_PADDING)
     if max(sizes) * shards > max_elements:
