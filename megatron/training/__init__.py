@@ -16,6 +16,7 @@ The modules, in the order in which a run uses them:
     timers                   clocks for updates, pipeline operations and saves
     evaluation               the loss on held-out samples
     log_line                 log lines in Megatron's format
+    writers                  TensorBoard, Weights & Biases and files of JSON lines
     callbacks                side tasks of a run: logging, saving, profiling
     generation               the model's answers to prompts during training
     health                   tests the machines of a run

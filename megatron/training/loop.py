@@ -13,7 +13,7 @@ from megatron.training.callbacks.fast_state import Goodput, NonPersistentCheckpo
 from megatron.training.callbacks.logging import LogLine
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.replica_hashes import ReplicaHashes
-from megatron.training.callbacks.scalars import Scalars, Writer
+from megatron.training.callbacks.scalars import Scalars
 from megatron.training.callbacks.skipped_updates import SkippedUpdates
 from megatron.training.callbacks.small import (
     BadLines,
@@ -28,6 +28,7 @@ from megatron.training.callbacks.suspicious_updates import ResultDifferences, Su
 from megatron.training.evaluation import Evaluation
 from megatron.training.run import Run
 from megatron.training.step import Updates, any_rank, skip_iteration
+from megatron.training.writers import Writer
 
 
 def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callback], Scalars]:

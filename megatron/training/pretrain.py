@@ -36,13 +36,13 @@ from megatron.processes.process import print_notices, processes, run_process
 from megatron.tokenizer import padded_vocabulary
 from megatron.training.build import build_run
 from megatron.training.callbacks.base import Callback
-from megatron.training.callbacks.scalars import Writer, open_writers
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import format_panel, size_rows, start_panel
 from megatron.training.recipe import Recipe
 from megatron.training.restoring import network_of
 from megatron.training.run import Run
+from megatron.training.writers import Writer, open_writers
 
 _LESS_MEMORY = (
     "To reduce memory, use a smaller --micro-batch-size, --recompute-activations, "

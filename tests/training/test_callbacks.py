@@ -21,12 +21,12 @@ from megatron.parallel.layout import Layout
 from megatron.training import panel
 from megatron.training.callbacks import small
 from megatron.training.callbacks.profiling import Profile
-from megatron.training.callbacks.scalars import JsonLinesWriter, open_writers
 from megatron.training.checkpointing import save_run
 from megatron.training.evaluation import final_evaluation
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.panel import start_panel
 from megatron.training.timers import Timers, format_timers
+from megatron.training.writers import JsonLinesWriter, open_writers
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 

@@ -7,9 +7,9 @@ import pytest
 
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
-from megatron.training.callbacks.scalars import open_writers
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.writers import open_writers
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, train_toy
 

@@ -13,13 +13,13 @@ from megatron.config.parser import parse_config
 from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
-from megatron.training.callbacks.scalars import RunStart
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import Recipe
 from megatron.training.restoring import network_of
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
+from megatron.training.writers import RunStart
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from pretrain_ict import ICTRecipe

@@ -2,7 +2,7 @@
 
     base                the hooks that a callback may have
     logging             the log line, timers and memory report on the terminal
-    scalars             values for TensorBoard, Weights & Biases and JSON lines files
+    scalars             values and events for the writers: TensorBoard, Weights & Biases, JSON lines
     checkpoints         saving, and background saves
     fast_state          non-persistent checkpoints, and goodput
     skipped_updates     non-finite losses and spikes: skips, rewinds, the end of the run

@@ -11,11 +11,11 @@ from megatron.config import RunConfig
 from megatron.durable import writing_to
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, EarlyExit
-from megatron.training.callbacks.scalars import Writer
 from megatron.training.passes import schedule_of
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from megatron.training.timers import Bubble, OperationClock, compare_with_prediction
+from megatron.training.writers import Writer
 
 
 def profile_folder(config: RunConfig) -> Path:
