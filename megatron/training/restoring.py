@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -372,15 +372,15 @@ def _without_new(run: Run, reader: Reader, state: State) -> tuple[tuple[str, ...
         )
     state = {name: entry for name, entry in state.items() if not name.startswith(new_parts)}
     model, saved_names = run.config.model, reader.names()
-    if model.retro_add_retriever and not any(map(is_retriever_parameter, saved_names)):
-        new_parts = (*new_parts, "the layers that read neighbors")
-        state = {name: entry for name, entry in state.items() if not is_retriever_parameter(name)}
-    if model.reward_head and not any(name.startswith(_SCORE) for name in saved_names):
-        new_parts = (*new_parts, _SCORE)
-        state = {name: entry for name, entry in state.items() if not name.startswith(_SCORE)}
-    if model.lora_rank is not None and not any(map(is_adapter_parameter, saved_names)):
-        new_parts = (*new_parts, _ADAPTERS)
-        state = {name: entry for name, entry in state.items() if not is_adapter_parameter(name)}
+    optional_parts: dict[str, tuple[bool, Callable[[str], bool]]] = {
+        "the layers that read neighbors": (model.retro_add_retriever, is_retriever_parameter),
+        _SCORE: (model.reward_head, lambda name: name.startswith(_SCORE)),
+        _ADAPTERS: (model.lora_rank is not None, is_adapter_parameter),
+    }
+    for part, (is_in_model, includes) in optional_parts.items():
+        if is_in_model and not any(map(includes, saved_names)):
+            new_parts = (*new_parts, part)
+            state = {name: entry for name, entry in state.items() if not includes(name)}
     return new_parts, state
 
 
