@@ -141,13 +141,25 @@ def _far(layout: Layout, folder: Path) -> None:
     assert _names(newest) == ["manifest.json", *_FILES]
     assert {name: (newest / name).read_bytes() for name in kept} == whole
     shutil.rmtree(root / "iter_0000003", ignore_errors=True)
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    # A machine that cannot store what it lost has nothing to read.
+    if rank == 3:
+        shutil.rmtree(newest)
+    layout.wait_for_all()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 3:
+            patch.setattr(non_persistent, "_write", full)
+        assert store.open_newest(1) is None
+    layout.wait_for_all()
+    assert store.open_newest(1) is not None
+    assert _names(newest) == ["manifest.json", *_FILES]
     left = root / "iter_0000004.tmp-1"  # by a save that was killed
     left.mkdir()
     store.delete_after(1)
     assert _names(root) == ["iter_0000001"]
-
-    def full(path: Path, *_: object) -> None:
-        raise OSError(28, "No space left on device", str(path))
 
     for failing, step in ((1, "_write"), (2, "_read")):
         with pytest.MonkeyPatch.context() as patch:
@@ -171,6 +183,7 @@ def test_what_a_lost_machine_held_comes_from_its_copies(
     told = capfd.readouterr().err
     assert "iteration 7 is not used: rank_00003.safetensors: damaged:" in told
     assert "iteration 6 is not used: rank_00002.safetensors was lost" in told
+    assert "iteration 2 is not used: [Errno 28] No space left on device: " in told
     assert "iteration 2 is not used: rank_00001.safetensors: damaged:" in told
 
 
@@ -180,3 +193,5 @@ def test_a_process_alone_needs_no_group(tmp_path: Path) -> None:
     for _ in range(2):  # the second replaces the first
         _save(store, Layout.single(), 2)
         assert _newest(store) == 2
+    (tmp_path / "iter_0000002" / "manifest.json").write_text("{")
+    assert _newest(store) == 1
