@@ -153,9 +153,18 @@ def _far(layout: Layout, folder: Path) -> None:
         if rank == 3:
             patch.setattr(non_persistent, "_write", full)
         assert store.open_newest(1) is None
+    # Now only the last file of a machine is damaged, and another one lacks the manifest.
+    layout.wait_for_all()
+    assert store.open_newest(1) is not None
+    layout.wait_for_all()
+    if rank == 0:
+        (newest / _FILES[3]).write_bytes(b"short")
+    if rank == 2:
+        (newest / "manifest.json").unlink()
     layout.wait_for_all()
     assert store.open_newest(1) is not None
     assert _names(newest) == ["manifest.json", *_FILES]
+    assert {name: (newest / name).read_bytes() for name in kept} == whole
     left = root / "iter_0000004.tmp-1"  # by a save that was killed
     left.mkdir()
     store.delete_after(1)
