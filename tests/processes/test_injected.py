@@ -167,6 +167,12 @@ def test_a_factor_of_a_step_is_of_all_its_operations(monkeypatch: pytest.MonkeyP
             now[0] += 1.0
     factors = [seconds for seconds in slept if seconds]
     assert factors == [2.0] * 4  # forward and update of two steps, each three times as long
+    journal = FaultyJournal(None, [Fault.parse("forward:0:1:slow=1.5x")])
+    journal.iteration = 1
+    journal.enter("forward of micro-batch 0, chunk 0")
+    now[0] += 1.0
+    journal.enter("optimizer step")
+    assert slept[-1] == 0.5
 
 
 def test_all_outputs_of_a_training_module_are_damaged() -> None:
