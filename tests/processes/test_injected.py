@@ -241,8 +241,10 @@ def test_a_factor_makes_work_longer_but_not_waiting(monkeypatch: pytest.MonkeyPa
         journal.enter("forward of micro-batch 0, chunk 0")
         now[0] += 1.0
         journal.begin_wait(wait)
+        assert journal.waits_for is wait
         now[0] += 10.0
         journal.end_wait()
+        assert journal.waits_for is None
         with journal.external_collective("all-gather", (0, 1)):
             now[0] += 20.0
         now[0] += 0.5
