@@ -141,6 +141,17 @@ def _far(layout: Layout, folder: Path) -> None:
     assert _names(newest) == ["manifest.json", *_FILES]
     assert {name: (newest / name).read_bytes() for name in kept} == whole
     shutil.rmtree(root / "iter_0000003", ignore_errors=True)
+    _fail(layout, store, newest)
+    assert {name: (newest / name).read_bytes() for name in kept} == whole
+    left = root / "iter_0000004.tmp-1"  # by a save that was killed
+    left.mkdir()
+    store.delete_after(1)
+    assert _names(root) == ["iter_0000001"]
+
+
+def _fail(layout: Layout, store: NonPersistentStore, newest: Path) -> None:
+    """Let the disk of single machines fail while files are completed or copied."""
+    rank, root = layout.world.rank, newest.parent
 
     def full(path: Path, *_: object) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -164,11 +175,6 @@ def _far(layout: Layout, folder: Path) -> None:
     layout.wait_for_all()
     assert store.open_newest(1) is not None
     assert _names(newest) == ["manifest.json", *_FILES]
-    assert {name: (newest / name).read_bytes() for name in kept} == whole
-    left = root / "iter_0000004.tmp-1"  # by a save that was killed
-    left.mkdir()
-    store.delete_after(1)
-    assert _names(root) == ["iter_0000001"]
 
     for failing, step in ((1, "_write"), (2, "_read")):
         with pytest.MonkeyPatch.context() as patch:
@@ -177,7 +183,7 @@ def _far(layout: Layout, folder: Path) -> None:
             with pytest.raises(StorageError, match=f"machine{failing}/.*: No space left on device"):
                 _save(store, layout, 5)
         layout.wait_for_all()
-        assert _names(root) == ["iter_0000001"]
+        assert _names(root) == ["iter_0000001", "iter_0000002"]
 
 
 def _everything(layout: Layout, folder: Path) -> None:
