@@ -1,9 +1,11 @@
 """Requests to exit: signals and the clock."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from megatron.errors import (
     EXIT_SAVED_ON_SIGNAL,
     ConfigError,
     NumericsError,
+    OutputClosedError,
     StorageError,
 )
 from megatron.processes.ending import ExitRequest, end_run, report
@@ -153,9 +156,14 @@ def test_why_a_run_ends(error, iteration, waits, silent, ending, is_own, capsys)
         (StorageError("full"), Launch(), "error: full\n"),
     ],
 )
-def test_an_error_of_all_ranks_names_none(error, launch, told, capsys):
+def test_an_error_of_all_ranks_names_none(error, launch, told, capsys, tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     report(error, launch)
     assert capsys.readouterr().err == told
+    message = json.loads(file.read_text())["message"]  # for torchrun's own report
+    assert message["message"] == told.rstrip()
+    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 60
 
 
 def test_time_is_up():
@@ -165,6 +173,24 @@ def test_time_is_up():
     assert request.code == EXIT_OK
     assert "--exit-duration-in-mins 0" in request.reason
     assert not ExitRequest(handle_signals=False, duration_minutes=60).is_requested
+
+
+def test_a_log_that_nobody_reads_is_a_request():
+    request = ExitRequest(handle_signals=False, duration_minutes=None)
+    assert request.code == EXIT_OK
+    request.report_unread_log()
+    assert (request.code, request.is_requested) == (OutputClosedError.exit_code, True)
+    assert request.reason == "nobody is reading this log anymore"
+
+
+def test_a_limit_is_in_minutes(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    request = ExitRequest(handle_signals=False, duration_minutes=2)
+    now += 119.9
+    assert not request.is_requested
+    now = 220.0
+    assert request.is_requested
 
 
 def test_a_file_that_appears_is_a_request(tmp_path, monkeypatch):

@@ -280,7 +280,7 @@ def test_which_updates_are_followed_by_a_fast_save(
     monkeypatch.setattr(callback.checkpointing, "meta_of", lambda run: {})
     monkeypatch.setattr(callback.checkpointing, "state_of", lambda run: {})
     monkeypatch.setattr(callback.Snapshot, "take", take)
-    monkeypatch.setattr(callback.time, "perf_counter", iter(range(100)).__next__)
+    monkeypatch.setattr(callback.time, "perf_counter", iter(range(10, 100)).__next__)
     scalars: Any = SimpleNamespace(
         event=lambda run, *words: events.append((run.progress.iteration, *words))
     )
@@ -295,6 +295,7 @@ def test_which_updates_are_followed_by_a_fast_save(
         saver.after_step(run, outcome, EarlyExit("now", 0) if iteration == 10 else None)
     # 6 and 12 have durable checkpoints, as 4, and the last ones follow in another way.
     assert interrupted == [2, 4, 8, 10, 14]
+    assert run.layout.journal.position.operation == "saving a non-persistent checkpoint"
     assert saved == [2]
     assert events == [
         (2, "non-persistent checkpoint", "saved in 1.00 s"),
