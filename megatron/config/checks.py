@@ -54,10 +54,12 @@ def requirements(
         if value == field.default or (paths is not None and path not in paths):
             continue
         if owners and kind not in owners:
-            names = " and ".join(owner.upper() for owner in owners)
+            *others, last = (owner.upper() for owner in owners)
+            names = f"{', '.join(others)} and {last}" if others else last
+            article = "an" if kind == "ict" else "a"
             yield (
-                f"{field.spell(value)} is only for {names}, and this model is a {kind.upper()}: "
-                "drop it"
+                f"{field.spell(value)} is only for {names}, and this model is {article} "
+                f"{kind.upper()}: drop it"
             )
         elif required is not None and not required.is_met(config):
             yield f"{field.spell(value)} requires {required.description}: add it, or drop the flag"

@@ -39,6 +39,7 @@ def test_flags_of_a_bi_encoder_are_refused_elsewhere(words, message):
         ("--ict-load x", 1, "a bi-encoder is loaded with --load"),
         ("--block-data-path x", 1, "REALM is not supported"),
         ("--mask-prob 0.2", 1, "is only for BERT and T5"),
+        ("--freeze x", 1, "only for GPT, BERT, T5 and RETRO, and this model is an ICT: drop it"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(words, world, message):

@@ -175,7 +175,9 @@ def test_tokens_as_the_only_length() -> None:
     assert said.endswith("or give --train-iters or --train-samples, too, without lengths in tokens")
     parse(f"--train-tokens 900 --train-samples 40 {style}", without=_NO_LENGTH)
     (said,) = problems("--train-tokens 900 --decoder-seq-length 8", architecture="t5")
-    assert said.startswith("--train-tokens 900 is only for GPT and BERT")
+    assert said == (
+        "--train-tokens 900 is only for GPT, BERT and RETRO, and this model is a T5: drop it"
+    )
     config = parse("--train-tokens 900 --lr-warmup-fraction 0.1", without=_NO_LENGTH).config
     rate = Schedules.from_config(
         config.schedule, config.optimizer, config.training, global_batch=4, seq_length=128
