@@ -24,7 +24,7 @@ The modules, in the order in which a run uses them:
     checkpointing            the state of a run in a checkpoint, and saving it
     restoring                opens the checkpoint that a run starts from, and restores the run
     changed_settings         settings and data that have changed since the checkpoint
-    fast_state               the run's identity, and its newest checkpoint
+    run_record               the run's identity, and its newest checkpoint
     branches                 starts a run that branches off another one for its final decay
     from_bert                starts a bi-encoder from a BERT model
 

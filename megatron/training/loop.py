@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, OutputClosedError
 from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import Checkpoints
-from megatron.training.callbacks.fast_state import Goodput, NonPersistentCheckpoints
 from megatron.training.callbacks.logging import LogLine
+from megatron.training.callbacks.non_persistent import Goodput, NonPersistentCheckpoints
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.replica_hashes import ReplicaHashes
 from megatron.training.callbacks.scalars import Scalars

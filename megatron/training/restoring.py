@@ -42,8 +42,8 @@ from megatron.training.checkpointing import (
     optimizer_state,
     weights_state,
 )
-from megatron.training.fast_state import open_newest
 from megatron.training.run import Progress, Run
+from megatron.training.run_record import open_newest
 
 _PADDING = ModelOptions.make_vocab_size_divisible_by
 _SCORE = "model.score."  # a reward model's head

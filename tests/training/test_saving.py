@@ -16,7 +16,7 @@ from megatron.parallel.layout import Layout
 from megatron.training import timers
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.checkpoints import advice, best_interval
-from megatron.training.callbacks.fast_state import NonPersistentCheckpoints
+from megatron.training.callbacks.non_persistent import NonPersistentCheckpoints
 from megatron.training.checkpointing import meta_of
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.timers import SaveClock

@@ -4,7 +4,7 @@
     logging             the log line, timers and memory report on the terminal
     scalars             values and events for the writers: TensorBoard, Weights & Biases, JSON lines
     checkpoints         saving, and background saves
-    fast_state          non-persistent checkpoints, and goodput
+    non_persistent      non-persistent checkpoints, and goodput
     skipped_updates     non-finite losses and spikes: skips, rewinds, the end of the run
     suspicious_updates  updates computed twice, to tell whether a machine or the data is at fault
     replica_hashes      copies of weights and moments that differ between replicas

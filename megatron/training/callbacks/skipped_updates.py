@@ -13,7 +13,7 @@ from megatron.errors import NumericsError
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import Checkpoints
-from megatron.training.callbacks.fast_state import NonPersistentCheckpoints
+from megatron.training.callbacks.non_persistent import NonPersistentCheckpoints
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.restoring import rewind_run
 from megatron.training.run import Run

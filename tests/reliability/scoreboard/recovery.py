@@ -135,7 +135,7 @@ def soaked(folder: Path, count: int) -> Trials:
         trials.note("most steps lost", numbers["most steps lost"])
         expect(not problems, "; ".join(problems))
         expect(numbers["goodput"] >= _GOODPUT, f"goodput {numbers['goodput']:.1%}")
-        # A kill may happen while the newest fast state is written.
+        # A kill may happen while the newest non-persistent checkpoint is written.
         expect(numbers["most steps lost"] <= 50, f"{numbers['most steps lost']} steps lost")
     return trials
 

@@ -17,11 +17,11 @@ from megatron.checkpoint.find import TRACKER
 from megatron.config import RunConfig
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
-from megatron.training import fast_state
-from megatron.training.callbacks import fast_state as callback
+from megatron.training import run_record
+from megatron.training.callbacks import non_persistent as callback
 from megatron.training.callbacks.base import EarlyExit
-from megatron.training.fast_state import RunRecord, store_of
 from megatron.training.run import Run
+from megatron.training.run_record import RunRecord, store_of
 from tests.config.command import parse
 from tests.reliability.scoreboard.commands import run_training
 
@@ -29,7 +29,7 @@ _OFTEN = ("--save-interval", "3", "--non-persistent-save-interval", "1")
 
 
 @pytest.mark.parametrize("kind", ["local", "global"])
-def test_a_killed_run_resumes_from_its_fast_state(kind: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_from_a_non_persistent_checkpoint(kind: str, tmp_path: Path) -> None:
     save, fast = tmp_path / "save", tmp_path / "fast"
     flags = ["--save", str(save), "--load", str(save), "--metrics-jsonl", str(tmp_path / "metrics")]
     flags += [*_OFTEN, "--non-persistent-ckpt-type", kind]
@@ -128,8 +128,10 @@ def _config(words: str) -> RunConfig:
     return parse(words, world_size=8).config
 
 
-def test_the_folders_of_fast_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_state, "NonPersistentStore", lambda *words, **kinds: (words, kinds))
+def test_the_folders_of_non_persistent_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_record, "NonPersistentStore", lambda *words, **kinds: (words, kinds))
     save = f"--save {tmp_path} --save-interval 10"
     assert store_of(_config(save), Layout.single()) is None
     save += " --non-persistent-save-interval 1 --non-persistent-ckpt-type"
@@ -201,18 +203,18 @@ def test_the_newest_state_is_opened(
         return reader(next(answers))
 
     store = SimpleNamespace(open_newest=newest)
-    monkeypatch.setattr(fast_state, "store_of", lambda *_: store)
+    monkeypatch.setattr(run_record, "store_of", lambda *_: store)
     monkeypatch.setattr(
-        fast_state,
+        run_record,
         "list_checkpoints",
         (lambda *_, **__: reader(durable)) if isinstance(durable, Exception) else listed,
     )
     config = _config("--save a --load a/../a --save-interval 10")
     if isinstance(chosen, Exception):
         with pytest.raises(CheckpointError, match="all are damaged"):
-            fast_state.open_newest(config, Layout.single(), lambda: reader(opened))
+            run_record.open_newest(config, Layout.single(), lambda: reader(opened))
     else:
-        found = fast_state.open_newest(config, Layout.single(), lambda: reader(opened))
+        found = run_record.open_newest(config, Layout.single(), lambda: reader(opened))
         assert found == reader(chosen)
     assert asked == after
 
@@ -228,7 +230,7 @@ def test_the_newest_state_is_opened(
         ("--save a --load a --ckpt-step 5", False),
     ],
 )
-def test_only_a_run_that_goes_on_asks_for_its_fast_state(
+def test_only_a_run_that_goes_on_asks_for_non_persistent_checkpoints(
     words: str, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -237,8 +239,8 @@ def test_only_a_run_that_goes_on_asks_for_its_fast_state(
         asked.append(after)
 
     store = SimpleNamespace(open_newest=newest)
-    monkeypatch.setattr(fast_state, "store_of", lambda *_: store)
-    found = fast_state.open_newest(
+    monkeypatch.setattr(run_record, "store_of", lambda *_: store)
+    found = run_record.open_newest(
         _config(f"{words} --save-interval 10" if "--save" in words else words),
         Layout.single(),
         lambda: None,

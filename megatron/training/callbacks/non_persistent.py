@@ -13,8 +13,8 @@ from megatron.training import checkpointing
 from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import is_scheduled
 from megatron.training.callbacks.scalars import Scalars
-from megatron.training.fast_state import store_of
 from megatron.training.run import Run
+from megatron.training.run_record import store_of
 from megatron.training.step import StepOutcome
 
 
