@@ -26,7 +26,7 @@ class ParallelOptions:
         pipeline_model_parallel_size: Number of processes that split the layers into stages.
         context_parallel_size: Number of processes that split each sequence.
         expert_model_parallel_size: Number of processes that share the experts of a mixture layer.
-        expert_tensor_parallel_size: Number of processes that split each expert: 1, or
+        expert_tensor_parallel_size: Number of processes that split each expert, a divisor of
             --tensor-model-parallel-size. Default: --tensor-model-parallel-size.
         num_layers_per_virtual_pipeline_stage: Split each stage into virtual stages of this many
             layers (interleaved schedule). Default: one virtual stage.

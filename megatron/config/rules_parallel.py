@@ -231,10 +231,11 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{flag} is not divisible by --expert-model-parallel-size {ranks}: use "
             f"{divisors(common)}"
         )
-    if parts not in (1, tensor):
+    is_divisor = tensor % parts == 0
+    if not is_divisor:
         yield (
-            f"--expert-tensor-parallel-size {parts} is neither 1 nor --tensor-model-parallel-size "
-            f"{tensor}: use one of the two"
+            f"--expert-tensor-parallel-size {parts} does not divide --tensor-model-parallel-size "
+            f"{tensor}: use {divisors(tensor)}"
         )
     elif parts != tensor and not parallel.sequence_parallel:
         yield (
@@ -242,7 +243,7 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
             "requires --sequence-parallel, with which tensor ranks have different tokens: add it"
         )
     inner = model.moe_ffn_hidden_size or model.ffn_hidden_size
-    if inner and inner % parts:
+    if inner and is_divisor and inner % parts:
         name = "--ffn-hidden-size" if model.moe_ffn_hidden_size is None else "--moe-ffn-hidden-size"
         yield (
             f"{name} {inner} is not divisible by {parts} tensor-parallel parts of an expert: use "
@@ -255,7 +256,7 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--tensor-model-parallel-size {tensor}: use {near_multiples(shared, tensor)}"
         )
     stage = world_size // parallel.pipeline_model_parallel_size
-    if parts in (1, tensor) and stage % (ranks * parts):
+    if is_divisor and stage % (ranks * parts):
         yield (
             f"--expert-model-parallel-size {ranks} x {parts} parts of an expert do not divide the "
             f"{stage} processes of a pipeline stage: use {divisors(max(stage // parts, 1))}"

@@ -54,6 +54,7 @@ class PendingBucket:
     Args:
         plan: The plan of the bucket.
         axis: The processes over which gradients are averaged.
+        tensor: The processes over which partial gradients are summed.
         parameters: The parameters by name, including those of the bucket.
         reduced: The memory for the reduced gradients: the whole bucket or this process's shard.
         whole: All gradients of the bucket. In stage 2 this is `None` until the first gradient
@@ -71,12 +72,14 @@ class PendingBucket:
         self,
         plan: Bucket,
         axis: Axis,
+        tensor: Axis,
         parameters: Parameters,
         reduced: Tensor,
         whole: Tensor | None,
     ) -> None:
         """Create a bucket that expects no gradients yet."""
-        self.plan, self.axis, self.reduced, self.whole = plan, axis, reduced, whole
+        self.plan, self.axis, self.tensor = plan, axis, tensor
+        self.reduced, self.whole = reduced, whole
         members = [
             (member.traits, parameters[member.traits.name], member.slot.relative_to(plan.span))
             for member in plan.members
@@ -98,7 +101,6 @@ class Reducer:
 
     Args:
         buckets: All buckets, in sending order.
-        tensor: The axis over which partial gradients are summed.
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
         overlap: Whether to send during the backward pass of the last micro-batch.
 
@@ -110,15 +112,12 @@ class Reducer:
             bucket's gradients on this rank before reduction, fp32 [].
     """
 
-    def __init__(
-        self, buckets: Iterable[PendingBucket], tensor: Axis, *, zero_stage: int, overlap: bool
-    ) -> None:
+    def __init__(self, buckets: Iterable[PendingBucket], *, zero_stage: int, overlap: bool) -> None:
         """Create a reducer that expects all gradients."""
         self.buckets = list(buckets)
         self.uses: dict[int, int] = {}
         self._is_alone = all(bucket.axis.size == 1 for bucket in self.buckets)
         self.overlap = overlap and not self._is_alone
-        self._tensor = tensor
         self._zero_stage = zero_stage
         self.fingerprints: list[Tensor] | None = None
         self._is_noted = False  # whether the buckets left to send are in `fingerprints`
@@ -226,10 +225,10 @@ class Reducer:
             self.receive()
 
     def _add_partial_gradients(self, bucket: PendingBucket) -> None:
-        if bucket.partial and self._tensor.size > 1:
+        if bucket.partial and bucket.tensor.size > 1:
             whole = bucket.allocate()
             parts = [span.of(whole) for span in bucket.partial]
-            collectives.all_reduce_coalesced(parts, self._tensor)
+            collectives.all_reduce_coalesced(parts, bucket.tensor)
 
 
 def _sum_of_squares(gradients: Tensor) -> Tensor:
@@ -256,7 +255,8 @@ class GradientBuffer:
             once. Those that require gradients must be the parameters of the plan.
         plan: The layout of gradients and the sending order.
         axes: The plan's replica axes by name.
-        tensor: The axis over which partial gradients are summed, just before they are averaged.
+        tensor: For each of these names, the axis over which partial gradients are summed, just
+            before they are averaged.
         overlap: Whether to reduce during the backward pass of the last micro-batch.
 
     Attributes:
@@ -274,7 +274,7 @@ class GradientBuffer:
         plan: BucketPlan,
         axes: Mapping[str, Axis],
         *,
-        tensor: Axis | None = None,
+        tensor: Mapping[str, Axis],
         overlap: bool = False,
     ) -> None:
         """Allocate the plan's buffers and register hooks on the parameters."""
@@ -296,12 +296,11 @@ class GradientBuffer:
         for flat in plan.flats:
             axis = axes[flat.axis]
             assert flat.replicas == axis.size, f"the plan is for {flat.replicas} {flat.axis} ranks"
-            buffer, buckets = self._allocate(flat, axis, parameters)
+            buffer, buckets = self._allocate(flat, axis, tensor[flat.axis], parameters)
             self.flats.append(buffer)
             pending.append(buckets)
         self._reducer = Reducer(
             (pending[flat][bucket] for flat, bucket in plan.order),
-            tensor or Axis(),
             zero_stage=plan.zero_stage,
             overlap=overlap,
         )
@@ -310,7 +309,7 @@ class GradientBuffer:
             self._collect_from(parameter)
 
     def _allocate(
-        self, plan: FlatPlan, axis: Axis, parameters: Parameters
+        self, plan: FlatPlan, axis: Axis, tensor: Axis, parameters: Parameters
     ) -> tuple[FlatBuffer, list[PendingBucket]]:
         """Allocate a buffer and its buckets, and record where each gradient is stored."""
         shards, rank = (axis.size, axis.rank) if self.is_sharded else (1, 0)
@@ -328,7 +327,7 @@ class GradientBuffer:
             whole, reduced = None, memory
             if self.plan.zero_stage < 2:
                 whole, reduced = memory, shard.relative_to(bucket.span).of(memory)
-            pending = PendingBucket(bucket, axis, parameters, reduced, whole)
+            pending = PendingBucket(bucket, axis, tensor, parameters, reduced, whole)
             for member, (parameter, span) in zip(bucket.members, pending.members, strict=True):
                 slot = member.slot
                 own = slot.intersect(shard) or Span(slot.start, slot.start)

@@ -94,7 +94,7 @@ class Layout:
         embedding: The first and the last pipeline stage, which both hold tied word embeddings. On
             the stages in between, and without a pipeline, this axis has a single process.
         expert: The ranks among which experts are divided.
-        expert_tensor: The ranks that split each expert: the tensor ranks, or only this rank.
+        expert_tensor: The ranks that split each expert: all or some of the tensor ranks.
         expert_replica: The ranks that hold the same experts, or the same shards of them.
         sequence_parallel: Whether tensor ranks also split the activations between tensor-parallel
             layers along the sequence.

@@ -179,11 +179,13 @@ class ShardedModel:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum partial gradients over the tensor axis, after backward passes have averaged them."""
+        """Sum partial gradients over tensor ranks, after backward passes have averaged them."""
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has written a gradient elsewhere"
-        partial = (p for p in self._parameters if spec_of(p).partial_gradient)
-        all_reduce_coalesced((self.gradient(p) for p in partial), self._layout.tensor)
+        partial = [p for p in self._parameters if spec_of(p).partial_gradient]
+        for axis, is_expert in ((self._layout.tensor, False), (self._layout.expert_tensor, True)):
+            ours = [p for p in partial if spec_of(p).is_expert is is_expert]
+            all_reduce_coalesced(map(self.gradient, ours), axis)
 
 
 def _replicas(layout: Layout, parameter: nn.Parameter) -> Axis:

@@ -148,7 +148,7 @@ def new_gradient_buffer(
         named_parameters,
         buckets,
         replicas,
-        tensor=layout.tensor,
+        tensor={"data": layout.tensor, "expert_data": layout.expert_tensor},
         overlap=config.parallel.overlap_grad_reduce,
     )
     # PyTorch's data parallelism waits for gradients from autograd.

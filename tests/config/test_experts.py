@@ -182,9 +182,23 @@ RULES = [
         ["--num-experts 8 is not divisible by --expert-model-parallel-size 3: use 1, 2, 4 or 8"],
     ),
     (
+        f"{MIXTURE} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 3",
+        4,
+        [
+            "--expert-tensor-parallel-size 3 does not divide --tensor-model-parallel-size 4: use "
+            "1, 2 or 4"
+        ],
+    ),
+    (
         f"{MIXTURE} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2",
         4,
-        ["--expert-tensor-parallel-size 2 is neither 1 nor --tensor-model-parallel-size 4"],
+        ["requires --sequence-parallel, with which tensor ranks have different tokens: add it"],
+    ),
+    (
+        f"{MIXTURE} --tensor-model-parallel-size 4 --sequence-parallel "
+        "--expert-tensor-parallel-size 2 --expert-model-parallel-size 4",
+        4,
+        ["--expert-model-parallel-size 4 x 2 parts of an expert do not divide the 4 processes"],
     ),
     (
         f"{MIXTURE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",

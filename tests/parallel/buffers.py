@@ -58,7 +58,8 @@ def new_buffer(
         gradients_in_fp32=accumulate_in_fp32,
         bucket_bytes=bucket_bytes,
     )
-    return GradientBuffer(named, plan, axes, tensor=layout.tensor, overlap=overlap)
+    tensor = {"data": layout.tensor, "expert_data": layout.expert_tensor}
+    return GradientBuffer(named, plan, axes, tensor=tensor, overlap=overlap)
 
 
 def new_optimizer(

@@ -30,6 +30,17 @@ def test_losses_norms_and_biases_equal_the_single_process(case):
     assert norm <= 10 * case.tolerance
 
 
+def test_some_of_the_tensor_ranks_may_split_each_expert():
+    for sizes, flags in (
+        ({"processes": 4, "expert": 2}, "--sequence-parallel"),
+        ({"processes": 4, "expert": 1}, "--sequence-parallel --zero-stage 3"),
+        ({"processes": 8, "expert": 4}, "--sequence-parallel --zero-stage 2"),
+    ):
+        case = MixtureCase(tensor=4, expert_tensor=2, flags=flags, iterations=3, **sizes)
+        for name, difference in differences(case).items():
+            assert difference <= 1e-6, (case, name)
+
+
 def test_ranks_may_be_numbered_with_the_pipeline_before_data():
     flags = "--use-tp-pp-dp-mapping --zero-stage 1 --overlap-grad-reduce --overlap-param-gather"
     for case in (
