@@ -158,13 +158,13 @@ def check_frozen(
     if all_reduce(idle, layout.world).item():
         subject = "weights of a pipeline stage are" if layout.pipeline.size > 1 else "weights are"
         flag, remedy = "--retro-freeze-gpt", "freeze fewer weights"
-        if config.lora_rank is not None:
+        if patterns and not targets:
+            flag = " ".join(("--freeze", *patterns))
+        elif config.lora_rank is not None:
             flag = f"--lora-rank {config.lora_rank}"
             if targets:
                 flag = " ".join(("--lora-target-modules", *targets))
             remedy = "give every stage a layer with an adapter"
-        elif patterns:
-            flag = " ".join(("--freeze", *patterns))
         raise ConfigError(f"{flag}: all {subject} frozen, so nothing is left to train: {remedy}")
 
 
