@@ -14,8 +14,9 @@ from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunOptions
 from megatron.data.t5 import replace_spans
+from megatron.device import Device
 from megatron.errors import ConfigError, UserError
-from megatron.inference.fill import FilledText, Filler
+from megatron.inference.fill import FilledText, Filler, load_filler
 from megatron.models.bert import BertModel, BertResult
 from megatron.models.plans import model_plan
 from megatron.models.t5 import T5Model
@@ -250,6 +251,20 @@ def test_the_command_prints_the_best_words_first(
 def test_no_candidates_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert fill_in.main(["--load", "x", "--top", "0", "--text", "[MASK]"]) != 0
     assert "--top 0: give at least 1" in capsys.readouterr().err
+
+
+def test_the_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    flags = ["--bf16", "--save", str(tmp_path), "--save-interval", "1", "--seed", "3"]
+    run = build_toy(Layout.single(), flags, "bert")
+    save_run(run)
+    found = load_filler(str(tmp_path), Device.cpu())
+    (saved,) = run.parts
+    weights = dict(found.model.named_parameters())
+    assert weights.keys() == dict(saved.named_parameters()).keys()
+    for name, weight in saved.named_parameters():
+        assert torch.equal(weights[name], weight), name
+    assert not found.model.training
+    assert found.tokenizer.vocab_size == run.tokenizer.vocab_size
 
 
 def test_a_gpt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
