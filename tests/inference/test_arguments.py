@@ -134,6 +134,26 @@ def test_lm_evaluation_harness_splits_no_sequence(toy: Path, monkeypatch) -> Non
     assert _vain(harness.parse("LM_EVAL", [*words, *size], 2)) == {"--sequence-parallel"}
 
 
+def test_numbers_of_lm_evaluation_harness_have_bounds(toy: Path, monkeypatch) -> None:
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda _: True)
+    words = ["--load", str(toy / "model"), "--lm-eval-tasks", "x"]
+    least = ["--lm-eval-num-fewshot", "0", "--lm-eval-limit", "0.1"]
+    parsed = harness.parse("LM_EVAL", [*words, *least], 1)
+    assert (parsed.extra[1].lm_eval_num_fewshot, parsed.extra[1].lm_eval_limit) == (0, 0.1)
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda _: None)
+    wrong = ["--lm-eval-num-fewshot", "-1", "--lm-eval-limit", "0", "--valid-data", "y"]
+    with pytest.raises(ConfigError) as caught:
+        harness.parse("LM_EVAL", [*words[:2], *wrong, "--lm-eval-include-path", "none"], 1)
+    assert caught.value.problems == [
+        "--task LM_EVAL needs --lm-eval-tasks: give names of tasks, or task files",
+        "--lm-eval-include-path none: no such folder: fix the path",
+        "--lm-eval-num-fewshot -1: must be at least 0",
+        "--lm-eval-limit 0: must be above 0",
+        "--valid-data: the tasks of --lm-eval-tasks name their own data: drop the flag",
+        harness._INSTALL,
+    ]
+
+
 @pytest.mark.parametrize("parse", [_generation, _evaluation])
 def test_a_file_of_a_training_is_taken_too(toy: Path, tmp_path: Path, parse) -> None:
     file = tmp_path / "run.yaml"

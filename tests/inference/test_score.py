@@ -55,9 +55,20 @@ def test_padding_has_no_probability_and_the_first_of_the_likeliest_is_greedy() -
     assert greedy.tolist() == [False, True, True]
 
 
+@pytest.mark.parametrize(("rank", "kept"), [(0, [0, 1, 2]), (1, [0]), (2, [])])
+def test_each_rank_leaves_out_its_own_padding(
+    rank: int, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "all_reduce", lambda x, *_: x)
+    axis: Any = SimpleNamespace(size=3, rank=rank)
+    logits = torch.zeros(1, 3)
+    score_targets(logits, torch.tensor([0]), axis, entries=4)
+    assert (logits[0] == 0).nonzero().flatten().tolist() == kept
+
+
 @torch.no_grad()
 def test_retro_reads_the_neighbors_of_each_sample_s_whole_chunks() -> None:
-    flags = {"max_position_embeddings": 32}
+    flags = {"max_position_embeddings": 40}
     config = ModelRun(
         model=small.config(**{**small.FLAGS, **flags}), data=DataOptions(seq_length=32)
     )
@@ -71,7 +82,9 @@ def test_retro_reads_the_neighbors_of_each_sample_s_whole_chunks() -> None:
         tokens = draw.integers(vocab, size=length + 1)
         samples.append(Sample(tokens, scored, lambda neighbors=neighbors: neighbors))
     done: list[tuple[int, int]] = []
-    found = Scorer(loaded, Device.cpu(), 2).score(samples, lambda *count: done.append(count))
+    scorer = Scorer(loaded, Device.cpu(), 2)
+    assert (scorer.window, scorer._length_multiple) == (32, m)  # whole chunks of its samples
+    found = scorer.score(samples, lambda *count: done.append(count))
     assert done == [(1, 3), (2, 3), (3, 3)]
     for sample, score in zip(samples, found, strict=True):
         assert sample.neighbors is not None
