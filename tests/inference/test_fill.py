@@ -217,6 +217,7 @@ def test_lengths_are_those_of_the_run_or_of_the_published_t5(tokenizer: Tokenize
     assert fill("w1 [MASK]") == [20]
     for length, words in ((8, 2), (9, 3), (99, 20)):
         assert fill("[MASK] w1 [MASK]", decoder_seq_length=length) == [words, words]
+    assert fill("[MASK] w1 [MASK] w2 [MASK]", decoder_seq_length=7) == [1, 1, 1]
     for kind, window in (({}, 512), ({"seq_length": 9}, 9)):
         longest = window - 1 - len(tokenizer.encoder_end)
         assert fill("[MASK]" + " w1" * longest, **kind) == [20]

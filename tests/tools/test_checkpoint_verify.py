@@ -35,6 +35,7 @@ def test_a_tolerance_that_nothing_meets_is_refused(tmp_path: Path, capsys) -> No
         assert f"--verify-tolerance {tolerance}: give 0 or more" in capsys.readouterr().err
     assert verify.main([str(tmp_path), str(tmp_path), "--tolerance", "-0.1"]) == 9
     assert "--tolerance -0.1: give 0 or more" in capsys.readouterr().err
+    verify.check_tolerance("--tolerance", 0.0)
 
 
 @pytest.mark.parametrize("change", ["one more", "one less"])
