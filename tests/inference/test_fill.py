@@ -139,6 +139,7 @@ def test_a_bert_finds_hidden_tokens(bert: Filler) -> None:
     assert shares == sorted(shares, reverse=True)
     first, last = bert.fill("[MASK] w2p3 w4 w5 w6 [MASK]")
     assert (first[0].text, last[0].text) == ("w1", "w7")
+    assert (len(first), len(last)) == (1, 1)
 
 
 def test_a_t5_finds_hidden_runs(t5: Filler) -> None:
