@@ -154,17 +154,19 @@ def check_frozen(
                 f"--lora-target-modules {pattern} matches no layer: try {suggestions}"
             )
     is_idle = not any(parameter.requires_grad for parameter in parameters.values())
-    idle = torch.tensor([is_idle], device=device).int()
-    if all_reduce(idle, layout.world).item():
+    has_adapters = any(map(is_adapter_parameter, parameters))
+    idle = torch.tensor([is_idle, is_idle and not has_adapters], device=device).int()
+    num_idle, num_without_adapters = all_reduce(idle, layout.world).tolist()
+    if num_idle:
         subject = "weights of a pipeline stage are" if layout.pipeline.size > 1 else "weights are"
         flag, remedy = "--retro-freeze-gpt", "freeze fewer weights"
-        if patterns and not targets:
-            flag = " ".join(("--freeze", *patterns))
-        elif config.lora_rank is not None:
+        if config.lora_rank is not None and num_without_adapters:
             flag = f"--lora-rank {config.lora_rank}"
             if targets:
                 flag = " ".join(("--lora-target-modules", *targets))
             remedy = "give every stage a layer with an adapter"
+        elif patterns:
+            flag = " ".join(("--freeze", *patterns))
         raise ConfigError(f"{flag}: all {subject} frozen, so nothing is left to train: {remedy}")
 
 
