@@ -137,6 +137,7 @@ class Meta(TypedDict):
     text: NotRequired[TextPositions | None]
     validation_text: NotRequired[TextPositions | None]
     config: dict[str, dict[str, Json]]
+    folder: NotRequired[str | None]
     spikes: NotRequired[dict[str, list[float]] | None]
     legacy_args: NotRequired[LegacyArguments | None]
     notices: NotRequired[list[str]]

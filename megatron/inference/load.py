@@ -237,7 +237,9 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
     return ModelRun(
         model=model,
         precision=run.precision.without_fp8(),
-        tokenizer=_with_companion_files(run.tokenizer, Path(folder) / COMPANION_FOLDER),
+        tokenizer=_with_existing_files(
+            run.tokenizer, Path(folder) / COMPANION_FOLDER, reader.meta.get("folder")
+        ),
         data=DataOptions(
             seq_length=run.data.seq_length or run.model.max_position_embeddings,
             decoder_seq_length=run.data.decoder_seq_length,
@@ -267,18 +269,29 @@ def _with_layout(config: ModelRun, layout: Layout) -> RunConfig:
     return run
 
 
-def _with_companion_files(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    """Return the tokenizer's settings with missing files replaced by those in `folder`.
+def _with_existing_files(
+    config: TokenizerConfig, companions: Path, folder: str | None
+) -> TokenizerConfig:
+    """Return the tokenizer's settings with missing files replaced by those that exist.
 
-    An imported model keeps its tokenizer's files in this folder, so its checkpoint can be moved.
+    Args:
+        config: The settings.
+        companions: The folder in which an imported model keeps its tokenizer's files, so that its
+            checkpoint can be moved.
+        folder: The folder in which the run that saved the checkpoint was started, to which its
+            relative paths refer.
     """
-    companions: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name in ("tokenizer_model", "vocab_file", "merge_file", "chat_template"):
         path = getattr(config, name)
-        companion = folder / Path(path or "").name
-        if path is not None and not Path(path).exists() and companion.is_file():
-            companions[name] = str(companion)
-    return replace(config, **companions)
+        if path is None or Path(path).exists():
+            continue
+        companion = companions / Path(path).name
+        if companion.is_file():
+            found[name] = str(companion)
+        elif folder is not None and (Path(folder) / path).exists():
+            found[name] = str(Path(folder) / path)
+    return replace(config, **found)
 
 
 def parse_generation(

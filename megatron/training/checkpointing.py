@@ -219,6 +219,14 @@ def _entries(tensor: Tensor, parameter: nn.Parameter, span: Span) -> list[Entry]
     ]
 
 
+def _working_folder() -> str | None:
+    """Return the folder to which relative paths in the configuration refer, if it still exists."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return None
+
+
 def meta_of(run: Run) -> dict[str, Any]:
     """Return a checkpoint's metadata as JSON: position, scalars and configuration. Collective."""
     progress, options, average = run.progress, run.config.checkpoint, run.optimizer.average
@@ -243,5 +251,6 @@ def meta_of(run: Run) -> dict[str, Any]:
             run.datasets[1], evaluation_position(run, progress.iteration), run.layout.world
         ),
         "spikes": None if run.spikes is None else run.spikes.state(),
+        "folder": _working_folder(),
         "config": to_dict(run.config),
     }

@@ -1,5 +1,6 @@
 """Loading a model from its checkpoint, in one process and in several."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.inference.load import load_gpt, open_existing, saved_config
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layout import Layout
+from megatron.tokenizer.fast_bpe import byte_of_character
 from megatron.training.checkpointing import save_run
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy
@@ -123,3 +125,28 @@ def test_a_megatron_checkpoint_brings_its_tokenizer_and_window(golden, monkeypat
     assert loaded.tokenizer.vocab_size == 5000
     assert loaded.config.data.seq_length == 128
     assert loaded.model(torch.arange(128)[None]).shape == (1, 128, 5120)
+
+
+def test_relative_paths_are_those_of_the_folder_in_which_training_was_started(
+    tmp_path, monkeypatch
+):
+    """A server may be started in another folder. Files that exist there come first."""
+    started, elsewhere = tmp_path / "a", tmp_path / "b"
+    for folder in (started / "tok", elsewhere):
+        folder.mkdir(parents=True)
+    words = ["<|endoftext|>", *byte_of_character()]
+    (started / "tok" / "vocab.json").write_text(
+        json.dumps({word: i for i, word in enumerate(words)})
+    )
+    (started / "tok" / "merges.txt").write_text("#version: 0.2\n")
+    monkeypatch.chdir(started)
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "tok/vocab.json"]
+    flags += ["--merge-file", "tok/merges.txt", "--save", "run", "--save-interval", "1"]
+    save_run(build_toy(Layout.single(), flags))
+    monkeypatch.chdir(elsewhere)
+    assert load_gpt(str(started / "run"), Device.cpu()).tokenizer.vocab_size == len(words)
+    reader = open_existing(str(started / "run"))
+    assert saved_config(reader, "run").tokenizer.merge_file == str(started / "tok" / "merges.txt")
+    (elsewhere / "tok").mkdir()
+    (elsewhere / "tok" / "merges.txt").write_text("")
+    assert saved_config(reader, "run").tokenizer.merge_file == "tok/merges.txt"
