@@ -14,12 +14,14 @@ from megatron.device import CopyStream, Device, QueuedCopy
 from megatron.errors import StorageError
 from megatron.parallel.layout import Layout
 from megatron.training import timers
+from megatron.training.callbacks import checkpoints
 from megatron.training.callbacks.base import Callback
-from megatron.training.callbacks.checkpoints import advice, best_interval
+from megatron.training.callbacks.checkpoints import Checkpoints, advice, best_interval
 from megatron.training.callbacks.non_persistent import NonPersistentCheckpoints
 from megatron.training.checkpointing import meta_of
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.timers import SaveClock
+from tests.checkpoint.states import save_state
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, losses_of, train_toy
 
@@ -321,3 +323,68 @@ def test_a_durable_checkpoint_replaces_one_that_is_not(interval, durable, due):
         if NonPersistentCheckpoints(None).interrupts(run):
             found.append(iteration + 1)
     assert found == due
+
+
+@pytest.mark.parametrize(
+    ("changes", "iteration", "found"),
+    [
+        ({}, 5, 4),
+        ({}, 4, 4),
+        ({}, 1, 1),  # it resumes from a checkpoint that is not durable
+        ({}, 0, None),
+        ({"load": None}, 5, None),
+        ({"finetune": True}, 5, None),
+        ({"no_load_optim": True}, 5, None),
+    ],
+)
+def test_the_checkpoint_from_which_a_run_continues(tmp_path, changes, iteration, found):
+    for saved in (2, 4, 6):
+        save_state(tmp_path, saved)
+    options = {"load": str(tmp_path), "finetune": False, "no_load_optim": False, **changes}
+    run = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(**options)),
+        progress=SimpleNamespace(iteration=iteration),
+        layout=Layout.single(),
+    )
+    assert checkpoints._continued(run) == (None if found is None else (tmp_path, found))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_due"),
+    [
+        ({}, False),
+        ({"iteration": 6}, True),
+        ({"iteration": 4}, True),  # the end of an epoch
+        ({"save_due": True}, True),
+        ({"finished": True}, True),
+        ({"early_exit": object()}, True),
+        ({"iteration": 6, "save": None}, False),
+    ],
+)
+def test_when_a_save_is_due(changes, is_due):
+    given = {"iteration": 5, "save_due": False, "finished": False, "early_exit": None}
+    given |= {"save": "here", **changes}
+    options = SimpleNamespace(save_interval=3, save=given["save"])
+    run = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=options),
+        progress=SimpleNamespace(iteration=given["iteration"]),
+        finished=given["finished"],
+        save_at={4},
+    )
+    outcome = SimpleNamespace(save_due=given["save_due"])
+    assert checkpoints.is_save_due(run, outcome, given["early_exit"]) == is_due
+
+
+def test_the_first_save_gives_advice_once(capsys):
+    run = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(mean_hours_between_failures=24.0)),
+        progress=SimpleNamespace(iteration=280),
+        layout=Layout.single(),
+        train_iterations=1000,
+    )
+    callback = Checkpoints(None)
+    callback._step_seconds = 2.0
+    for _ in range(2):
+        callback._advise(run, 12.0)
+    told = capsys.readouterr().out
+    assert told == advice(cost=12.0, step=2.0, processes=1, hours=24.0, remaining=720) + "\n"
