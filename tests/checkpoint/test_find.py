@@ -229,6 +229,9 @@ def test_checkpoints_are_verified_unless_one_asks_otherwise(tmp_path):
         assert opens(tmp_path, verify=False).iteration == 1
     copy = path.rename(tmp_path / "best")  # a name that says nothing about the iteration
     assert open_checkpoint(copy, verify=False).iteration == 1
+    (tmp_path / "link").symlink_to(copy)
+    found = open_checkpoint(tmp_path / "link", verify=False)
+    assert (found.iteration, found.path) == (1, copy)
 
 
 def test_a_long_reason_is_cut(tmp_path, monkeypatch):
