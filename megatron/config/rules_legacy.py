@@ -37,7 +37,7 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if model.architecture != "gpt":
         yield f"--ckpt-format torch_dist: only GPTs are written for Megatron Core: {remedy}"
-    for name in unsupported_flags(model):
+    for name in unsupported_by_core(model):
         yield f"--ckpt-format torch_dist with {name}: Megatron Core does not support it: {remedy}"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (
@@ -146,6 +146,13 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {problem}: {remedy}"
 
 
+def unsupported_by_core(model: ModelOptions) -> Iterator[str]:
+    """Yield a network's flags that Megatron Core does not support."""
+    if model.apply_residual_connection_post_layernorm:  # Core reads the flag and does not use it
+        yield "--apply-residual-connection-post-layernorm"
+    yield from unsupported_flags(model)
+
+
 def unsupported_by_legacy(model: ModelOptions) -> Iterator[str]:
     """Yield a network's flags that Megatron-LM 23.08 does not support."""
     if model.hybrid_layer_pattern is not None:
@@ -205,6 +212,11 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
         (
             "--moe-router-bias with --disable-bias-linear",
             bool(model.num_experts) and model.moe_router_bias and not model.add_bias_linear,
+        ),
+        # Megatron Core reads this flag too, but always divides by 8.
+        (
+            f"--rope-scaling-factor {model.rope_scaling_factor:g}",
+            model.use_rope_scaling and model.rope_scaling_factor != 8,
         ),
         (
             f"--rope-high-freq-factor {model.rope_high_freq_factor:g}",

@@ -56,7 +56,7 @@ from megatron.checkpoint.store import STATES, WEIGHTS, Snapshot
 from megatron.config.attention import delta_net_layers
 from megatron.config.experts import mixture_layers
 from megatron.config.hybrid import MAMBA, layer_symbols
-from megatron.config.rules_legacy import needs_engine, unsupported_flags
+from megatron.config.rules_legacy import needs_engine, unsupported_by_core
 from megatron.config.run import ModelRun
 from megatron.durable import Check, new_file, storage_errors, sync_folder
 from megatron.errors import CheckpointError
@@ -176,7 +176,7 @@ class CoreFiles:
         """
         self.config, self.snapshot = config, snapshot
         model, plan = config.model, snapshot.plan
-        refused = ", ".join(unsupported_flags(model))
+        refused = ", ".join(unsupported_by_core(model))
         if refused:
             remedy = "write the native format"
             raise CheckpointError(f"{refused}: Megatron Core does not support it: {remedy}")

@@ -6,7 +6,11 @@ import torch
 from megatron.checkpoint.core.arguments import core_arguments, core_config, layer_frequency
 from megatron.config.attention import layer_windows
 from megatron.config.model import ModelConfig
-from megatron.config.rules_legacy import unsupported_by_legacy, unsupported_flags
+from megatron.config.rules_legacy import (
+    unsupported_by_core,
+    unsupported_by_legacy,
+    unsupported_flags,
+)
 from megatron.errors import CheckpointError
 from tests.config.command import parse
 
@@ -104,3 +108,27 @@ def test_core_s_routers_have_biases_if_all_linear_layers_have_them(flags, refuse
     assert list(unsupported_flags(model)) == refused
     expected = [*refused, *["--moe-router-bias"] * (flags == "--moe-router-bias")]
     assert list(unsupported_by_legacy(model)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "by_core", "by_legacy"),
+    [
+        ("", [], []),
+        (
+            "--apply-residual-connection-post-layernorm",
+            ["--apply-residual-connection-post-layernorm"],
+            [],
+        ),
+        ("--position-embedding-type rope --use-rope-scaling", [], []),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32",
+            ["--rope-scaling-factor 32"],
+            ["--rope-scaling-factor 32"],
+        ),
+    ],
+)
+def test_networks_that_core_would_compute_differently_are_refused(flags, by_core, by_legacy):
+    """Core's GPT reads these two flags, but nothing uses them."""
+    model = parse(f"--num-layers 4 {flags}").config.model
+    assert list(unsupported_by_core(model)) == by_core
+    assert list(unsupported_by_legacy(model)) == by_legacy
