@@ -154,7 +154,19 @@ def evaluate(argv: Sequence[str]) -> int:
     """
     from megatron.tasks.main import main as run
 
-    return run(with_task(argv), "megatron evaluate")
+    return run(_without_training(with_task(argv)), "megatron evaluate")
+
+
+def _without_training(words: list[str]) -> list[str]:
+    """Return the arguments, with --epochs 0 if they evaluate a classifier and train nothing."""
+    from megatron.config.arguments import split
+    from megatron.tasks.table import TASKS
+
+    flags = {flag.name: flag.values for flag in split(words)}
+    task = TASKS.get("".join(flags.get("--task", ())))
+    trains = flags.keys() & {"--train-data", "--epochs", "--config"}
+    is_classifier = task is not None and task.kind == "finetuning"
+    return [*words, "--epochs", "0"] if is_classifier and not trains else words
 
 
 def with_task(argv: Sequence[str]) -> list[str]:

@@ -106,6 +106,25 @@ def test_the_first_word_of_an_evaluation_is_its_task() -> None:
     assert cli.with_task([]) == []
 
 
+def test_evaluating_a_classifier_needs_no_flags_of_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("megatron.tasks.main.main", lambda words, _: started.append(words) or 0)
+    cases = (
+        (["QQP", "--load", "best"], ["--epochs", "0"]),
+        (["--load", "best", "--task", "RACE"], ["--epochs", "0"]),
+        (["QQP", "--epochs", "2", "--train-data", "a.tsv"], []),
+        (["QQP", "--train-data", "a.tsv"], []),
+        (["LAMBADA", "--load", "runs/a"], []),
+        (["LAMBDA"], []),
+        ([], []),
+    )
+    for words, more in cases:
+        assert cli.evaluate(words) == 0
+        assert started.pop() == [*cli.with_task(words), *more]
+
+
 def test_a_table_of_commands_is_aligned() -> None:
     commands = {"go": cli.Command("move", "x"), "return": cli.Command("move back", "y")}
     assert cli.overview("megatron x", commands).splitlines() == [
