@@ -207,6 +207,21 @@ def test_a_run_goes_on_after_any_block(table: NDArray[np.float32], tmp_path: Pat
     add_to_index(paths.workdir, options, texts(450), nobody, WORLD)
 
 
+def test_merged_vectors_are_used_if_they_are_complete(table: NDArray[np.float32], tmp_path: Path):
+    options = replace(OURS, keep_training_vectors=True)
+    paths = IndexPaths(tmp_path, options)
+    train_index(tmp_path, options, texts(300), lambda: FakeEmbedder(table), WORLD)
+    trained = bytes_of(paths.empty)
+    paths.empty.unlink()
+    shutil.rmtree(paths.training / "blocks")
+    train_index(tmp_path, options, texts(300), nobody, WORLD)
+    assert bytes_of(paths.empty) == trained
+    paths.empty.unlink()
+    paths.merged.write_bytes(bytes_of(paths.merged)[:-4])
+    with pytest.raises(AssertionError, match="nothing should be embedded"):
+        train_index(tmp_path, options, texts(300), nobody, WORLD)
+
+
 def test_vectors_of_another_width_are_made_again_as_in_megatron(
     table: NDArray[np.float32], tmp_path: Path
 ):
@@ -418,6 +433,12 @@ def test_search_on_a_gpu(
     assert on_device(index, Device.cpu(), 5) is index
     assert on_device(index, GPU, 5) is not index
     assert faiss_with_a_gpu == ["search on 0"]
+    second = Device(torch.device("cuda", 1))
+    assert on_device(index, second, 5) is index  # this machine has one
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
+    assert on_device(index, second, 5) is not index
+    assert faiss_with_a_gpu == ["search on 0", "search on 1"]
+    capsys.readouterr()
 
     def refuse(*_: object) -> None:
         raise RuntimeError("Error in f at g.cpp:1: Error: 'x' failed: This index is not on GPUs")
