@@ -236,7 +236,9 @@ class BackgroundSaver:
 
     def _work(self, snapshot: Snapshot, queued: QueuedCopy, waited: float) -> None:
         with suppress(OSError):  # affects only this thread and those that it starts
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            thread = threading.get_native_id()
+            niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
         self._device.activate()  # otherwise, this thread would open a context on the first GPU
         exchange, started = JsonExchange(snapshot.layout.world), time.perf_counter()
         iteration = snapshot.iteration
