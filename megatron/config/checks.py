@@ -205,6 +205,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     if config.checkpoint.save is not None and kind != "native":
         style = config.schedule.lr_decay_style if kind == "legacy" else None
         lines += rules_legacy.unsupported_state(config.precision, style, f"--ckpt-format {kind}")
+        lines += rules_legacy.unused_by_core(config.model)
         if config.schedule.lr_warmup_style == "log":
             lines.append(
                 f"--ckpt-format {kind}: Megatron-LM does not support --lr-warmup-style log: to "

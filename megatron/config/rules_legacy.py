@@ -146,6 +146,16 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {problem}: {remedy}"
 
 
+def unused_by_core(model: ModelOptions) -> Iterator[str]:
+    """Yield a notice for each flag of a network that Megatron Core supports but does not read."""
+    factor = model.rope_scaling_factor
+    if model.use_rope_scaling and factor != 8:
+        yield (
+            f"--rope-scaling-factor {factor:g}: Megatron Core's pretrain_gpt.py computes with 8, "
+            f"whatever the flag says: give its GPTModel rope_scaling_factor={factor:g}"
+        )
+
+
 def unsupported_by_core(model: ModelOptions) -> Iterator[str]:
     """Yield a network's flags that Megatron Core does not support."""
     if model.apply_residual_connection_post_layernorm:  # Core reads the flag and does not use it
@@ -212,11 +222,6 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
         (
             "--moe-router-bias with --disable-bias-linear",
             bool(model.num_experts) and model.moe_router_bias and not model.add_bias_linear,
-        ),
-        # Megatron Core reads this flag too, but always divides by 8.
-        (
-            f"--rope-scaling-factor {model.rope_scaling_factor:g}",
-            model.use_rope_scaling and model.rope_scaling_factor != 8,
         ),
         (
             f"--rope-high-freq-factor {model.rope_high_freq_factor:g}",

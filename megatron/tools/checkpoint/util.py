@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         UserError: The source cannot be read or expressed in the target's format, or the result
             cannot be written.
     """
-    from megatron.config.rules_legacy import unsupported_state
+    from megatron.config.rules_legacy import unsupported_state, unused_by_core
     from megatron.tools.checkpoint import formats
 
     if options.verify and (options.loader in _HF) == (options.saver in _HF):
@@ -171,6 +171,8 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             f"give --model-type {architecture.upper()}"
         )
     formats.check_vocabulary(source, options)
+    if options.saver in ("megatron", "torch_dist"):
+        yield from unused_by_core(source.config.model)
     if options.saver == "megatron":
         yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
     elif options.saver == "torch_dist" and options.keep_optimizer:

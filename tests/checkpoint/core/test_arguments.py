@@ -110,25 +110,28 @@ def test_core_s_routers_have_biases_if_all_linear_layers_have_them(flags, refuse
     assert list(unsupported_by_legacy(model)) == expected
 
 
+@pytest.mark.parametrize("flag", ["", "--apply-residual-connection-post-layernorm"])
+def test_a_network_that_core_would_compute_differently_is_refused(flag):
+    model = parse(f"--num-layers 4 {flag}").config.model
+    assert list(unsupported_by_core(model)) == flag.split()
+    assert list(unsupported_by_legacy(model)) == []
+
+
 @pytest.mark.parametrize(
-    ("flags", "by_core", "by_legacy"),
+    ("factor", "notices"),
     [
-        ("", [], []),
+        ("8", []),
         (
-            "--apply-residual-connection-post-layernorm",
-            ["--apply-residual-connection-post-layernorm"],
-            [],
-        ),
-        ("--position-embedding-type rope --use-rope-scaling", [], []),
-        (
-            "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32",
-            ["--rope-scaling-factor 32"],
-            ["--rope-scaling-factor 32"],
+            "32",
+            [
+                "--rope-scaling-factor 32: Megatron Core's pretrain_gpt.py computes with 8, "
+                "whatever the flag says: give its GPTModel rope_scaling_factor=32"
+            ],
         ),
     ],
 )
-def test_networks_that_core_would_compute_differently_are_refused(flags, by_core, by_legacy):
-    """Core's GPT reads these two flags, but nothing uses them."""
-    model = parse(f"--num-layers 4 {flags}").config.model
-    assert list(unsupported_by_core(model)) == by_core
-    assert list(unsupported_by_legacy(model)) == by_legacy
+def test_a_factor_that_core_s_script_does_not_read_is_told(factor, notices):
+    flags = f"--position-embedding-type rope --use-rope-scaling --rope-scaling-factor {factor}"
+    parsed = parse(f"{flags} --save x --ckpt-format torch_dist")
+    assert list(unsupported_by_core(parsed.config.model)) == []
+    assert [line for line in parsed.notices if "GPTModel" in line] == notices
