@@ -429,6 +429,10 @@ def _initialize(
         for name, entry in flatten(checkpointing.shard_state(named_parameters, gradients)):
             spec = replace(specs[name], offset=entry.offset)
             initialize_part(name.removeprefix("model."), entry.tensor, spec, seed)
+        for _, parameter in named_parameters:
+            part, dtype = gradients.part(parameter), gradients.compute_dtype(parameter)
+            if not parameter.requires_grad and part.dtype != dtype:
+                part.copy_(part.to(dtype))  # as a checkpoint will contain it
     else:
         initialize(named_parameters, seed)
     initialize_adapters(parts)

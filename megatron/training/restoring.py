@@ -40,6 +40,7 @@ from megatron.training.checkpointing import (
     average_state,
     history_state,
     optimizer_state,
+    shard_state,
     weights_state,
 )
 from megatron.training.run import Progress, Run
@@ -227,7 +228,13 @@ def restore_run(run: Run, reader: Reader) -> None:
     # If only the weights are loaded, they go directly into the fp32 masters of 16-bit weights.
     state = weights_state(run, in_compute_dtype=not weights_only)
     named: dict[str, tuple[Tensor, nn.Parameter]] = {}
+    frozen: State = {}
     if not weights_only:
+        # Frozen weights have no masters, so their shards (ZeRO stage 3) are loaded directly, too.
+        if run.gradients.shares_weights:
+            idle = ((name, p) for name, p in run.named_parameters() if not p.requires_grad)
+            frozen = shard_state(idle, run.gradients)
+            state |= frozen
         if not reader.meta.get("optimizer"):
             raise CheckpointError(
                 f"--load {reader.path}: the checkpoint holds no optimizer state: use "
@@ -246,7 +253,7 @@ def restore_run(run: Run, reader: Reader) -> None:
     # With pipeline parallelism, no rank holds every parameter.
     is_dropped = _SCORE in new_parts
     whole = () if run.layout.pipeline.size > 1 else _REWARD_BODY if is_dropped else ("model.",)
-    restore(reader, state, prefixes=whole, cast=weights_only, cast_prefixes=(STATES,))
+    restore(reader, state, prefixes=whole, cast=weights_only, cast_prefixes=(STATES, *frozen))
     run.optimizer.encode_loaded(named)
     if _ADAPTERS in new_parts:
         initialize_adapters(run.parts)

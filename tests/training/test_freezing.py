@@ -117,3 +117,20 @@ def _refusal(layout, flags):
 def test_a_stage_without_weights_to_train_is_refused_on_all(flags, told):
     flags = f"{FLAGS} --pipeline-model-parallel-size 2 {flags}"
     assert run_distributed(2, _refusal, flags, pipeline=2) == [told, told]
+
+
+def _losses_of(layout, flags):
+    return _train(layout, flags)[0]
+
+
+@pytest.mark.parametrize("frozen", ["--freeze embedding layers.1", "--lora-rank 2"])
+def test_frozen_shards_in_16_bits_are_those_of_the_checkpoint(tmp_path, frozen):
+    """They have no masters in the checkpoint, and the initial weights of the resumed run differ."""
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    train_toy(Layout.single(), f"--seed 5 --train-iters 1 --save {base} --save-interval 1".split())
+    plain = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2"
+    flags = f"{plain} --bf16 --zero-stage 3 {frozen}"
+    start = f"{flags} --load {base} --finetune --save {saved} --save-interval 1"
+    losses, _ = run_distributed(2, _losses_of, start)
+    resumed, _ = run_distributed(2, _losses_of, f"{flags} --load {saved} --ckpt-step 1")
+    assert resumed == losses[1:]
