@@ -106,6 +106,9 @@ def _start(given: Mapping[str, Any]) -> RunOptions:
         "training.global_batch_size": given.get("retro_gpt_global_batch_size"),
         "schedule.lr": 1e-4,  # nothing is trained
     }
+    if given.get("bert_embedder_type") == "huggingface" and not values["tokenizer.tokenizer_type"]:
+        # A BERT run must have a tokenizer, even if the embedder has its own.
+        values |= {"tokenizer.tokenizer_type": "NullTokenizer", "tokenizer.vocab_size": 1}
     if "retro_gpt_split" in given:
         values["data.split"] = given["retro_gpt_split"]
     network: dict[str, Any] = {}

@@ -341,7 +341,7 @@ def test_the_network_that_embeds(
     assert asked.pop() == replace(expected, dtype="fp16", masking=Masking(5, 0.25))
     at = words.index("--retro-bert-tokenizer-type")
     own = [*words[:at], *words[at + 4 :], "--retro-tasks", "index-train"]
-    opened(own, "--tokenizer-type", "CharacterLevelTokenizer")._build_embedder()
+    opened(own)._build_embedder()
     assert asked.pop() == replace(expected, tokenizer=None)
     with pytest.raises(ConfigError, match="--load is required to embed chunks"):
         opened(unnamed)._build_embedder()
