@@ -107,6 +107,11 @@ class PackedWeight(torch.Tensor):
         """Return a description with the format, dtype and shape."""
         return f"PackedWeight({self.frozen_format}, {self.dtype}, {list(self.shape)})"
 
+    @property
+    def packed_bytes(self) -> int:
+        """The memory that the weight uses, in bytes."""
+        return self.codes.nbytes + self.scales.nbytes
+
     def values(self) -> Tensor:
         """Return the dequantized values as a plain tensor, [..., in]."""
         return dequantize(self.codes, self.scales, self.frozen_format, self.library)

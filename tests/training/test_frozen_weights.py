@@ -96,8 +96,7 @@ def _train_shards(layout: Layout, flags: str) -> tuple[list[float], str, int, in
         patch.setattr(PackedWeight, "fsdp_pre_all_gather", functools.wraps(gather)(counted))
         recorder, run = train_toy(layout, flags.split())
     shards = (run.gradients.part(p) for p in run.parameters() if not p.requires_grad)
-    packed = [shard for shard in shards if isinstance(shard, PackedWeight)]
-    held = sum(shard.codes.nbytes + shard.scales.nbytes for shard in packed)
+    held = sum(shard.packed_bytes for shard in shards if isinstance(shard, PackedWeight))
     return recorder.values("lm loss"), fingerprint(run), held, sum(gathered[:4])
 
 
