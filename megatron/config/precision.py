@@ -123,14 +123,14 @@ class PrecisionConfig:
 
         return torch.float32 if self.fp32_residual_connection else self.weight_dtype
 
-    def fp8_layers(self, num_layers: int) -> range | None:
-        """Return the indices, from 0, of the layers in 8 bits, or `None` for all layers.
+    def fp8_layers(self, num_layers: int) -> range:
+        """Return the indices, from 0, of the layers that multiply in 8 bits with --fp8-format.
 
         Args:
             num_layers: The number of layers.
         """
         if not self.first_last_layers_bf16:
-            return None
+            return range(num_layers)
         return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
 
     def without_fp8(self) -> PrecisionConfig:

@@ -486,8 +486,7 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{flag} keeps 8-bit copies of whole weights, which defeats the purpose of "
             "--zero-stage 3: use --zero-stage 1 or 2, or drop --fp8-format"
         )
-    layers = precision.fp8_layers(config.model.num_layers or 0)
-    if layers is not None and not layers:
+    if precision.first_last_layers_bf16 and not precision.fp8_layers(config.model.num_layers or 0):
         yield (
             f"--num-layers-at-start-in-bf16 {precision.num_layers_at_start_in_bf16} and "
             f"--num-layers-at-end-in-bf16 {precision.num_layers_at_end_in_bf16} leave none of "

@@ -65,7 +65,9 @@ def run_context(
         kernels=choose_kernels(
             config.model, precision, layout, torch_device, cp_comm_type=parallel.cp_comm_type
         ),
-        fp8_layers=precision.fp8_layers(config.model.num_layers),
+        fp8_layers=precision.fp8_layers(config.model.num_layers)
+        if precision.first_last_layers_bf16
+        else None,
         overlap=parallel.async_tensor_model_parallel_allreduce,
         exchange=exchange,
         expert_exchange=expert_exchange,

@@ -483,7 +483,7 @@ def model_passes(
         length, encoder_length = plan.lengths(
             index, config.data.seq_length, config.data.decoder_seq_length
         )
-        is_fp8 = fp8_layers is None or index in fp8_layers
+        is_fp8 = index in fp8_layers
         key = (id(layer), length, encoder_length, index in fully_recomputed, is_fp8)
         if key not in cache:
             batch = replace(setting.batch, length=length, encoder_length=encoder_length)

@@ -342,18 +342,11 @@ class _Counts:
             experts = sum(count_part_experts(plan, part, split) for part in parts)
             updated = (parameters - experts) // layout.replica.size
             updated += experts // layout.expert_replica.size
-        fp8_layers, fp8_parts = config.precision.fp8_layers(len(plan.layers)), parts
-        if fp8_layers is not None:
-            fp8_parts = [
-                replace(
-                    part,
-                    layers=range(
-                        max(part.layers.start, fp8_layers.start),
-                        min(part.layers.stop, fp8_layers.stop),
-                    ),
-                )
-                for part in parts
-            ]
+        fp8 = config.precision.fp8_layers(len(plan.layers))
+        fp8_parts = []
+        for part in parts:
+            ends = max(part.layers.start, fp8.start), min(part.layers.stop, fp8.stop)
+            fp8_parts.append(replace(part, layers=range(*ends)))
         return cls(
             parameters,
             # Depths are gathered like layers.

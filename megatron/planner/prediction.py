@@ -93,6 +93,7 @@ class Grid:
         outside, experts = max(per_stage, key=sum)
         replicas = self.data * self.context
         divided = self.expert * self.expert_tensor
+        # Otherwise, copies of a stage are neighbors; here, each is a whole pipeline further.
         spread = self.pipeline if self.pipeline_before_data and self.data > 1 else 1
         return [
             (outside, replicas, spread * self.tensor),
@@ -355,8 +356,7 @@ def _update(
         gathered *= trained
     elif packed_format is not None:
         gathered = bytes_of(BLOCK, packed_format, width) / BLOCK
-    fp8_layers = numbers.fp8_layers(len(plan.layers))
-    fp8_share = 1.0 if fp8_layers is None else len(fp8_layers) / len(plan.layers)
+    fp8_share = len(numbers.fp8_layers(len(plan.layers))) / len(plan.layers)
     messages, updated, cast, launches = 0.0, 0.0, 0.0, 0.0
     backward = passes.inputs.total + passes.weights.total
     for parameters, size, stride in layout.weights(config, plan):

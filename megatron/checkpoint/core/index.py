@@ -56,35 +56,26 @@ _NAMES: dict[tuple[str, str], Factory] = {
 }
 
 
+class Blob(NamedTuple):
+    """The byte range of a file to which torch.save wrote a chunk of a tensor or another object.
+
+    Attributes:
+        file: The file's name.
+        start: The offset of the first byte in the file.
+        length: The number of bytes.
+    """
+
+    file: str
+    start: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and the byte range of a file to which torch.save wrote its values.
-
-    Attributes:
-        box: The box.
-        file: The file's name.
-        start: The offset of the first byte in the file.
-        length: The number of bytes.
-    """
+    """A box of a tensor, and the bytes that contain its values."""
 
     box: Box
-    file: str
-    start: int
-    length: int
-
-
-class Blob(NamedTuple):
-    """The byte range of a file to which torch.save wrote an object that is not a tensor.
-
-    Attributes:
-        file: The file's name.
-        start: The offset of the first byte in the file.
-        length: The number of bytes.
-    """
-
-    file: str
-    start: int
-    length: int
+    blob: Blob
 
 
 @dataclass(frozen=True)
@@ -138,9 +129,11 @@ class Index:
         Raises:
             CheckpointError: The bytes are damaged.
         """
-        file, start, length = self.blobs[name]
-        window = memoryview(self._files[file])[start : start + length]
-        return TorchZip(self._folder / file, window=window)
+        return self._open(self.blobs[name])
+
+    def _open(self, blob: Blob) -> TorchZip:
+        window = memoryview(self._files[blob.file])[blob.start : blob.start + blob.length]
+        return TorchZip(self._folder / blob.file, window=window)
 
     def load(self, name: str, chunk: Chunk, *, verify: bool = False) -> torch.Tensor:
         """Return the values of a chunk, as a view of the mapped file.
@@ -155,12 +148,11 @@ class Index:
         Raises:
             CheckpointError: The bytes are damaged, or contain a different tensor.
         """
-        path = self._folder / chunk.file
-        window = memoryview(self._files[chunk.file])[chunk.start : chunk.start + chunk.length]
+        path = self._folder / chunk.blob.file
         try:
-            blob = TorchZip(path, window=window)
-            tree = blob.record("data.pkl")
-            blob.check("data.pkl")
+            archive = self._open(chunk.blob)
+            tree = archive.record("data.pkl")
+            archive.check("data.pkl")
             if len(tree) > _MAX_BLOB_TREE:
                 raise CheckpointError(f"{path}: {len(tree):,} bytes of structure")
             ref = read_pickle(bytes(tree), str(path))
@@ -169,10 +161,10 @@ class Index:
             if not has_dtype or ref.shape != chunk.box.shape:
                 raise CheckpointError(f"{path}: damaged: not the tensor that {INDEX} names")
             if verify:
-                blob.check(f"data/{ref.storage.key}")
-            return blob.load(ref)
+                archive.check(f"data/{ref.storage.key}")
+            return archive.load(ref)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}: {name} at byte {chunk.start:,}") from None
+            raise CheckpointError(f"{error}: {name} at byte {chunk.blob.start:,}") from None
 
 
 class _InvalidIndexError(Exception):
@@ -187,7 +179,7 @@ def _parse(
     metadata, storage = top.get("state_dict_metadata"), top.get("storage_data")
     if type(metadata) is not dict or type(storage) is not dict:
         raise _InvalidIndexError("it has no state_dict_metadata or no storage_data")
-    locations: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    locations: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
     spans = defaultdict[str, list[tuple[int, int]]](list)
     for key, value in storage.items():
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
@@ -198,7 +190,7 @@ def _parse(
         if (name, chunk_offset) in locations:
             raise _InvalidIndexError(f"{name} has two locations for one chunk")
         location = locations[name, chunk_offset] = _location(info, name)
-        spans[location[0]].append(location[1:])
+        spans[location.file].append((location.start, location.length))
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, Blob] = {}
     count = 0
@@ -208,7 +200,7 @@ def _parse(
         if isinstance(record, Record) and record.kind == "BytesStorageMetadata":
             if (name, None) not in locations:
                 raise _InvalidIndexError(f"{name} has no location")
-            blobs[name] = Blob(*locations[name, None])
+            blobs[name] = locations[name, None]
             count += 1
             continue
         tensors[name] = _tensor(name, _fields(record, "TensorStorageMetadata"), locations)
@@ -221,7 +213,7 @@ def _parse(
 def _tensor(
     name: str,
     fields: Mapping[str, Any],
-    locations: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+    locations: Mapping[tuple[str, tuple[int, ...] | None], Blob],
 ) -> StoredTensor:
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, Record) else None
@@ -241,16 +233,16 @@ def _tensor(
         box = Box(_sizes(chunk.get("offsets"), name), _sizes(chunk.get("sizes"), name))
         if not box.fits(shape) or (name, box.offset) not in locations:
             raise _InvalidIndexError(f"a chunk of {name} lies outside it, or has no location")
-        file, start, length = locations[name, box.offset]
-        if box.volume * _DTYPES[dtype].itemsize > length:
+        blob = locations[name, box.offset]
+        if box.volume * _DTYPES[dtype].itemsize > blob.length:
             raise _InvalidIndexError(f"a chunk of {name} needs more bytes than are stored for it")
-        chunks.append(Chunk(box, file, start, length))
+        chunks.append(Chunk(box, blob))
     if not is_tiled(shape, [chunk.box for chunk in chunks]):
         raise _InvalidIndexError(f"the chunks of {name} overlap or leave gaps")
     return StoredTensor(_DTYPES[dtype], shape, tuple(chunks))
 
 
-def _location(info: Mapping[str, Any], name: str) -> tuple[str, int, int]:
+def _location(info: Mapping[str, Any], name: str) -> Blob:
     file, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or not _FILE.fullmatch(file):
         raise _InvalidIndexError(f"{name} is in {show(file)}, which is not a file of this folder")
@@ -258,7 +250,7 @@ def _location(info: Mapping[str, Any], name: str) -> tuple[str, int, int]:
         raise _InvalidIndexError(f"{name} is at byte {show(start)}, {show(length)} bytes long")
     if info.get("transform_descriptors"):
         raise _InvalidIndexError(f"{name} is compressed or encoded, which is not supported")
-    return file, start, length
+    return Blob(file, start, length)
 
 
 def _fields(record: Any, kind: str) -> Mapping[str, Any]:
