@@ -147,7 +147,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def unused_by_core(model: ModelOptions) -> Iterator[str]:
-    """Yield a notice for each flag of a network that Megatron Core supports but does not read."""
+    """Yield a notice for each setting that Megatron Core supports but its own script ignores."""
     factor = model.rope_scaling_factor
     if model.use_rope_scaling and factor != 8:
         yield (

@@ -93,7 +93,7 @@ class Grid:
         outside, experts = max(per_stage, key=sum)
         replicas = self.data * self.context
         divided = self.expert * self.expert_tensor
-        # Otherwise, copies of a stage are neighbors; here, each is a whole pipeline further.
+        # With the pipeline before data, neighboring copies of a stage are a whole pipeline apart.
         spread = self.pipeline if self.pipeline_before_data and self.data > 1 else 1
         return [
             (outside, replicas, spread * self.tensor),

@@ -410,7 +410,7 @@ def any_rank(flags: Sequence[bool], run: Run) -> list[bool]:
 
 
 class ReducedLosses(NamedTuple):
-    """The losses of a global batch, and what the ranks have told each other with them.
+    """The losses of a global batch, and the flags that are reduced along with them.
 
     Attributes:
         losses: The mean of each loss over the batch, by log name.
