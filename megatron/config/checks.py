@@ -102,6 +102,7 @@ RULES: tuple[Rule, ...] = (
     rules_model.precision,
     rules_model.fp8,
     rules_training.batch_size,
+    rules_training.evaluation_batch_size,
     rules_training.batch_size_ramp,
     rules_training.batch_size_schedule,
     rules_training.length,

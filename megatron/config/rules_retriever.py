@@ -12,10 +12,16 @@ def towers(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with a bi-encoder."""
     if config.model.architecture != "ict":
         return
-    samples, ranks = config.training.micro_batch_size, data_parallel_size(config, world_size)
-    if samples == ranks == 1:
+    ranks = data_parallel_size(config, world_size)
+    evaluated = config.evaluation.eval_micro_batch_size if config.evaluation.eval_iters else None
+    for flag, samples in (
+        ("--micro-batch-size", config.training.micro_batch_size),
+        ("--eval-micro-batch-size", evaluated),
+    ):
+        if not samples == ranks == 1:
+            continue
         yield (
-            "--micro-batch-size 1 with one data-parallel process: a query is compared with the "
+            f"{flag} 1 with one data-parallel process: a query is compared with the "
             "contexts of the other samples, and there are none: use at least 2"
         )
     stages = config.parallel.pipeline_model_parallel_size

@@ -37,6 +37,25 @@ def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
         )
 
 
+def evaluation_batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error if an evaluation's batch does not divide over micro-batches and processes."""
+    training, evaluation = config.training, config.evaluation
+    own_total, own_micro = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
+    if not evaluation.eval_iters or (own_total is None and own_micro is None):
+        return
+    total, micro = own_total or training.global_batch_size, own_micro or training.micro_batch_size
+    step = (micro or 0) * data_parallel_size(config, world_size)
+    if total and total > 0 and step > 0 and total % step:
+        divisor = f"{'--' if own_micro is None else '--eval-'}micro-batch-size {micro}"
+        cause = f"--eval-global-batch-size {total}"
+        if own_total is None:
+            cause = f"--global-batch-size {total}, with which evaluations run,"
+        yield (
+            f"{cause} is not divisible by {divisor} x data-parallel size {step // (micro or 1)} = "
+            f"{step}: give --eval-global-batch-size {near_multiples(total, step)}"
+        )
+
+
 def batch_size_ramp(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each mistake in --rampup-batch-size."""
     ramp, training = config.training.rampup_batch_size, config.training
@@ -520,22 +539,30 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
     elif iterations is None:
         iterations = (training.train_samples or 0) // batch
     evaluations = iterations // max(evaluation.eval_interval, 1) + 1
+    own_batch = evaluation.eval_global_batch_size
+    flag = f"--{'eval-' if own_batch else ''}global-batch-size"
+    batch = own_batch or batch
     if evaluations * evaluation.eval_iters * batch > _COUNTABLE:
         yield (
-            f"--eval-iters {evaluation.eval_iters} x --global-batch-size {batch} x {evaluations} "
+            f"--eval-iters {evaluation.eval_iters} x {flag} {batch} x {evaluations} "
             f"evaluation(s) are more than {_COUNTABLE} samples: use at most "
             f"{_COUNTABLE // (evaluations * batch)}, or a larger --eval-interval"
         )
 
 
 def passes(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if an update has too many micro-batches."""
+    """Yield an error if an update or an evaluation's batch has too many micro-batches."""
     micro, batch = config.training.micro_batch_size, config.training.global_batch_size
-    if not micro or not batch or micro < 1:
-        return
-    step = micro * data_parallel_size(config, world_size)
-    if batch // step > _MAX_PASSES:
-        yield (
-            f"--global-batch-size {batch} gives each process {batch // step} micro-batches per "
-            f"update: use at most {_MAX_PASSES * step}, or a larger --micro-batch-size"
-        )
+    evaluation, replicas = config.evaluation, data_parallel_size(config, world_size)
+    cases = [("--", batch, micro, "update")]
+    if evaluation.eval_iters and evaluation.eval_global_batch_size:
+        own_micro = evaluation.eval_micro_batch_size or micro
+        cases.append(("--eval-", evaluation.eval_global_batch_size, own_micro, "evaluation batch"))
+    for prefix, total, size, name in cases:
+        step = (size or 0) * replicas
+        if total and step > 0 and total // step > _MAX_PASSES:
+            yield (
+                f"{prefix}global-batch-size {total} gives each process {total // step} "
+                f"micro-batches per {name}: use at most {_MAX_PASSES * step}, or a larger "
+                f"{prefix}micro-batch-size"
+            )

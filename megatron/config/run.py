@@ -76,6 +76,22 @@ class RunConfig(ModelRun):
     parallel: ParallelConfig = field()
     data: DataConfig = field()
 
+    @property
+    def eval_global_batch(self) -> int:
+        """The number of samples in one global batch of an evaluation."""
+        return self.evaluation.eval_global_batch_size or self.training.global_batch_size
+
+    @property
+    def eval_micro_batch(self) -> int:
+        """The number of samples in one forward pass of an evaluation on one process."""
+        return self.evaluation.eval_micro_batch_size or self.training.micro_batch_size
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The largest number of samples in one forward pass of one process."""
+        evaluated = self.eval_micro_batch if self.evaluation.eval_iters else 0
+        return max(self.training.micro_batch_size, evaluated)
+
 
 Run = TypeVar("Run", bound=RunOptions)
 

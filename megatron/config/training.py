@@ -62,7 +62,8 @@ class TrainingOptions:
         rampup_batch_size: Increase the global batch size during the run: START INCREMENT SAMPLES.
         step_batch_size_schedule: Global batch sizes in the course of the run, each with the number
             of tokens after which updates have it, for example "0:768 250B:1536 500B:3072".
-            --global-batch-size is the largest of them, with which evaluations run.
+            --global-batch-size is the largest of them, with which evaluations run unless
+            --eval-global-batch-size is given.
         calculate_per_token_loss: Average losses and gradients over all counted tokens of an update.
             Off: average over the tokens of each micro-batch, then over micro-batches.
         train_iters: Length of the run.
@@ -213,12 +214,20 @@ class EvaluationConfig:
     Attributes:
         eval_iters: Global batches per evaluation. 0 disables evaluation.
         eval_interval: Iterations between evaluations.
+        eval_global_batch_size: Samples in each of an evaluation's global batches. Default:
+            --global-batch-size.
+        eval_micro_batch_size: Samples per process in one forward pass of an evaluation. Default:
+            --micro-batch-size.
         eval_averaged_weights: Also evaluate the average of the weights that --ema-decay or
             --lawa-interval keeps.
     """
 
     eval_iters: int = flag(100, at_least=0)
     eval_interval: int = flag(1000, unit="iterations", is_common=True, at_least=1, needs=_EVALUATES)
+    eval_global_batch_size: int | None = flag(None, unit="samples", at_least=1, needs=_EVALUATES)
+    eval_micro_batch_size: int | None = flag(
+        None, unit="samples", at_least=1, at_most=MAX_WIDTH, needs=_EVALUATES
+    )
     eval_averaged_weights: bool = flag(False, requires=_AVERAGES)
 
 

@@ -146,7 +146,7 @@ def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
     neighbors = config.model.neighbor_tokens(data.seq_length)
     sequence = max(data.seq_length, data.decoder_seq_length or 0, neighbors)
     rows = sequence // layout.context.size // layout.tensor.size
-    sequences = config.training.micro_batch_size * texts
+    sequences = config.largest_micro_batch * texts
     return width * rows * sequences * config.model.hidden_size
 
 
@@ -168,7 +168,8 @@ def largest_expert_message(config: RunConfig, plan: ModelPlan, layout: Layout) -
         return 0
     if not any(gathers_all(router.experts, router.chosen, ranks) for router in routers):
         return 0
-    tokens = micro_batch(config, layout).expert_tokens * plan.head_spec.sequences
+    batch = replace(micro_batch(config, layout), sequences=config.largest_micro_batch)
+    tokens = batch.expert_tokens * plan.head_spec.sequences
     return width * tokens * plan.hidden
 
 

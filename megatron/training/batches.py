@@ -95,6 +95,11 @@ class BatchPlan:
             lengths_of(config),
         )
 
+    @classmethod
+    def for_evaluation(cls, config: RunConfig, data_parallel: int) -> BatchPlan:
+        """Return the plan of an evaluation's batches, which always have the same size."""
+        return cls(config.eval_micro_batch, config.eval_global_batch, data_parallel=data_parallel)
+
     @property
     def samples_per_pass(self) -> int:
         """The number of samples in one micro-batch over all data-parallel processes."""
@@ -207,7 +212,7 @@ def samples_needed(config: RunConfig, train_iterations: int, start: Progress) ->
         remaining = train_iterations - start.iteration
         train = max(train_iterations * batch, start.consumed_samples + remaining * batch)
     evaluations = train_iterations // evaluation.eval_interval + 1
-    one_evaluation = evaluation.eval_iters * batch
+    one_evaluation = evaluation.eval_iters * config.eval_global_batch
     return train, evaluations * one_evaluation, one_evaluation
 
 
@@ -218,22 +223,26 @@ def evaluation_position(run: Run, iteration: int) -> int:
     evaluates on the samples that the uninterrupted run would have used.
     """
     done = evaluations_until(run.config, iteration)
-    return done * run.config.evaluation.eval_iters * run.batches.global_batch
+    return done * run.config.evaluation.eval_iters * run.config.eval_global_batch
 
 
-def batches_from(run: Run, dataset: SampleDataset, *, consumed: int) -> Iterator[Batch]:
+def batches_from(
+    run: Run, dataset: SampleDataset, *, consumed: int, micro_batch: int | None = None
+) -> Iterator[Batch]:
     """Yield this rank's micro-batches, beginning at a position in the global sample order.
 
     Args:
         run: The run.
         dataset: The samples.
         consumed: The number of samples that all ranks together have consumed.
+        micro_batch: The number of samples in a micro-batch; `None` means --micro-batch-size.
 
     Raises:
         DataError: The dataset has no further micro-batch.
     """
     axis, options = run.layout.data, run.config.data
-    arguments = (len(dataset), consumed, run.batches.micro_batch, axis.rank, axis.size)
+    micro_batch = micro_batch or run.batches.micro_batch
+    arguments = (len(dataset), consumed, micro_batch, axis.rank, axis.size)
     sampler: SingleSampler | CyclicSampler = SingleSampler(*arguments)
     if options.dataloader_type == "cyclic":
         sampler = CyclicSampler(*arguments, options.data_sharding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.command import print_line
 from megatron.data.sample import ControlledDataset, SampleDataset
 from megatron.errors import EXIT_OK
-from megatron.training.batches import batches_from, evaluation_position
+from megatron.training.batches import BatchPlan, batches_from, evaluation_position
 from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.log_line import validation_lines
@@ -27,14 +27,15 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
     Returns:
         Losses by name, or `None` if a rank was asked to exit immediately during the evaluation.
     """
-    count = run.batches.global_batch // run.batches.samples_per_pass
-    batches = batches_from(run, dataset, consumed=skip)
+    plan = BatchPlan.for_evaluation(run.config, run.layout.data.size)
+    count = plan.micro_batches_at(0)
+    batches = batches_from(run, dataset, consumed=skip, micro_batch=plan.micro_batch)
     totals: dict[str, float] = {}
     weights = 0.0
     for part in run.parts:
         part.eval()
     for _ in range(run.config.evaluation.eval_iters):
-        passes = Passes(run, batches, count)
+        passes = Passes(run, batches, count, micro_batch=plan.micro_batch)
         passes.forward()
         losses, weight, (exit_requested,) = reduce_losses(passes, [run.exit.code != EXIT_OK], run)
         if exit_requested:

@@ -80,6 +80,7 @@ class Passes:
         forward: A replacement for the recipe's forward that computes something other than losses,
             or that computes the losses with recorded kernels.
         length: The number of tokens to use from each sample; `None` means all.
+        micro_batch: The number of samples in a micro-batch; `None` means --micro-batch-size.
 
     Attributes:
         losses: The losses by log name, one value per micro-batch; empty if the last part of the
@@ -105,6 +106,7 @@ class Passes:
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
         forward: TrainingForward | None = None,
         length: int | None = None,
+        micro_batch: int | None = None,
     ) -> None:
         """Prepare to take micro-batches."""
         self.losses: dict[str, list[Tensor]] = {}
@@ -118,7 +120,7 @@ class Passes:
         self._run, self._batches, self._count = run, batches, count
         self._first_sample, self._scale = first_sample, scale
         self._forward = forward or DirectForward(run.recipe.forward)
-        self._length = length
+        self._length, self._micro_batch = length, micro_batch or run.batches.micro_batch
         self._loaded: dict[int, Batch] = {}
         self._first_output: Tensor | None = None
 
@@ -190,6 +192,8 @@ class Passes:
         if channel is not None and self._length is not None:
             shape = message_shape(run.config, run.layout, self._length, run.recipe.head.sequences)
             channel = channel.with_shapes(lambda micro_batch: shape)
+        if channel is not None:
+            channel = channel.with_samples(self._micro_batch, run.batches.micro_batch)
         # The first passes load kernels, and so may all passes of a mixture, because the kernel of a
         # product depends on how many tokens an expert gets.
         is_new = channel is not None and channel.is_first_use(0)

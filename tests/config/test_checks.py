@@ -186,6 +186,21 @@ _LINES = [
         "size 8 = 32: use 32",
     ),
     (
+        "--eval-global-batch-size 20",
+        "--eval-global-batch-size 20 is not divisible by --micro-batch-size 4 x data-parallel "
+        "size 8 = 32: give --eval-global-batch-size 32",
+    ),
+    (
+        "--eval-global-batch-size 40 --eval-micro-batch-size 2",
+        "--eval-global-batch-size 40 is not divisible by --eval-micro-batch-size 2 x data-parallel "
+        "size 8 = 16: give --eval-global-batch-size 32 or 48",
+    ),
+    (
+        "--eval-micro-batch-size 8",
+        "--global-batch-size 32, with which evaluations run, is not divisible by "
+        "--eval-micro-batch-size 8 x data-parallel size 8 = 64: give --eval-global-batch-size 64",
+    ),
+    (
         "--rampup-batch-size 32 32 1000 --global-batch-size 96",
         "--rampup-batch-size 32 32 1000 counts samples: give the length as --train-samples, not "
         "--train-iters",

@@ -84,6 +84,8 @@ def test_every_matrix_has_sizes_that_products_in_8_bits_take() -> None:
     assert parse(f"{words} --num-query-groups 2")
     (line,) = problems("--bf16 --fp8-format hybrid --decoder-seq-length 21", architecture="t5")
     assert line.startswith("--fp8-format hybrid: --micro-batch-size x --decoder-seq-length 84 is")
+    (line,) = problems("--bf16 --fp8-format hybrid --eval-micro-batch-size 1 --seq-length 520")
+    assert line.startswith("--fp8-format hybrid: --eval-micro-batch-size x --seq-length 520 is")
 
 
 def test_a_script_for_megatron_may_name_the_defaults() -> None:

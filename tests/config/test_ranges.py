@@ -38,6 +38,17 @@ from tests.config.command import BASE, parse, problems
             "--global-batch-size 40000000 gives each process 1250000 micro-batches per update: "
             "use at most 33554432, or a larger --micro-batch-size",
         ),
+        (
+            "--eval-global-batch-size 40000000 --eval-micro-batch-size 1 --eval-iters 1",
+            "--eval-global-batch-size 40000000 gives each process 5000000 micro-batches per "
+            "evaluation batch: use at most 8388608, or a larger --eval-micro-batch-size",
+        ),
+        (
+            "--eval-iters 5000000000000000000 --eval-global-batch-size 64",
+            "--eval-iters 5000000000000000000 x --eval-global-batch-size 64 x 1 evaluation(s) are "
+            "more than 9223372036854775807 samples: use at most 144115188075855871, or a larger "
+            "--eval-interval",
+        ),
     ],
 )
 def test_a_number_that_is_too_large_and_its_remedy(words: str, line: str) -> None:

@@ -33,6 +33,11 @@ def test_flags_of_a_bi_encoder_are_refused_elsewhere(words, message):
             "--ckpt-format legacy: Megatron-LM's bi-encoders can be read but not written",
         ),
         ("--micro-batch-size 1", 1, "--micro-batch-size 1 with one data-parallel process"),
+        (
+            "--eval-micro-batch-size 1",
+            1,
+            "--eval-micro-batch-size 1 with one data-parallel process",
+        ),
         ("--query-in-block-prob 1.5", 1, "--query-in-block-prob 1.5: must be at most 1"),
         ("--retriever-report-topk-accuracies 0", 1, "must be at least 1"),
         ("--ict-head-size 128", 1, "give that instead"),

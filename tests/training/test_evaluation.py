@@ -7,9 +7,11 @@ import pytest
 from megatron.parallel.layout import Layout
 from megatron.training.batches import evaluation_position
 from megatron.training.callbacks.scalars import Scalars
-from megatron.training.evaluation import final_evaluation
+from megatron.training.evaluation import evaluate, final_evaluation
+from tests.distributed import run_distributed
 from tests.training.toy import build_toy
 
+_LARGER = "--eval-global-batch-size 12 --eval-micro-batch-size 3".split()
 _TWO_BATCHES = "--train-iters 7 --eval-interval 3 --eval-iters 2".split()  # of 4 samples each
 
 
@@ -31,3 +33,35 @@ def test_validation_goes_on_while_the_test_split_is_read_from_its_start(
     run.progress.iteration = 7
     final_evaluation(run, Scalars([]))
     assert seen == [("validation", 16), ("test", 0)]
+
+
+def test_an_evaluation_may_have_batches_of_its_own() -> None:
+    run = build_toy(Layout.single(), [*_TWO_BATCHES, *_LARGER])
+    assert [evaluation_position(run, iteration) for iteration in (2, 3, 6)] == [0, 24, 48]
+    _, validation, test = run.datasets
+    assert [len(split) for split in (validation, test) if split is not None] == [72, 24]
+
+
+def _held_out(layout: Layout, words: list[str], skip: int) -> dict[str, float] | None:
+    run = build_toy(layout, [*words, "--attention-dropout", "0.5"])
+    assert run.datasets[1] is not None
+    return evaluate(run, run.datasets[1], skip=skip)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({}, []),
+        ({"pipeline": 2}, ["--pipeline-model-parallel-size", "2"]),
+        ({"tensor": 2}, "--tensor-model-parallel-size 2 --sequence-parallel".split()),
+    ],
+)
+def test_its_batches_contain_the_same_samples_as_smaller_ones(
+    sizes: dict[str, int], words: list[str]
+) -> None:
+    """Twice 12 samples in micro-batches of 3 are 6 times 4 samples in ones of 1."""
+    larger = [*words, *_LARGER, "--eval-iters", "2"]
+    expected = _held_out(Layout.single(), ["--eval-iters", "6"], 24)
+    assert expected is not None
+    for losses in run_distributed(2, _held_out, larger, 24, **sizes):
+        assert losses == pytest.approx(expected, rel=1e-6)

@@ -32,6 +32,8 @@ def test_the_largest_message_is_a_part_of_the_longer_half():
     plan = replace(model_plan(config.model, 128), head_spec=four)
     assert exchange_bytes(config, plan, layout) == 3 * 2 * largest_message(config, layout, 4)
     assert exchange_bytes(config, plan, Layout.single()) == 0
+    evaluated = config_of("--bf16", "--eval-micro-batch-size", "2")
+    assert largest_message(evaluated, layout, 1) == 2 * largest_message(config, layout, 1)
     both = config_of(kind="t5")
     longer = max(both.data.seq_length, both.data.decoder_seq_length)
     assert largest_message(both, layout, 1) == 4 * (longer // 2) * 32
@@ -47,6 +49,7 @@ def test_experts_exchange_whole_micro_batches_where_all_tokens_go_to_all_ranks()
         return largest_expert_message(config, model_plan(config.model, 128), layout)
 
     assert message() == 2 * 16 * 32
+    assert message("--eval-micro-batch-size", "2") == 2 * message()
     assert message("--moe-router-topk", "1") == 0  # half of the tokens
     assert message("--overlap-moe-expert-parallel-comm") == 0
 

@@ -263,7 +263,8 @@ def megatron_arguments(
     evaluated = 0  # validation samples seen by the run; Megatron evaluates before it saves
     if evaluation.eval_interval:
         times = evaluations_until(config, meta.get("iteration", 0))
-        evaluated = times * evaluation.eval_iters * (config.training.global_batch_size or 0)
+        batch = evaluation.eval_global_batch_size or config.training.global_batch_size or 0
+        evaluated = times * evaluation.eval_iters * batch
     values |= {
         "DDP_impl": parallel.ddp_impl,
         "layernorm_epsilon": model.norm_epsilon,

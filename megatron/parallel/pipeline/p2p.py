@@ -93,6 +93,22 @@ class PipelineChannel:
         other._shape_of = shape_of
         return other
 
+    def with_samples(self, samples: int, usual: int) -> PipelineChannel:
+        """Return a channel for micro-batches of another size: this one, or a copy.
+
+        Args:
+            samples: The number of samples in each micro-batch.
+            usual: The number of samples in a micro-batch of this channel's shapes.
+        """
+        if samples == usual:
+            return self
+
+        def shape(micro_batch: int) -> tuple[int, ...]:
+            rows, sequences, *rest = self._shape_of(micro_batch)
+            return rows, sequences // usual * samples, *rest
+
+        return self.with_shapes(shape)
+
     def is_first_use(self, micro_batch: int) -> bool:
         """Return whether the messages of a micro-batch have a new shape, and record the shape."""
         shape = tuple(self._shape_of(micro_batch))
