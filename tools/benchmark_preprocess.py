@@ -40,7 +40,7 @@ def build_parser() -> ToolParser:
     parser.add_argument("--merge-file", required=True, help="GPT-2's merges (merges.txt).")
     parser.add_argument("--text", help="Folder or tar file of .txt files.")
     parser.add_argument(
-        "--megabytes", type=float, default=20.7, help="Size of the corpus (default: 20.7)."
+        "--megabytes", type=float, default=20.7, help="Size of the corpus in MB (default: 20.7)."
     )
     parser.add_argument("--workers", type=int, help="Value of --workers for preprocess_data.py.")
     parser.add_argument("--repeat", type=int, default=5, help="Number of runs (default: 5).")

@@ -49,8 +49,8 @@ class PrecisionConfig:
             hybrid with e5m2 for gradients. The output head stays in 16 bits.
         fp8_recipe: How FP8 scales are chosen: per matrix (tensorwise) or per row (rowwise) from
             current values, or per matrix from the values of earlier updates (delayed).
-        fp8_margin: With --fp8-recipe delayed, how far scales stay below the largest values that the
-            history allows.
+        fp8_margin: With --fp8-recipe delayed, headroom above the largest magnitudes in the history,
+            so that larger values do not overflow.
         fp8_interval: With --fp8-recipe delayed, iterations between updates of the scales.
         fp8_amax_history_len: With --fp8-recipe delayed, the length of the history of each matrix's
             largest magnitudes (Transformer Engine's own default is 1024).

@@ -207,7 +207,7 @@ class Adapter(nn.ModuleDict):
         return self._with_magnitudes(_AddProduct.apply(out, low, b), weight, b)
 
     def _with_magnitudes(self, out: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-        """With DoRA, scale `out` as if the rows of W + scale B A had the trained magnitudes."""
+        """Scale `out`, for DoRA, as if the rows of W + scale B A had the trained magnitudes."""
         if not self.plan.is_dora:
             return out
         with torch.no_grad():

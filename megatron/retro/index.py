@@ -326,7 +326,7 @@ def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
             return {"data": DataSet("f4", (block.rows, options.width))}
 
         with writing_to("--retro-workdir", paths.merged):
-            paths.training.mkdir(parents=True, exist_ok=True)  # without blocks, it is missing
+            paths.training.mkdir(parents=True, exist_ok=True)  # missing if there are no blocks
             with atomic_file(paths.merged) as file:
                 for block in blocks:
                     rows = options.selected_rows(block, options.train_fraction) - block.start

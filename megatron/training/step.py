@@ -30,7 +30,7 @@ from megatron.training.rerun import Rerun, Reruns
 from megatron.training.run import Run
 from megatron.training.spikes import NORM
 
-_MIN_SHARE = 1e-30  # replaces a share of 0, with which all gradients are 0 and must stay 0
+_MIN_SHARE = 1e-30  # replaces a divisor of 0: if no label counts, gradients are 0 and must stay 0
 
 
 @dataclass(frozen=True)

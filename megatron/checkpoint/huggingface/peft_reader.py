@@ -69,7 +69,7 @@ def network_with(
     if expert_weights and settings.get("use_dora") is True:
         raise CheckpointError(
             f"{path / ADAPTER_CONFIG}: use_dora with target_parameters is not supported: merge the "
-            "adapter with merge_and_unload of peft"
+            "adapter with peft's merge_and_unload"
         )
     targets = [ALL_LINEAR]
     if "lm_head" in {name.rpartition(".")[2] for name in settings.get("target_modules") or ()}:
@@ -214,7 +214,7 @@ class PeftReader(Reader):
                 f"and scale {scale:g}, which is not supported: here adapters have rank "
                 f"{model.lora_rank} and scale {model.lora_scale:g}, and those of a module's "
                 "projections together have a multiple of this rank: merge the adapter with "
-                "merge_and_unload of peft"
+                "peft's merge_and_unload"
             )
 
     def _check_settings(
@@ -242,7 +242,7 @@ class PeftReader(Reader):
             raise CheckpointError(
                 f"{self.path / ADAPTER_CONFIG}: fan_in_fan_out "
                 f"{settings['fan_in_fan_out']!s:.80} is not supported for this network: "
-                "merge the adapter with merge_and_unload of peft"
+                "merge the adapter with peft's merge_and_unload"
             )
         if unknown:
             raise CheckpointError(
@@ -282,7 +282,7 @@ class PeftReader(Reader):
         if len(used) > 1:
             raise CheckpointError(
                 f"{self.path / ADAPTER}: {peft.name}: a projection of this module has more than "
-                f"rank {width}: merge the adapter with merge_and_unload of peft"
+                f"rank {width}: merge the adapter with peft's merge_and_unload"
             )
         return used[0] if used else min(peft.adapter_slice.index, len(blocks) - 1)
 
@@ -317,7 +317,7 @@ def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> 
         if settings.get(key, allowed[0]) not in allowed:
             raise CheckpointError(
                 f"{path / ADAPTER_CONFIG}: {key} {settings[key]!s:.80} is not supported: merge the "
-                "adapter with merge_and_unload of peft"
+                "adapter with peft's merge_and_unload"
             )
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = settings.get(key) or {}
@@ -328,13 +328,13 @@ def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> 
         ):
             raise CheckpointError(
                 f"{path / ADAPTER_CONFIG}: {key} {settings[key]!s:.80} is not supported: merge the "
-                "adapter with merge_and_unload of peft"
+                "adapter with peft's merge_and_unload"
             )
     saved = settings.get("modules_to_save") or []
     saved = saved if isinstance(saved, list) else [saved]
     unsupported = [name for name in saved if not (has_head and name in (HEAD, *_UNUSED_HEADS))]
     if unsupported:
-        remedy = "merge the adapter with merge_and_unload of peft"
+        remedy = "merge the adapter with peft's merge_and_unload"
         if HEAD in unsupported:
             remedy = "a reward model's adapter is for --preference-loss bradley-terry"
         raise CheckpointError(

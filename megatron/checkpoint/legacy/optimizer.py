@@ -130,8 +130,10 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
         if type(first) in (int, float) and not first:
             expected.reverse()
     if not isinstance(groups, list) or len(groups) != len(expected):
-        reason = "groups with their own learning rate are not supported"
-        raise CheckpointError(f"the optimizer's groups are not (decayed, not decayed): {reason}")
+        raise CheckpointError(
+            "the optimizer's parameter groups are not one with and one without weight decay: "
+            "groups with their own learning rate are not supported"
+        )
     members: dict[int, Parameter] = {}
     for group, expected_parameters in zip(groups, expected, strict=True):
         indices = group.get("params") if isinstance(group, dict) else None

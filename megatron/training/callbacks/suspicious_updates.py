@@ -137,7 +137,7 @@ class SuspiciousUpdates(Callback):
         raise SuspiciousResultError(
             f"{message}: the data or a machine is at fault. The parameters are unchanged{saved}. "
             "Start again, on other machines if possible: the run computes the iteration once more "
-            "and says which. --on-nonfinite skip skips such updates instead"
+            "and reports which of the two it was. --on-nonfinite skip skips such updates instead"
         )
 
     def _save(self, run: Run) -> str:
