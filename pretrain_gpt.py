@@ -150,15 +150,9 @@ class GPTRecipe(Recipe):
         layout: Layout,
     ) -> Tensor | Mapping[str, Tensor]:
         """Run one micro-batch through a part of the model. The last part returns the losses."""
-        local, documents, counted, *_ = inputs = self.inputs(batch, config, tokenizer, layout)
-        has_teacher = config.distillation.is_on and config.distillation.teacher_load is not None
-        assert has_teacher == (self.teacher is not None), "Distillation.begin loads the teacher"
-        # The hidden states of the teacher or, on the last stage, its logits.
-        teacher_output: Tensor | None = None
-        if self.teacher is not None:
-            if hidden is not None:
-                hidden, teacher_output = split_message(hidden, self.teacher.hidden)
-            teacher_output = self.teacher.run_paired(part, inputs, teacher_output)
+        inputs = self.inputs(batch, config, tokenizer, layout)
+        local = inputs.local
+        hidden, teacher_output = self._run_teacher(part, inputs, hidden, config)
         knowledge: Tensor | TopLogProbs | None = teacher_output
         if config.distillation.logits_load_dir is not None and part.part.head:
             knowledge = top_log_probs_of(batch, layout.context)
@@ -166,7 +160,7 @@ class GPTRecipe(Recipe):
             local.tokens,
             local.position_ids,
             local.labels if knowledge is None else None,  # without labels, the model returns logits
-            documents,
+            inputs.documents,
             hidden,
             loss_mask=local.loss_mask,
             ahead=[
@@ -183,7 +177,34 @@ class GPTRecipe(Recipe):
             vocabulary = VocabularyPart(layout.tensor, tokenizer.vocab_size)
             losses = student_losses(result, local, knowledge, vocabulary, config.distillation)
         # The factor makes the mean over the context ranks equal to the mean over all tokens.
-        return {name: layout.context.size * loss / counted for name, loss in losses.items()}
+        return {
+            name: layout.context.size * loss / inputs.num_labels for name, loss in losses.items()
+        }
+
+    def _run_teacher(
+        self, part: GPTModel, inputs: GPTInputs, hidden: Tensor | None, config: RunConfig
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run the teacher's part that is paired with a part of the model, if there is a teacher.
+
+        Args:
+            part: The part of the model.
+            inputs: The micro-batch.
+            hidden: The previous stage's message: the hidden states of the model, followed by those
+                of the teacher if there is one; `None` for the first part.
+            config: The run's configuration.
+
+        Returns:
+            The hidden states of the model. Then the teacher's hidden states or, from its last part,
+            its logits; `None` without a teacher.
+        """
+        has_teacher = config.distillation.is_on and config.distillation.teacher_load is not None
+        assert has_teacher == (self.teacher is not None), "Distillation.begin loads the teacher"
+        if self.teacher is None:
+            return hidden, None
+        teacher_hidden: Tensor | None = None
+        if hidden is not None:
+            hidden, teacher_hidden = split_message(hidden, self.teacher.hidden)
+        return hidden, self.teacher.run_paired(part, inputs, teacher_hidden)
 
 
 def ahead_names(depths: int | None) -> tuple[str, ...]:
