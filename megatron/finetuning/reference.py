@@ -37,10 +37,10 @@ from megatron.parallel.collectives import all_reduce, broadcast
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.batches import batches_from
+from megatron.training.forward import DirectForward
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras
 from megatron.training.recipe import Batch
-from megatron.training.recorded_passes import DirectForward
 from megatron.training.run import Run
 
 FILE_NAME = "reference_log_probs.npz"

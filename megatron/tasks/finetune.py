@@ -44,10 +44,10 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.batches import batches_from
 from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.checkpointing import save_weights
+from megatron.training.forward import DirectForward
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras
 from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
-from megatron.training.recorded_passes import DirectForward
 from megatron.training.restoring import load_shared_weights
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome

@@ -11,7 +11,9 @@ The modules, in the order in which a run uses them:
     step                     one update: averages gradients, changes weights, reads losses
     spikes                   finds losses and gradient norms that are far too large
     rerun                    computes suspicious updates again
-    passes, recorded_passes  passes of micro-batches through the model, ordered by a schedule
+    passes                   passes of micro-batches through the model, ordered by a schedule
+    forward                  runs a micro-batch through a part of the model
+    recorded_passes          does so with CUDA graphs
     expert_load              the number of tokens that each expert received
     timers                   clocks for updates, pipeline operations and saves
     evaluation               the loss on held-out samples

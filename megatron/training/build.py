@@ -51,9 +51,10 @@ from megatron.tokenizer.build import padded_vocab_size
 from megatron.training import checkpointing, gradient_sharing, restoring
 from megatron.training.batches import BatchPlan, batches_from, samples_needed
 from megatron.training.branches import with_branch_length
+from megatron.training.forward import DirectForward, TrainingForward
 from megatron.training.passes import message_shape
 from megatron.training.recipe import CountsEpochs, Recipe
-from megatron.training.recorded_passes import DirectForward, RecordedPasses, TrainingForward
+from megatron.training.recorded_passes import RecordedPasses
 from megatron.training.run import ParallelModel, Run
 from megatron.training.run_record import RunRecord
 from megatron.training.spikes import SpikeWatch

@@ -21,8 +21,8 @@ from megatron.parallel.pipeline.executor import ForwardStep, completing_operatio
 from megatron.parallel.pipeline.schedule import Operation, Schedule
 from megatron.parallel.pipeline.weight_gradients import wave_of
 from megatron.parallel.random import derive_seed, micro_batch_seed
+from megatron.training.forward import DirectForward, TrainingForward
 from megatron.training.recipe import Batch
-from megatron.training.recorded_passes import DirectForward, TrainingForward
 from megatron.training.run import Run
 
 _BACKWARD = {"backward", "backward_input", "backward_weight"}

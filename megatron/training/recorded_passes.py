@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from megatron.data.sample import LONGEST_SEGMENT
 from megatron.device import GraphRecorder
 from megatron.parallel.gradients import GradientBuffer
 from megatron.parallel.journal import Journal
+from megatron.training.forward import Losses, PartForward
 from megatron.training.recipe import Batch
 
 logger = logging.getLogger(__name__)
@@ -31,51 +32,6 @@ logger = logging.getLogger(__name__)
 # Fields of a micro-batch that a recorded pass omits, because they differ each time.
 _UNRECORDED = ("id", LONGEST_SEGMENT)
 MAX_RECORDINGS = 8  # recording batches whose shapes keep changing is not worth the memory
-
-Losses = Mapping[str, Tensor]
-PartForward = Callable[..., Tensor | Losses]
-"""`Recipe.forward`: maps a part, a micro-batch and other arguments to hidden states or losses."""
-
-
-class TrainingForward(Protocol):
-    """An object that runs micro-batches through a part of the model in training."""
-
-    may_run_ahead: bool
-    """Whether a pass may begin before the previous update is known to have ended."""
-
-    def begin_update(self) -> None:
-        """Prepare for an update's first micro-batch."""
-
-    def __call__(
-        self, part: Any, batch: Batch, /, *arguments: Any, is_last: bool
-    ) -> Tensor | Losses:
-        """Return the result of `Recipe.forward`; `is_last` marks an update's last micro-batch."""
-
-    def release(self) -> None:
-        """Free memory that only training needs, after the last update."""
-
-
-class DirectForward:
-    """A `TrainingForward` that calls the recipe's forward without changes."""
-
-    may_run_ahead = True
-
-    def __init__(self, forward: PartForward) -> None:
-        """Store the function."""
-        self._forward = forward
-
-    def begin_update(self) -> None:
-        """Do nothing."""
-
-    def __call__(
-        self, part: Any, batch: Batch, /, *arguments: Any, is_last: bool
-    ) -> Tensor | Losses:
-        """Return hidden states or losses."""
-        return self._forward(part, batch, *arguments)
-
-    def release(self) -> None:
-        """Do nothing."""
-
 
 _Key = tuple[Any, ...]
 

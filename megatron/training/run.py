@@ -24,8 +24,8 @@ from megatron.parallel.tied import Tie
 from megatron.processes.ending import ExitRequest
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batches import BatchPlan
+from megatron.training.forward import TrainingForward
 from megatron.training.recipe import Batch, Recipe, Splits
-from megatron.training.recorded_passes import TrainingForward
 from megatron.training.run_record import RunRecord
 from megatron.training.spikes import SpikeWatch
 from megatron.training.timers import OperationClock, SaveClock, SectionClock, Timers

@@ -13,8 +13,8 @@ from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.callbacks import profiling
 from megatron.training.callbacks.profiling import bubble_line
+from megatron.training.forward import DirectForward
 from megatron.training.loop import standard_callbacks, train
-from megatron.training.recorded_passes import DirectForward
 from megatron.training.timers import Bubble, compare_with_prediction
 from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed
