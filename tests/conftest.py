@@ -92,12 +92,12 @@ def _trainings_freeze_nothing() -> Iterator[None]:
 
     At its end, a training unfreezes what it froze at its start, and everything else with it.
     """
-    from megatron.training.callbacks import small
+    from megatron.training.callbacks import memory
 
     kept = {name: getattr(gc, name) for name in ("collect", "disable", "enable")}
     with pytest.MonkeyPatch.context() as patch:
         nothing = {"freeze": lambda: None, "unfreeze": lambda: None}
-        patch.setattr(small, "gc", SimpleNamespace(**kept, **nothing))
+        patch.setattr(memory, "gc", SimpleNamespace(**kept, **nothing))
         yield
 
 

@@ -9,20 +9,15 @@ from collections.abc import Sequence
 from megatron.errors import EXIT_OK, EXIT_SAVED_ON_SIGNAL, OutputClosedError
 from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.checkpoints import Checkpoints
-from megatron.training.callbacks.logging import LogLine
+from megatron.training.callbacks.data import BadLines, SampleIds
+from megatron.training.callbacks.health import HealthCheck
+from megatron.training.callbacks.logging import LogLine, ProgressBar
+from megatron.training.callbacks.memory import EmptyCache, GarbageCollection
 from megatron.training.callbacks.non_persistent import Goodput, NonPersistentCheckpoints
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
 from megatron.training.callbacks.replica_hashes import ReplicaHashes
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.callbacks.skipped_updates import SkippedUpdates
-from megatron.training.callbacks.small import (
-    BadLines,
-    EmptyCache,
-    GarbageCollection,
-    HealthCheck,
-    ProgressBar,
-    SampleIds,
-)
 from megatron.training.callbacks.stragglers import Stragglers
 from megatron.training.callbacks.suspicious_updates import ResultDifferences, SuspiciousUpdates
 from megatron.training.evaluation import Evaluation

@@ -19,7 +19,8 @@ from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
 from megatron.training import panel
-from megatron.training.callbacks import small
+from megatron.training.callbacks import memory
+from megatron.training.callbacks.logging import ProgressBar
 from megatron.training.callbacks.profiling import Profile
 from megatron.training.checkpointing import save_run
 from megatron.training.evaluation import final_evaluation
@@ -349,7 +350,7 @@ def test_garbage_collection_is_given_back(monkeypatch, interval, collected):
     calls = []
     names = ("collect", "freeze", "disable", "unfreeze", "enable")
     fake = types.SimpleNamespace(**{name: partial(calls.append, name) for name in names})
-    monkeypatch.setattr(small, "gc", fake)
+    monkeypatch.setattr(memory, "gc", fake)
     train_toy(Layout.single(), ["--manual-gc-interval", interval])
     assert calls[:3] == ["collect", "freeze", "disable"]
     assert calls[3:-2] == ["collect"] * (collected - 1)
@@ -481,7 +482,7 @@ def test_timer_formats(option, expected):
 
 
 def test_a_progress_bar_counts_from_where_the_run_resumed(capsys):
-    bar, progress = small.ProgressBar(), types.SimpleNamespace(iteration=5)
+    bar, progress = ProgressBar(), types.SimpleNamespace(iteration=5)
     run = types.SimpleNamespace(progress=progress, train_iterations=10)
     bar.on_start(run)
     bar.after_step(run, types.SimpleNamespace(losses={"lm loss": 1.23456}), None)
@@ -497,7 +498,7 @@ def test_unused_memory_is_returned_after_each_iteration():
     calls = []
     device = types.SimpleNamespace(empty_cache=lambda: calls.append(1))
     for _ in range(2):
-        small.EmptyCache().after_step(types.SimpleNamespace(device=device), None, None)
+        memory.EmptyCache().after_step(types.SimpleNamespace(device=device), None, None)
     assert len(calls) == 2
 
 

@@ -17,7 +17,7 @@ from megatron.device import Device
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.training import health
-from megatron.training.callbacks.small import HealthCheck
+from megatron.training.callbacks.health import HealthCheck
 from megatron.training.health import Health, check_health, health_table, neighbors, problems_of
 from megatron.training.loop import standard_callbacks, train
 from tests.distributed import run_distributed

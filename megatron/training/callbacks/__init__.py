@@ -1,7 +1,7 @@
 """Callbacks: the side tasks of a run, which the training loop calls around each update.
 
     base                the hooks that a callback may have
-    logging             the log line, timers and memory report on the terminal
+    logging             the terminal: log line, timers, memory report, progress bar
     scalars             values and events for the writers: TensorBoard, Weights & Biases, JSON lines
     checkpoints         saving, and background saves
     non_persistent      non-persistent checkpoints, and goodput
@@ -11,7 +11,9 @@
     stragglers          slow ranks
     profiling           traces, and the pipeline bubble
     samples             the model's answers to a few prompts
-    small               garbage collection, unused memory, bad lines, sample ids, health, progress
+    data                sample ids, and skipped lines of text
+    health              tests of the machines
+    memory              garbage collection, and unused GPU memory
 
 To add one, subclass `base.Callback`: see docs/tour.md.
 """

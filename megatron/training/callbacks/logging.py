@@ -1,9 +1,10 @@
-"""The log line, timers and memory report on the terminal."""
+"""The terminal: the log line, timers, a memory report and a progress bar."""
 
 from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 from megatron.command import print_line
 from megatron.training.callbacks.base import Callback, EarlyExit
@@ -101,3 +102,30 @@ class LogLine(Callback):
             f"reserved: {memory.reserved / _MIB:.1f} | "
             f"max reserved: {memory.peak_reserved / _MIB:.1f}"
         )
+
+
+class ProgressBar(Callback):
+    """A callback that shows a progress bar with losses, speed and remaining time on stderr."""
+
+    def on_start(self, run: Run) -> None:
+        """Draw the bar."""
+        from tqdm import tqdm
+
+        start, total = run.progress.iteration, run.train_iterations
+        self._bar: Any = tqdm(
+            total=total, initial=start, unit="it", dynamic_ncols=True, desc="training"
+        )
+
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
+        """Show the losses and advance the bar."""
+        losses = {name: f"{value:.4f}" for name, value in outcome.losses.items()}
+        self._bar.set_postfix(losses, refresh=False)
+        self._bar.update(1)
+
+    def after_skipped(self, run: Run) -> None:
+        """Advance the bar without losses."""
+        self._bar.update(1)
+
+    def on_end(self, run: Run, early_exit: EarlyExit | None) -> None:
+        """Close the bar."""
+        self._bar.close()
