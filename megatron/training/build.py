@@ -12,7 +12,7 @@ from torch import nn
 from megatron.checkpoint.entries import flatten
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import iteration_folder
-from megatron.checkpoint.reader import PaddedReader
+from megatron.checkpoint.reader import PaddedReader, Reader
 from megatron.checkpoint.store import FOREIGN, foreign_iterations
 from megatron.config import RunConfig
 from megatron.config.stages import parts_of_stage, plan_model
@@ -78,26 +78,19 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     Raises:
         UserError: The run cannot be built, for a reason that the user can fix.
     """
-    training = config.training
     exit_request = ExitRequest(
-        training.exit_signal_handler, training.exit_duration_in_mins, training.kill_switch_file
+        config.training.exit_signal_handler,
+        config.training.exit_duration_in_mins,
+        config.training.kill_switch_file,
     )
     layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
-    if config.checkpoint.load is not None:
-        layout.journal.enter("loading of the checkpoint")
-    reader = restoring.open_for_loading(config, layout)
-    if reader is not None:
-        entries = restoring.stored_entries(reader, tokenizer.vocab_size)
-        reader = PaddedReader(reader, rows=vocabulary, entries=entries)
-    config = with_branch_length(config, reader)
-    batches = BatchPlan.from_config(config, layout.data.size)
-    config = without_epochs(config, recipe, batches, tokenizer, layout)
-    save = config.checkpoint.save
-    training = config.training
+    reader = _open_checkpoint(config, layout, tokenizer, vocabulary)
+    config, batches = _with_length(config, recipe, reader, tokenizer, layout)
+    training, save = config.training, config.checkpoint.save
     start = restoring.progress_at_start(config, reader)
     train_iterations = batches.iterations_of(training, start)
     _check_saves(config, layout, start.iteration, train_iterations)
@@ -150,6 +143,34 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         consumed = run.progress.consumed_samples
         run.train_batches = batches_from(run, run.datasets[0], consumed=consumed)
     return run
+
+
+def _open_checkpoint(
+    config: RunConfig, layout: Layout, tokenizer: Tokenizer, vocabulary: int
+) -> PaddedReader | None:
+    """Open the checkpoint from which the run starts, or return `None` if there is none. Collective.
+
+    The reader presents vocabulary tables with `vocabulary` rows, regardless of the checkpoint's.
+    """
+    if config.checkpoint.load is not None:
+        layout.journal.enter("loading of the checkpoint")
+    reader = restoring.open_for_loading(config, layout)
+    if reader is None:
+        return None
+    entries = restoring.stored_entries(reader, tokenizer.vocab_size)
+    return PaddedReader(reader, rows=vocabulary, entries=entries)
+
+
+def _with_length(
+    config: RunConfig, recipe: Recipe, reader: Reader | None, tokenizer: Tokenizer, layout: Layout
+) -> tuple[RunConfig, BatchPlan]:
+    """Return the configuration with the length of the run, and the plan of its batches. Collective.
+
+    The length depends on the checkpoint in a branch, and on the data with --train-epochs.
+    """
+    complete = with_branch_length(config, reader)
+    batches = BatchPlan.from_config(complete, layout.data.size)
+    return without_epochs(complete, recipe, batches, tokenizer, layout), batches
 
 
 def _check_saves(config: RunConfig, layout: Layout, start: int, end: int) -> None:
