@@ -10,6 +10,10 @@ from megatron.config.patterns import read_pattern
 
 _WINDOW = Requirement(lambda run: run.model.window_size, "--window-size")
 _LATENT = Requirement(lambda run: run.model.multi_latent_attention, "--multi-latent-attention")
+_WITHOUT_BIASES = Requirement(
+    lambda run: run.model.position_embedding_type in ("rope", "learned_absolute", "none"),
+    "--position-embedding-type rope, learned_absolute or none",
+)
 _YARN = Requirement(lambda run: run.model.rope_type == "yarn", "--rope-type yarn")
 _DELTA = Requirement(
     lambda run: run.model.experimental_attention_variant == "gated_delta_net",
@@ -145,7 +149,7 @@ class SelfAttentionOptions:
         longrope_attention_factor: Factor by which LongRoPE multiplies queries and keys.
     """
 
-    multi_latent_attention: bool = flag(False, only_for=("gpt",), requires=ROTARY)
+    multi_latent_attention: bool = flag(False, only_for=("gpt",), requires=_WITHOUT_BIASES)
     q_lora_rank: int | None = flag(
         None, unit="channels", at_least=1, at_most=MAX_WIDTH, requires=_LATENT
     )

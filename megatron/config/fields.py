@@ -46,9 +46,7 @@ HALF = Requirement(lambda run: run.precision.fp16 or run.precision.bf16, "--fp16
 LOADS = Requirement(lambda run: run.checkpoint.load is not None, "--load")
 MIXTURE = Requirement(lambda run: run.model.num_experts, "--num-experts")
 QK_NORM = Requirement(lambda run: run.model.qk_layernorm, "--qk-layernorm")
-ROTARY = Requirement(
-    lambda run: run.model.position_embedding_type == "rope", "--position-embedding-type rope"
-)
+ROTARY = Requirement(lambda run: run.model.has_rotary_embeddings, "--position-embedding-type rope")
 SAVES = Requirement(lambda run: run.checkpoint.save is not None, "--save")
 SFT = Requirement(lambda run: run.finetuning.sft, "--sft")
 

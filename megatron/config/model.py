@@ -84,7 +84,9 @@ class DenseOptions:
             dynamic, up to --rotary-scaling-factor times as many tokens. Default: --seq-length.
         position_embedding_type: How the network encodes positions. relative adds learned biases to
             the attention scores (T5 only). alibi subtracts the distance between query and key,
-            times a fixed slope for each head, from the scores (GPT only).
+            times a fixed slope for each head, from the scores (GPT only). Latent attention always
+            has rotary embeddings, so with it rope and none are the same, and learned_absolute adds
+            a table, as in Megatron Core.
         scale_alibi: Scale the biases of --position-embedding-type alibi by the same factor as the
             attention scores (Falcon-RW).
         relative_attention_num_buckets: Distance buckets of --position-embedding-type relative. Each
@@ -331,6 +333,11 @@ class ModelOptions(
     """Network."""
 
     @property
+    def has_rotary_embeddings(self) -> bool:
+        """Whether attention has rotary embeddings; latent attention always does."""
+        return self.position_embedding_type == "rope" or self.multi_latent_attention
+
+    @property
     def has_states(self) -> bool:
         """Whether the model has layers that carry a recurrent state from token to token."""
         return self.has_mamba or self.experimental_attention_variant is not None
@@ -499,7 +506,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         "rotary_scaling_factor": model.rope_type in ("yarn", "dynamic"),
         **dict.fromkeys(LATENT_FIELDS, model.multi_latent_attention),
         **dict.fromkeys(DELTA_FIELDS, model.experimental_attention_variant is not None),
-        **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), positions == "rope"),
+        **dict.fromkeys((*of_rope, "no_rope_freq", "rope_type"), model.has_rotary_embeddings),
         "attention_temperature_floor": model.attention_temperature_scale is not None,
         "window_rotary_base": positions == "rope" and model.window_size is not None,
         "scale_alibi": positions == "alibi",

@@ -43,6 +43,8 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
         filled["checkpoint.load"] = config.checkpoint.save
     if config.preferences.trains_reward_model:
         filled["model.reward_head"] = True
+    if config.model.multi_latent_attention and config.model.position_embedding_type == "none":
+        filled["model.position_embedding_type"] = "rope"  # one name for the same network
     filled |= _values_from_pattern(config)
     return with_values(config, filled)
 

@@ -134,8 +134,8 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def _rope_type(model: ModelOptions) -> Iterator[str]:
     """Yield an error for each mistake in the settings of --rope-type."""
-    kind, positions = model.rope_type, model.position_embedding_type
-    if kind != "rope" and positions != "rope":
+    kind = model.rope_type
+    if kind != "rope" and not model.has_rotary_embeddings:
         yield (
             f"--rope-type {kind} requires --position-embedding-type rope: add it, or drop the flag"
         )

@@ -92,7 +92,7 @@ def attention_plan(
 ) -> AttentionPlan:
     """Return the plan of self-attention. The arguments are those of `layer_plan`."""
     rotary = None
-    if model.position_embedding_type == "rope" and rotates:
+    if model.has_rotary_embeddings and rotates:
         rotary = rotary_plan(model, in_window=window is not None)
     return AttentionPlan(
         hidden=model.hidden_size,

@@ -115,6 +115,7 @@ _STRICT = [
 _UNMET: dict[str, dict[str, object]] = {
     "model.layernorm_bias": {"model.normalization": "RMSNorm"},
     "model.add_bias_attention": {"model.add_bias_linear": False},
+    "model.multi_latent_attention": {"model.position_embedding_type": "alibi"},
 }
 
 

@@ -119,8 +119,8 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 requires --window-size"),
         ("--kv-lora-rank 8", "--kv-lora-rank 8 requires --multi-latent-attention"),
         (
-            "--multi-latent-attention",
-            "--multi-latent-attention requires --position-embedding-type rope",
+            "--multi-latent-attention --position-embedding-type alibi",
+            "--multi-latent-attention requires --position-embedding-type rope, learned_absolute or",
         ),
         (f"{LATENT} --group-query-attention", "cannot be combined with --group-query-attention"),
         (
@@ -268,6 +268,15 @@ def test_latent_vectors_are_always_cached() -> None:
 def test_latent_attention_has_the_rotary_defaults_of_core(flags, rope_type, original):
     model = parse(f"{LATENT} {flags}").config.model
     assert (model.rope_type, model.yarn_original_max_position_embeddings) == (rope_type, original)
+
+
+@pytest.mark.parametrize(
+    ("flags", "positions"),
+    [("", "learned_absolute"), ("--position-embedding-type none", "rope"), (ROPE, "rope")],
+)
+def test_latent_attention_rotates_whatever_the_positions_are(flags, positions):
+    model = parse(f"--multi-latent-attention --rotary-base 5 {flags}").config.model
+    assert (model.position_embedding_type, model.has_rotary_embeddings) == (positions, True)
 
 
 def test_the_head_size_of_a_script_of_core_changes_nothing_in_latent_attention():

@@ -130,3 +130,17 @@ def test_work_counts_products_of_weights_and_pairs_of_tokens() -> None:
     # causal.
     each = HEADS * (KEY + VALUE)
     assert tuple(work)[:2] == (6 * SEQUENCE * weights, 3 * SEQUENCE**2 * each)
+
+
+def test_learned_positions_are_added_to_words_and_do_not_replace_the_rotation() -> None:
+    """A table of words that already contain their positions gives the same logits."""
+    free = {**NETWORK, "untie_embeddings_and_output_weights": True}
+    learned = gpt({**free, "position_embedding_type": "learned_absolute"}).eval()
+    rotary = gpt(free).eval()
+    weights = learned.state_dict()
+    positions = weights.pop("embedding.position.weight")
+    tokens = torch.arange(SEQUENCE)[None]
+    weights["embedding.word.weight"] = weights["embedding.word.weight"].clone()
+    weights["embedding.word.weight"][:SEQUENCE] += positions
+    rotary.load_state_dict(weights)
+    torch.testing.assert_close(learned(tokens), rotary(tokens))

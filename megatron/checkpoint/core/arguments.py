@@ -44,7 +44,7 @@ _NEUTRAL_WITH_LATENT: dict[str, tuple[Json, ...]] = {
     "attention_output_gate": (False,),
     "group_query_attention": (False,),
     "no_rope_freq": (None,),
-    "position_embedding_type": ("rope", "none"),
+    "position_embedding_type": ("rope", "learned_absolute", "none"),
     "qk_l2_norm": (False,),
     "rotary_interleaved": (False,),
     "rotary_percent": (1.0,),
@@ -201,7 +201,6 @@ def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
         raise CheckpointError(f"qk_pos_emb_head_dim is {rotated}: channels rotate in pairs")
     flags: dict[str, Json] = {
         "multi_latent_attention": True,
-        "position_embedding_type": "rope",
         "kv_channels": max(unrotated + rotated, value),
     }
     values = {name: args.get(name, default) for name, (_, default) in _YARN.items()}

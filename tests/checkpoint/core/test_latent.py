@@ -44,12 +44,14 @@ NETWORKS = {
     "DeepSeek-V2-Lite": LATENT,
     "DeepSeek-V3": [*LATENT, "--q-lora-rank", str(QUERY_RANK), *MIXTURE],
     "YaRN": [*LATENT, "--q-lora-rank", str(QUERY_RANK), *YARN],
+    "learned positions": [*LATENT, "--position-embedding-type", "learned_absolute"],
 }
 # Network, processes, layout, flags. ZeRO divides rows without regard to heads.
 _LAYOUTS = {
     "one process": ("DeepSeek-V2-Lite", 1, {}, "--transformer-impl local"),
     "TP 2": ("DeepSeek-V3", 2, {"tensor": 2}, "--tensor-model-parallel-size 2"),
     "PP 2": ("DeepSeek-V2-Lite", 2, {"pipeline": 2}, "--pipeline-model-parallel-size 2"),
+    "PP 2, learned": ("learned positions", 2, {"pipeline": 2}, "--pipeline-model-parallel-size 2"),
     "DP 4, ZeRO 3": ("DeepSeek-V2-Lite", 4, {}, "--zero-stage 3"),
     "EP 2, ZeRO 1": (
         "DeepSeek-V3",
@@ -274,7 +276,7 @@ def test_rotary_embeddings_are_yarn_s_unless_it_changes_nothing():
     ("changes", "message"),
     [
         ({"rope_type": "rope"}, "mscale_all_dim is 0.75: such networks"),
-        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type is"),
+        ({"position_embedding_type": "relative"}, "position_embedding_type is"),
         ({"use_rope_scaling": True}, "use_rope_scaling is True"),
         ({"rotary_seq_len_interpolation_factor": 2}, "interpolation_factor is 2"),
         ({"no_rope_freq": [0]}, r"no_rope_freq is \[0\]"),
