@@ -276,7 +276,7 @@ class TowersRecipe(Recipe):
         )
         vectors = part(batch["query_tokens"], batch["query_pad_mask"].bool(), passages, mask.bool())
         comparison = compare_all(
-            vectors, layout.data, scale=score_scale(config), counted=mask[:, 0].bool()
+            vectors, layout.data, scale=score_scale(config), counted=mask.bool().any(1)
         )
         return {
             "lm loss": comparison.loss,

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 
 from megatron.config import parse_config
 from megatron.device import Device
-from megatron.errors import ConfigError, DataError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.tasks import towers
 from megatron.tasks.classify import Epochs
-from megatron.tasks.retrieval import load_towers
+from megatron.tasks.passages import ids_of_passage
+from megatron.tasks.retrieval import LoadedTowers, load_towers
 from megatron.tasks.towers import TrainingQuestions, read_labeled
 from megatron.tokenizer import build_tokenizer
 from megatron.training.build import build_run
@@ -94,15 +95,19 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(toy, tmp_path):
 
 
 def test_it_learns_and_reports(toy, tmp_path, capsys):
-    results = tmp_path / "out.json"
-    words = words_of(toy, *NEGATIVES, "--results", results, "--save", tmp_path / "run")
+    words = words_of(toy, *NEGATIVES, "--save", tmp_path / "run")
     assert towers.run(TASK, [*words, *start(toy)], Launch()) == 0
     said = capsys.readouterr().out
     lines = [line for line in said.splitlines() if line.startswith(TASK)]
     assert [line.split(":")[0] for line in lines] == [
         f"{TASK} at iteration {3 * epoch}" for epoch in range(1, 9)
     ]
-    (found,) = json.loads(results.read_text())["results"].values()
+    (path,) = (tmp_path / "run" / "evaluation").iterdir()
+    content = json.loads(path.read_text())
+    assert path.name == "ret-finetune-nq-iter_0000024.json"
+    assert (content["iteration"], content["save"]) == (24, str(tmp_path / "run"))
+    assert content["layout"] == Layout.single().describe()
+    (found,) = content["results"].values()
     assert found.keys() == {"rank", "top1_acc", "top3_acc"}
     first = float(lines[0].split("rank ")[1].split()[0])
     assert found["rank"] < 0.7 * first < QUESTIONS + 6  # of that many passages
@@ -113,16 +118,26 @@ def test_it_learns_and_reports(toy, tmp_path, capsys):
     parsed = towers.parse(TASK, [*words_of(toy), "--load", str(tmp_path / "run")], 1)
     loaded = load_towers(parsed.config, LENGTH, Device.cpu(), Layout.single())
     assert loaded.iteration == 24
+    saved = sorted(path.name for path in (tmp_path / "run").glob("iter_*"))
+    assert saved == [f"iter_{3 * epoch:07}" for epoch in range(1, 9)]
 
 
-def test_the_towers_start_from_a_bert(toy, tmp_path, capsys):
+def test_the_towers_start_from_a_bert(toy, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = words_of(toy, *NEGATIVES, "--bert-load", toy / "bert", "--epochs", 1)
     assert towers.run(TASK, words, Launch()) == 0
     assert "the towers start from" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())  # without --save or --results
+
+
+def test_towers_of_another_network_are_refused(toy):
+    words = [*words_of(toy), *start(toy), "--biencoder-projection-dim", "8"]
+    with pytest.raises(CheckpointError, match="--biencoder-projection-dim is 8 here and 0 in the"):
+        towers.run(TASK, words, Launch())
 
 
 def _one_step(layout, words):
-    """Return the loss of a batch, and the evaluation before training."""
+    """Return the loss and accuracy of a batch, and the evaluation before training."""
     parsed = towers.parse(TASK, words, layout.world.size)
     config, recipe, extras = towers.prepare(parsed, layout.world.size)
     run = build_run(config, recipe, Device.cpu(), layout)
@@ -135,26 +150,43 @@ def _one_step(layout, words):
     tensors = {name: torch.tensor(np.stack([s[name] for s in samples])) for name in samples[0]}
     (part,) = run.parts
     part.eval()
-    loss = recipe.forward(part, tensors, None, config, run.tokenizer, layout)["lm loss"]
-    return loss.item(), numbers
+    found = recipe.forward(part, tensors, None, config, run.tokenizer, layout)
+    return [found[name].item() for name in recipe.loss_names(config)], numbers
 
 
-def test_the_loss_is_that_of_every_pair_in_any_layout(toy):
-    words = [*words_of(toy, *NEGATIVES, "--train-with-neg", "--global-batch-size", 8), *start(toy)]
-    loss, numbers = _one_step(Layout.single(), words)
+def _ranks(loaded: LoadedTowers, path: Path) -> np.ndarray:
+    """Return how many passages of its group of 4 questions beat each question's own passage."""
+    ranks, tokenizer = [], loaded.tokenizer
+    questions = read_labeled(str(path), "--valid-data", None, 9)
+    for first in range(0, len(questions), 4):
+        group = questions[first : first + 4]
+        passages = [one.positive for one in group]
+        passages += [text for one in group for text in (*one.hard_negatives, *one.negatives)]
+        texts = [ids_of_passage(*passage, tokenizer) for passage in passages]
+        asked = [tokenizer.tokenize_with_special(one.text) for one in group]
+        vectors = loaded.vectors(loaded.model.contexts, texts)
+        scores = loaded.vectors(loaded.model.queries, asked) @ vectors.T
+        ranks += [(row > row[i]).sum() for i, row in enumerate(scores)]
+    return np.array(ranks)
+
+
+def test_loss_and_ranks_are_those_of_every_pair_in_any_layout(toy, monkeypatch):
+    words = [*words_of(toy, *NEGATIVES, "--global-batch-size", 8), *start(toy)]
+    words += ["--retriever-score-scaling", "--seed", "5"]  # scaling by 1/sqrt(16)
+    words += ["--hidden-dropout", "0.5"]  # not in evaluations
+    monkeypatch.setattr(towers, "_EMBED_BATCH", 3)
+    losses, numbers = _one_step(Layout.single(), words)
     for tensor in (1, 2):
         split = [*words, "--tensor-model-parallel-size", str(tensor)]
         other, same = run_distributed(2, _one_step, split, tensor=tensor)[0]
-        assert other == pytest.approx(loss, rel=1e-5)
+        assert other == pytest.approx(losses, rel=1e-5)
         assert same == numbers
-    # By hand: each question against all ranks' passages and negatives.
-    parsed = towers.parse(TASK, words, 1)
-    config, recipe, extras = towers.prepare(parsed, 1)
-    run = build_run(config, recipe, Device.cpu(), Layout.single())
-    extras.begin(run)
-    dataset = recipe.build_datasets(config, run.tokenizer, (24, 0, 0), Layout.single())[0]
-    (part,) = run.parts
-    part.eval()
+    # By hand: each question against all ranks' passages and negatives, with the saved weights.
+    config, recipe, _ = towers.prepare(towers.parse(TASK, words, 1), 1)
+    saved = towers.parse(TASK, [*words_of(toy), "--load", str(toy / "ict")], 1).config
+    loaded = load_towers(saved, LENGTH, Device.cpu(), Layout.single())
+    dataset = recipe.build_datasets(config, loaded.tokenizer, (24, 0, 0), Layout.single())[0]
+    part = loaded.model
     right, wrong, queries = [], [], []
     with torch.no_grad():
         for i in range(8):
@@ -165,8 +197,14 @@ def test_the_loss_is_that_of_every_pair_in_any_layout(toy):
                 if mask.any():
                     one = (sample["context_tokens"][place][None], mask[None].bool())
                     (wrong if place else right).append(part.contexts.encode(*one)[0])
-    scores = torch.stack(queries) @ torch.stack([*right, *wrong]).t()
-    assert F.cross_entropy(scores, torch.arange(8)).item() == pytest.approx(loss, rel=1e-4)
+    scores = torch.stack(queries) @ torch.stack([*right, *wrong]).t() / 4
+    loss, correct = F.cross_entropy(scores, torch.arange(8)), scores.argmax(1) == torch.arange(8)
+    assert losses == pytest.approx([loss.item(), 100 * correct.float().mean().item()], rel=1e-4)
+    assert 0 < losses[1] < 100
+    ranks = _ranks(loaded, toy / "train.json")
+    shares = [100 * (ranks < top).mean() for top in (1, 3)]
+    (found,) = numbers.values()
+    assert [*found.values()] == pytest.approx([ranks.mean(), *shares])
 
 
 def test_wrong_passages_are_drawn_anew_and_stood_in_for(toy):
