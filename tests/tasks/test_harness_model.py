@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.config import RunConfig
 from megatron.config.tasks import HarnessConfig
 from megatron.device import Device
-from megatron.errors import UserError
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.inference.load import load_gpt
 from megatron.inference.request import Finished, Token
 from megatron.parallel.layout import Layout
 from megatron.tasks import harness
 from megatron.tasks.harness import GenerationRequest, cut_at
 from tests.config.command import parse
 from tests.distributed import run_distributed
+from tests.tasks.toy import save_toy
 
 _MODEL = "megatron.tasks.harness_model"
 _NAMES = {
@@ -240,24 +245,124 @@ def test_all_ranks_run_what_the_first_one_calls_until_it_ends() -> None:
     assert run_distributed(2, _dispatch) == [[3, "a"], [3, "a"]]
 
 
-@pytest.mark.parametrize(("given", "limit"), [(None, None), (0.5, 0.5), (1.0, 1), (20.0, 20)])
-def test_a_limit_is_a_share_or_a_number_of_samples(
-    given: float | None, limit: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
+def _run(
+    monkeypatch: pytest.MonkeyPatch, config: HarnessConfig, known: Sequence[str] = ("a",)
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run a stand-in for the harness, which reads the files of "a" alone or of all known tasks.
+
+    Returns:
+        The arguments with which tasks were read, and with which the harness was run.
+    """
+    read: list[dict[str, Any]] = []
+    asked: list[dict[str, Any]] = []
+
+    def manager(**arguments: Any) -> Any:
+        read.append(arguments)
+        found = known if arguments.get("include_defaults", True) else ("a",)
+        return SimpleNamespace(match_tasks=lambda names: [n for n in names if n in found])
 
     def evaluate(**arguments: Any) -> dict[str, Any]:
-        asked.append(arguments["limit"])
+        asked.append(arguments)
+        if "offline" in arguments["tasks"]:
+            raise OSError("no network")
         return {"results": {}}
 
-    manager = SimpleNamespace(match_tasks=lambda names: names)
     modules = {
         "lm_eval": {"simple_evaluate": evaluate},
-        "lm_eval.tasks": {"TaskManager": lambda **_: manager},
+        "lm_eval.tasks": {"TaskManager": manager},
     }
     for name, content in modules.items():
         stand_in = ModuleType(name)
         vars(stand_in).update(content)
         monkeypatch.setitem(sys.modules, name, stand_in)
-    harness._run_harness(None, HarnessConfig(lm_eval_tasks=("a",), lm_eval_limit=given))  # type: ignore[arg-type]
-    assert [(one, type(one)) for one in asked] == [(limit, type(limit))]
+    assert harness._run_harness(None, config) == {"results": {}}  # type: ignore[arg-type]
+    return read, asked
+
+
+@pytest.mark.parametrize(("given", "limit"), [(None, None), (0.5, 0.5), (1.0, 1), (20.0, 20)])
+def test_a_limit_is_a_share_or_a_number_of_samples(
+    given: float | None, limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = HarnessConfig(lm_eval_tasks=("a",), lm_eval_limit=given)
+    _, asked = _run(monkeypatch, config)
+    assert [(one["limit"], type(one["limit"])) for one in asked] == [(limit, type(limit))]
+
+
+def test_the_harness_s_own_tasks_are_read_only_if_they_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = {"include_path": "own", "include_defaults": False}
+    (tmp_path / "task.yaml").touch()
+    names: tuple[str, ...] = ("a", str(tmp_path / "task.yaml"))
+    config = HarnessConfig(lm_eval_tasks=names, lm_eval_include_path="own", lm_eval_num_fewshot=0)
+    read, (asked,) = _run(monkeypatch, config)
+    assert read == [own]
+    assert (asked["tasks"], asked["num_fewshot"], asked["log_samples"]) == ([*names], 0, False)
+    known = ("a", "b", "offline")
+    config = HarnessConfig(lm_eval_tasks=("a", "b"), lm_eval_include_path="own")
+    assert _run(monkeypatch, config, known)[0] == [own, {"include_path": "own"}]
+    with pytest.raises(ConfigError, match="--lm-eval-tasks c d: the harness has no such task"):
+        _run(monkeypatch, HarnessConfig(lm_eval_tasks=("a", "c", "d")), known)
+    with pytest.raises(DataError, match="--lm-eval-tasks offline: .* cannot be read: no network"):
+        _run(monkeypatch, HarnessConfig(lm_eval_tasks=("offline",)), known)
+
+
+def test_an_evaluation_without_the_harness(
+    model_class: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stand-in asks for scores and a text, and returns values of each kind."""
+    folder = save_toy(str(tmp_path / "model"))
+    model: Any = load_gpt(folder, Device.cpu()).model
+    with torch.no_grad():
+        scores = model(torch.tensor([[3, 5]]))[0, :, :101].log_softmax(-1)
+    best = scores.argmax(-1).tolist()
+
+    def evaluate(asked: Any, _: HarnessConfig) -> dict[str, Any]:
+        assert asked._loglikelihood_tokens([("", [3], [5, 7]), ("", [3, 5], [best[1]])]) == [
+            (pytest.approx((scores[0, 5] + scores[1, 7]).item(), rel=1e-5), False),
+            (pytest.approx(scores[1].max().item(), rel=1e-5), True),
+        ]
+        requests = [{"prompt": [3, 5], "max_new_tokens": 1}]
+        assert asked._workers.call("generate", requests) == [str(best[1])]
+        assert asked._workers.call("generate", [*requests, *requests]) == 2 * [str(best[1])]
+        values = {"acc,none": 0.5, "acc_stderr,none": 1, "em,strict": 2, "alias": "x", "n": 3}
+        return {"results": {"toy": {**values, "flag,none": True}}, "versions": {"toy": 1}}
+
+    monkeypatch.setattr(harness, "_run_harness", evaluate)
+    monkeypatch.setattr(harness, "importlib", _finder(found=True))
+    words = ["--load", folder, "--lm-eval-tasks", "toy", "--tensor-model-parallel-size", "1"]
+    parsed = harness.parse("LM_EVAL", words, 1)
+    expected = {"toy acc": 0.5, "toy acc_stderr": 1, "toy em (strict)": 2}
+    assert harness.evaluate(parsed, Device.cpu(), Layout.single()) == expected
+    (path,) = (tmp_path / "model" / "evaluation").iterdir()
+    written = json.loads(path.read_text())
+    assert written["tasks"] == {"versions": {"toy": 1}, "n-shot": None, "n-samples": None}
+    assert written["options"]["lm_eval_tasks"] == ["toy"]
+
+
+def _finder(*, found: bool) -> Any:
+    find_spec = {"lm_eval": "found" if found else None}.__getitem__
+    return SimpleNamespace(util=SimpleNamespace(find_spec=find_spec))
+
+
+def test_mistakes_are_told_by_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = "--valid-data x --lm-eval-limit 0 --lm-eval-num-fewshot -1 --overwrite".split()
+    told = [
+        "--load is required",
+        "--task LM_EVAL needs --lm-eval-tasks: give names of tasks, or task files",
+        f"--lm-eval-include-path {tmp_path}/no: no such folder: fix the path",
+        "--lm-eval-num-fewshot -1: must be at least 0",
+        "--lm-eval-limit 0: must be above 0",
+        "--valid-data: the tasks of --lm-eval-tasks name their own data: drop the flag",
+        "--overwrite without --results: there is no file to replace: drop --overwrite",
+        harness._INSTALL,
+    ]
+    monkeypatch.setattr(harness, "importlib", _finder(found=False))
+    with pytest.raises(ConfigError) as caught:
+        harness.parse("LM_EVAL", [*words, "--lm-eval-include-path", str(tmp_path / "no")], 1)
+    assert [line[: len(own)] for line, own in zip(caught.value.problems, told, strict=True)] == told
+    monkeypatch.setattr(harness, "importlib", _finder(found=True))
+    words = "--lm-eval-tasks a --lm-eval-limit 0.1 --lm-eval-num-fewshot 0".split()
+    with pytest.raises(ConfigError) as caught:
+        harness.parse("LM_EVAL", [*words, "--lm-eval-include-path", str(tmp_path)], 1)
+    assert len(caught.value.problems) == 1  # --load
