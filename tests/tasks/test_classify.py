@@ -29,15 +29,16 @@ def test_epochs_are_shuffled_anew(used):
     assert [epochs[i]["id"] for i in reversed(range(len(epochs)))] == ids[::-1]
 
 
+class _Letters:
+    cls, sep, pad = 1, 2, 0
+
+    def tokenize_with_special(self, text):
+        return [ord(letter) for letter in text]
+
+
 def test_samples_are_laid_out_and_cut_as_in_megatron():
-    class Letters:
-        cls, sep, pad = 1, 2, 0
-
-        def tokenize_with_special(self, text):
-            return [ord(letter) for letter in text]
-
     def rows(first, second, length):
-        sample = TextSamples([Example(((first, second),), 0)], Letters(), length)[0]
+        sample = TextSamples([Example(((first, second),), 0)], _Letters(), length)[0]
         return [sample[name][0].tolist() for name in ("text", "types", "padding_mask")]
 
     a, b = ord("a"), ord("b")
@@ -48,6 +49,14 @@ def test_samples_are_laid_out_and_cut_as_in_megatron():
     ]
     assert rows("aaa", "bbb", 6)[:2] == [[1, a, a, a, 2, 2], [0, 0, 0, 0, 0, 1]]
     assert rows("aaaa", None, 4) == [[1, a, a, 2], [0] * 4, [1] * 4]
+
+
+def test_a_question_with_choices_is_cut_to_128_tokens():
+    texts = (("a" * 130, "b"), ("a" * 128, "b"))
+    for choices, lengths in ((texts, [132, 132]), (texts[:1], [134])):
+        sample = TextSamples([Example(choices, 0)], _Letters(), 140)[0]
+        assert sample["padding_mask"].sum(1).tolist() == lengths
+        assert sample["text"][0, lengths[0] - 2 : lengths[0]].tolist() == [ord("b"), 2]
 
 
 _TITLES = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
@@ -105,10 +114,10 @@ def test_the_columns_of_each_task(tmp_path, task, line, label):
 def test_numbers_with_and_without_titles(tmp_path, titles):
     path = tmp_path / "dev.tsv"
     start = "\t".join("1234567")
-    path.write_text(f"{titles}{start}\tA plane.\tAn air plane .\t5.000\n{start}\ta\tb\t0.4\n")
+    path.write_text(f"{titles}{start}\tA plane.\tAn air plane .\t5.000\n{start}\ta\tb\t0\n")
     first, second = read_glue("STS-B", str(path))
     assert (first.texts, first.label) == ((("A plane.", "An air plane ."),), 5.0)
-    assert second.label == 0.4
+    assert second.label == 0.0
 
 
 def test_one_broken_line_in_a_hundred_is_left_out(tmp_path, capsys):

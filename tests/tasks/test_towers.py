@@ -264,6 +264,13 @@ def test_wrong_passages_are_read_only_if_they_are_trained_on(toy):
         assert (len(question.hard_negatives), len(question.negatives)) == (hard, other)
 
 
+@pytest.mark.parametrize(("more", "ends"), [([], {1, 2, 3}), (["--keep-last"], {2, 3, 5})])
+def test_an_epoch_ends_with_a_full_batch_or_with_its_last_question(toy, more, ends):
+    words = [*words_of(toy, "--epochs", 3, "--global-batch-size", 8), *start(toy), *more]
+    config, _, extras = towers.prepare(towers.parse(TASK, words, 1), 1)
+    assert (config.training.train_iters, extras._ends) == (max(ends), ends)
+
+
 @pytest.mark.parametrize(
     ("words", "length", "is_refused"),
     [("", 15, False), ("--sequence-parallel", 16, False), ("--sequence-parallel", 15, True)],
