@@ -187,7 +187,7 @@ def _candidates(layers: int, parts: int, costs: Costs) -> Iterator[Counts]:
     min_last = max(0, int(even - costs.head_in_layers))
     for last in range(min_last, min(min_last + 2, layers + 1)):
         per_part, remainder = divmod(layers - last, parts - 1)
-        for start in range(parts - 1 - remainder, -1, -1):
+        for start in range(parts - 1 - remainder, -1, -1) if remainder else (0,):
             yield (*(per_part + (start <= i < start + remainder) for i in range(parts - 1)), last)
 
 

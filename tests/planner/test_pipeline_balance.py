@@ -11,7 +11,14 @@ from megatron.models.plans import model_plan
 from megatron.parallel.pipeline.schedule import make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.planner.memory import largest_process
-from megatron.planner.pipeline_balance import Costs, Durations, Pipeline, layout_text, pipeline_rows
+from megatron.planner.pipeline_balance import (
+    Costs,
+    Durations,
+    Pipeline,
+    _candidates,
+    layout_text,
+    pipeline_rows,
+)
 from megatron.training.panel import size_rows
 
 SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
@@ -62,6 +69,16 @@ def test_a_proposal_has_all_layers_and_is_no_slower(kind, stages, chunks, micro_
             assert pipeline.time(best, costs) <= pipeline.time(even, costs) * 1.001
 
 
+def test_extra_layers_are_adjacent_and_the_head_counts_as_layers():
+    assert [*_candidates(5, 3, alike(5, 1.0))] == [(2, 2, 1), (1, 2, 2), (2, 1, 2)]
+    # A head of 3 layers has a part of its own, or shares it with a single layer.
+    assert [*_candidates(7, 4, alike(7, 3.0))] == [
+        *((2, 2, 3, 0), (2, 3, 2, 0), (3, 2, 2, 0)),
+        (2, 2, 2, 1),
+    ]
+    assert [*_candidates(1, 2, alike(1, 0.0))] == [(1, 0), (0, 1)]
+
+
 def _costs(*flags):
     config = parse_config([*NETWORK, *flags], world_size=4).config
     return Costs.of(config, model_plan(config.model, 128256))
@@ -97,6 +114,11 @@ def test_a_heavy_head_is_noticed_and_the_proposed_layout_is_not_improved_further
     config = parse_config(taken, world_size=4).config
     memory = largest_process(config, model_plan(config.model, 128256), 4).amount
     assert rows["smaller bubble"].endswith(f"(memory per process at most about {memory})")
+
+
+def test_a_layout_that_saves_little_is_not_proposed():
+    assert ", and 4% less time, with " in _rows("--num-layers", "64")["smaller bubble"]
+    assert list(_rows("--num-layers", "96")) == ["pipeline"]
 
 
 @pytest.mark.parametrize(
@@ -155,4 +177,6 @@ def test_a_part_takes_as_long_as_the_slower_of_device_and_host():
     first, last = costs.part_times((2, 2))
     assert first == Durations(2 + 2 / 3, 2 + 4 / 3, 2)  # the host finishes 2 later
     assert last == Durations(4, 4, 4)  # the head hides it
+    slow_head = replace(costs, host=(4.0, 4.0, 4.0, 4.0, 7.0))
+    assert slow_head.part_times((2, 2)) == [first, Durations(5, 6, 4)]
     assert alike(4, head=2.0).part_times((2, 2)) == [Durations(2, 2, 2), last]
