@@ -69,14 +69,14 @@ class WordPieceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text, without [CLS] and [SEP]."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the token ids of each text, computed on all cores."""
         import numpy as np
 
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(list(texts))
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -445,6 +445,9 @@ def test_tekken_vocabulary(tmp_path):
         build("TikTokenizer", vocab_size=10, **flags)
     with pytest.raises(ConfigError, match="do not add up to --vocab-size 131072"):  # Mistral's
         build("TikTokenizer", **flags)
+    write_tekken(Path(model), byte_ranks()[1:])
+    with pytest.raises(DataError, match=r"no piece for byte 0 \(1 bytes are missing\)"):
+        build("TikTokenizer", vocab_size=265, **flags)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "megatron": (0, 1, 2, 3),
         "endless": (0, 1, -1, 2),
     }
+    symbols = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
     for name, (pad, bos, eos, unk) in ids.items():
         model = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
@@ -36,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             bos_id=bos,
             eos_id=eos,
             unk_id=unk,
-            control_symbols=["<CLS>", "<SEP>", "<EOD>", "<MASK>"] if name == "megatron" else [],
+            control_symbols=[*symbols, "<CLS>>"] if name == "megatron" else [],
             minloglevel=2,
         )
         (folder / f"{name}.model").write_bytes(model.getvalue())
@@ -57,6 +58,15 @@ def test_documents_end_with_the_model_s_end(models: Path) -> None:
     assert (tokenizer.pad, tokenizer.bos) == (0, 1)
     with pytest.raises(ConfigError, match="has no eod token"):
         _ = tokenizer.eod
+
+
+def test_spans_leave_out_the_spaces_that_a_model_removes(models: Path) -> None:
+    tokenizer = build("GPTSentencePieceTokenizer", tokenizer_model=str(models / "t5.model"))
+    ids, spans = tokenizer.tokenize_spans("   Hello</s>  he")
+    end = ids.index(tokenizer.eos)
+    assert (spans[0, 0], spans[end - 1, 1]) == (3, 8)
+    assert spans[end].tolist() == [8, 12]
+    assert (spans[end + 1, 0], spans[-1, 1]) == (14, 16)
 
 
 def test_llama_s_texts_begin_with_the_begin_token(models: Path) -> None:
@@ -102,3 +112,5 @@ def test_nothing_follows_the_pieces_of_a_model_with_all_of_megatron_s_tokens(mod
     assert (tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.cls) == (0, 1, 2, 4)
     ids = tokenizer.tokenize("<CLS>Hello")
     assert tokenizer.detokenize([*ids, tokenizer.vocab_size]) == " <CLS> Hello"
+    longest = tokenizer.vocab["<CLS>>"]
+    assert tokenizer.tokenize_with_special("<CLS>><CLS>") == [longest, tokenizer.cls]

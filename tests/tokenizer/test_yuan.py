@@ -159,8 +159,9 @@ def test_the_longest_word_and_the_ends_of_texts(small, monkeypatch):
     assert (tokenizer.bos, tokenizer.eos) == (_ENTRIES.index("<s>"), _ENTRIES.index("</s>"))
 
 
-def test_an_entry_with_any_chinese_character_has_no_mark_within_a_word(small, monkeypatch):
+@pytest.mark.parametrize("entry", ["中b", "\u4e00b", "\u9fffb"])  # also the first and the last
+def test_an_entry_with_any_chinese_character_has_no_mark_within_a_word(small, monkeypatch, entry):
     monkeypatch.setattr(wordpiece, "_segmenter", lambda: str.split)
-    Path(small).write_text("\n".join([*_ENTRIES, "中b"]))
+    Path(small).write_text("\n".join([*_ENTRIES, entry]))
     tokenizer = build("EncDecTokenizer", vocab_file=small)
-    assert [tokenizer.inv_vocab[i] for i in tokenizer.tokenize("a中b")] == ["a", "中b"]
+    assert [tokenizer.inv_vocab[i] for i in tokenizer.tokenize(f"a{entry}")] == ["a", entry]
