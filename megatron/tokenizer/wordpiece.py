@@ -222,4 +222,4 @@ def _segmenter() -> Any:
     segmenter.tmp_dir = str(private_cache("jieba"))
     library = Library("jieba", "its dictionary", lambda: segmenter)
     library.initialize()
-    return partial(library.lcut, cut_all=False)
+    return library.lcut
