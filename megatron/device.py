@@ -419,6 +419,8 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         """Create the recorder without any recording."""
         self._device = device
+        # PyTorch's default is one stream for all recordings, on the first recording's GPU.
+        self._stream = torch.cuda.Stream(device)
         # The last recording frees the pool, so this object must be its only owner.
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -438,7 +440,11 @@ class GraphRecorder:
         try:
             # Other threads (data loading, saving) may continue to run operations that are forbidden
             # during a recording.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            options: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(graph, pool=self._pool, **options),
+            ):
                 result = work()
         except RuntimeError:
             # PyTorch 2.11 leaves the random generator in the state of a recording.
@@ -459,11 +465,11 @@ class GraphRecorder:
 
     def __call__(self, work: Work[Result]) -> Work[Result]:
         """Run the work once, record it, and return a function that repeats it."""
-        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             work()
-        current.wait_stream(side)
+        current.wait_stream(self._stream)
         result, replay = self.record(work)
 
         def repeat() -> Result:

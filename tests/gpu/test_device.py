@@ -43,3 +43,16 @@ def test_a_seed_is_of_the_device_not_of_the_current_one():
             other.seed(1234)
             drawn.append(torch.rand(8, device=other.torch_device))
     assert torch.equal(*drawn)
+
+
+@pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
+def test_a_recording_is_of_its_device_not_of_the_current_one():
+    other = Device.pick(1)
+    x = torch.ones(8, device=other.torch_device)
+    with DEVICE.as_current():
+        DEVICE.recorder()(lambda: torch.ones(8, device=DEVICE.torch_device) + 1)
+        doubled, replay = other.recorder().record(lambda: 2 * x)
+        x.fill_(5)
+        replay()
+    other.synchronize()
+    assert doubled.tolist() == [10.0] * 8
