@@ -128,7 +128,8 @@ class SelfAttentionOptions:
         rotary_scaling_factor: Factor of YaRN and of dynamic NTK: the desired context length divided
             by the training context length.
         yarn_original_max_position_embeddings: The context that the model was trained with.
-            Default for latent attention: 4096, as in Megatron Core.
+            Default for latent attention and --position-embedding-type yarn: 4096, as in Megatron
+            Core.
         yarn_beta_fast: YaRN does not change frequencies that complete at least this many rotations
             within the training context.
         yarn_beta_slow: YaRN divides frequencies that complete at most this many rotations within

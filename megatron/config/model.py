@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 from megatron.config.adapters import AdapterOptions
@@ -61,6 +62,8 @@ _PARALLEL = Requirement(lambda run: run.model.parallel_residual, "--parallel-res
 _GATED = Requirement(
     lambda run: run.model.is_gated, "--swiglu, --geglu or --quick-geglu, which have a gate"
 )
+# Values of --position-embedding-type. `resolve` replaces yarn.
+POSITIONS = ("learned_absolute", "rope", "yarn", "relative", "alibi", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,8 @@ class DenseOptions:
             dynamic, up to --rotary-scaling-factor times as many tokens. Default: --seq-length.
         position_embedding_type: How the network encodes positions. relative adds learned biases to
             the attention scores (T5 only). alibi subtracts the distance between query and key,
-            times a fixed slope for each head, from the scores (GPT only). Latent attention always
+            times a fixed slope for each head, from the scores (GPT only). yarn is short for rope
+            with --rope-type yarn, as in Megatron Core. Latent attention always
             has rotary embeddings, so with it rope and none are the same, and learned_absolute adds
             a table, as in Megatron Core.
         scale_alibi: Scale the biases of --position-embedding-type alibi by the same factor as the
@@ -197,9 +201,7 @@ class DenseOptions:
     group_query_attention: bool = False
     num_query_groups: int = flag(1, unit="groups", at_least=1, at_most=2**16, needs=_GROUPED)
     max_position_embeddings: int | None = flag(None, unit="tokens", at_least=1, at_most=MAX_IDS)
-    position_embedding_type: str = flag(
-        "learned_absolute", choices=("learned_absolute", "rope", "relative", "alibi", "none")
-    )
+    position_embedding_type: str = flag("learned_absolute", choices=POSITIONS)
     scale_alibi: bool = flag(False, requires=_ALIBI)
     relative_attention_num_buckets: int = flag(
         32, unit="buckets", at_most=MAX_WIDTH, requires=_RELATIVE
@@ -335,7 +337,7 @@ class ModelOptions(
     @property
     def has_rotary_embeddings(self) -> bool:
         """Whether attention has rotary embeddings; latent attention always does."""
-        return self.position_embedding_type == "rope" or self.multi_latent_attention
+        return self.position_embedding_type in ("rope", "yarn") or self.multi_latent_attention
 
     @property
     def has_states(self) -> bool:
@@ -488,6 +490,19 @@ _MLP_FIELDS = (  # fields of MLPs and experts
 )
 # Position types without weights, for sequences of any length.
 UNLEARNED_POSITIONS = ("rope", "alibi", "none")
+
+
+def contradictions_of_yarn(model: ModelOptions) -> Iterator[str]:
+    """Yield an error for each setting that contradicts --position-embedding-type yarn."""
+    flag = "--position-embedding-type yarn"
+    if model.rope_type not in (None, "yarn"):
+        yield f"{flag} with --rope-type {model.rope_type}: they contradict each other: drop one"
+    if model.rotary_percent != 1:
+        yield (
+            f"{flag} with --rotary-percent {model.rotary_percent:g}: Megatron Core's YaRN rotates "
+            "whole heads: drop --rotary-percent, or use --position-embedding-type rope --rope-type "
+            "yarn"
+        )
 
 
 def is_irrelevant(model: ModelOptions, name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.config.data import DataOptions
 from megatron.config.hybrid import MIXTURE, layer_symbols, pipeline_layout
+from megatron.config.model import ModelOptions, contradictions_of_yarn
 from megatron.config.patterns import layer_pattern
 from megatron.config.run import Findings, RunOptions, flatten, with_values
 from megatron.config.training import read_batch_schedule
@@ -35,6 +36,7 @@ _FOLLOWING = (
 
 def resolve(config: RunOptions, world_size: int) -> RunOptions:
     """Return the run with derived values filled in. Resolving again changes nothing."""
+    config = with_values(config, _values_from_positions(config.model))
     values, derived = flatten(config), _derived(config, world_size)
     filled = {path: value for path, value in derived.items() if values[path] is None}
     if config.precision.bf16 and config.optimizer.main_grads_dtype == "fp32":
@@ -43,8 +45,6 @@ def resolve(config: RunOptions, world_size: int) -> RunOptions:
         filled["checkpoint.load"] = config.checkpoint.save
     if config.preferences.trains_reward_model:
         filled["model.reward_head"] = True
-    if config.model.multi_latent_attention and config.model.position_embedding_type == "none":
-        filled["model.position_embedding_type"] = "rope"  # one name for the same network
     filled |= _values_from_pattern(config)
     return with_values(config, filled)
 
@@ -68,6 +68,25 @@ def without_unused_sizes(config: RunOptions, findings: Findings) -> RunOptions:
             "without --num-experts"
         )
     return with_values(config, unused)
+
+
+def _values_from_positions(model: ModelOptions) -> dict[str, Any]:
+    """Return the values of flags that follow from kinds of positions with another name.
+
+    With settings that contradict it, `yarn` is kept, so that `rules_attention.attention` reports
+    them.
+    """
+    positions = model.position_embedding_type
+    if positions == "none" and model.multi_latent_attention:
+        return {"model.position_embedding_type": "rope"}  # which is the same network
+    if positions != "yarn":
+        return {}
+    original = model.yarn_original_max_position_embeddings or 4096
+    return {
+        "model.position_embedding_type": "yarn" if any(contradictions_of_yarn(model)) else "rope",
+        "model.rope_type": model.rope_type or "yarn",
+        "model.yarn_original_max_position_embeddings": original,
+    }
 
 
 def _values_from_pattern(config: RunOptions) -> dict[str, Any]:

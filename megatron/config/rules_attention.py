@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.attention import delta_net_layers, layer_windows, rotary_layers
 from megatron.config.fields import MAX_LAYERS
-from megatron.config.model import ModelOptions
+from megatron.config.model import ModelOptions, contradictions_of_yarn
 from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions
 
@@ -135,6 +135,8 @@ def delta_net(config: RunOptions, world_size: int) -> Iterator[str]:
 def _rope_type(model: ModelOptions) -> Iterator[str]:
     """Yield an error for each mistake in the settings of --rope-type."""
     kind = model.rope_type
+    if model.position_embedding_type == "yarn":
+        yield from contradictions_of_yarn(model)
     if kind != "rope" and not model.has_rotary_embeddings:
         yield (
             f"--rope-type {kind} requires --position-embedding-type rope: add it, or drop the flag"

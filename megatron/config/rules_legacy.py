@@ -160,6 +160,11 @@ def unsupported_by_core(model: ModelOptions) -> Iterator[str]:
     """Yield a network's flags that Megatron Core does not support."""
     if model.apply_residual_connection_post_layernorm:  # Core reads the flag and does not use it
         yield "--apply-residual-connection-post-layernorm"
+    if model.rope_type == "yarn" and not model.multi_latent_attention:  # Core ignores the former
+        if model.rotary_percent != 1:
+            yield f"--rope-type yarn with --rotary-percent {model.rotary_percent:g}"
+        if model.mtp_num_layers:
+            yield f"--rope-type yarn with --mtp-num-layers {model.mtp_num_layers}"
     yield from unsupported_flags(model)
 
 
@@ -169,6 +174,8 @@ def unsupported_by_legacy(model: ModelOptions) -> Iterator[str]:
         yield f"--hybrid-layer-pattern {model.hybrid_layer_pattern}"
     if model.num_experts and model.moe_router_bias and model.add_bias_linear:
         yield "--moe-router-bias"
+    if model.rope_type == "yarn":
+        yield "--rope-type yarn"
     yield from unsupported_flags(model)
 
 
@@ -212,11 +219,9 @@ def unsupported_flags(model: ModelOptions) -> Iterator[str]:
         (f"--logit-scale {model.logit_scale}", model.logit_scale is not None),
         ("--parallel-mamba", model.parallel_mamba),
         ("--embed-layernorm", model.embed_layernorm),
-        # Megatron Core's flag is only for latent attention: other networks would ignore it.
         (
             f"--rope-type {model.rope_type}",
-            model.rope_type in ("longrope", "dynamic", "proportional")
-            or (model.rope_type == "yarn" and not model.multi_latent_attention),
+            model.rope_type in ("longrope", "dynamic", "proportional"),
         ),
         # Megatron Core has these biases if all linear layers have biases.
         (

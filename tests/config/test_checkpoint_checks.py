@@ -42,22 +42,23 @@ _LINES = [
         )
         for kind in ("legacy", "torch_dist")
     ),
+    (
+        "--save here --save-interval 5 --ckpt-format legacy --position-embedding-type yarn",
+        "--rope-type yarn: Megatron-LM 23.08, the target of --ckpt-format legacy, does not "
+        "support this network: use --ckpt-format native",
+    ),
     *(
         (
-            f"--save here --save-interval 5 --ckpt-format {kind} --position-embedding-type rope "
-            "--rope-type yarn --rotary-scaling-factor 2 --yarn-original-max-position-embeddings 8",
-            line,
+            f"--save here --save-interval 5 --ckpt-format torch_dist {flags}",
+            f"--ckpt-format torch_dist with --rope-type yarn with {other}: Megatron Core does not "
+            "support it: use --ckpt-format native",
         )
-        for kind, line in (
+        for flags, other in (
+            ("--position-embedding-type yarn --mtp-num-layers 1", "--mtp-num-layers 1"),
             (
-                "legacy",
-                "--rope-type yarn: Megatron-LM 23.08, the target of --ckpt-format legacy, does not "
-                "support this network: use --ckpt-format native",
-            ),
-            (
-                "torch_dist",
-                "--ckpt-format torch_dist with --rope-type yarn: Megatron Core does not support "
-                "it: use --ckpt-format native",
+                "--position-embedding-type rope --rope-type yarn "
+                "--yarn-original-max-position-embeddings 8 --rotary-percent 0.5",
+                "--rotary-percent 0.5",
             ),
         )
     ),

@@ -78,6 +78,18 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
             "--attention-chunk-size 8: it does not support chunks",
         ),
         (f"{YARN} --use-rope-scaling", "--rope-type yarn with --use-rope-scaling"),
+        (
+            "--position-embedding-type yarn --use-rope-scaling",
+            "--rope-type yarn with --use-rope-scaling",
+        ),
+        (
+            "--position-embedding-type yarn --rope-type rope",
+            "--position-embedding-type yarn with --rope-type rope: they contradict each other",
+        ),
+        (
+            "--position-embedding-type yarn --rotary-percent 0.5",
+            "--position-embedding-type yarn with --rotary-percent 0.5: Megatron Core's YaRN",
+        ),
         (f"{YARN} --yarn-beta-fast 1", "--yarn-beta-fast 1 is not above --yarn-beta-slow 1"),
         (
             f"{ROPE} --rope-type longrope",
@@ -268,6 +280,16 @@ def test_latent_vectors_are_always_cached() -> None:
 def test_latent_attention_has_the_rotary_defaults_of_core(flags, rope_type, original):
     model = parse(f"{LATENT} {flags}").config.model
     assert (model.rope_type, model.yarn_original_max_position_embeddings) == (rope_type, original)
+
+
+@pytest.mark.parametrize("latent", ["", "--multi-latent-attention"])
+@pytest.mark.parametrize(("given", "original"), [("", 4096), (YARN.rpartition(" --")[2], 64)])
+def test_core_s_positions_of_yarn_are_rope_of_that_type(latent, given, original):
+    given = f"--{given}" if given else ""
+    numbers = f"--rotary-scaling-factor 8 --mscale 0.5 --yarn-beta-fast 16 {latent}"
+    run = parse(f"--position-embedding-type yarn {given} {numbers}").config
+    words = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings {original}"
+    assert run == parse(f"{words} {numbers}").config
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,14 @@ _NEUTRAL_WITH_HYBRID: dict[str, tuple[Json, ...]] = {
     "qk_l2_norm": (None, False),
     "qk_layernorm": (False,),
 }
-# Without latent attention, rotary embeddings are never scaled.
-_NEUTRAL_WITHOUT_LATENT: dict[str, tuple[Json, ...]] = {"rotary_scaling_factor": (1.0,)}
+# Without latent attention, rotary embeddings are scaled only if their type is yarn.
+_NEUTRAL_WITHOUT_YARN: dict[str, tuple[Json, ...]] = {"rotary_scaling_factor": (1.0,)}
+# These settings do not exist in YaRN. Its embeddings ignore `rotary_percent`.
+_NEUTRAL_WITH_YARN: dict[str, tuple[Json, ...]] = {
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "use_rope_scaling": (False,),
+}
 # Fields of Core's YaRN with their defaults there, and our flags for them.
 _YARN = {
     "rotary_scaling_factor": ("rotary_scaling_factor", 1.0),
@@ -192,8 +198,7 @@ def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
         CheckpointError: A size is invalid, or our networks cannot compute the rotary embeddings.
     """
     if not args.get("multi_latent_attention"):
-        refuse_unknown(args, _NEUTRAL_WITHOUT_LATENT)
-        return {}
+        return _yarn(args)
     refuse_unknown(args, _NEUTRAL_WITH_LATENT)
     names = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     unrotated, rotated, value = (size_of(args, name) for name in names)
@@ -217,6 +222,29 @@ def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
         return flags
     flags["rope_type"] = "yarn"
     return flags | {flag: values[name] for name, (flag, _) in _YARN.items()}
+
+
+def _yarn(args: Mapping[str, Json]) -> dict[str, Json]:
+    """Return our flags for YaRN in ordinary attention, or {} for other positions.
+
+    Core derives these settings from its flags, whose names are ours.
+
+    Args:
+        args: Core's command line.
+
+    Raises:
+        CheckpointError: Our networks cannot compute the rotary embeddings.
+    """
+    if args.get("position_embedding_type") != "yarn":
+        refuse_unknown(args, _NEUTRAL_WITHOUT_YARN)
+        return {}
+    refuse_unknown(args, _NEUTRAL_WITH_YARN)
+    flags: dict[str, Json] = {
+        flag: default if args.get(flag) is None else args[flag] for flag, default in _YARN.values()
+    }
+    if args.get("yarn_correction_range_round_to_int") is False:
+        flags["yarn_correction_range_round_to_int"] = False
+    return flags | {"position_embedding_type": "rope", "rope_type": "yarn", "rotary_percent": 1.0}
 
 
 def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, Json]:
@@ -287,6 +315,8 @@ def core_arguments(
     if model.multi_latent_attention:  # Core's unfused core assumes values of this size
         args.kv_channels = model.v_head_dim
         vars(args).update({name: getattr(model, flag) for name, (flag, _) in _YARN.items()})
+    elif model.rope_type == "yarn":
+        args.position_embedding_type, args.use_rotary_position_embeddings = "yarn", False
     if args.rope_type == "rope":
         args.rotary_scaling_factor = 1.0
     return args

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.core.arguments import core_arguments, core_config, layer_frequency
-from megatron.config.attention import layer_windows
+from megatron.config.attention import YARN_FIELDS, layer_windows
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import (
     unsupported_by_core,
@@ -108,6 +108,42 @@ def test_core_s_routers_have_biases_if_all_linear_layers_have_them(flags, refuse
     assert list(unsupported_flags(model)) == refused
     expected = [*refused, *["--moe-router-bias"] * (flags == "--moe-router-bias")]
     assert list(unsupported_by_legacy(model)) == expected
+
+
+_YARN = """
+    --rotary-scaling-factor 8 --mscale 0.5 --mscale-all-dim 0.75 --yarn-beta-fast 16
+    --yarn-beta-slow 2 --no-yarn-correction-range-round-to-int
+"""
+
+
+@pytest.mark.parametrize("numbers", ["", _YARN])
+def test_yarn_is_a_type_of_positions_in_core(numbers):
+    config = parse(f"--num-layers 4 --position-embedding-type yarn {numbers}").config
+    assert not list(unsupported_by_core(config.model))
+    meta = {"consumed_train_samples": 0, "iteration": 0}
+    args = vars(core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1))
+    assert args["position_embedding_type"] == "yarn"
+    assert args["use_rotary_position_embeddings"] is False
+    assert args["rotary_scaling_factor"] == (8 if numbers else 1)
+    found = core_config(args)["model"]
+    for name in ("position_embedding_type", "rotary_percent", *YARN_FIELDS):
+        assert found.get(name, getattr(ModelConfig, name)) == getattr(config.model, name), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotary_interleaved": True}, "rotary_interleaved is True"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "interpolation_factor is 2"),
+        ({"position_embedding_type": "rope"}, "rotary_scaling_factor is 4"),
+    ],
+)
+def test_settings_beside_yarn_that_core_would_not_use_are_refused(changes, message):
+    args = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, **changes}
+    with pytest.raises(CheckpointError, match=message):
+        core_config(args)
+    found = core_config({"position_embedding_type": "yarn", "yarn_beta_fast": None})["model"]
+    assert (found["yarn_beta_fast"], found["yarn_original_max_position_embeddings"]) == (32, 4096)
 
 
 @pytest.mark.parametrize("flag", ["", "--apply-residual-connection-post-layernorm"])
