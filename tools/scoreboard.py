@@ -54,6 +54,11 @@ def result(row: Row, trials: Trials, commit: str) -> str:
     return _line([str(row.number), row.what, passed, longest, details, commit])
 
 
+def _gpus_text(row: Row) -> str:
+    """Return the number of GPUs that a row needs, for messages."""
+    return f"{row.gpus} GPU{'s' * (row.gpus > 1)}"
+
+
 def _line(values: Sequence[str]) -> str:
     return f"| {' | '.join(values)} |"
 
@@ -164,8 +169,8 @@ def run(options: argparse.Namespace) -> int:
     requested = [row for row in ROWS if row.number in (options.rows or ())]
     if without_gpus := [row for row in requested if row.gpus > gpu_count()]:
         raise ConfigError(
-            f"--rows {without_gpus[0].number}: it needs {without_gpus[0].gpus} GPU(s), and there "
-            f"are {gpu_count()}: try it on a machine with GPUs"
+            f"--rows {without_gpus[0].number}: it needs {_gpus_text(without_gpus[0])}, and this "
+            f"machine has {gpu_count() or 'none'}: try it on a machine with GPUs"
         )
     if options.out:  # fail before hours of trials, not after
         read_page(options.out)
@@ -175,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
         if options.rows and row.number not in options.rows:
             continue
         if gpu_count() < row.gpus:
-            print(f"{row.number}: not tried: it needs {row.gpus} GPU(s)", flush=True)
+            print(f"{row.number}: not tried: it needs {_gpus_text(row)}", flush=True)
             continue
         started = time.monotonic()
         trials = try_row(row, row.full)

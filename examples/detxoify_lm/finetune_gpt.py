@@ -2,7 +2,7 @@
 """Finetune a GPT on selected texts, and validate on the data that it was pretrained on.
 
 This is `pretrain_gpt.py` with one additional flag: --data-path2 names the validation data, in the
-format of --data-path. As in Megatron-LM, only the last 2% of that data are used.
+format of --data-path. As in Megatron-LM, only the last 2% of that data is used.
 """
 
 from __future__ import annotations

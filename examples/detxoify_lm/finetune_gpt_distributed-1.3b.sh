@@ -7,7 +7,7 @@
 #
 # The arguments are the data, the folder for the new checkpoints, the learning rate, the global batch
 # size, the number of iterations and the folder of the GPT to start from. DATA_BLEND is the data that
-# this GPT was pretrained on: 2% of it serve as validation data. Flags after the arguments override
+# this GPT was pretrained on: 2% of it is validation data. Flags after the arguments override
 # those below.
 set -euo pipefail
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# gpt-345m: 4 node(s) with 8 process(es) each. Submit with: sbatch FILE
+# gpt-345m: 4 nodes with 8 processes each. Submit with: sbatch FILE
 # Written by megatron submit --to slurm: to change it, edit the description and rerun the command (docs/clusters.md).
 #SBATCH --job-name=gpt-345m
 #SBATCH --nodes=4

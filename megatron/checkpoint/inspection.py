@@ -173,7 +173,10 @@ def _summarize_all(
             files = reader.manifest.files
             axes = ", ".join(f"{axis} {size}" for axis, size in reader.manifest.layout.items())
             total = sum(info.bytes for info in files.values())
-            parts += [f"{total:,} bytes in {len(files)} file(s)", f"saved by {axes}"]
+            parts += [
+                f"{total:,} bytes in {len(files)} file{'s' * (len(files) > 1)}",
+                f"saved by {axes}",
+            ]
             parts.append(reader.manifest.created)
         state = "verified" if verify else "sizes match, content not verified"
         lines.append("  ".join([*parts, state]))

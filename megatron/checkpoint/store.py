@@ -217,7 +217,7 @@ def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
 def foreign_iterations(root: Path) -> list[int]:
     """Return the iterations, in order, that cannot be saved to `root` in the native format.
 
-    Another program wrote their folders, or a run that saved in another format.
+    Their folders were written by another program, or by a run that saved in another format.
 
     Raises:
         OSError: The folder cannot be read.

@@ -195,7 +195,9 @@ def _processes(flag: ParsedFlag | None) -> int:
     if count == 0:
         hide_gpus()
     elif count > (gpus := _gpus() or count):
-        raise ConfigError(f"{flag}: this machine has {gpus} GPU(s): give at most {gpus}")
+        raise ConfigError(
+            f"{flag}: this machine has {gpus} GPU{'s' * (gpus > 1)}: give at most {gpus}"
+        )
     return max(1, count)
 
 

@@ -47,7 +47,8 @@ def read_pattern(text: str, layers: int, *, others: str = "a number") -> tuple[b
     entries = text[1:-1].replace(",", "")
     if len(entries) != layers:
         raise ValueError(
-            f"it names {len(entries)} layers, but the model has {layers}: give an entry for each"
+            f"it names {len(entries)} layer{'s' * (len(entries) != 1)}, but the model has "
+            f"{layers}: give an entry for each"
         )
     return tuple(entry == "1" for entry in entries)
 

@@ -54,7 +54,7 @@ def parallel_mamba(config: RunOptions, world_size: int) -> Iterator[str]:
     for name, count in (("mamba_multipliers", 5), ("mlp_multipliers", 2)):
         given = len(getattr(model, name))
         if given != count:
-            yield f"--{name.replace('_', '-')} has {given} value(s): give {count}"
+            yield f"--{name.replace('_', '-')} has {given} value{'s' * (given > 1)}: give {count}"
 
 
 def hybrid(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -154,8 +154,9 @@ def multi_token(config: RunOptions, world_size: int) -> Iterator[str]:
             predictions = predictions_in(layout)
     if predictions and predictions != depths:
         yield (
-            f"{LAYOUT_FLAG} {layout}: names {predictions} layer(s) of multi-token prediction (m), "
-            f"and --mtp-num-layers is {depths or 'not given'}: name as many, or none"
+            f"{LAYOUT_FLAG} {layout}: names {predictions} layer{'s' * (predictions > 1)} of "
+            f"multi-token prediction (m), and --mtp-num-layers is {depths or 'not given'}: name as "
+            "many, or none"
         )
     if not depths:
         return
@@ -202,7 +203,7 @@ def experts(config: RunOptions, world_size: int) -> Iterator[str]:
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) != len(weights):
         yield (
-            f"--moe-aux-loss-coeff has {len(weights)} value(s), and "
+            f"--moe-aux-loss-coeff has {len(weights)} value{'s' * (len(weights) > 1)}, and "
             f"--moe-router-load-balancing-type {len(kinds)}: give one coefficient for each loss"
         )
     elif len(set(kinds)) < len(kinds):

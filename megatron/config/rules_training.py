@@ -545,7 +545,7 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
     if evaluations * evaluation.eval_iters * batch > _COUNTABLE:
         yield (
             f"--eval-iters {evaluation.eval_iters} x {flag} {batch} x {evaluations} "
-            f"evaluation(s) are more than {_COUNTABLE} samples: use at most "
+            f"evaluation{'s' * (evaluations > 1)} is more than {_COUNTABLE} samples: use at most "
             f"{_COUNTABLE // (evaluations * batch)}, or a larger --eval-interval"
         )
 

@@ -275,9 +275,10 @@ def _even_counts(num_layers: int, config: ParallelOptions, layers_text: str) -> 
         extras = f" with {' and '.join(counted)} = {slots}" if counted else ""
         raise ConfigError(
             f"{layers_text}{extras} does not divide evenly over "
-            f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s): use a multiple "
-            f"of {parts}, or set the layers of each stage with {LAYOUT_FLAG} or "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            f"--pipeline-model-parallel-size {stages} x {chunks} virtual "
+            f"stage{'s' * (chunks > 1)}: use a multiple of {parts}, or set the layers of each "
+            f"stage with {LAYOUT_FLAG} or --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers"
         )
     counts = [slots // parts] * parts
     counts[0] -= embedding
@@ -309,8 +310,8 @@ def _split_counts(encoder: int, decoder: int, config: ParallelOptions) -> list[i
     for name, layers, count in (("encoder", encoder, split), ("decoder", decoder, stages - split)):
         if layers % count:
             raise ConfigError(
-                f"{flag} leaves {count} stage(s) for the {layers} {name} layers, which do not "
-                "divide evenly over them: choose another rank, or drop the flag"
+                f"{flag} leaves {count} stage{'s' * (count > 1)} for the {layers} {name} "
+                "layers, which do not divide evenly: choose another rank, or drop the flag"
             )
         counts += [layers // count] * count
     return counts

@@ -114,8 +114,9 @@ def open_adapters(values: Sequence[str] | None, config: RunConfig) -> list[Opene
     groups, tensor = config.model.num_query_groups, config.parallel.tensor_model_parallel_size
     if config.model.group_query_attention and groups and groups < tensor:
         raise ConfigError(
-            f"--serve-adapter: --tensor-model-parallel-size {tensor} splits the {groups} query "
-            f"groups: use at most {groups}, or merge the adapter with --saver hf"
+            f"--serve-adapter: --tensor-model-parallel-size {tensor} is more than the {groups} "
+            f"query groups, which would be split: use at most {groups}, or merge the adapter with "
+            "--saver hf"
         )
     base = open_existing(options.load, step=options.ckpt_step, verify=False, allow_foreign=trust)
     opened = []

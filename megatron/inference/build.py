@@ -264,7 +264,8 @@ def new_drafter(executor: Executor, speculation: Speculation) -> Drafter:
 
 def describe_speculation(speculation: Speculation) -> str:
     """Return the start-up panel's description of speculative decoding."""
-    tokens = f"up to {speculation.num_speculative_tokens} token(s)"
+    count = speculation.num_speculative_tokens
+    tokens = f"up to {count} token{'s' * (count > 1)}"
     if speculation.method == "mtp":
         return f"{tokens} by the model's multi-token prediction layers"
     shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max

@@ -157,7 +157,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
     failed += shared.failed
     if failed:
         where = "above" if target is None else f"in {target}"
-        raise UserError(f'{failed} prompt(s) got no answer: see "error" {where}')
+        raise UserError(f'{failed} prompt{"s" * (failed > 1)} got no answer: see "error" {where}')
     return EXIT_OK
 
 

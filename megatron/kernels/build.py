@@ -353,8 +353,9 @@ class _Clock:
         if now >= self._next_line:
             self._next_line = now + PROGRESS
             self._report(
-                f"fused kernels: still compiling after {seconds:.0f} s, {len(unfinished)} file(s) "
-                f"to go; the run continues without them after {BUILD_LIMIT} s"
+                f"fused kernels: still compiling after {seconds:.0f} s, {len(unfinished)} "
+                f"file{'s' * (len(unfinished) > 1)} to go; the run continues without them after "
+                f"{BUILD_LIMIT} s"
             )
 
 

@@ -143,8 +143,8 @@ def _shared_gpus(processes: int) -> Iterator[str]:
     gpus = gpu_count()
     if 0 < gpus < processes and (gpus > 1 or not gpus_are_chosen()):
         yield (
-            f"{processes} processes on this machine would share {gpus} GPU(s): start one per GPU "
-            f"(--nproc-per-node {gpus}), or use the CPU (CUDA_VISIBLE_DEVICES=)"
+            f"{processes} processes on this machine would share {gpus} GPU{'s' * (gpus > 1)}: "
+            f"start one per GPU (--nproc-per-node {gpus}), or use the CPU (CUDA_VISIBLE_DEVICES=)"
         )
 
 

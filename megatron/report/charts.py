@@ -36,7 +36,7 @@ def chart_of(tag: str) -> tuple[str, str]:
     if tag.endswith("-time"):
         return "Time of an iteration", "s"
     if tag.startswith("expert-load/"):
-        return "Expert load", "even shares"
+        return "Expert load", "relative to an even share"
     base = tag.removesuffix(" ppl")
     for split in (" validation", " test"):
         base = base.removesuffix(split)

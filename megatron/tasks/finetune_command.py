@@ -362,10 +362,12 @@ def _check_head(reader: Reader, target: Target, source: str, *, only_evaluates: 
             f"model, such as its `best`, or {remedy}"
         )
     if heads.get(target.head_name) != target.head.outputs:
-        description = " and ".join(f"{name} with {outputs}" for name, outputs in heads.items())
+        description = " and ".join(
+            f"{name} with {outputs} output{'s' * (outputs > 1)}" for name, outputs in heads.items()
+        )
         raise CheckpointError(
-            f"{source}: this model was finetuned for another task: it has {description} output(s), "
-            f"but --task {target.task} needs {target.head_name} with {target.head.outputs}: give "
+            f"{source}: this model was finetuned for another task: it has {description}, but "
+            f"--task {target.task} needs {target.head_name} with {target.head.outputs}: give "
             "the folder of a model that was finetuned for this task"
         )
 

@@ -226,8 +226,8 @@ def split_of(documents: int) -> tuple[str, int]:
     """
     if documents < 2:
         raise DataError(
-            f"the input has {documents} document(s); give at least 2, one per line, because one is "
-            "needed for validation"
+            f"the input has {documents or 'no'} document{'s' * (documents != 1)}; give at least 2, "
+            "one per line, because one is needed for validation"
         )
     held_out = max(1, documents // 20)
     return f"{documents - held_out},{held_out},0", documents - held_out
@@ -323,7 +323,7 @@ def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
     validation = describe_validation(dataset, first, out / "tokenizer" / "tokenizer.json")
     count, gpu = processes()
     share_cores(count)
-    devices = f"{count} GPU(s)" if gpu else f"{count} processes on the CPU"
+    devices = f"{count} GPU{'s' * (count > 1)}" if gpu else f"{count} processes on the CPU"
     run_step(
         f"Pretrain a small {kind.name} on {devices}",
         training_command(kind, out, prefix, split, iterations, count, gpu),

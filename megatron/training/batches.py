@@ -261,8 +261,10 @@ def _load(
         pin_memory=pin_memory,
     ):
         yield extract_positions(batch, dataset)
-    raise DataError(
-        f"the dataset of {len(dataset)} samples is exhausted: it was built for --train-iters "
-        f"{config.training.train_iters}, --train-samples {config.training.train_samples}, "
-        f"--train-tokens {config.training.train_tokens}"
-    )
+    lengths = {
+        "--train-iters": config.training.train_iters,
+        "--train-samples": config.training.train_samples,
+        "--train-tokens": config.training.train_tokens,
+    }
+    given = " ".join(f"{flag} {length}" for flag, length in lengths.items() if length is not None)
+    raise DataError(f"the dataset of {len(dataset)} samples is exhausted: it was built for {given}")

@@ -19,7 +19,7 @@ from megatron.models.plan import ModelPlan
 if TYPE_CHECKING:
     from megatron.training.run import Run
 
-OVERLOADED = 4.0  # load, in even shares, above which an expert is named
+OVERLOADED = 4.0  # load, relative to an even share, above which an expert is named
 _MAX_NAMED = 8  # experts of one layer in a log line
 _PIXELS = 16  # side of an expert's square in the picture
 
@@ -125,7 +125,7 @@ class ExpertLoad:
             warnings.append(f"experts without tokens since the last log line: {'; '.join(idle)}")
         if overloaded:
             warnings.append(
-                f"experts with more than {OVERLOADED:g} even shares of the tokens: "
+                f"experts with more than {OVERLOADED:g} times an even share of the tokens: "
                 f"{'; '.join(overloaded)}"
             )
         return f" {' | '.join(warnings)}" if warnings else None

@@ -141,7 +141,7 @@ def expert_rows(
     )
     text = (
         f"at most about {uneven.amount}, if all tokens choose the experts of one process "
-        f"({max_imbalance:.2f} even shares)"
+        f"({max_imbalance:.2f} times an even share)"
     )
     if memory is not None and even.total != uneven.total:
         share = (uneven.total - even.total) / (max_imbalance - 1)
@@ -150,17 +150,17 @@ def expert_rows(
 
 
 def full_at(memory: float, even: int, per_share: float, max_imbalance: float) -> str:
-    """Describe the expert load, in even shares, at which a process's device memory is full.
+    """Describe the expert load at which a process's device memory is full.
 
     Args:
         memory: Memory of the device in bytes.
         even: Bytes that a process needs if the load is even.
         per_share: Bytes that each additional even share needs.
-        max_imbalance: The largest possible load in even shares.
+        max_imbalance: The largest possible load, relative to an even share.
     """
     shares = 1 + (memory - even) / per_share
     if shares < 1:
         return f"{amount(int(memory))} is not enough for any load"
     if shares >= max_imbalance:
         return f"{amount(int(memory))} is enough for any load"
-    return f"{amount(int(memory))} is full at {shares:.2f} even shares"
+    return f"{amount(int(memory))} is full at {shares:.2f} times an even share"

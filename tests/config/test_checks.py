@@ -57,7 +57,7 @@ _LINES = [
     (
         "--num-layers 6 --pipeline-model-parallel-size 4",
         "--num-layers 6 does not divide evenly over --pipeline-model-parallel-size 4 x 1 virtual "
-        "stage(s): use a multiple of 4, or set the layers of each stage with "
+        "stage: use a multiple of 4, or set the layers of each stage with "
         "--pipeline-model-parallel-layout or --decoder-first-pipeline-num-layers and "
         "--decoder-last-pipeline-num-layers",
     ),

@@ -139,7 +139,7 @@ RULES = [
     (
         f"{MIXTURE} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1",
         1,
-        ["--moe-aux-loss-coeff has 1 value(s), and --moe-router-load-balancing-type 2: give one"],
+        ["--moe-aux-loss-coeff has 1 value, and --moe-router-load-balancing-type 2: give one"],
     ),
     (
         f"{MIXTURE} --moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 1 1",

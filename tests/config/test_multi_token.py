@@ -54,7 +54,7 @@ def test_layout_strings_may_name_the_layers():
         assert parallel.config.parallel.pipeline_model_parallel_layout == layout
     layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
     (line,) = _problems(f"--mtp-num-layers 2 {layout} Ettt|tmL", 2)
-    assert "names 1 layer(s) of multi-token prediction (m), and --mtp-num-layers is 2" in line
+    assert "names 1 layer of multi-token prediction (m), and --mtp-num-layers is 2" in line
     (line,) = _problems(f"{layout} Ettt|tmL", 2)
     assert "--mtp-num-layers is not given" in line
     assert any(

@@ -29,7 +29,7 @@ from tests.config.command import BASE, parse, problems
         ),
         (
             "--eval-iters 5000000000000000000",
-            "--eval-iters 5000000000000000000 x --global-batch-size 32 x 1 evaluation(s) are more "
+            "--eval-iters 5000000000000000000 x --global-batch-size 32 x 1 evaluation is more "
             "than 9223372036854775807 samples: use at most 288230376151711743, or a larger "
             "--eval-interval",
         ),
@@ -45,7 +45,7 @@ from tests.config.command import BASE, parse, problems
         ),
         (
             "--eval-iters 5000000000000000000 --eval-global-batch-size 64",
-            "--eval-iters 5000000000000000000 x --eval-global-batch-size 64 x 1 evaluation(s) are "
+            "--eval-iters 5000000000000000000 x --eval-global-batch-size 64 x 1 evaluation is "
             "more than 9223372036854775807 samples: use at most 144115188075855871, or a larger "
             "--eval-interval",
         ),

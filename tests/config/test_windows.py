@@ -47,7 +47,7 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
     [
         (
             f"{ROPE} --no-rope-freq [1]",
-            "--no-rope-freq [1]: it names 1 layers, but the model has 2",
+            "--no-rope-freq [1]: it names 1 layer, but the model has 2",
         ),
         ("--no-rope-freq 2", "--no-rope-freq 2 requires --position-embedding-type rope"),
         ("--rope-type yarn", "--rope-type yarn requires --position-embedding-type rope"),
@@ -153,7 +153,7 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         ("--linear-attention-freq 4", "--linear-attention-freq 4 requires --experimental"),
         ("--linear-key-head-dim 4", "--linear-key-head-dim 4 requires --experimental"),
         (DELTA.replace("--linear-attention-freq 2", ""), "requires --linear-attention-freq"),
-        (f"{DELTA} --linear-attention-freq [1]", "--linear-attention-freq [1]: it names 1 layers"),
+        (f"{DELTA} --linear-attention-freq [1]", "--linear-attention-freq [1]: it names 1 layer"),
         (f"{DELTA} --linear-num-value-heads 9", "--linear-num-value-heads 9 is not a multiple of"),
         (f"{DELTA} --hybrid-layer-pattern M-", "cannot be combined with --hybrid-layer-pattern M-"),
         (f"{DELTA} --batch-invariant-mode", "cannot be combined with --batch-invariant-mode"),

@@ -354,7 +354,9 @@ def test_settings_of_peft_that_do_not_fit_are_refused(
 
 def test_ranks_that_divide_query_groups_are_refused(saved: Saved) -> None:
     config = _config(saved.base, 4, "--tensor-model-parallel-size", "4")
-    with pytest.raises(ConfigError, match="splits the 2 query groups: use at most 2, or merge"):
+    with pytest.raises(
+        ConfigError, match="2 query groups, which would be split: use at most 2, or merge"
+    ):
         open_adapters(saved.words, config)
 
 

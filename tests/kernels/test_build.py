@@ -305,7 +305,7 @@ if "activation" in output:
         BuildError, match=r"did not produce .*activation.bin.* in 0.2 s: find out why it hangs"
     ):
         building.build("sm_90a", tmp_path / "cache", say, pytest.fail)
-    assert re.search(r"still compiling after \d+ s, \d+ file\(s\) to go; .* after 240 s", said[1])
+    assert re.search(r"still compiling after \d+ s, \d+ files? to go; .* after 240 s", said[1])
     child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
     deadline = time.monotonic() + 10  # a killed process ends when it gets a core
     while _lives(child) and time.monotonic() < deadline:

@@ -80,4 +80,4 @@ def test_rows_for_gpus_are_refused_without_them(
     monkeypatch.setattr(device, "gpu_count", lambda: 0)
     monkeypatch.setattr(scoreboard, "try_row", lambda *_: pytest.fail("it was tried"))
     assert scoreboard.main(["--rows", "13"]) == ConfigError.exit_code
-    assert "--rows 13: it needs 1 GPU(s), and there are 0" in capsys.readouterr().err
+    assert "--rows 13: it needs 1 GPU, and this machine has none" in capsys.readouterr().err

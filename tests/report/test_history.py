@@ -154,7 +154,7 @@ def test_runs_are_named_by_their_folders_and_files(tmp_path: Path) -> None:
         ("load-balancing loss", "Load balancing loss", ""),
         ("decoupled-learning-rate", "Learning rate", ""),
         ("forward-backward-time", "Time of an iteration", "s"),
-        ("expert-load/idlest", "Expert load", "even shares"),
+        ("expert-load/idlest", "Expert load", "relative to an even share"),
         ("throughput", "Throughput", "TFLOP/s per GPU"),
         (" test", " test", ""),
     ],

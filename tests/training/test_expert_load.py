@@ -121,7 +121,7 @@ def test_one_line_and_a_warning_only_if_there_is_a_reason(capfd):
     uneven[7] = 12.0
     assert ExpertLoad({0: np.ones(16), 5: uneven}).warning() == (
         " experts without tokens since the last log line: layer 5: 0, 1, 6, 8, 9, 10, 11, 12, "
-        "and 3 more | experts with more than 4 even shares of the tokens: layer 5: 7 (12.0)"
+        "and 3 more | experts with more than 4 times an even share of the tokens: layer 5: 7 (12.0)"
     )
 
 

@@ -105,7 +105,7 @@ def test_groups_are_those_of_the_layout():
     assert exchange.describe_groups() == "0 2 | 1 3 | 4 6 | 5 7"
     (experts, *_), memory = expert_rows(config, plan, 2, 8)[0], expert_rows(config, plan, 2, 8)[-1]
     assert experts == "experts"
-    assert "(2.00 even shares)" in memory[1]
+    assert "(2.00 times an even share)" in memory[1]
 
 
 def test_the_device_is_full_from_an_imbalance_on():
@@ -116,8 +116,10 @@ def test_the_device_is_full_from_an_imbalance_on():
         estimate_memory(config, plan, Layout.at(0, 8, expert=8), 1, each).total for each in (1, 4)
     )
     limit = (even + 2 * worst) / 3  # three even shares
-    assert expert_rows(config, plan, 1, 8)[-1][1].endswith("(4.00 even shares)")
-    assert expert_rows(config, plan, 1, 8, limit)[-1][1].endswith("is full at 3.00 even shares")
+    assert expert_rows(config, plan, 1, 8)[-1][1].endswith("(4.00 times an even share)")
+    assert expert_rows(config, plan, 1, 8, limit)[-1][1].endswith(
+        "is full at 3.00 times an even share"
+    )
     assert full_at(8 * GIB, 10 * GIB, GIB, 4).endswith("is not enough for any load")
     assert full_at(14 * GIB, 10 * GIB, GIB, 4).endswith("enough for any load")
 

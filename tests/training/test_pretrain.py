@@ -95,7 +95,7 @@ def test_dry_run_of_a_mixture_knows_its_exchange_and_its_device(capsys):
         text = capsys.readouterr().out
         assert "processes that exchange tokens: 0 1 2 3 | 4 5 6 7" in text
         assert "a token goes to 1.39 other processes" in text  # 3 x (1 - (6 x 5) / (8 x 7))
-        assert "if all tokens choose the experts of one process (4.00 even shares)" in text
+        assert "if all tokens choose the experts of one process (4.00 times an even share)" in text
         assert answer in text
 
 

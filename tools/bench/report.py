@@ -179,7 +179,8 @@ def _describe_result(facts: Facts, result: Result) -> str:
         ("by wall clock", totals["clock"]),
     ]
     derived = [facts.derived(seconds) for _, seconds in columns]
-    rows = [(f"{result.name}, {len(result.runs)} run(s)", *(name for name, _ in columns))]
+    runs = f"{len(result.runs)} run{'s' * (len(result.runs) > 1)}"
+    rows = [(f"{result.name}, {runs}", *(name for name, _ in columns))]
     rows.append(("step, ms", *(f"{seconds * 1e3:.1f}" for _, seconds in columns)))
     for label, key, template in (
         ("tokens/s per GPU", "tokens_per_second_per_gpu", "{:,.0f}"),

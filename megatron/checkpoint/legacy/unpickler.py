@@ -298,7 +298,9 @@ class _Machine:
         if type(target) is Record:
             names = all(type(key) is str for key in state) if type(state) is dict else None
             if target.state is not None or not (names or type(state) is tuple):
-                raise RefusedError(f"a {target.kind} is filled once, from a dict or a tuple")
+                raise RefusedError(
+                    f"a {target.kind} may be filled only once, from a dict or a tuple"
+                )
             target.state = state
             return
         if type(target) is not Namespace:

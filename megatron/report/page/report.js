@@ -181,7 +181,8 @@ function describe(chart) {
     if (!finite.length) return `${label(curve)}: no finite value`;
     const low = Math.min(...(curve.low || finite).filter((y) => y != null));
     const high = Math.max(...(curve.high || finite).filter((y) => y != null));
-    const bad = curve.bad ? `, not finite at ${curve.bad.length} point(s)` : "";
+    const count = curve.bad ? curve.bad.length : 0;
+    const bad = count ? `, not finite at ${count} ${count === 1 ? "point" : "points"}` : "";
     return `${label(curve)}: ${short(finite[0])} at iteration ${curve.x[0]}, ` +
       `${short(finite[finite.length - 1])} at iteration ${curve.x[curve.x.length - 1]}, ` +
       `lowest ${short(low)}, highest ${short(high)}${bad}`;
@@ -320,7 +321,7 @@ function expertSection(run) {
   const width = left + widest * size, height = layers.length * size;
   const low = Math.min(...layers.map(([, loads]) => Math.min(...loads)));
   const high = Math.max(...layers.map(([, loads]) => Math.max(...loads)));
-  const text = `Between ${short(low)} and ${short(high)} even shares of the tokens. White is an even share, ` +
+  const text = `Between ${short(low)} and ${short(high)} times an even share of the tokens. White is an even share, ` +
     "red is more and blue is less. One row per layer, one square per expert.";
   const map = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": text });
   layers.forEach(([layer, loads], row) => {

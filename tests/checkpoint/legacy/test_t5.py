@@ -157,7 +157,7 @@ def test_a_decoder_on_the_last_stage_has_its_embeddings_there(tmp_path):
 def test_stages_of_both_halves_are_refused(tmp_path, capsys):
     _write(tmp_path / "a", {n: torch.randn_like(p) for n, p in build("t5").named_parameters()})
     for more, message in (
-        (["5", "--target-pipeline-parallel-split-rank", "2"], "leaves 2 stage(s) for the 3"),
+        (["5", "--target-pipeline-parallel-split-rank", "2"], "leaves 2 stages for the 3"),
         (
             ["1", "--target-pipeline-parallel-split-rank", "1"],
             "use a number from 1 to one less than that",
