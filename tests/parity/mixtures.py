@@ -360,7 +360,7 @@ def train_mixture(layout: Layout, words: list[str]) -> MixtureCurves:
     losses = {name: recorder.values(name) for name in names}
     routers = (name for name, _ in run.named_parameters() if name.endswith("router.weight"))
     states = zip(routers, run.layers.routers.states, strict=True)
-    biases = {name: state.bias for name, state in states if state.bias is not None}
+    biases = {name: state.bias.cpu() for name, state in states if state.bias is not None}
     return MixtureCurves(losses, recorder.values("grad-norm"), biases)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed import run_sharing_memory
+from tests.distributed import run_sharing_memory, toy_device
 from tests.parity.mixtures import (
     MIXTURES,
     SIGMOID,
@@ -25,9 +25,12 @@ def test_losses_norms_and_biases_equal_the_single_process(case):
     found = dict(differences(replace(case, iterations=min(case.iterations, ITERATIONS))))
     assert found.pop("biases") == 0
     norm = found.pop("norm")
+    tolerance = case.tolerance
+    if "--fp16" in case.network and toy_device().is_gpu:
+        tolerance = 3e-3  # a GPU's rounding depends on the number of rows: measured 1.2e-3
     for name, difference in found.items():
-        assert difference <= case.tolerance, name
-    assert norm <= 10 * case.tolerance
+        assert difference <= tolerance, name
+    assert norm <= 10 * tolerance
 
 
 def test_some_of_the_tensor_ranks_may_split_each_expert():
