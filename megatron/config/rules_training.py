@@ -424,6 +424,15 @@ def _recomputed_modules(config: RunOptions) -> Iterator[str]:
     for name in ("moe", "moe_act", "shared_experts"):
         if name in modules and not model.num_experts:
             yield f"--recompute-modules {name} requires --num-experts: drop {name}"
+    if "mla_up_proj" in modules and not model.multi_latent_attention:
+        yield (
+            "--recompute-modules mla_up_proj requires --multi-latent-attention: drop mla_up_proj"
+        )
+    if "mla_up_proj" in modules and model.lora_dropout:
+        yield (
+            f"--recompute-modules mla_up_proj with --lora-dropout {model.lora_dropout:g}: the "
+            "recomputation would draw another mask: drop mla_up_proj"
+        )
     shared = model.moe_shared_expert_intermediate_size
     if "shared_experts" in modules and model.num_experts and not shared:
         yield (

@@ -44,7 +44,9 @@ _RECORDS = Requirement(
 _DRY_RUN = Requirement(lambda run: run.training.dry_run, "--dry-run")
 
 
-RECOMPUTED_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+RECOMPUTED_MODULES = (
+    *("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"),
+)
 OFFLOADED_MODULES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp"),
     *("expert_fc1", "moe_act"),
@@ -82,9 +84,10 @@ class TrainingOptions:
         recompute_granularity: What to recompute in the backward pass: whole layers (full) or the
             modules that --recompute-modules names (selective). Default: nothing.
         recompute_modules: With --recompute-granularity selective, recompute the attention core
-            (core_attn), the output of each layer's normalizations (layernorm), dense MLPs (mlp),
-            mixtures with routing and exchange (moe), the activation of experts (moe_act), or shared
-            experts (shared_experts).
+            (core_attn), the output of each layer's normalizations (layernorm), the queries, keys
+            and values of latent attention (mla_up_proj), dense MLPs (mlp), mixtures with routing
+            and exchange (moe), the activation of experts (moe_act), or shared experts
+            (shared_experts).
         recompute_method: With --recompute-granularity full, recompute all layers in groups of
             --recompute-num-layers (uniform), or only that many layers (block).
         recompute_num_layers: Layers per group (uniform) or layers to recompute (block). Default: 1.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from megatron.models.attention import (
 from megatron.models.costs import Flops, MicroBatch, WeightSplit
 from megatron.models.norm import Norm, Stream, new_norm, output_projection
 from megatron.models.plan import LatentAttentionPlan
+from megatron.models.recompute import checkpointed, discarding_outputs
 from megatron.parallel.adapter import WHOLE, Adapter
 from megatron.parallel.adapter_stack import AdapterStack, TokenAdapters
 from megatron.parallel.build import BuildContext
@@ -75,7 +77,12 @@ class LatentAttention(nn.Module):
             if plan.query_rank is not None:
                 self.query_norm = new_norm(plan.qk_norm, plan.query_rank, context)
             self.latent_norm = new_norm(plan.qk_norm, plan.rank, context)
-        self.core = AttentionCore(plan, context, site="attention")
+        # Heads that are recomputed are no input that a recomputed core could keep, so both are then
+        # recomputed together.
+        self.recomputes_heads = "mla_up_proj" in context.recomputed
+        self.recomputes_core = self.recomputes_heads and "core_attn" in context.recomputed
+        parts = context.recomputed - {"core_attn"} if self.recomputes_core else context.recomputed
+        self.core = AttentionCore(plan, replace(context, recomputed=parts), site="attention")
         self.output = output_projection(plan, plan.heads * plan.value_size, context)
         self.sinks = new_sinks(plan, context)
         self.offloading_input = context.offloading("qkv_linear")
@@ -113,6 +120,13 @@ class LatentAttention(nn.Module):
         return Flops(products, (3 if plan.causal else 6) * plan.pairs(length) * width)
 
     @staticmethod
+    def share_of_heads(plan: LatentAttentionPlan) -> float:
+        """Return the share of the products that compute queries, keys and values of heads."""
+        sizes = [a * b for a, b in LatentAttention.matrices(plan, WeightSplit())]
+        *_, query_up, _, latent_up, _ = sizes
+        return (query_up + latent_up) / sum(sizes)
+
+    @staticmethod
     def activation_bytes(plan: LatentAttentionPlan, batch: MicroBatch) -> int:
         """Count the bytes of latent vectors, heads and output, and of the scores if kept."""
         latent = plan.rank + plan.rope_size + (plan.query_rank or 0)
@@ -120,6 +134,8 @@ class LatentAttention(nn.Module):
             latent += plan.rank + (plan.query_rank or 0)
         # The core's query, key, value and output, and the parts they are assembled from.
         heads = 4 * plan.head_size + 2 * plan.key_size + plan.value_size
+        if "mla_up_proj" in batch.recomputed:
+            heads = plan.head_size + plan.value_size
         elements = latent // batch.sequence + plan.heads * heads // batch.tensor
         return batch.width * batch.tokens * elements + score_bytes(plan, batch, batch.length)
 
@@ -144,11 +160,11 @@ class LatentAttention(nn.Module):
         plan = self.plan
         rotation = None if plan.rotary is None else rotation
         with self.offloading_input():
-            query = self._query(x, rotation)
-            latent, rope_key = self._latent(x, rotation)
-        if plan.query_scale != 1:
-            query = query * plan.query_scale
-        query = self._padded(query)
+            source, (latent, rope_key) = self._query_source(x), self._latent(x, rotation)
+            if self.recomputes_heads and torch.is_grad_enabled():
+                context = self._without_heads((source, latent, rope_key), rotation, mask)
+                return self._projected(context)
+            query = self._query(source, rotation)
         if cache is not None:
             options = self.core.options(None, self.sinks)
             options = options._replace(scale=plan.scale or plan.head_size**-0.5)
@@ -156,9 +172,7 @@ class LatentAttention(nn.Module):
             context = cache.attend_latent(query, vectors, self, options)
         else:
             context = self.core(query, *self._heads(latent, rope_key), mask, self.sinks)
-        context = context.unflatten(2, (-1, plan.head_size))[..., : plan.value_size]
-        with self.offloading_output():
-            return self.output(context.flatten(2))
+        return self._projected(context)
 
     def expanded(self, latent: Tensor, tokens: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the keys and values [l, n/t, d] of cached vectors [l, rank + rope].
@@ -236,6 +250,37 @@ class LatentAttention(nn.Module):
         key = torch.cat((nope, rope_key.expand(-1, -1, nope.shape[2], -1)), dim=3)
         return self._padded(key), self._padded(value)
 
+    def _without_heads(
+        self,
+        sources: tuple[Tensor, Tensor, Tensor],
+        rotation: Rotation | None,
+        mask: Mask | None,
+    ) -> Tensor:
+        """Run the core so that the backward pass recomputes its queries, keys and values.
+
+        Args:
+            sources: What queries are computed from, the latent vectors and the rotary keys.
+            rotation: Rotation of the rotary channels.
+            mask: Which keys a query may attend to.
+        """
+
+        def heads(source: Tensor, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, ...]:
+            return self._query(source, rotation), *self._heads(latent, rope_key)
+
+        if self.recomputes_core:
+            return checkpointed(lambda *kept: self.core(*heads(*kept), mask, self.sinks), *sources)
+        results, kept = heads(*sources), [source.detach() for source in sources]
+        with discarding_outputs(results, lambda: heads(*kept)):
+            out: Tensor = self.core(*results, mask, self.sinks)
+        return out
+
+    def _projected(self, context: Tensor) -> Tensor:
+        """Return the output projection of the core's result, whose heads may be padded."""
+        values = context.unflatten(2, (-1, self.plan.head_size))[..., : self.plan.value_size]
+        with self.offloading_output():
+            out: Tensor = self.output(values.flatten(2))
+        return out
+
     def _merged_weight(self) -> Tensor:
         """Return the matrix that computes keys and values, with a single adapter merged into it."""
         weight, adapter = self.latent_up.weight, self.latent_up.adapter
@@ -257,17 +302,22 @@ class LatentAttention(nn.Module):
         padding = self.plan.head_size - heads.shape[-1]
         return F.pad(heads, (0, padding)) if padding else heads
 
-    def _query(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """Return this rank's queries [s, b, n/t, nope + rope]."""
+    def _query_source(self, x: Tensor) -> Tensor:
+        """Return what queries are computed from: the normalized latent vectors, or `x`."""
         if self.query_down is not None:
             x = self.query_down(x)
         if self.query_norm is not None:
             _, x = self.query_norm(Stream(x))
-        query = self.query_up(x).unflatten(2, (-1, self.plan.key_size))
-        if rotation is None:
-            return query
-        nope, rope = query.split((self.plan.nope_size, self.plan.rope_size), dim=3)
-        return torch.cat((nope, self.rotate(rope, rotation)), dim=3)
+        return x
+
+    def _query(self, source: Tensor, rotation: Rotation | None) -> Tensor:
+        """Return this rank's scaled queries [s, b, n/t, d]."""
+        plan = self.plan
+        query = self.query_up(source).unflatten(2, (-1, plan.key_size))
+        if rotation is not None:
+            nope, rope = query.split((plan.nope_size, plan.rope_size), dim=3)
+            query = torch.cat((nope, self.rotate(rope, rotation)), dim=3)
+        return self._padded(query * plan.query_scale if plan.query_scale != 1 else query)
 
     def _latent(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Return latent vectors [s, b, rank], or this rank's part of them, and the shared keys.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -184,40 +184,58 @@ def discarding_output(
         compute: A function that computes the tensor again. It should use only tensors that are kept
             anyway.
     """
-    recomputed = _Recomputed(result, compute)
+    return discarding_outputs((result,), lambda: (compute(),))
+
+
+def discarding_outputs(
+    results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
+) -> AbstractContextManager[None]:
+    """Return a context like `discarding_output`'s for tensors that are recomputed together.
+
+    Args:
+        results: The tensors. They may be freed after the context.
+        compute: A function that computes all of them again.
+    """
+    recomputed = _Recomputed(results, compute)
     return torch.autograd.graph.saved_tensors_hooks(recomputed.pack, recomputed.unpack)
 
 
 class _View(NamedTuple):
-    """The shape and strides with which an operation used the whole tensor."""
+    """The number of a discarded tensor, and the shape and strides with which it was used."""
 
+    number: int
     shape: torch.Size
     stride: tuple[int, ...]
 
 
 class _Recomputed:
-    """A tensor that is recomputed once, when the first backward operation needs it."""
+    """Tensors that are recomputed once, when the first backward operation needs one of them."""
 
-    def __init__(self, result: Tensor, compute: Callable[[], Tensor]) -> None:
-        self._address, self._elements = result.data_ptr(), result.numel()
+    def __init__(self, results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        self._indices = {
+            (result.data_ptr(), result.numel()): index
+            for index, result in enumerate(results)
+            if result.numel()
+        }
         self._compute = compute
-        self._value: Tensor | None = None
-        self._pending = 0  # backward operations that have not unpacked the tensor yet
+        self._values: Sequence[Tensor] = ()
+        self._pending = 0  # backward operations that have not unpacked a tensor yet
 
     def pack(self, x: Tensor) -> Tensor | _View:
-        if x.data_ptr() != self._address or x.numel() != self._elements or not self._elements:
+        index = self._indices.get((x.data_ptr(), x.numel()))
+        if index is None:
             return x.detach()  # keeping its own result would create a reference cycle
         self._pending += 1
-        return _View(x.shape, x.stride())
+        return _View(index, x.shape, x.stride())
 
     def unpack(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if self._value is None:
+        if not self._values:
             with torch.no_grad():
-                self._value = self._compute()
-        value = self._value
+                self._values = self._compute()
+        value = self._values[saved.number]
         self._pending -= 1
         if self._pending <= 0:
-            self._value = None
+            self._values = ()
         return value.as_strided(saved.shape, saved.stride)

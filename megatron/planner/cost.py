@@ -18,9 +18,17 @@ from megatron.models.arithmetic import heads_of
 from megatron.models.block import Block, class_of
 from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.freezing import frozen_format
+from megatron.models.latent_attention import LatentAttention
 from megatron.models.mixture_plan import MixturePlan
 from megatron.models.multi_token import Depth
-from megatron.models.plan import AttentionPlan, LayerPlan, ModelPlan, SublayerPlan, multi_token_plan
+from megatron.models.plan import (
+    AttentionPlan,
+    LatentAttentionPlan,
+    LayerPlan,
+    ModelPlan,
+    SublayerPlan,
+    multi_token_plan,
+)
 from megatron.models.recompute import RecomputePlan
 from megatron.models.recurrent_plan import RecurrentPlan
 from megatron.parallel.layout import Layout
@@ -410,14 +418,16 @@ def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | Non
     if modules is not None:
         named = set(modules)
         work = [class_of(sublayer).flops(sublayer, 1, 1).products for sublayer in layer.sublayers]
-        in_mlp = work[-1] / sum(work) if named & {"mlp", "moe"} else 0.0
+        share = work[-1] / sum(work) if named & {"mlp", "moe"} else 0.0
+        if "mla_up_proj" in named and isinstance(layer.mixer, LatentAttentionPlan):
+            share += work[0] / sum(work) * LatentAttention.share_of_heads(layer.mixer)
         repeated = Seconds(
-            in_mlp * repeated.products,
+            share * repeated.products,
             repeated.attention if "core_attn" in named else 0.0,
-            (in_mlp + 0.2 * ("layernorm" in named)) * repeated.memory,
-            in_mlp * repeated.exchange,
+            (share + 0.2 * ("layernorm" in named)) * repeated.memory,
+            share * repeated.exchange,
         )
-        host *= in_mlp
+        host *= share
     return passes._replace(inputs=passes.inputs.plus(repeated), host=passes.host + host)
 
 

@@ -237,7 +237,16 @@ RULES = [
         ["--moe-ffn-hidden-size 24 is not a multiple of 16"],
     ),
     (f"{SELECTIVE} moe", 1, ["--recompute-modules moe requires --num-experts"]),
-    (f"{SELECTIVE} core_attn mla_up_proj", 1, ["--recompute-modules core_attn mla_up_proj"]),
+    (
+        f"{SELECTIVE} core_attn mla_up_proj",
+        1,
+        ["--recompute-modules mla_up_proj requires --multi-latent-attention"],
+    ),
+    (
+        f"{SELECTIVE} mla_up_proj --multi-latent-attention --lora-rank 2 --lora-dropout 0.1",
+        1,
+        ["--recompute-modules mla_up_proj with --lora-dropout 0.1"],
+    ),
     (
         f"{MIXTURE} {SELECTIVE} shared_experts",
         1,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +15,16 @@ from torch import Tensor
 from megatron.config.stages import ModelPart
 from megatron.kernels.rope import Rotation
 from megatron.models.arithmetic import count_part_parameters
-from megatron.models.costs import WeightSplit
+from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.latent_attention import LatentAttention
 from megatron.models.plan import LatentAttentionPlan, rotaries
+from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
-from tests.models.small import SEQUENCE, config, gpt, plan
+from tests.distributed import run_distributed
+from tests.models.small import SEQUENCE, config, gpt, loss_and_gradients, plan
+from tests.training.toy import losses_and_norms_of
 
 RANK, STILL, TURNING, VALUE, HEADS, HIDDEN = 10, 6, 4, 7, 4, 16
 KEY = STILL + TURNING
@@ -144,3 +149,77 @@ def test_learned_positions_are_added_to_words_and_do_not_replace_the_rotation() 
     weights["embedding.word.weight"][:SEQUENCE] += positions
     rotary.load_state_dict(weights)
     torch.testing.assert_close(learned(tokens), rotary(tokens))
+
+
+@pytest.mark.parametrize("modules", [(), ("core_attn",), ("layernorm",)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        YARN,
+        {"q_lora_rank": None},
+        {"v_head_dim": 13, "kv_channels": 13},
+        {"attention_dropout": 0.5},
+    ],
+)
+def test_recomputed_heads_are_the_same_bits(
+    changes: dict[str, Any], modules: tuple[str, ...]
+) -> None:
+    flags = {**NETWORK, **changes}
+    again = gpt(flags, recompute=RecomputePlan("selective", modules=("mla_up_proj", *modules)))
+    expected = loss_and_gradients(gpt(flags))
+    torch.testing.assert_close(loss_and_gradients(again), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("modules", "is_kept"),
+    [((), True), (("mla_up_proj",), False), (("mla_up_proj", "core_attn"), False)],
+)
+def test_recomputed_heads_are_not_kept(modules: tuple[str, ...], is_kept: bool) -> None:
+    recompute = RecomputePlan("selective", modules=modules) if modules else None
+    model, seen = gpt(NETWORK, recompute=recompute), []
+    model.layers["1"].attention.core.register_forward_pre_hook(
+        lambda _, inputs: seen.extend(weakref.ref(x.untyped_storage()) for x in inputs[:3])
+    )
+    logits = model(torch.arange(SEQUENCE)[None])
+    assert [each() is not None for each in seen] == [is_kept] * 3
+    logits.sum().backward()
+    assert len(seen) == (6 if len(modules) == 2 else 3)
+
+
+def test_recomputed_heads_are_counted_as_work_and_not_as_memory() -> None:
+    held = gpt(NETWORK).layers["0"].attention.plan
+    batch = MicroBatch(sequences=2, length=SEQUENCE)
+    less = replace(batch, recomputed=frozenset({"mla_up_proj"}))
+    saved = LatentAttention.activation_bytes(held, batch)
+    saved -= LatentAttention.activation_bytes(held, less)
+    assert saved == 4 * 2 * SEQUENCE * HEADS * 5 * KEY  # query, key, value, and parts of two
+    up = HEADS * KEY * 9 + HEADS * (STILL + VALUE) * RANK
+    others = HIDDEN * 9 + HIDDEN * (RANK + TURNING) + HEADS * VALUE * HIDDEN
+    assert LatentAttention.share_of_heads(held) == up / (up + others)
+
+
+_LATENT = """
+    --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12
+    --qk-pos-emb-head-dim 6 --v-head-dim 14 --qk-layernorm --position-embedding-type rope
+    --hidden-dropout 0 --attention-dropout 0 --train-iters 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        ({"tensor": 2}, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ({"tensor": 2}, "--tensor-model-parallel-size 2 --tp-comm-overlap --sequence-parallel"),
+        ({"context": 2}, "--context-parallel-size 2"),
+        ({}, "--zero-stage 3"),
+    ],
+)
+def test_heads_are_recomputed_in_every_layout(sizes: dict[str, int], flags: str) -> None:
+    recomputed = f"{_LATENT} {flags} --recompute-granularity selective"
+    recomputed += " --recompute-modules layernorm mla_up_proj"
+    expected = losses_and_norms_of(Layout.single(), _LATENT)
+    for losses, norms in run_distributed(2, losses_and_norms_of, recomputed, **sizes):
+        if losses:
+            assert losses == pytest.approx(expected[0], rel=1e-5)
+            assert norms == pytest.approx(expected[1], rel=1e-4)
