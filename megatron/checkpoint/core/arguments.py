@@ -312,6 +312,8 @@ def core_arguments(
         use_dist_ckpt=True,
         dist_ckpt_optim_fully_reshardable=config.parallel.use_distributed_optimizer,
     )
+    if model.position_embedding_type == "none":  # Core refuses --no-position-embedding with it
+        vars(args).update(position_embedding_type="none", add_position_embedding=True)
     if model.multi_latent_attention:  # Core's unfused core assumes values of this size
         args.kv_channels = model.v_head_dim
         vars(args).update({name: getattr(model, flag) for name, (flag, _) in _YARN.items()})

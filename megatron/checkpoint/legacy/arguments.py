@@ -123,7 +123,11 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
         model.pop("add_qkv_bias", None)
     if args.get("use_rotary_position_embeddings"):
         model["position_embedding_type"] = "rope"
-    elif args.get("add_position_embedding") is False:
+    elif (
+        args.get("add_position_embedding") is False
+        and args.get("position_embedding_type") != "rope"
+    ):
+        # Many scripts give --no-position-embedding with rotary embeddings.
         model["position_embedding_type"] = "none"
     if architecture == "retro":
         model |= {name: args[name] for name in _RETRO_FIELDS if name in args}

@@ -1,9 +1,12 @@
 """Command lines stored in checkpoints for Megatron Core."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron.checkpoint.core.arguments import core_arguments, core_config, layer_frequency
+from megatron.checkpoint.legacy.arguments import legacy_config
 from megatron.config.attention import YARN_FIELDS, layer_windows
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import (
@@ -46,6 +49,28 @@ def test_windows_are_written_as_core_has_them_and_read_again(frequency, layers):
     assert args.window_attn_skip_freq == layers
     model = ModelConfig(**{**vars(config.model), **core_config(vars(args))["model"]})
     assert layer_windows(model, 4) == layer_windows(config.model, 4)
+
+
+def test_a_network_without_positions_is_written_as_core_can_load_it():
+    """Core compares add_position_embedding and refuses False for networks without positions."""
+    config = parse("--position-embedding-type none").config
+    before = {"position_embedding_type": "learned_absolute", "add_position_embedding": False}
+    for meta in ({}, {"legacy_args": before}):
+        args = vars(core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1))
+        assert args["position_embedding_type"] == "none"
+        assert args["add_position_embedding"] is True
+        assert core_config(args)["model"]["position_embedding_type"] == "none"
+
+
+def test_rotary_embeddings_with_no_position_embedding_are_read_as_rotary():
+    """--no-position-embedding only says that there is no table of positions."""
+    config = parse("--position-embedding-type rope").config
+    args = vars(core_arguments(config, {}, rows=1024, dtype=torch.float32, data_parallel=1))
+    args |= {"add_position_embedding": False, "use_rotary_position_embeddings": False}
+    for read in (core_config, partial(legacy_config, architecture="gpt")):
+        assert read(args)["model"]["position_embedding_type"] == "rope"
+        older = {**args, "position_embedding_type": "learned_absolute"}
+        assert read(older)["model"]["position_embedding_type"] == "none"
 
 
 def test_what_llama_4_shares_with_core_is_written_and_read_again():
