@@ -3,7 +3,8 @@
 Sample i of a blend comes from the dataset that lags furthest behind its share. If a dataset has
 weight w, and t samples have been taken from it so far, that is the dataset with the largest
 `w * max(i, 1) - t`, or the first of several with the same value. The order is the same as in
-Megatron-LM, computed with the same floating-point operations. With --blend-schedule, the weights
+Megatron-LM, computed with the same floating-point operations. Datasets without weights are blended
+as in Megatron Core, by the numbers of samples that they have. With --blend-schedule, the weights
 change during the run. Each phase is then a blend that continues in every dataset where the previous
 phase stopped.
 """
@@ -34,10 +35,20 @@ class BlendPhase(NamedTuple):
     Attributes:
         start: The first sample of the phase.
         weights: The proportions in which to draw from the datasets, `[d]`. Some may be 0.
+        are_sizes: Whether the weights are the datasets' sizes, because the user gave none.
     """
 
     start: int
     weights: tuple[float, ...]
+    are_sizes: bool = False
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """The weights divided by their sum, with the operations of Megatron, `[d]`."""
+        if self.are_sizes:  # as in Megatron Core; Megatron-LM requires weights
+            sizes = np.array(self.weights, np.float64)
+            return sizes / sizes.sum()
+        return normalize(self.weights)
 
 
 def parse_blend_schedule(values: Sequence[str], datasets: int, unit: int) -> list[BlendPhase]:
@@ -85,7 +96,7 @@ def samples_per_dataset(phases: Sequence[BlendPhase], num_samples: int) -> list[
     ends = [*(phase.start for phase in phases[1:]), num_samples]
     shares = [0.0] * len(phases[0].weights)
     minimums = [0] * len(shares)
-    for (start, weights), end in zip(phases, ends, strict=True):
+    for (start, weights, _), end in zip(phases, ends, strict=True):
         total = sum(weights, 0.0)
         for i, weight in enumerate(weights):
             share = (end - start) * (weight / total)
@@ -114,7 +125,7 @@ def blend(
             f"--data-path: {len(datasets)} datasets are given, but at most {_MAX_DATASETS} can be "
             "blended: join some of them with tools/merge_datasets.py"
         )
-    shares = [normalize(weights) for _, weights in phases]
+    shares = [phase.shares for phase in phases]
     starts = np.array([phase.start for phase in phases])
     members = "".join(f"{dataset.description}\n\n" for dataset in datasets)
     description = f"Blendable dataset\n\nDatasets:\n{members}Weights: {shares[0]}\nSize: {size}\n"
@@ -161,12 +172,12 @@ def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
     """
     count = len(phases[0].weights)
     if len(phases) == 1:
-        return build_blend_index(normalize(phases[0].weights), size)
+        return build_blend_index(phases[0].shares, size)
     datasets = np.empty(size, np.uint8 if count < 255 else np.int16)
     samples = np.empty(size, np.int64)
     num_drawn = np.zeros(count, np.int64)
     ends = [*(phase.start for phase in phases[1:]), size]
-    for (start, weights), end in zip(phases, ends, strict=True):
+    for (start, weights, _), end in zip(phases, ends, strict=True):
         active = np.flatnonzero(weights)
         index = build_blend_index(normalize([weights[i] for i in active]), end - start)
         datasets[start:end] = active[index.datasets]

@@ -92,6 +92,9 @@ class DatasetPart(NamedTuple):
 
 
 BuildPart = Callable[[DatasetPart], DescribedDataset]
+# A function that returns the number of samples in an epoch of a part of an indexed dataset, from
+# the dataset and the part's bounds.
+EpochSamples = Callable[[IndexedDataset, tuple[int, int]], int]
 # A function that makes the samples of text from the corpus, the bounds of the split's pieces, the
 # number of samples and the index of the dataset in its blend.
 BuildText = Callable[[TextCorpus, tuple[int, int], int, int], DescribedDataset]
@@ -118,7 +121,7 @@ class DataSource(Protocol):
 
     @property
     def size(self) -> int:
-        """The size in tokens, records or bytes: the weight in a blend without explicit weights."""
+        """The size in tokens, records or bytes, used if a blend has no weights."""
 
     def __len__(self) -> int:
         """Return the number of documents that --split divides."""
@@ -128,13 +131,13 @@ class _Member(NamedTuple):
     """One dataset in the blend of a split.
 
     Attributes:
-        weight: The weight of the dataset in the blend.
+        weight: The weight of the dataset in the blend; `None` if the user gave none.
         data: The dataset.
         bounds: The first document of the split, and its end (exclusive).
         documents: The number of documents in the whole dataset.
     """
 
-    weight: float
+    weight: float | None
     data: DataSource
     bounds: tuple[int, int]
     documents: int
@@ -149,6 +152,7 @@ def build_datasets(
     build_text: BuildText | None = None,
     reads_tfrecords: bool = False,
     open_source: Callable[[str, str], DataSource] | None = None,
+    epoch_samples: EpochSamples | None = None,
 ) -> Datasets:
     """Build the training, validation and test data that the flags name.
 
@@ -165,6 +169,9 @@ def build_datasets(
         reads_tfrecords: Whether `build_part` also makes samples from TFRecords, one per record.
         open_source: A function that opens the path in a flag as a custom source, instead of any of
             the above. `build_part` makes the samples.
+        epoch_samples: A function that returns the number of samples in an epoch of a part of an
+            indexed dataset. Indexed datasets without weights are blended by these numbers. By
+            default, they are blended by their numbers of tokens.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
@@ -186,7 +193,9 @@ def build_datasets(
             assert build_text is not None, "text was refused"
             return build_text(member.data, member.bounds, count, dataset_index)
 
-        return Datasets(*(_build_split(*split, request, build) for split in enumerate(members)))
+        return Datasets(
+            *(_build_split(*split, request, build, epoch_samples) for split in enumerate(members))
+        )
 
 
 def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float | None, str]]:
@@ -340,8 +349,7 @@ def _open_members(
             if len(split_indices) > 1:
                 bounds = list(itertools.pairwise(split_bounds(data.split, documents)))
             for i in split_indices:
-                member_weight = source.size if weight is None else weight
-                splits[i].append(_Member(member_weight, source, bounds[i], documents))
+                splits[i].append(_Member(weight, source, bounds[i], documents))
         if (
             len({type(member.data) for member in splits[split_indices[0]]}) > 1
             and pairs[0][0] is None
@@ -383,6 +391,7 @@ def _build_split(
     members: Sequence[_Member],
     request: DataRequest,
     build: Callable[[str, _Member, int, int], DescribedDataset],
+    epoch_samples: EpochSamples | None,
 ) -> SampleDataset | None:
     """Build the dataset of split `split_index`, as a blend if it has several members."""
     split, num_samples = SPLIT_NAMES[split_index], request.samples[split_index]
@@ -420,7 +429,8 @@ def _build_split(
                 name = "validation" if split == "valid" else split
                 warn(f"this run has no {name} data: {error}")
             return None
-    phases = [BlendPhase(0, tuple(member.weight for member in nonempty))]
+    phase, counts = _constant_blend(nonempty, num_samples, epoch_samples)
+    phases = [phase]
     if split == "train" and request.data.blend_schedule is not None:
         schedule = parse_blend_schedule(request.data.blend_schedule, len(members), request.unit)
         if len(nonempty) < len(members):
@@ -429,9 +439,34 @@ def _build_split(
                 "drop the dataset, or change --split"
             )
         phases = [phase for phase in schedule if phase.start < num_samples]
-    counts = samples_per_dataset(phases, num_samples)
+        counts = samples_per_dataset(phases, num_samples)
     datasets = [
         build(split, member, count, index)
         for index, (member, count) in enumerate(zip(nonempty, counts, strict=True))
     ]
-    return blend(datasets, phases, sum(counts), request.cache())
+    size = num_samples if phases[0].are_sizes else sum(counts)
+    return blend(datasets, phases, size, request.cache())
+
+
+def _constant_blend(
+    members: Sequence[_Member], num_samples: int, epoch_samples: EpochSamples | None
+) -> tuple[BlendPhase, list[int]]:
+    """Return the proportions of a blend, and the number of samples to prepare from each dataset.
+
+    Without weights, GPT datasets are blended by the samples that they have in the split. If these
+    are enough for the run, one epoch of each dataset is prepared, as in Megatron Core. A longer run
+    repeats the datasets; Megatron Core has no samples for it.
+    """
+    weights = [member.weight for member in members if member.weight is not None]
+    if len(weights) == len(members):
+        phase = BlendPhase(0, tuple(weights))
+        return phase, samples_per_dataset([phase], num_samples)
+    indexed = [(m.data, m.bounds) for m in members if isinstance(m.data, IndexedDataset)]
+    if epoch_samples is None or not 1 < len(indexed) == len(members):
+        phase = BlendPhase(0, tuple(member.data.size for member in members))
+        return phase, samples_per_dataset([phase], num_samples)
+    sizes = [max(1, epoch_samples(data, bounds)) for data, bounds in indexed]
+    phase = BlendPhase(0, tuple(sizes), are_sizes=True)
+    if num_samples <= sum(sizes):
+        return phase, sizes
+    return phase, samples_per_dataset([phase], num_samples)

@@ -321,8 +321,16 @@ def build_gpt_datasets(
     def build_mock(count: int, split: int) -> MockDataset:
         return MockDataset(count, seq_length, vocab_size, request.seed, split)
 
+    def epoch_samples(data: IndexedDataset, bounds: tuple[int, int]) -> int:
+        tokens = int(data.sequence_lengths[slice(*bounds)].sum(dtype=np.int64))
+        return (tokens - 1) // seq_length
+
     splits = build_datasets(
-        request, build_part, build_mock, build_text=None if tokenizer is None else build_text
+        request,
+        build_part,
+        build_mock,
+        build_text=None if tokenizer is None else build_text,
+        epoch_samples=epoch_samples,
     )
     data = request.data
     if tokenizer is not None and data.fim_data:

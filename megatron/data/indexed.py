@@ -123,7 +123,7 @@ class IndexedDataset:
 
     @property
     def size(self) -> int:
-        """The number of tokens: this dataset's weight in a blend without explicit weights."""
+        """The number of tokens."""
         return self.num_tokens
 
     @property

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.config.data import DataConfig
 from megatron.data import gpt as gpt_module
+from megatron.data.blend import BlendedDataset
 from megatron.data.datasets import (
     Datasets,
     corpus_fingerprint,
@@ -22,6 +23,7 @@ from megatron.data.datasets import (
     split_bounds,
 )
 from megatron.data.gpt import GPTDataset, build_gpt_datasets
+from megatron.data.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.layout import Layout
 from tests.data.corpus import request_for, write_corpus
@@ -73,6 +75,35 @@ def test_a_blend(tmp_path: Path) -> None:
     assert single is not None
     assert train[0]["text"].tolist() == single[0]["text"].tolist()
     assert [train[i]["id"] for i in range(50)] == [*range(50)]
+
+
+def test_a_blend_without_weights_has_the_samples_of_one_epoch(tmp_path: Path) -> None:
+    """As in Megatron Core: datasets in proportion to their samples, each read once."""
+    paths = tuple(
+        str(write_corpus(tmp_path / name, documents=20 * (4 - seed), seed=seed))
+        for seed, name in enumerate("abc")
+    )
+    config = DataConfig(seq_length=16, data_path=paths, split="1")
+    tokens = [int(IndexedDataset(path).sequence_lengths.sum()) for path in paths]
+    sizes = [(count - 1) // 16 for count in tokens]
+    total = sum(sizes)
+    shares = [size / total for size in sizes]
+    train = build(config, samples=(total, 0, 0)).train
+    assert isinstance(train, BlendedDataset)
+    drawn = [0, 0, 0]
+    for i in range(total):
+        lag = [share * max(i, 1) - taken for share, taken in zip(shares, drawn, strict=True)]
+        drawn[lag.index(max(lag))] += 1
+        assert train.index.datasets[i] == lag.index(max(lag))
+    assert drawn == [len(part) for part in train.datasets] == sizes  # type: ignore[arg-type]
+    single = build(dataclasses.replace(config, data_path=paths[:1]), samples=(sizes[0], 0, 0))
+    assert isinstance(single.train, GPTDataset)
+    assert isinstance(train.datasets[0], GPTDataset)
+    assert (train.datasets[0].index.shuffle == single.train.index.shuffle).all()
+    longer = build(config, samples=(total + 1, 0, 0)).train
+    assert isinstance(longer, BlendedDataset)
+    assert len(longer) == total + 1
+    assert sum(len(part) for part in longer.datasets) > total + 1  # type: ignore[arg-type]
 
 
 def test_a_blend_member_without_documents_is_left_out(
@@ -225,6 +256,8 @@ def test_one_rank_builds_unless_disks_are_local(tmp_path: Path, node_local: bool
         ("969, 30, 1", 1000, (0, 969, 999, 1000)),
         ("949,50,1", 100, (0, 95, 100, 100)),
         ("90/5/5", 1000, (0, 900, 950, 1000)),
+        ("969,30,1", 1500, (0, 1453, 1498, 1500)),
+        ("1454,44,2", 1500, (0, 1454, 1498, 1500)),  # Megatron Core's splits for the line above
         ("1", 7, (0, 7, 7, 7)),
         ("0,1", 7, (0, 0, 7, 7)),
         ("1,1,1", 8, (0, 2, 5, 8)),  # rounds to 3, 6, 9: one too many, subtracted from each bound
