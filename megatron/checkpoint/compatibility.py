@@ -139,6 +139,14 @@ def check_states(config: RunConfig, reader: Reader) -> None:
         for name in (path.partition(".")[2],)
         if saved.get(name) not in (None, current[path])
     ]
+    # Without momentum, SGD has no states, which a run with momentum would miss.
+    momentum = "optimizer.sgd_momentum"
+    if (
+        current["optimizer.optimizer"] == "sgd"
+        and current[momentum]
+        and saved.get("sgd_momentum") == 0
+    ):
+        differing.append(_difference(momentum, current[momentum], 0.0))
     if differing:
         raise CheckpointError(
             f"--load {reader.path}: the optimizer's states are from a different run:\n  "

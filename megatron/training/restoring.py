@@ -16,10 +16,11 @@ from megatron.checkpoint.entries import (
     State,
     flatten,
 )
+from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.loading import checkpoints_below, open_root
 from megatron.checkpoint.merged import AveragedReader
 from megatron.checkpoint.non_persistent import RUN
-from megatron.checkpoint.reader import PaddedReader, Reader, restore
+from megatron.checkpoint.reader import SHOWN, PaddedReader, Reader, restore
 from megatron.checkpoint.store import STATES
 from megatron.command import print_line
 from megatron.config import RunConfig
@@ -242,6 +243,7 @@ def restore_run(run: Run, reader: Reader) -> None:
             )
         check_states(run.config, reader)
         named = run.optimizer.named_tensors()
+        _check_trained(run, reader, named)
         state |= _updated_state(run, reader, named)
     # Report incompatible settings before reading much.
     _check_tokenizer(run, reader)
@@ -274,6 +276,39 @@ def restore_run(run: Run, reader: Reader) -> None:
         )
         for line in reader.meta.get("notices", ()):
             print_line(f"  {line}")
+
+
+def _check_trained(run: Run, reader: Reader, named: Iterable[str]) -> None:
+    """Check that the checkpoint holds optimizer states of all weights that the run trains.
+
+    Collective, because each process may hold states of other weights. There are no states of
+    weights that were frozen when the checkpoint was saved.
+
+    Args:
+        run: The run.
+        reader: The checkpoint.
+        named: The names of the optimizer's `named_tensors`.
+
+    Raises:
+        CheckpointError: The checkpoint holds no state of some weight.
+    """
+    saved = {name.rpartition(".")[0] for name in reader.names() if name.startswith(STATES)}
+    trained = {name.rpartition(".")[0] for name in named}
+    local = sorted(name for name in trained if f"{STATES}{name}" not in saved)
+    lacking = sorted(set().union(*JsonExchange(run.layout.world).gather(local)))
+    if not lacking:
+        return
+    model = reader.meta["config"].get("model", {})
+    flags = " ".join(("--freeze", *(model.get("freeze") or ())))
+    if not model.get("freeze"):
+        flags = "--retro-freeze-gpt" if model.get("retro_freeze_gpt") else ""
+    more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+    raise CheckpointError(
+        f"--load {reader.path}: the checkpoint holds no optimizer states of weights that this run "
+        f"trains: {', '.join(lacking[:SHOWN])}{more}: "
+        + (f"give {flags}, as when it was saved, or " if flags else "give ")
+        + "--no-load-optim to continue with fresh states (--finetune: from iteration 0)"
+    )
 
 
 def _updated_state(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 from tests.training.toy import build_toy, fingerprint, train_toy
@@ -134,3 +134,23 @@ def test_frozen_shards_in_16_bits_are_those_of_the_checkpoint(tmp_path, frozen):
     losses, _ = run_distributed(2, _losses_of, start)
     resumed, _ = run_distributed(2, _losses_of, f"{flags} --load {saved} --ckpt-step 1")
     assert resumed == losses[1:]
+
+
+def _refused_load(layout, flags):
+    with pytest.raises(CheckpointError) as error:
+        build_toy(layout, flags.split())
+    return str(error.value)
+
+
+def test_weights_that_were_frozen_have_no_states_to_continue_with(tmp_path):
+    """All processes refuse, also those that update other weights."""
+    common = "--eval-iters 0 --train-iters 1 --zero-stage 1"
+    saved = f"{common} --freeze embedding.position layers.0.attention.output.bias"
+    train_toy(Layout.single(), f"{saved} --save {tmp_path} --save-interval 1".split())
+    told = (
+        f"--load {tmp_path / 'iter_0000001'}: the checkpoint holds no optimizer states of weights "
+        "that this run trains: embedding.position.weight, layers.0.attention.output.bias: give "
+        "--freeze embedding.position layers.0.attention.output.bias, as when it was saved, or "
+        "--no-load-optim to continue with fresh states (--finetune: from iteration 0)"
+    )
+    assert run_distributed(2, _refused_load, f"{common} --load {tmp_path}") == [told, told]

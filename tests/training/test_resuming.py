@@ -151,6 +151,13 @@ def test_states_of_another_optimizer_are_refused_by_flag(saved, tmp_path, form, 
     assert build_toy(Layout.single(), ["--load", str(folder), *flags.split(), "--no-load-optim"])
 
 
+def test_momentum_that_was_not_saved_is_refused_by_flag(tmp_path):
+    words = f"--optimizer sgd --eval-iters 0 --train-iters 1 --save {tmp_path} --save-interval 1"
+    train_toy(Layout.single(), [*words.split(), "--sgd-momentum", "0"])
+    message = _refusal("--load", str(tmp_path), *words.split())
+    assert "\n  --sgd-momentum is 0.9 here and 0.0 in the checkpoint\n" in message
+
+
 def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
     lost = "the order of samples changes, and some are seen again"
     flags = ["--seed", "8", "--train-iters", "7", "--override-opt_param-scheduler"]
