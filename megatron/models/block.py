@@ -101,7 +101,7 @@ MIXERS: dict[str, Any] = {
 # An MLP is called with x. Otherwise it is like a mixer.
 MLPS: dict[str, Any] = {"dense": MLP, "mixture": Mixture}
 # The name of each kind of MLP in --recompute-modules.
-_MODULES = {"dense": "mlp", "mixture": "moe"}
+_RECOMPUTE_NAMES = {"dense": "mlp", "mixture": "moe"}
 
 
 def class_of(plan: SublayerPlan) -> Sublayer:
@@ -156,8 +156,9 @@ class Block(nn.Module):
             self.retriever = LayerStack(
                 layers, context.within_rank(), range(len(layers)), layer_offset=layer_offset
             )
-        self.mlp, kind = None, "" if plan.mlp is None else plan.mlp.kind
-        self.recomputes_mlp = _MODULES.get(kind) in context.recomputed
+        self.mlp = None
+        kind = "" if plan.mlp is None else plan.mlp.kind
+        self.recomputes_mlp = _RECOMPUTE_NAMES.get(kind) in context.recomputed
         if plan.mlp is not None:
             self.mlp_norm, self.mlp_output_norm = None, None
             if not plan.shares_norm:
@@ -231,7 +232,7 @@ class Block(nn.Module):
         elements = batch.tokens * plan.hidden // batch.sequence
         total = 0
         for sublayer in plan.sublayers:
-            if _MODULES.get(sublayer.kind) in batch.recomputed:  # keeps only its input
+            if _RECOMPUTE_NAMES.get(sublayer.kind) in batch.recomputed:  # keeps only its input
                 total += element_bytes * elements
                 continue
             recomputes = "layernorm" in batch.recomputed and _recomputes_norms(plan)
@@ -408,7 +409,7 @@ class LayerStack(nn.ModuleDict):
         self.rotaries = {
             index: kinds.index(rotary)
             for index in layers
-            if (rotary := getattr(plans[index].mixer, "rotary", None)) is not None
+            if (rotary := plans[index].rotary) is not None
         }
         self.groups = layer_groups(recompute, layers)
         layout = context.layout

@@ -76,5 +76,6 @@ class Network(nn.Module):
             layer: The plan of the layer.
             rotations: The result of `rotation`.
         """
-        rotary = getattr(layer.mixer, "rotary", None)
-        return None if rotary is None else rotations[rotaries(self.plan.layers).index(rotary)]
+        if layer.rotary is None:
+            return None
+        return rotations[rotaries(self.plan.layers).index(layer.rotary)]

@@ -419,6 +419,11 @@ class LayerPlan:
         return self.sublayers[0].hidden
 
     @property
+    def rotary(self) -> RotaryPlan | None:
+        """The mixer's rotary embeddings; `None` if it has none."""
+        return getattr(self.mixer, "rotary", None)
+
+    @property
     def encoding(self) -> tuple[LayerPlan, ...]:
         """The layers of the retriever; empty if there is none."""
         return () if self.retriever is None else self.retriever.layers
@@ -426,7 +431,7 @@ class LayerPlan:
 
 def rotaries(layers: Sequence[LayerPlan]) -> tuple[RotaryPlan, ...]:
     """Return the distinct rotary plans of `layers`, in order of first use."""
-    plans = dict.fromkeys(getattr(layer.mixer, "rotary", None) for layer in layers)
+    plans = dict.fromkeys(layer.rotary for layer in layers)
     return tuple(rotary for rotary in plans if rotary is not None)
 
 
