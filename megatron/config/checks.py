@@ -199,9 +199,9 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     for field, value in given:
         needs = field.info.needs
         if value is not None and needs is not None and not needs.is_met(config):
-            lines.append(f"{field.spell(value)} changes nothing without {needs.description}")
+            lines.append(f"{field.spell(value)} has no effect without {needs.description}")
         elif value is not None and field.name in unread:
-            lines.append(f"{field.spell(value)} changes nothing with --tokenizer-type {kind}")
+            lines.append(f"{field.spell(value)} has no effect with --tokenizer-type {kind}")
     kind = config.checkpoint.ckpt_format
     if config.checkpoint.save is not None and kind != "native":
         style = config.schedule.lr_decay_style if kind == "legacy" else None
@@ -233,14 +233,14 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     is_given = is_selective and "mlp" in training.recompute_modules and model.num_experts
     if is_given and all(mixture_layers(model, model.num_layers or 0)):
         yield (
-            "--recompute-modules mlp changes nothing: no layer has a dense MLP; use moe for "
+            "--recompute-modules mlp has no effect: no layer has a dense MLP; use moe for "
             "mixtures of experts"
         )
     iterations, profiling = config.training.train_iters, config.profiling
     if profiling.profile and iterations is not None and profiling.windows[0][0] > iterations:
         flag = "--profile-windows" if profiling.profile_windows else "--profile-step-start"
         yield (
-            f"--profile changes nothing: the run ends at --train-iters {iterations}, before "
+            f"--profile has no effect: the run ends at --train-iters {iterations}, before "
             f"{flag} {profiling.windows[0][0]}"
         )
     later = [
@@ -250,7 +250,7 @@ def _no_effect(config: RunOptions, start: RunOptions) -> Iterator[str]:
     ]
     if later:
         yield (
-            f"--iterations-to-skip {' '.join(later)} changes nothing: the run ends earlier, at "
+            f"--iterations-to-skip {' '.join(later)} has no effect: the run ends earlier, at "
             f"--train-iters {iterations}"
         )
     given = config.training.skip_train and not start.training.skip_train

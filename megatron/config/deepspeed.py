@@ -3,7 +3,7 @@
 `deepspeed_keys.json` lists DeepSpeed's keys, grouped by how they are handled:
 
     translated      the flags that a key sets, for the documentation; `_Translation` sets them
-    accepted        keys that change nothing here, with the reason and DeepSpeed's default
+    accepted        keys that have no effect here, with the reason and DeepSpeed's default
     refused         keys of unsupported features, with what to do instead and DeepSpeed's default
 
 DeepSpeed's defaults, "auto" and null have no effect, nor does a section of the file whose "enabled"
@@ -85,7 +85,7 @@ class KeyHandling:
     """The handling of a key that is not translated into flags.
 
     Attributes:
-        reason: Why the key changes nothing, or why it is refused and what to do instead.
+        reason: Why the key has no effect, or why it is refused and what to do instead.
         default: DeepSpeed's default; `{}` for a section of the file.
         is_refused: Whether values other than the default are an error.
     """
@@ -556,7 +556,7 @@ def _collect(
     """
     table = key_table()
     keys: dict[str, Any] = {}
-    without_effect: dict[str, list[str]] = {}  # the keys that change nothing, by the reason
+    without_effect: dict[str, list[str]] = {}  # the keys that have no effect, by the reason
     for name, value in section.items():
         key = prefix + name
         nested_keys = [
@@ -595,7 +595,7 @@ def _collect(
         else:
             keys |= _collect(value, f"{key}.", sources, findings)
     findings.notices += [
-        f"{', '.join(sources[key] for key in names)}: changes nothing: {reason}"
+        f"{', '.join(sources[key] for key in names)}: no effect: {reason}"
         for reason, names in without_effect.items()
     ]
     return keys

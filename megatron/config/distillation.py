@@ -16,7 +16,7 @@ _TOP_P = Requirement(
     lambda run: run.distillation.logits_save_top_p is not None, "--logits-save-top-p"
 )
 _LOADS = Requirement(lambda run: run.distillation.logits_load_dir is not None, "--logits-load-dir")
-_LOADED_AHEAD = "changes nothing: --num-workers processes read and decode logits with their samples"
+_LOADED_AHEAD = "has no effect: --num-workers processes read and decode logits with their samples"
 
 
 @dataclass(frozen=True, kw_only=True)

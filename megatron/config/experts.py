@@ -163,7 +163,7 @@ class ExpertOptions:
     moe_pad_expert_input_to_capacity: bool = flag(
         False,
         requires=_DROPS,
-        notice="changes nothing: experts compute exactly the rows that they receive",
+        notice="has no effect: experts compute exactly the rows that they receive",
     )
     moe_per_layer_logging: bool = flag(False, requires=MIXTURE)
 

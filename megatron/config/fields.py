@@ -24,12 +24,12 @@ _EXPECTED = {int: "a whole number", float: "a finite number", bool: "true or fal
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """A condition for a flag. If it is not met, the flag changes nothing or is an error.
+    """A condition for a flag. If it is not met, the flag has no effect or is an error.
 
     Attributes:
         is_met: A function that returns whether the condition holds for a resolved run (a
             `RunOptions`).
-        description: The flags that meet the condition, worded to follow "changes nothing without"
+        description: The flags that meet the condition, worded to follow "has no effect without"
             and "requires".
     """
 
@@ -68,7 +68,7 @@ class FlagInfo:
         above: A number that every value must exceed.
         below: A number that every value must stay below.
         at_most: The largest value.
-        needs: The condition without which the flag changes nothing.
+        needs: The condition without which the flag has no effect.
         requires: The condition that must be met if the value is not the default.
         only_for: The kinds of network that the flag is for. If empty, all.
         is_common: Whether `--help` shows the flag; otherwise only `--help-all` does.

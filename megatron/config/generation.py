@@ -314,7 +314,7 @@ def sample_problems(samples: SamplesConfig) -> list[str]:
 
 
 def find_sample_notices(samples: SamplesConfig) -> list[str]:
-    """Return one line for each flag that is accepted but changes nothing, with the reason."""
+    """Return one line for each flag that is accepted but has no effect, with the reason."""
     if not samples.recompute:
         return []
-    return ["--recompute changes nothing: the KV cache is always used, with the same results"]
+    return ["--recompute has no effect: the KV cache is always used, with the same results"]

@@ -3,7 +3,7 @@
 `other_flags.json` contains them, grouped by how they are handled:
 
     refused         Megatron's flags for unsupported features, with what to do instead
-    accepted        Megatron's flags that change nothing here, with the reason
+    accepted        Megatron's flags that have no effect here, with the reason
     translated      flags of older versions, translated into current flags
     implied         current flags for the defaults of another program. They are added if one of
                     its flags was translated and the flag `with` is given

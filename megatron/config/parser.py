@@ -100,7 +100,7 @@ class ParsedRun:
 
     Attributes:
         config: The resolved and checked configuration.
-        notices: Lines for rank 0 to print once: old flags, and flags that change nothing.
+        notices: Lines for rank 0 to print once: old flags, and flags that have no effect.
         extra: An instance of each of the program's own dataclasses, in their order.
     """
 
@@ -437,7 +437,7 @@ def _unused_values(
         names = ", ".join(
             field.display_name if field.is_switch else field.names[0] for field in fields
         )
-        findings.notices.append(f"these flags change nothing here: {names}")
+        findings.notices.append(f"these flags have no effect here: {names}")
     return unread
 
 

@@ -58,13 +58,13 @@ def without_unused_sizes(config: RunOptions, findings: Findings) -> RunOptions:
     if model.multi_latent_attention and model.kv_channels not in (None, model.latent_head_size):
         unused["model.kv_channels"] = None
         findings.notices.append(
-            f"--kv-channels {model.kv_channels} changes nothing with --multi-latent-attention: "
+            f"--kv-channels {model.kv_channels} has no effect with --multi-latent-attention: "
             "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the sizes of its heads"
         )
     if parallel.expert_tensor_parallel_size is not None and not model.num_experts:
         unused["parallel.expert_tensor_parallel_size"] = None
         findings.notices.append(
-            f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} changes nothing "
+            f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} has no effect "
             "without --num-experts"
         )
     return with_values(config, unused)

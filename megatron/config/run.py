@@ -102,7 +102,7 @@ class Findings:
 
     Attributes:
         problems: One line for each mistake.
-        notices: One line for each old flag, and for each flag that changes nothing.
+        notices: One line for each old flag, and for each flag that has no effect.
         unknown_fields: Names of the fields whose values a mistake leaves unknown.
         origins: For the name of each flag that results from a translation, the flag that was given.
     """

@@ -419,20 +419,20 @@ def test_what_a_run_needs(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--num-query-groups 2", "--num-query-groups 2 changes nothing without"),
+        ("--num-query-groups 2", "--num-query-groups 2 has no effect without"),
         (
             "--num-query-groups 3 --dry-run --dry-run-world-size 2 --tensor-model-parallel-size 2",
-            "--num-query-groups 3 changes nothing without",
+            "--num-query-groups 3 has no effect without",
         ),
-        ("--save-interval 5", "--save-interval 5 changes nothing without --save"),
+        ("--save-interval 5", "--save-interval 5 has no effect without --save"),
         (
             "--profile --profile-windows 2-3 --profile-step-start 5",
-            "--profile-step-start 5 changes nothing without --profile, or with --profile-windows",
+            "--profile-step-start 5 has no effect without --profile, or with --profile-windows",
         ),
-        ("--ckpt-format legacy", "--ckpt-format legacy changes nothing without --save"),
+        ("--ckpt-format legacy", "--ckpt-format legacy has no effect without --save"),
         (
             "--cp-comm-type a2a",
-            "--cp-comm-type a2a changes nothing without --context-parallel-size",
+            "--cp-comm-type a2a has no effect without --context-parallel-size",
         ),
         (
             "--save x --save-interval 1 --ckpt-format legacy --bf16 --fp8-format hybrid "
@@ -446,7 +446,7 @@ def test_what_a_run_needs(name: str) -> None:
         ),
         (
             "--iterations-to-skip 5 40 41",
-            "--iterations-to-skip 40 41 changes nothing: the run ends earlier, at --train-iters 40",
+            "--iterations-to-skip 40 41 has no effect: the run ends earlier, at --train-iters 40",
         ),
         ("--skip-train", "--skip-train without --load: evaluating an untrained model"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm: there is a single LayerNorm kernel"),

@@ -45,7 +45,7 @@ _DEVIATIONS = {
     "default": {
         "--pipeline-model-parallel-comm-backend": "unset means nccl there, too",
         "--moe-layer-freq": "as it is written",
-        "--moe-token-dispatcher-type": "changes nothing",
+        "--moe-token-dispatcher-type": "has no effect",
         "--fp4-recipe": "refused in any case",
         "--inference-grouped-gemm-backend": "refused in any case",
         "--one-logger-project": "refused in any case",

@@ -51,4 +51,4 @@ def test_what_fits_is_taken_without_a_word(words: str) -> None:
 
 def test_a_minimum_of_nothing_is_told() -> None:
     (line,) = parse("--decoupled-min-lr 1e-4").notices
-    assert line == "--decoupled-min-lr 0.0001 changes nothing without --decoupled-lr"
+    assert line == "--decoupled-min-lr 0.0001 has no effect without --decoupled-lr"

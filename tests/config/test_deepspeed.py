@@ -482,14 +482,14 @@ def test_keys_without_translation_are_answered(tmp_path: Path, key: str) -> None
     else:
         (line,) = set(read(tmp_path, content).notices) - set(on)
         assert line.startswith(f"{key} (")
-        assert line.endswith(f"): changes nothing: {answer.reason}")
+        assert line.endswith(f"): no effect: {answer.reason}")
 
 
 @pytest.mark.parametrize("part", ["fp16", "tensorboard", "curriculum_learning", "autotuning"])
 def test_parts_that_are_off_change_nothing(tmp_path: Path, part: str) -> None:
     run = read(tmp_path, {part: {"enabled": False, "loss_scale": 8}})
     (line,) = run.notices
-    assert line.endswith(f"changes nothing: {part}.enabled is not true")
+    assert line.endswith(f"no effect: {part}.enabled is not true")
     assert run.config == parse().config
     assert read(tmp_path, {part: {"enabled": False}}).notices == ()
 

@@ -42,10 +42,10 @@ def test_each_is_said_where_it_is_in_vain(path: str, field: Field) -> None:
         turned["evaluation.eval_iters"] = 0
         start = with_values(start, {**turned, "model.use_flash_attn": True})
     config = with_values(start, {path: _changed(field)})
-    (line,) = [one for one in find_notices(config, 1, start) if "changes nothing" in one]
+    (line,) = [one for one in find_notices(config, 1, start) if "has no effect" in one]
     assert line.startswith(field.spell(_changed(field)))
-    assert line.endswith(f" changes nothing without {need.description}")
-    assert [one for one in find_notices(config, 1, config) if "changes nothing" in one] == []
+    assert line.endswith(f" has no effect without {need.description}")
+    assert [one for one in find_notices(config, 1, config) if "has no effect" in one] == []
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_files_that_the_tokenizer_does_not_read() -> None:
     words = "--tokenizer-type Llama2Tokenizer --tokenizer-model m --merge-file b --vocab-size 9"
     run = parse(words, without=["--vocab-size"])
     assert run.notices == (
-        "--merge-file b changes nothing with --tokenizer-type Llama2Tokenizer",
-        "--vocab-size 9 changes nothing with --tokenizer-type Llama2Tokenizer",
+        "--merge-file b has no effect with --tokenizer-type Llama2Tokenizer",
+        "--vocab-size 9 has no effect with --tokenizer-type Llama2Tokenizer",
     )
 
 
@@ -97,7 +97,7 @@ def test_what_use_checkpoint_args_fills_in_was_not_given() -> None:
     assert line.startswith("--use-checkpoint-args: from the checkpoint: --rotary-base 500")
     given = [*words, "--rotary-base", "500", "--rotary-percent", "0.5"]
     notices = parse_config(given, world_size=1, read_checkpoint=read).notices
-    vain = [line for line in notices if "changes nothing" in line]
+    vain = [line for line in notices if "has no effect" in line]
     assert [line.split()[0] for line in vain] == ["--rotary-percent", "--rotary-base"]
 
 

@@ -69,7 +69,7 @@ def test_samples_that_cannot_be_written(given: dict[str, Any], said: str) -> Non
 
 def test_a_flag_of_samples_without_effect_is_told() -> None:
     (line,) = find_sample_notices(SamplesConfig(prompt="a", recompute=True))
-    assert line.startswith("--recompute changes nothing")
+    assert line.startswith("--recompute has no effect")
 
 
 @pytest.mark.parametrize(

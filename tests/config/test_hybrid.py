@@ -129,4 +129,4 @@ def test_bars_exclude_other_ways_to_distribute_layers() -> None:
 
 def test_sizes_of_mamba_change_nothing_in_other_models() -> None:
     parsed = parse_config(f"{_BASE} --num-layers 2".split(), world_size=1)
-    assert any("--mamba-head-dim 8 changes nothing" in line for line in parsed.notices)
+    assert any("--mamba-head-dim 8 has no effect" in line for line in parsed.notices)

@@ -172,9 +172,9 @@ def test_the_words_that_name_corpora(words: str, said: str | None) -> None:
     ("words", "notice"),
     [
         ("--iterations-to-skip 0 39", None),
-        ("--iterations-to-skip 40", "--iterations-to-skip 40 changes nothing"),
+        ("--iterations-to-skip 40", "--iterations-to-skip 40 has no effect"),
         ("--profile --profile-windows 40-41", None),
-        ("--profile --profile-windows 41-42", "--profile changes nothing: the run ends at"),
+        ("--profile --profile-windows 41-42", "--profile has no effect: the run ends at"),
         ("--profile --profile-step-start 41 --profile-step-end 42", "before --profile-step-start"),
         (f"{_FP8_VARIANCE} 0.98", None),
         (f"{_FP8_VARIANCE} 0.981", "use --adam-beta2 0.95"),

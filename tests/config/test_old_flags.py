@@ -300,7 +300,7 @@ def test_the_first_name_of_sequence_parallelism() -> None:
 
 
 def test_a_mixture_of_megatron_deepspeed() -> None:
-    """Its tutorial's flags are all used, or change nothing and get a notice each."""
+    """Its tutorial's flags are all used, or have no effect and get a notice each."""
     words = (
         "--num-experts 4 4 --topk 2 --mlp-type standard --moe-loss-coeff 0.01 "
         "--moe-expert-parallel-size 2 --create-moe-param-group --disable-moe-token-dropping "

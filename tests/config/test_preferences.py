@@ -38,18 +38,18 @@ def test_what_preferences_refuse(words: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--simpo-gamma 1", "--simpo-gamma 1 changes nothing without --preference-loss simpo"),
+        ("--simpo-gamma 1", "--simpo-gamma 1 has no effect without --preference-loss simpo"),
         (
             "--preference-loss orpo --preference-label-smoothing 0.1",
-            "changes nothing without --preference-loss dpo, robust or simpo",
+            "has no effect without --preference-loss dpo, robust or simpo",
         ),
         (
             "--preference-loss simpo --reference-log-probs x",
-            "changes nothing without --preference-loss dpo, ipo, hinge, robust or kto",
+            "has no effect without --preference-loss dpo, ipo, hinge, robust or kto",
         ),
         (
             "--kto-desirable-weight 2",
-            "--kto-desirable-weight 2 changes nothing without --preference-loss kto",
+            "--kto-desirable-weight 2 has no effect without --preference-loss kto",
         ),
         ("--hidden-dropout 0.1", "--hidden-dropout 0.1 with --preference-loss dpo: the reference"),
     ],

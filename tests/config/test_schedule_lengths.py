@@ -75,7 +75,7 @@ def _own(words: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("words", "notice"),
     [
-        ("", "--lr-warmup-style log changes nothing without "),
+        ("", "--lr-warmup-style log has no effect without "),
         (
             "--lr-warmup-iters 5 --save x --save-interval 5 --ckpt-format legacy",
             "--ckpt-format legacy: Megatron-LM does not support --lr-warmup-style log",

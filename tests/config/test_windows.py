@@ -305,7 +305,7 @@ def test_the_head_size_of_a_script_of_core_changes_nothing_in_latent_attention()
     run = parse(f"{LATENT} --kv-channels 48")
     assert run.config == parse(LATENT).config
     (notice,) = run.notices
-    assert notice.startswith("--kv-channels 48 changes nothing with --multi-latent-attention: ")
+    assert notice.startswith("--kv-channels 48 has no effect with --multi-latent-attention: ")
     assert parse(f"{LATENT} --kv-channels {run.config.model.kv_channels}").notices == ()
 
 
@@ -313,4 +313,4 @@ def test_the_split_of_experts_changes_nothing_in_a_dense_network():
     run = parse("--expert-tensor-parallel-size 4", world_size=2)
     assert run.config == parse(world_size=2).config
     flag = "--expert-tensor-parallel-size 4"
-    assert run.notices == (f"{flag} changes nothing without --num-experts",)
+    assert run.notices == (f"{flag} has no effect without --num-experts",)

@@ -75,7 +75,7 @@ def _vain(parsed: ParsedRun) -> set[str]:
         return set()
     (line,) = parsed.notices
     start, flags = line.split(": ")
-    assert start == "these flags change nothing here"
+    assert start == "these flags have no effect here"
     return set(flags.split(", "))
 
 

@@ -122,7 +122,7 @@ def test_the_choices_are_said_and_not_among_the_samples(
     captured = capsys.readouterr()
     assert captured.out.startswith("w3 w1")
     assert "note:" not in captured.out
-    assert "note: --recompute changes nothing" in captured.err
+    assert "note: --recompute has no effect" in captured.err
     assert "note: --lazy-mpu-init" in captured.err
     rows = dict(line.strip().split("  ", 1) for line in captured.err.splitlines() if "  " in line)
     rows = {name: value.strip() for name, value in rows.items()}

@@ -465,7 +465,7 @@ def test_losses_on_no_data_are_said_to_be_none(toy):
     (line,) = finetune_command.parse("SST-2", without, 1).notices
     assert line == "--eval-iters 2 has no effect without --valid-data"
     (line,) = finetune_command.parse("SST-2", [*words, "--eval-iters", "0"], 1).notices
-    assert line == "--eval-interval 4 changes nothing without --eval-iters above 0"
+    assert line == "--eval-interval 4 has no effect without --eval-iters above 0"
 
 
 def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
@@ -481,7 +481,7 @@ def test_an_evaluation_takes_a_training_s_flags_and_says_so(toy, tmp_path):
     parsed = finetune_command.parse("SST-2", [*plain, *training], 1)
     (line,) = parsed.notices
     start, flags = line.split(": ")
-    assert start == "these flags change nothing here"
+    assert start == "these flags have no effect here"
     assert set(flags.split(", ")) == {word for word in training if word.startswith("--")}
     assert parsed.config == finetune_command.parse("SST-2", plain, 1).config
     of_the_task = ["--train-data", str(toy[0] / "dev.sts"), "--keep-last"]  # for another task

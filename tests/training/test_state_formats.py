@@ -158,6 +158,6 @@ def test_notices():
     told = parse(f"{AWARE} --exp-avg-sq-dtype fp8").notices
     assert any("--exp-avg-sq-dtype fp8 with --adam-beta2 0.999" in line for line in told)
     told = parse(AWARE).notices
-    assert any("--use-precision-aware-optimizer changes nothing without" in line for line in told)
+    assert any("--use-precision-aware-optimizer has no effect without" in line for line in told)
     with pytest.raises(ConfigError):
         parse("--exp-avg-dtype int8")
