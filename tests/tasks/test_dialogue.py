@@ -149,12 +149,37 @@ def test_the_model_writes_its_most_likely_tokens_in_any_layout(files, monkeypatc
     assert "WARNING: 1 of 1 prompts are cut at the beginning" in capsys.readouterr().out
 
 
+def test_a_model_s_lines_are_continued_only_with_the_same_settings(files, monkeypatch):
+    words = _words(files, "knowledge", "knowledge.json", "--load", save_toy(str(files / "model")))
+    monkeypatch.setattr(dialogue, "read_prompts", _numbers_only(_NUMBERS))
+    output, part = files / "input.txt.out", files / "input.txt.out.part.jsonl"
+
+    lines = iter([["kept"]])
+    with monkeypatch.context() as patched, pytest.raises(StopIteration):
+        patched.setattr(dialogue, "_PROGRESS_INTERVAL", 1)
+        patched.setattr(dialogue.Generator, "generate", lambda *_: next(lines))
+        _prompt(Layout.single(), [*words, "--out-seq-length", "3"])
+    with pytest.raises(StorageError, match="--out-seq-length was 3, now 4"):
+        _prompt(Layout.single(), [*words, "--out-seq-length", "4"])
+    line = {"prompt": "another", "text": "x", "length": 1, "finished": True}
+    part.write_text(f"{json.dumps(line)}\n")
+    with pytest.raises(StorageError, match="line 1 is for a different prompt"):
+        _prompt(Layout.single(), [*words, "--out-seq-length", "3"])
+    output.write_text("mine")
+    with pytest.raises(ConfigError, match="input.txt.out already exists"):
+        dialogue.run("MSDP-PROMPT", words, Launch())
+    with pytest.raises(ConfigError, match="none/out.txt: the folder does not exist: create it"):
+        dialogue.run("MSDP-PROMPT", [*words, "--sample-output-file", "none/out.txt"], Launch())
+    assert output.read_text() == "mine"
+
+
 class _Api(BaseHTTPRequestHandler):
     """Megatron-LM's API: it repeats the prompt, then writes two lines."""
 
     def do_PUT(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked.keys() == {"prompts", "tokens_to_generate", "top_k"}
+        assert asked["top_k"] == 1  # the most likely tokens
         (text,) = asked["prompts"]
         answer = {"text": [f"{text} so\r{asked['tokens_to_generate']} \nand on"]}
         strange = {"/other": {"texts": []}, "/number": {"text": [5]}, "/half": {"text": ["\ud800"]}}
