@@ -75,6 +75,11 @@ RUNS = {
     "packed, stage 3": ("H200", 4, f"{_PACKED} --zero-stage 3 --global-batch-size 32"),
     "untied": ("H200", 2, "--tensor-model-parallel-size 2 "
                                      "--untie-embeddings-and-output-weights"),
+    "pipeline, many nodes": ("H100", 32, "--pipeline-model-parallel-size 2 "
+                                         "--global-batch-size 128"),
+    "pipeline within nodes": ("H100", 32, "--pipeline-model-parallel-size 2 "
+                                          "--global-batch-size 128 --use-tp-pp-dp-mapping"),
+    "logits from files": ("H200", 1, "--logits-load-dir logits"),
     "offloaded": ("H200", 1, "--optimizer-cpu-offload"),
 }  # fmt: skip
 SEARCHES = {

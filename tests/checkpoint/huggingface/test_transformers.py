@@ -1,13 +1,17 @@
 """Comparison with `transformers` itself, if it is installed."""
 
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.checkpoint.entries import model_state
+from megatron.checkpoint.huggingface.families import families
 from megatron.checkpoint.huggingface.reader import HFReader
+from megatron.checkpoint.huggingface.settings import Settings
 from megatron.checkpoint.reader import restore
 from megatron.config.resolve import resolve
 from megatron.config.run import ModelRun, narrow
@@ -119,6 +123,30 @@ def test_a_random_model_comes_in_verified_and_goes_out_as_it_was(
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     state = exported.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+
+
+# Keys that every published file has, and whose defaults in `transformers` are those of one model.
+_ALWAYS_GIVEN = {
+    *("first_k_dense_replace", "q_lora_rank", "routed_scaling_factor"),
+    "original_max_position_embeddings",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_keys_that_a_file_lacks_have_the_values_of_transformers(name: str) -> None:
+    config = CASES[name].config
+    family = families()[config["model_type"]]
+
+    def read(values: dict[str, Any]) -> Any:
+        return family.read(Settings(deepcopy(values), "config.json")).model
+
+    for key in config.keys() - {"model_type", *_ALWAYS_GIVEN}:
+        rest = {other: value for other, value in config.items() if other != key}
+        with suppress(CheckpointError):  # some keys are required here, or their default is refused
+            found = read(rest)
+            theirs = transformers.AutoConfig.for_model(**deepcopy(rest)).to_dict()
+            if key in theirs:  # otherwise, it is a key of other versions
+                assert read({**rest, key: theirs[key]}) == found, key
 
 
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
