@@ -44,6 +44,7 @@ def test_bytes_of_what_is_kept_for_each_parameter():
     assert _bytes(_estimate("--bf16")) == (2, 4, 12)
     assert _bytes(_estimate("--fp16")) == (2, 2, 12)
     assert _bytes(_estimate("--optimizer", "sgd")) == (4, 4, 4)
+    assert _bytes(_estimate("--optimizer", "sgd", "--sgd-momentum", "0")) == (4, 4, 0)
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
@@ -129,6 +130,10 @@ def test_offloading_moves_states_and_copies_to_the_host():
         assert there.parameters == here.parameters
         assert there.host == (states + 4) * PARAMETERS  # including gradients in transit
         assert "of host memory" in there.describe()
+    # Gradients in transit have 16 bits, except where they are summed in shards of fp32.
+    offloaded = ("--fp16", "--optimizer-cpu-offload")
+    assert _estimate(*offloaded).host == (12 + 2) * PARAMETERS
+    assert _estimate(*offloaded, "--zero-stage", "3", world_size=2).host == 16 * PARAMETERS // 2
 
 
 def test_torch_ddp_has_buckets_of_its_own():

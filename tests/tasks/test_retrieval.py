@@ -126,10 +126,30 @@ def test_vectors_are_kept_and_used_again(toy, tmp_path, capsys):
     assert path.stat().st_mtime_ns == before
     assert "23 vectors for these passages and this model" in capsys.readouterr().out
     assert numbers["test top-1"] == 0
+    tops = ("questions", "top-1", "top-5", "top-20", f"top-{COUNT}")
+    assert list(numbers) == [f"{split} {top}" for split in ("dev", "test") for top in tops]
     other = words_of(toy, "--embedding-path", str(path), model="small")
     run_distributed(2, evaluate, other)
     assert "replacing vectors" in capsys.readouterr().out or path.stat().st_mtime_ns != before
     assert PassageVectors.load(path)[0].vectors.shape == (COUNT, 6)
+
+
+def test_the_progress_of_embedding_is_told_at_an_interval(toy, capsys):
+    words = ["--indexer-batch-size", "4", "--indexer-log-interval", "2"]
+    evaluate(Layout.single(), words_of(toy, *words, "--qa-data-test", str(toy / "test.tsv")))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("> ")]
+    assert said == ["> batch 2, passage 8", "> batch 4, passage 16"]  # of 6 batches
+
+
+def test_a_search_on_gpus_needs_a_library_for_gpus(monkeypatch):
+    faiss = pytest.importorskip("faiss")
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
+    vectors = PassageVectors(np.arange(2), np.zeros((2, 1), np.float16))
+    with pytest.raises(ConfigError, match="--faiss-use-gpu: this build of the package faiss does"):
+        retrieval.search(vectors, np.ones((1, 1), np.float32), 1, use_gpu=True)
+    monkeypatch.delattr(faiss, "get_num_gpus")
+    with pytest.raises(ConfigError, match="--faiss-use-gpu: this build of the package faiss does"):
+        retrieval.search(vectors, np.ones((1, 1), np.float32), 1, use_gpu=True)
 
 
 @pytest.mark.parametrize(("size", "columns"), [(1, 6), (2, 6), (4, 8), (5, 10)])
