@@ -251,6 +251,19 @@ def test_mistakes_are_found_at_the_door(flags, message):
         assert "--task LAMBADA needs --valid-data" in str(caught.value)
 
 
+def test_a_text_is_one_file_and_strictness_is_lambada_s(toy):
+    two = _words(toy, "text.txt", str(toy / "corpus.jsonl"))
+    strict = _words(toy, "corpus.jsonl", "--strict-lambada", "--overlapping-eval", "1")
+    for task, words in (("PERPLEXITY", two), ("LAMBADA", two), ("LAMBADA", strict)):
+        language_model.parse(task, words, 1)  # accepted
+    for task, words, message in (
+        ("WIKITEXT103", two, "reads a single file, but --valid-data names 2 files: give one"),
+        ("PERPLEXITY", strict, "--strict-lambada belongs to --task LAMBADA, not PERPLEXITY"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            language_model.parse(task, words, 1)
+
+
 @pytest.mark.parametrize("task", ["LAMBADA", "PERPLEXITY"])
 @pytest.mark.parametrize("flag", ["--retro-eval-samples", "--bert-embedder-load"])
 def test_flags_of_a_retro_are_refused_for_a_gpt(toy, task, flag):
