@@ -9,6 +9,7 @@ weights, averages of weights, several machines. To record them again after a cha
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from megatron.planner.command import build_parser, describe, read_request
 from megatron.planner.machine import MACHINES
 from megatron.planner.prediction import predict
-from megatron.planner.search import Search
+from megatron.planner.search import PLANNED, Search, layouts
 from tests.planner.test_prediction import planned
 
 FILE = Path(__file__).with_name("predictions.json")
@@ -88,6 +89,20 @@ SEARCHES = {
     "distillation": f"--gpus 8xH100 --global-batch 64 --teacher gpt-1.3b -- {_GPT}",
 }
 
+_SHORT = """
+    --hidden-size 384 --num-attention-heads 12 --seq-length 256 --max-position-embeddings 256
+    --bf16 --hidden-dropout 0 --attention-dropout 0
+"""
+CANDIDATES = {
+    "uneven": f"--gpus 6xH100 --global-batch 384 -- {_SHORT} --num-layers 10",
+    "experts": f"--gpus 8xH200 --global-batch 24 -- {_SHORT} --num-layers 8 --num-experts 6 "
+               "--moe-router-topk 2",
+    "long": f"--gpus 16xA100 --global-batch 16 -- {_SHORT} --num-layers 6 --seq-length 16384 "
+            "--max-position-embeddings 16384",
+    "recorded passes": f"--gpus 4xB200 --global-batch 6 -- {_SHORT} --num-layers 12 "
+                       "--cuda-graph-impl local",
+}  # fmt: skip
+
 
 def _prediction(name: str) -> dict[str, Any]:
     machine, gpus, flags = RUNS[name]
@@ -112,6 +127,14 @@ def _layouts(name: str) -> list[list[Any]]:
     ]
 
 
+def _candidates(name: str) -> dict[str, dict[str, int]]:
+    """Return how many of the layouts that a search considers have each value."""
+    request = read_request(build_parser().read(CANDIDATES[name].split()))
+    found = list(layouts(request.start, request.gpus, request.machine.node))
+    counts = {path: Counter(json.dumps(values.get(path)) for values in found) for path in PLANNED}
+    return {path: dict(sorted(counts[path].items())) for path in sorted(PLANNED)}
+
+
 def _machines() -> dict[str, dict[str, Any]]:
     return {name: asdict(machine) for name, machine in MACHINES.items()}
 
@@ -128,6 +151,11 @@ def test_a_prediction_is_the_recorded_one(name: str) -> None:
     assert found == pytest.approx(recorded, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_layouts_that_a_search_considers_are_the_recorded_ones(name: str) -> None:
+    assert _candidates(name) == json.loads(FILE.read_text())["candidates"][name]
+
+
 @pytest.mark.parametrize("name", SEARCHES)
 def test_the_fastest_layouts_are_the_recorded_ones(name: str) -> None:
     recorded = json.loads(FILE.read_text())["searches"][name]
@@ -140,6 +168,7 @@ if __name__ == "__main__":
     content = {
         "machines": _machines(),
         "runs": {name: _prediction(name) for name in RUNS},
+        "candidates": {name: _candidates(name) for name in CANDIDATES},
         "searches": {name: _layouts(name) for name in SEARCHES},
     }
     FILE.write_text(json.dumps(content, indent=1) + "\n")
