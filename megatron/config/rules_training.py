@@ -486,13 +486,17 @@ def spikes(config: RunOptions, world_size: int) -> Iterator[str]:
 
 def replica_hashes(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if replicas are to be compared, but ZeRO stage 3 keeps no replicas."""
-    interval = config.training.check_weight_hash_across_dp_replicas_interval
-    if interval is not None and config.parallel.zero_stage == 3:
-        yield (
-            f"--check-weight-hash-across-dp-replicas-interval {interval} with --zero-stage 3: each "
-            "process holds its own shard of the weights, so there are no copies to compare: use "
-            "--zero-stage 0, 1 or 2, or drop the flag"
-        )
+    training = config.training
+    interval = training.check_weight_hash_across_dp_replicas_interval
+    for flag, is_on in (
+        (f"--check-weight-hash-across-dp-replicas-interval {interval}", interval is not None),
+        ("--test-mode", training.test_mode and config.model.qk_layernorm),
+    ):
+        if is_on and config.parallel.zero_stage == 3:
+            yield (
+                f"{flag} with --zero-stage 3: each process holds its own shard of the weights, so "
+                "there are no copies to compare: use --zero-stage 0, 1 or 2, or drop the flag"
+            )
 
 
 def profiling(config: RunOptions, world_size: int) -> Iterator[str]:

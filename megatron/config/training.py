@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import pairwise
 
-from megatron.config.fields import MAX_WIDTH, RECOMPUTED, Requirement, flag
+from megatron.config.fields import MAX_WIDTH, QK_NORM, RECOMPUTED, Requirement, flag
 
 # Networks whose training may be measured in tokens, because all samples have the same length.
 TOKEN_ARCHITECTURES = ("gpt", "bert", "retro")
@@ -124,6 +124,9 @@ class TrainingOptions:
             optimizer states that are not sharded, between replicas, at this interval and before
             each checkpoint. If they differ, stop and name the rank and the tensor. Default: no
             comparison.
+        test_mode: Compare the normalizations of queries and keys after every update, between
+            replicas and between tensor-parallel ranks, as Megatron Core does. If they differ, stop
+            and name the rank and the tensor.
         manual_gc: Run Python's garbage collector at the same fixed iterations on all ranks.
         manual_gc_interval: Iterations between garbage collections. 0 disables them until the run
             ends.
@@ -180,6 +183,7 @@ class TrainingOptions:
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, unit="iterations", at_least=1
     )
+    test_mode: bool = flag(False, needs=QK_NORM)
     manual_gc: bool = True
     manual_gc_interval: int = flag(100, unit="iterations", at_least=0, needs=_MANUAL_GC)
     empty_unused_memory_level: int = flag(0, choices=(0, 1, 2))

@@ -15,7 +15,7 @@ from megatron.training.callbacks.logging import LogLine, ProgressBar
 from megatron.training.callbacks.memory import EmptyCache, GarbageCollection
 from megatron.training.callbacks.non_persistent import Goodput, NonPersistentCheckpoints
 from megatron.training.callbacks.profiling import PipelineBubble, Profile
-from megatron.training.callbacks.replica_hashes import ReplicaHashes
+from megatron.training.callbacks.replica_hashes import QueryKeyNorms, ReplicaHashes
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.callbacks.skipped_updates import SkippedUpdates
 from megatron.training.callbacks.stragglers import Stragglers
@@ -51,6 +51,8 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     callbacks += [SkippedUpdates(scalars, checkpoints, non_persistent), Goodput(), scalars]
     if config.training.check_weight_hash_across_dp_replicas_interval:
         callbacks.append(ReplicaHashes())
+    if config.training.test_mode and config.model.qk_layernorm:
+        callbacks.append(QueryKeyNorms())
     callbacks += _iteration_callbacks(run, scalars)
     callbacks.append(LogLine())
     if run.is_log_rank and sys.stderr.isatty():

@@ -14,7 +14,13 @@ from torch import Tensor
 from megatron.errors import NumericsError
 from megatron.parallel.layout import Layout
 from megatron.training.callbacks.base import Callback
-from megatron.training.callbacks.replica_hashes import ReplicaHashes, _copies, hash_of
+from megatron.training.callbacks.replica_hashes import (
+    QueryKeyNorms,
+    ReplicaHashes,
+    _copies,
+    _query_key_norms,
+    hash_of,
+)
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from tests.distributed import run_distributed
@@ -138,3 +144,59 @@ def test_a_single_replica_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     run = build_toy(Layout.single(), [_INTERVAL, "2"])
     train(run, standard_callbacks(run, [])[0])
     assert f"{_INTERVAL}: there is only one replica" in capsys.readouterr().out
+
+
+_CHANGED = "layers.1.attention.key_norm.weight"
+_NORMS = "--qk-layernorm --position-embedding-type rope --train-iters 4 --eval-iters 0"
+
+
+def _trained_in_test_mode(layout: Layout, words: list[str], rank: int | None) -> tuple[str, int]:
+    """Return how training ends, and the iteration, if a norm changes on a rank before update 3."""
+    run = build_toy(layout, words)
+
+    class Change(Callback):
+        def before_step(self, run: Run) -> None:
+            if (run.progress.iteration, run.layout.world.rank) == (2, rank):
+                # `data`: autograd does not see the change, like a failure of the hardware.
+                _flip(dict(run.named_parameters())[_CHANGED].data, 1, 20)
+
+    callbacks, _ = standard_callbacks(run, [])
+    assert any(isinstance(callback, QueryKeyNorms) for callback in callbacks)
+    try:
+        train(run, [Change(), *callbacks])
+    except NumericsError as error:
+        return str(error), run.progress.iteration
+    return "", run.progress.iteration
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({}, ""),
+        ({"tensor": 2}, "--tensor-model-parallel-size 2"),
+        ({"tensor": 2}, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ({"tensor": 2}, "--tensor-model-parallel-size 2 --qk-layernorm-scope each-head"),
+    ],
+)
+def test_norms_of_queries_and_keys_are_compared_after_every_update(
+    sizes: dict[str, int], words: str
+) -> None:
+    given = f"{_NORMS} --test-mode {words}".split()
+    assert set(run_distributed(2, _trained_in_test_mode, given, None, **sizes)) == {("", 4)}
+    (told, iteration), other = run_distributed(2, _trained_in_test_mode, given, 1, **sizes)
+    assert other == (told, iteration) == (told, 3)
+    found = re.fullmatch(
+        r"iteration 3: copies differ: (.*)\. They were equal after iteration 2: .*", told
+    )
+    assert found is not None, told
+    assert f"{_CHANGED} of ranks 0, 1 (too few agree" in found[1]
+
+
+def test_only_norms_of_queries_and_keys_are_compared() -> None:
+    run = build_toy(Layout.single(), f"{_NORMS} --test-mode".split())
+    assert list(_query_key_norms(run)) == [
+        f"layers.{layer}.attention.{part}_norm.{kind}"
+        for layer in range(2)
+        for part in ("query", "key")
+        for kind in ("weight", "bias")
+    ]

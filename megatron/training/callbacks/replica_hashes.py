@@ -6,6 +6,7 @@ identical. A flipped bit, in memory or in the result of a matrix product, change
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -28,6 +29,7 @@ _FLAG = "--check-weight-hash-across-dp-replicas-interval"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1024  # elements whose order does not affect a hash
 _SHOWN = 5  # tensors in a message
+_QUERY_KEY_NORM = re.compile(r"\.attention\.(?:query|key)_norm\.")
 
 
 class ReplicaHashes(Callback):
@@ -68,23 +70,82 @@ class ReplicaHashes(Callback):
         for axis, tensors in _copies(run):
             if axis.size > 1 and tensors:
                 differences += _differences(axis, tensors, run.device.torch_device)
-        if any_rank([bool(differences)], run)[0]:
-            gathered = JsonExchange(run.layout.world).gather(differences)
-            lines = list(dict.fromkeys(line for rank_lines in gathered for line in rank_lines))
-            suffix = f"; and {len(lines) - _SHOWN} more tensors" if len(lines) > _SHOWN else ""
-            raise NumericsError(
-                f"iteration {run.progress.iteration}: replicas differ: "
-                + "; ".join(lines[:_SHOWN])
-                + f"{suffix}. They were equal after iteration {self._equal_at}: test the machine "
-                "of the rank that differs, and resume without it from a checkpoint of that "
-                "iteration or earlier"
-            )
+        _stop_if_any(differences, run, what="replicas", equal_at=self._equal_at)
         self._equal_at = run.progress.iteration
 
     @staticmethod
     def _is_due(run: Run, iteration: int) -> bool:
         interval = run.config.training.check_weight_hash_across_dp_replicas_interval
         return interval is not None and iteration % interval == 0
+
+
+class QueryKeyNorms(Callback):
+    """A callback that compares the normalizations of queries and keys after every update.
+
+    Tensor-parallel ranks have copies of them too. Their gradients are summed over these ranks, so
+    the copies are bitwise identical, which is not true of all weights that every rank holds.
+    """
+
+    def __init__(self) -> None:
+        """Create the callback, with no comparison made yet."""
+        self._equal_at = 0
+
+    def on_start(self, run: Run) -> None:
+        """Compare the initial or loaded values. Collective."""
+        self.compare(run)
+
+    def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
+        """Compare the updated values. Collective."""
+        self.compare(run)
+
+    def compare(self, run: Run) -> None:
+        """Compare the copies among replicas and among tensor-parallel ranks. Collective.
+
+        Raises:
+            NumericsError: Copies differ. Every rank raises this and names the tensors and ranks.
+        """
+        run.optimizer.wait_for_weights()
+        run.layout.journal.enter("comparison of the normalizations of queries and keys")
+        norms, differences = _query_key_norms(run), list[str]()
+        for axis in (run.layout.replica, run.layout.tensor):
+            if axis.size > 1 and norms:
+                differences += _differences(axis, norms, run.device.torch_device)
+        _stop_if_any(differences, run, what="copies", equal_at=self._equal_at)
+        self._equal_at = run.progress.iteration
+
+
+def _query_key_norms(run: Run) -> dict[str, Tensor]:
+    """Return the weights and biases that normalize queries and keys, which no rank splits."""
+    return {
+        name: parameter.detach()
+        for name, parameter in run.named_parameters()
+        if _QUERY_KEY_NORM.search(name)
+    }
+
+
+def _stop_if_any(differences: list[str], run: Run, *, what: str, equal_at: int) -> None:
+    """Raise an error on every rank if some rank found differences. Collective.
+
+    Args:
+        differences: Descriptions of the tensors whose copies differ.
+        run: The run.
+        what: What differs.
+        equal_at: The last iteration after which the copies were equal.
+
+    Raises:
+        NumericsError: Copies differ.
+    """
+    if not any_rank([bool(differences)], run)[0]:
+        return
+    gathered = JsonExchange(run.layout.world).gather(differences)
+    lines = list(dict.fromkeys(line for rank_lines in gathered for line in rank_lines))
+    suffix = f"; and {len(lines) - _SHOWN} more tensors" if len(lines) > _SHOWN else ""
+    raise NumericsError(
+        f"iteration {run.progress.iteration}: {what} differ: "
+        + "; ".join(lines[:_SHOWN])
+        + f"{suffix}. They were equal after iteration {equal_at}: test the machine of the rank "
+        "that differs, and resume without it from a checkpoint of that iteration or earlier"
+    )
 
 
 def _copies(run: Run) -> list[tuple[Axis, dict[str, Tensor]]]:
