@@ -155,10 +155,11 @@ def test_a_model_s_lines_are_continued_only_with_the_same_settings(files, monkey
     output, part = files / "input.txt.out", files / "input.txt.out.part.jsonl"
 
     lines = iter([["kept"]])
-    with monkeypatch.context() as patched, pytest.raises(StopIteration):
+    with monkeypatch.context() as patched:
         patched.setattr(dialogue, "_PROGRESS_INTERVAL", 1)
         patched.setattr(dialogue.Generator, "generate", lambda *_: next(lines))
-        _prompt(Layout.single(), [*words, "--out-seq-length", "3"])
+        with pytest.raises(StopIteration):
+            _prompt(Layout.single(), [*words, "--out-seq-length", "3"])
     with pytest.raises(StorageError, match="--out-seq-length was 3, now 4"):
         _prompt(Layout.single(), [*words, "--out-seq-length", "4"])
     line = {"prompt": "another", "text": "x", "length": 1, "finished": True}
