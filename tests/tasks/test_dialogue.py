@@ -169,8 +169,10 @@ def test_a_model_s_lines_are_continued_only_with_the_same_settings(files, monkey
     output.write_text("mine")
     with pytest.raises(ConfigError, match="input.txt.out already exists"):
         dialogue.run("MSDP-PROMPT", words, Launch())
-    with pytest.raises(ConfigError, match="none/out.txt: the folder does not exist: create it"):
-        dialogue.run("MSDP-PROMPT", [*words, "--sample-output-file", "none/out.txt"], Launch())
+    with pytest.raises(ConfigError, match="new/out.txt: the folder does not exist: create it"):
+        dialogue.run(
+            "MSDP-PROMPT", [*words, "--sample-output-file", str(files / "new/out.txt")], Launch()
+        )
     assert output.read_text() == "mine"
 
 
