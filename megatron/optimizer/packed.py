@@ -146,7 +146,7 @@ class PackedTensor:
         Args:
             values: The values to encode.
             start: The index of the first element to set, a multiple of `BLOCK`.
-            count: The index of the update, a scalar tensor; `None` outside of updates.
+            count: The index of the update, a scalar tensor; `None` outside updates.
         """
         flat = values.detach().reshape(-1).to(self.device, torch.float32)
         size, padding = flat.numel(), -flat.numel() % BLOCK

@@ -101,7 +101,7 @@ class BuildContext:
         parameter_device: The device on which parameters are allocated; "meta" allocates no
             memory. `None` means `device`.
         dtype: The data type of the parameters.
-        layer: The number of the layer that is being built, from 1; 0 outside of layers.
+        layer: The number of the layer that is being built, from 1; 0 outside layers.
         precision: The remaining precision settings.
         kernels: The implementation of each operation.
         fp8_layers: The indices, from 0, of the layers whose products are those of `kernels`; other

@@ -158,7 +158,7 @@ class Reducer:
     def whole(self, bucket: PendingBucket) -> Tensor:
         """Return the tensor [elements] to which the backward pass adds the bucket's gradients."""
         if bucket.whole is None:
-            assert self._collecting, "backward pass outside of micro_batch()"
+            assert self._collecting, "backward pass outside micro_batch()"
             assert self._wave_now in bucket.plan.waves, "a gradient arrived in the wrong wave"
         return bucket.allocate()
 
@@ -529,7 +529,7 @@ class GradientBuffer:
     def collect(self, parameter: nn.Parameter) -> None:
         """Add a parameter's finished gradient (the sum over all its uses) to its bucket."""
         bucket, span = self._spans[id(parameter)]
-        assert id(parameter) not in self._uses, "a parameter with slots is outside of autograd"
+        assert id(parameter) not in self._uses, "a parameter with slots is outside autograd"
         if parameter not in self._in_place:
             assert parameter.grad is not None
             span.of(self._reducer.whole(bucket)).view_as(parameter).add_(parameter.grad)

@@ -140,7 +140,7 @@ class SectionClock:
     """
 
     def __init__(self, device: Device, layout: Layout) -> None:
-        """Create the clock, outside of all sections."""
+        """Create the clock, outside all sections."""
         self._device, self._stream = device, device.stream
         self._ready = None if device.is_gpu else ReadyClock()
         self.axes = {
@@ -165,7 +165,7 @@ class SectionClock:
     def enter(self, timer: str) -> str | None:
         """Begin the section of a timer, if it has one, and return the section to resume later."""
         outer, section = self._section, _SECTION_OF.get(timer)
-        # Evaluation also loads data, outside of an update's passes.
+        # Evaluation also loads data, outside an update's passes.
         if section is not None and (outer is not None or section != "loading"):
             self.resume(section)
         return outer
