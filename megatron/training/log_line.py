@@ -40,7 +40,8 @@ _AFTER_LOSSES = (
 
 def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) -> Figures:
     """Return the figures of the last update that both the log line and TensorBoard report."""
-    # Megatron steps its schedules before it logs, so these are the next update's rates.
+    # Megatron steps its schedules and its loss scale before it logs, so these are the values that
+    # the next update uses.
     next_update = run.schedule_position
     counts_tokens = (
         outcome.length is not None
@@ -59,7 +60,7 @@ def update_figures(run: Run, outcome: StepOutcome, params_norm: float | None) ->
         # number of samples.
         "seqlen/curriculum_seqlen": outcome.length,
         "consumed-train-tokens": run.progress.consumed_tokens if counts_tokens else None,
-        "loss-scale": outcome.loss_scale,
+        "loss-scale": run.optimizer.loss_scale,
         "world-size": run.layout.world.size,
         "params-norm": params_norm,
     }

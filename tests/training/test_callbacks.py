@@ -384,6 +384,8 @@ def test_a_loss_scale_that_is_too_high_leaves_no_gradient_norm(capsys):
     assert "number of skipped iterations:   1 | number of nan iterations:   0 |" in line
     assert recorder.records[0]["iteration"] == 1
     assert not {"grad-norm", "num-zeros"} & set(recorder.records[0])
+    # As in Megatron, the scale of the next update.
+    assert recorder.values("loss-scale")[:2] == [5e29, 2.5e29]
 
 
 def test_start_panel_tells_the_decisions():

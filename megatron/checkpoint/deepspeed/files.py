@@ -13,7 +13,6 @@ from megatron.checkpoint.legacy.unpickler import (
     NAMES,
     Factory,
     Opaque,
-    TensorRef,
     record_class,
 )
 from megatron.errors import CheckpointError
@@ -34,14 +33,6 @@ _KINDS = {
 _MAX_FILES = 1 << 20
 
 
-def _typed(function: Any, kind: Any, args: Any, *_: Any) -> TensorRef:
-    """Return a tensor without the attributes with which it was saved."""
-    if type(function) is not Factory or function.name != "tensor" or kind != "torch.Tensor":
-        raise ValueError("an unknown kind of tensor")
-    result: TensorRef = function.call(*args)
-    return result
-
-
 def _enum(name: str) -> Factory:
     return Factory(name, lambda *args: Opaque(name, args))
 
@@ -49,8 +40,6 @@ def _enum(name: str) -> Factory:
 # The only global names that these files may use, with our stand-ins for them.
 _NAMES: dict[tuple[str, str], Any] = {
     **NAMES,
-    ("torch", "Tensor"): "torch.Tensor",
-    ("torch._tensor", "_rebuild_from_type_v2"): Factory("typed tensor", _typed),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _enum("ZeroStageEnum"),
     **{
         (f"deepspeed.{module}", name): record_class(name)

@@ -468,6 +468,19 @@ def _encode(text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _attributed(function: Any, kind: Any, args: Any, *_: Any) -> TensorRef:
+    """Return a tensor without the Python attributes with which PyTorch 1.12 and later save it.
+
+    Megatron-LM's fp32 copies of 16-bit parameters have them (`tensor_model_parallel` and others).
+    """
+    if type(function) is not Factory or function.name != "tensor" or kind != "torch.Tensor":
+        raise RefusedError("an unknown kind of tensor")
+    if type(args) is not tuple:
+        raise RefusedError("a tensor without arguments")
+    ref: TensorRef = function.call(*args)
+    return ref
+
+
 _ARRAY = Factory("ndarray", lambda *_: Array())
 SIZE = Factory("size", _sizes)
 # Our stand-ins for the names that torch.save uses.
@@ -480,6 +493,8 @@ NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Factory("tensor", _tensor),
     ("torch._utils", "_rebuild_parameter"): Factory("parameter", _parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): Factory("tensor with attributes", _attributed),
+    ("torch", "Tensor"): "torch.Tensor",
     ("torch", "Size"): SIZE,
     ("torch", "device"): Factory("device", lambda *args: Opaque("device", args)),
     ("collections", "OrderedDict"): Factory("OrderedDict", _ordered_dict),

@@ -180,6 +180,8 @@ def optimizer_of(form: Form, parts: dict, paths: dict) -> dict:
     }
     if form.dtype == torch.float32:
         return torch_state
+    for master in parts.values():  # saved with the tensor since PyTorch 1.12
+        master.tensor_model_parallel, master.partition_dim = True, 0
     return {
         "optimizer": torch_state,
         "grad_scaler": {
