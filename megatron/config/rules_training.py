@@ -551,7 +551,7 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
         iterations = (training.train_tokens or 0) // max(config.data.seq_length or 1, 1) // batch
     elif iterations is None:
         iterations = (training.train_samples or 0) // batch
-    evaluations = iterations // max(evaluation.eval_interval, 1) + 1
+    evaluations = evaluation.count(iterations) + 1 if evaluation.eval_interval > 0 else 1
     own_batch = evaluation.eval_global_batch_size
     flag = f"--{'eval-' if own_batch else ''}global-batch-size"
     batch = own_batch or batch

@@ -193,7 +193,7 @@ def evaluations_until(config: RunOptions, iteration: int) -> int:
 
     No evaluation takes place at iterations that --iterations-to-skip leaves out.
     """
-    interval = config.evaluation.eval_interval
+    evaluation = config.evaluation
     skipped = {number + 1 for number in config.training.iterations_to_skip or ()}
-    missed = sum(number <= iteration and number % interval == 0 for number in skipped)
-    return max(0, iteration) // interval - missed
+    missed = sum(number <= iteration and evaluation.is_due(number) for number in skipped)
+    return evaluation.count(iteration) - missed

@@ -221,6 +221,7 @@ class EvaluationConfig:
     Attributes:
         eval_iters: Global batches per evaluation. 0 disables evaluation.
         eval_interval: Iterations between evaluations.
+        start_eval_at_iter: The first iteration after which an evaluation takes place.
         eval_global_batch_size: Samples in each of an evaluation's global batches. Default:
             --global-batch-size.
         eval_micro_batch_size: Samples per process in one forward pass of an evaluation. Default:
@@ -231,11 +232,21 @@ class EvaluationConfig:
 
     eval_iters: int = flag(100, at_least=0)
     eval_interval: int = flag(1000, unit="iterations", is_common=True, at_least=1, needs=_EVALUATES)
+    start_eval_at_iter: int | None = flag(None, unit="iterations", at_least=0, needs=_EVALUATES)
     eval_global_batch_size: int | None = flag(None, unit="samples", at_least=1, needs=_EVALUATES)
     eval_micro_batch_size: int | None = flag(
         None, unit="samples", at_least=1, at_most=MAX_WIDTH, needs=_EVALUATES
     )
     eval_averaged_weights: bool = flag(False, requires=_AVERAGES)
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether an evaluation follows this number of iterations."""
+        return iteration % self.eval_interval == 0 and iteration >= (self.start_eval_at_iter or 0)
+
+    def count(self, iterations: int) -> int:
+        """Return how many evaluations are due in this number of iterations."""
+        before = max(0, (self.start_eval_at_iter or 0) - 1) // self.eval_interval
+        return max(0, max(0, iterations) // self.eval_interval - before)
 
 
 _SCHEDULED = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", re.IGNORECASE)

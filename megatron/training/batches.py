@@ -211,7 +211,7 @@ def samples_needed(config: RunConfig, train_iterations: int, start: Progress) ->
     if train is None:
         remaining = train_iterations - start.iteration
         train = max(train_iterations * batch, start.consumed_samples + remaining * batch)
-    evaluations = train_iterations // evaluation.eval_interval + 1
+    evaluations = evaluation.count(train_iterations) + 1
     one_evaluation = evaluation.eval_iters * config.eval_global_batch
     return train, evaluations * one_evaluation, one_evaluation
 

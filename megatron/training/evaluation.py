@@ -103,13 +103,13 @@ class Evaluation(Callback):
 
     def interrupts(self, run: Run) -> bool:
         """Return whether an evaluation follows the next update."""
-        return (run.progress.iteration + 1) % run.config.evaluation.eval_interval == 0
+        return run.config.evaluation.is_due(run.progress.iteration + 1)
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
         """Evaluate if an evaluation is due, unless the run ends immediately."""
         iteration = run.progress.iteration
         exits_now = early_exit is not None and early_exit.is_immediate
-        if iteration % run.config.evaluation.eval_interval or exits_now:
+        if not run.config.evaluation.is_due(iteration) or exits_now:
             return
         skip, where = evaluation_position(run, iteration - 1), f"iteration {iteration}"
         evaluate_and_report(run, "validation", self._scalars, where=where, skip=skip)

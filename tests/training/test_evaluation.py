@@ -9,7 +9,7 @@ from megatron.training.batches import evaluation_position
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.evaluation import evaluate, final_evaluation
 from tests.distributed import run_distributed
-from tests.training.toy import build_toy
+from tests.training.toy import build_toy, train_toy
 
 _LARGER = "--eval-global-batch-size 12 --eval-micro-batch-size 3".split()
 _TWO_BATCHES = "--train-iters 7 --eval-interval 3 --eval-iters 2".split()  # of 4 samples each
@@ -19,6 +19,26 @@ def test_an_evaluation_begins_after_the_samples_of_those_before() -> None:
     run = build_toy(Layout.single(), _TWO_BATCHES)
     positions = [evaluation_position(run, iteration) for iteration in (0, 2, 3, 5, 6, 7)]
     assert positions == [0, 0, 8, 8, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("start", "evaluated"), [(0, [3, 6, 9]), (3, [3, 6, 9]), (4, [6, 9]), (9, [9]), (10, [])]
+)
+def test_evaluations_may_begin_later(
+    start: int, evaluated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first evaluation begins with the first samples."""
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "megatron.training.evaluation.evaluate",
+        lambda run, dataset, *, skip: seen.append((run.progress.iteration, skip)),
+    )
+    words = f"--train-iters 10 --start-eval-at-iter {start}".split()
+    run = train_toy(Layout.single(), words)[1]
+    assert seen == [(iteration, 4 * i) for i, iteration in enumerate(evaluated)]
+    assert run.datasets[1] is not None
+    assert len(run.datasets[1]) == 4 * (len(evaluated) + 1)
+    assert evaluation_position(run, 10) == 4 * len(evaluated)
 
 
 def test_validation_goes_on_while_the_test_split_is_read_from_its_start(
