@@ -188,7 +188,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
 def is_tiled(global_shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     """Return whether boxes tile a tensor of this shape: no gaps, no overlaps, nothing outside.
 
-    The time is linear in the number of boxes, whatever their shapes, but doubles with each
+    The time is linear in the number of boxes, regardless of their shapes, but doubles with each
     dimension in which some box does not span the tensor.
     """
     whole, boxes = Box.whole(global_shape), list(boxes)

@@ -53,7 +53,7 @@ class NonPersistentStore:
         copies: The number of folders in which each file is stored, including the rank's own.
         jump: The distance in ranks from a rank to the one that stores its copy. `None` uses the
             number of ranks that share a folder, which puts the copy into the next folder.
-        is_shared: Whether all ranks use the same folder, on whatever machine they run.
+        is_shared: Whether all ranks use the same folder, on all machines.
 
     Raises:
         StorageError: The folder of some rank cannot be created.

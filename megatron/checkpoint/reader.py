@@ -48,7 +48,7 @@ class TensorMeta(NamedTuple):
 
 
 class Reader(ABC):
-    """The common interface of opened checkpoints, whatever their format on disk.
+    """The common interface of opened checkpoints in all formats.
 
     Attributes:
         format: "native", "legacy", "core", "deepspeed" or "hf".

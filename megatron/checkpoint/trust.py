@@ -4,7 +4,7 @@ Files of all formats are opened here. A FIFO or a device would make the reader w
 may lead to files that a copy of the folder lacks. A file that another user owns or can write to may
 contain whatever that user wants.
 
-A path may lead to a different file from one moment to the next, so whatever is read is checked
+A path may lead to a different file from one moment to the next, so every file is checked
 through its descriptor (`open_trusted`). In addition, `check_folder` checks all paths in a folder,
 to refuse it as a whole before any file in it is opened.
 """

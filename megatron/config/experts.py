@@ -109,8 +109,8 @@ class ExpertOptions:
         moe_eval_capacity_factor: Capacity factor in evaluation. Default:
             --moe-expert-capacity-factor.
         moe_min_capacity: Minimum capacity of an expert, in tokens.
-        moe_token_dropping: Drop tokens beyond the capacity. Off: no limit, whatever capacity factor
-            is given.
+        moe_token_dropping: Drop tokens beyond the capacity. Off: no limit, regardless of
+            the capacity factor.
         moe_token_drop_policy: Tokens that are kept: those with the highest scores, or the first.
         moe_pad_expert_input_to_capacity: Accepted for compatibility; no effect. Experts compute
             exactly the rows that they receive.

@@ -152,7 +152,7 @@ def unused_by_core(model: ModelOptions) -> Iterator[str]:
     if model.use_rope_scaling and factor != 8:
         yield (
             f"--rope-scaling-factor {factor:g}: Megatron Core's pretrain_gpt.py computes with 8, "
-            f"whatever the flag says: give its GPTModel rope_scaling_factor={factor:g}"
+            f"regardless of the flag: give its GPTModel rope_scaling_factor={factor:g}"
         )
 
 

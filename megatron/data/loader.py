@@ -73,8 +73,8 @@ class _Sampler:
 class SingleSampler(_Sampler):
     """One pass over the samples in order: process r takes `[r * m, (r + 1) * m)` of each block.
 
-    The samples of a step start at the number of consumed samples, whatever the number of processes
-    and the micro-batch size. Samples at the end that do not fill a block are dropped.
+    The samples of a step start at the number of consumed samples, regardless of the number of
+    processes and the micro-batch size. Samples at the end that do not fill a block are dropped.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -209,7 +209,7 @@ def lost_workers() -> Iterator[None]:
         yield
     except BaseException as error:
         # Otherwise PyTorch would raise an error for each loading process that ends from now on,
-        # whatever this process is doing, even while it exits.
+        # even while this process exits.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         lost = _LOST.search(str(error)) if isinstance(error, RuntimeError) else None

@@ -394,7 +394,7 @@ def map_in_order(
 
         reader  ->  a pipe per worker  ->  workers  ->  a pipe per worker  ->  this process
 
-    Processes only ever wait for pipes, and a process that ends for whatever reason closes its
+    Processes only ever wait for pipes, and a process that ends for any reason closes its
     pipes. So if one process fails, the others do not wait forever, as threads might. A full pipe
     blocks its writer, so neither tasks nor results accumulate. If processes cannot be forked,
     `function` and `tasks` are pickled. No task may be `None`.

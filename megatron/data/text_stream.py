@@ -13,7 +13,7 @@ an epoch. It then continues with the next epoch, in which it gets other pieces. 
 tokens is refused.
 
 Neighboring samples thus come from many parts of the corpus. A sample depends only on the seed, the
-text and the sample's index, whatever the number of processes. The data-parallel processes and their
+text and the sample's index, not on the number of processes. The data-parallel processes and their
 loading processes take samples in turn, so each usually reads only its own share of the streams.
 
 The beginning of a row depends on the lengths of all documents before it. Each sample therefore

@@ -337,9 +337,9 @@ def values_at_segments(batch: Batch, name: str) -> Tensor:
 def pair_values(values: Tensor, is_pair: Tensor) -> Pairs:
     """Return the values of each pair's answers, given a value for each of k segments.
 
-    The results have the shape [k - 1] whatever the number of pairs, so that the host need not wait
-    for the device to count them. Entries without a pair are -1, a value for which the gradient of
-    every loss is finite.
+    The results have the shape [k - 1] for any number of pairs, so that the host need not wait for
+    the device to count them. Entries without a pair are -1, a value for which the gradient of every
+    loss is finite.
 
     Args:
         values: The value for each segment, [k].

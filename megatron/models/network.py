@@ -15,7 +15,7 @@ class Network(nn.Module):
     """The base class of models and their parts, with the plan, embedding and rotary embeddings.
 
     Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
-    names are global: layer i is `layers.i`, whichever part of the model this process holds.
+    names are global: layer i is `layers.i` on every process.
 
     Args:
         plan: The whole network.

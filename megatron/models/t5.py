@@ -79,7 +79,7 @@ class T5Model(Network):
     """A T5 model: shared embedding, encoder, decoder, output layer.
 
     Parameters are allocated but not initialized; `parallel.parameter.initialize` does that. Their
-    names are global, whichever part of the model this process holds:
+    names are global, regardless of which part of the model this process holds:
 
         embedding.word.weight, embedding.position.weight            [v, h], [positions, h]
         encoder.position_bias, decoder.position_bias                [buckets, n] (relative)

@@ -294,7 +294,7 @@ def plan_buckets(
         flats.append(
             FlatPlan(first.replica_axis, shards, first.dtype, gradient_dtype, wire, tuple(buckets))
         )
-    # Buckets are sent as the backward pass completes them, whichever buffer they belong to.
+    # Buckets are sent as the backward pass completes them, regardless of their buffer.
     reach_order = {p.name: (p.may_be_idle, i) for i, p in enumerate(ordered)}
     bucket_ids = [(i, j) for i, flat in enumerate(flats) for j in range(len(flat.buckets))]
 

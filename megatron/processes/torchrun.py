@@ -3,11 +3,11 @@
     python -m megatron.processes.torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
 This command takes torchrun's flags. With --max-restarts, ranks restart without importing their
-modules again (`warm`). torchrun itself exits with 1 whatever happened, so a scheduler cannot tell a
-run that saved and can continue (exit code 3) from one with a wrong flag (9). On SIGTERM, torchrun
+modules again (`warm`). torchrun itself exits with 1 after every failure, so a scheduler cannot tell
+a run that saved and can continue (exit code 3) from one with a wrong flag (9). On SIGTERM, torchrun
 also kills the ranks after 30 seconds, which is too short for a large checkpoint. This command
 passes SIGTERM on to the ranks, which save and exit together. They have as much time as the
-scheduler allows, and are not restarted, whatever --max-restarts says.
+scheduler allows, and are not restarted, even with --max-restarts.
 """
 
 from __future__ import annotations

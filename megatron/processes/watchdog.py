@@ -13,7 +13,7 @@ before the processes connect, and again before the first call that ends a run.
 The first process to find a reason to end the run announces it to all others (`Verdict`). In a hang,
 that is the first process to exceed the time limit for a collective or message. It collects the
 positions of the others and prints why the run hangs (`explain`, a pure function). All processes
-then exit with the same code, whatever their main thread is waiting for.
+then exit with the same code, no matter what their main thread is waiting for.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Verdict:
     missing: str = ""
 
     def is_same_failure(self, other: Verdict) -> bool:
-        """Return whether both verdicts mean the same failure, whichever rank reported it first."""
+        """Return whether both verdicts mean the same failure, perhaps seen by different ranks."""
         failure = (self.code, self.iteration, self.missing)
         return failure == (other.code, other.iteration, other.missing)
 
@@ -590,7 +590,7 @@ class Watchdog:
     def _check_time(self) -> None:
         """End this process if its time is up, or raise the alarm if it has waited for too long.
 
-        While the store does not answer, the main thread counts as waiting, whatever it is doing.
+        While the store does not answer, the main thread counts as waiting, even if it is not.
         Nobody could tell this process that the others have ended, and the files that it uses may be
         on the store's machine.
         """

@@ -256,7 +256,7 @@ class Passes:
         return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 
     def _seed(self, chunk: int, micro_batch: int) -> None:
-        """Seed dropout by sample, model part and context rank, whatever the order of the passes."""
+        """Seed dropout by sample, model part and context rank, regardless of the order."""
         if self._first_sample is None:
             return
         run = self._run

@@ -137,7 +137,7 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
     if isinstance(hidden, int) and isinstance(heads, int):  # these were not flags in v1
         model.setdefault("kv_channels", hidden // heads)
         model.setdefault("ffn_hidden_size", 4 * hidden)
-    # Files store states in fp32, whatever format they had in the run.
+    # Files store states in fp32, regardless of their format in the run.
     packed = ("use_precision_aware_optimizer", *FORMAT_FIELDS)
     names = (field.name for field in fields(OptimizerConfig) if field.name not in packed)
     optimizer = {name: args.get(name) for name in names}

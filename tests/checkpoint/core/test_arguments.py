@@ -186,7 +186,7 @@ def test_a_network_that_core_would_compute_differently_is_refused(flag):
             "32",
             [
                 "--rope-scaling-factor 32: Megatron Core's pretrain_gpt.py computes with 8, "
-                "whatever the flag says: give its GPTModel rope_scaling_factor=32"
+                "regardless of the flag: give its GPTModel rope_scaling_factor=32"
             ],
         ),
     ],
