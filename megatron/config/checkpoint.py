@@ -19,7 +19,8 @@ def _written_format(text: str) -> str:
     if text in _CORE_FORMATS:
         raise ValueError(
             "this is a Megatron Core format, which cannot be written: drop the flag (native "
-            "checkpoints load in any layout), or use torch_dist for Megatron Core"
+            "checkpoints load in any layout), or use torch_dist for a GPT of Megatron Core, or "
+            "legacy for Megatron-LM 23.08"
         )
     return text
 
