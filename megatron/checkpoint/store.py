@@ -42,7 +42,7 @@ from megatron.parallel.layout import AXES, Layout
 
 WEIGHTS, STATES, HISTORIES = "model.", "optimizer.", "fp8."  # histories of delayed fp8 scaling
 
-# What a native checkpoint does not replace, for messages.
+# Describes folders that a native checkpoint does not replace, for messages.
 FOREIGN = "a checkpoint that this program did not write and will not replace"
 
 _RESERVE = 64 << 20  # bytes to leave free in addition to the checkpoint: manifest, tracker, logs

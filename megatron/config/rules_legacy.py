@@ -12,7 +12,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunOptions
 from megatron.config.stages import megatron_layout_problem, possible_plan
 
-# What makes a pattern of --freeze match some layers and not others.
+# With one of these, a pattern of --freeze may match some layers and not others.
 _LAYER_NUMBER = re.compile(r"[0-9?[]")
 
 

@@ -141,7 +141,7 @@ class PassTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What determines the time of a layer besides its plan: machine, sizes and options.
+    """The machine, sizes and options that, besides its plan, determine the time of a layer.
 
     Attributes:
         machine: The rates of the machine.

@@ -359,7 +359,7 @@ class _Counts:
         )
 
     def share(self, count: int) -> int:
-        """Return how many of a number of parameters are trained."""
+        """Return how many out of `count` parameters are trained."""
         return math.ceil(self.trained * count)
 
 

@@ -1,4 +1,4 @@
-"""How training runs a micro-batch through a part of the model: the interface, and its plain form.
+"""The interface with which training runs micro-batches through the model, and its plain form.
 
 The other forms are `recorded_passes.RecordedPasses` (CUDA graphs) and
 `megatron.parallel.replicas.TorchDataParallel` (PyTorch's DistributedDataParallel).

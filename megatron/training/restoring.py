@@ -61,8 +61,8 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     """Open the checkpoint in --load, or return `None` if the run starts fresh. Collective.
 
     Raises:
-        ConfigError: The folder does not exist or contains no checkpoint, and it is not --save or
-            --finetune needs its weights.
+        ConfigError: The folder does not exist or contains no checkpoint, although it is not the
+            --save folder, or --finetune needs its weights.
         CheckpointError: There is no checkpoint, but --exit-on-missing-checkpoint is given; there is
             no checkpoint of the iteration in --ckpt-step; the folder is not --save, and only its
             subfolders contain checkpoints; all checkpoints are damaged; or the checkpoint is for a

@@ -260,7 +260,7 @@ def _gate_dim(parameter: str) -> int | None:
 
 @dataclass(frozen=True)
 class Location:
-    """Where one of our tensors is stored in Megatron Core's files.
+    """The location of one of our tensors in Megatron Core's files.
 
     Attributes:
         name: Megatron Core's name for the tensor that contains ours. If Core divides our tensor

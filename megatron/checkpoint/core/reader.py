@@ -47,7 +47,7 @@ _MAX_FORMAT = 1 << 16  # bytes of metadata.json
 
 @dataclass(frozen=True)
 class Source(names.Location):
-    """Where one of our tensors is stored.
+    """The location of one of our tensors, with the chunks to read.
 
     Attributes:
         chunks: The chunks of each of Core's tensors that contain parts of it, by tensor.

@@ -42,7 +42,7 @@ PARTS = (*_DELTA_PARTS, *_MAMBA_PARTS[1:])
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Where the rows of one of our tensors are in Megatron Core's tensors.
+    """The location of the rows of one of our tensors in Megatron Core's tensors.
 
     Attributes:
         positions: The index of the row among the rows of all of Core's tensors for each of our

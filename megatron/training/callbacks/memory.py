@@ -1,4 +1,4 @@
-"""When memory is reclaimed: garbage collection, and unused GPU memory."""
+"""Callbacks that reclaim memory: garbage collection, and unused GPU memory."""
 
 from __future__ import annotations
 
