@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.data.sample import SEGMENT_ENDS
-from megatron.finetuning.preferences import METRICS, values_at_segments
+from megatron.finetuning.preferences import METRICS, log1mexp, values_at_segments
 from megatron.parallel.layout import Layout
 from tests.distributed import run_sharing_memory
 from tests.finetuning.toy_pairs import train_pairs
@@ -79,3 +79,16 @@ def test_each_segment_has_the_value_at_its_first_token() -> None:
         SEGMENT_ENDS: torch.tensor([0, 3, 7, 8, 8]),
     }
     assert values_at_segments(batch, "reference").tolist() == [0, 3, 7, 7]
+
+
+def test_the_log_of_the_rest_of_a_probability_is_accurate_for_all_probabilities() -> None:
+    """The gradient of log(1 - exp(x)) is -1 / (exp(-x) - 1), finite on both sides of log(1/2)."""
+    x = torch.tensor([-1e-12, -0.01, -0.693, -0.694, -1.0, -40.0], dtype=torch.float64)
+    x.requires_grad_()
+    found = log1mexp(x)
+    found.sum().backward()
+    values = x.detach().tolist()
+    expected = [*(math.log(-math.expm1(v)) for v in values[:-1]), -math.exp(-40)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert x.grad is not None
+    assert x.grad.tolist() == pytest.approx([-1 / math.expm1(-v) for v in values], rel=1e-12)
