@@ -159,18 +159,18 @@ class DeepSeek(Mixtral):
         inner = settings.size("moe_intermediate_size")
         shared = settings.size("n_shared_experts")
         groups: dict[str, Any] = self._read_groups(settings, experts, model.moe_router_topk)
-        scale = 1.0
-        if settings.values.get("routed_scaling_factor") is not None:
-            scale = settings.number("routed_scaling_factor")
+        # The defaults here and below are those of `transformers`.
+        scale = settings.number("routed_scaling_factor", 2.5 if self.biased else 1.0)
         if self.biased and model.moe_router_topk < 2:
             raise settings.error(
                 "num_experts_per_tok", "only 2 or more are supported: scores are normalized"
             )
-        dense = 0
-        if settings.values.get("first_k_dense_replace", 0) == 0:
+        dense = 3 if self.biased else 0
+        if settings.values.get("first_k_dense_replace", dense) == 0:
             settings.must_be("first_k_dense_replace", 0)
+            dense = 0
         else:
-            dense = settings.size("first_k_dense_replace")
+            dense = settings.size("first_k_dense_replace", dense)
         if dense >= layers:
             return replace(model, num_experts=None)
         return replace(
