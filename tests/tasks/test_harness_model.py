@@ -308,7 +308,10 @@ def test_the_harness_s_own_tasks_are_read_only_if_they_are_named(
 
 
 def test_an_evaluation_without_the_harness(
-    model_class: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model_class: type,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A stand-in asks for scores and a text, and returns values of each kind."""
     folder = save_toy(str(tmp_path / "model"))
@@ -334,6 +337,7 @@ def test_an_evaluation_without_the_harness(
     parsed = harness.parse("LM_EVAL", words, 1)
     expected = {"toy acc": 0.5, "toy acc_stderr": 1, "toy em (strict)": 2}
     assert harness.evaluate(parsed, Device.cpu(), Layout.single()) == expected
+    assert "> batch 1 of 1\n" in capsys.readouterr().out
     (path,) = (tmp_path / "model" / "evaluation").iterdir()
     written = json.loads(path.read_text())
     assert written["tasks"] == {"versions": {"toy": 1}, "n-shot": None, "n-samples": None}
