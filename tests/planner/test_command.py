@@ -334,6 +334,9 @@ def test_a_config_json_is_a_model(tmp_path):
     flags = [*request.flags, *to_flags(best.values, request.start)]
     assert parse_config(flags, world_size=8).config.model == best.config.model
     assert _search(f"--model {tmp_path} --gpus 8xH100 --global-batch 64")[0].vocabulary == 32000
+    path.write_text(json.dumps({**llama, "max_position_embeddings": 1 << 17}))
+    request, _ = _search(f"--model {tmp_path} --gpus 8xH100 --global-batch 64")
+    assert request.start.data.seq_length == 8192
 
 
 def test_a_teacher_is_named_as_a_model(capsys):
@@ -477,11 +480,53 @@ def test_micro_batches_divide_the_batch_and_have_a_limited_number_of_tokens():
     assert found == {1, 2}
 
 
-def test_an_uneven_distribution_of_layers_is_told():
+@pytest.mark.parametrize(
+    ("flags", "gpus", "told"),
+    [
+        ("", 1, "DP 1, micro-batch 1"),
+        ("--tensor-model-parallel-size 2 --zero-stage 1", 4, "TP 2, DP 2, ZeRO 1, micro-batch 1"),
+        ("--context-parallel-size 2 --cp-comm-type a2a", 2, "CP 2 a2a, DP 1, micro-batch 1"),
+        ("--pipeline-model-parallel-size 2", 2, "PP 2, DP 1, micro-batch 1"),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            2,
+            "PP 2 x 2, DP 1, micro-batch 1",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+            2,
+            "PP 2 zero-bubble, DP 1, micro-batch 1",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettttt|tttL",
+            2,
+            "PP 2, uneven, DP 1, micro-batch 1",
+        ),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2",
+            4,
+            "TP 2, EP 2, ETP 2, DP 2, micro-batch 1",
+        ),
+        ("--recompute-activations", 1, "DP 1, micro-batch 1, selective recomputation"),
+    ],
+)
+def test_a_layout_is_described(flags, gpus, told):
     words = f"{SMALL} --mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --vocab-size 8"
-    words += " --tokenizer-type NullTokenizer --pipeline-model-parallel-size 2"
-    told = [
-        describe(parse_config([*words.split(), *more.split()], world_size=2).config, 2)
-        for more in ("", "--pipeline-model-parallel-layout Ettttt|tttL")
-    ]
-    assert told == ["PP 2, DP 1, micro-batch 1", "PP 2, uneven, DP 1, micro-batch 1"]
+    words += f" --tokenizer-type NullTokenizer --sequence-parallel {flags}"
+    if "--tensor" not in flags:
+        words = words.replace("--sequence-parallel", "")
+    assert describe(parse_config(words.split(), world_size=gpus).config, gpus) == told
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launcher"),
+    [
+        (4, "torchrun --nproc-per-node 4"),
+        (8, "torchrun --nproc-per-node 8"),
+        (16, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29400"),
+    ],
+)
+def test_a_command_has_a_process_for_each_gpu_of_a_node(gpus, launcher):
+    request = read_request(_options(f"--gpus {gpus}xH100 --global-batch 16 --", SMALL))
+    line = command(request, SimpleNamespace(values={}))
+    assert line.startswith(f"{launcher} pretrain_gpt.py --")
