@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron.checkpoint.huggingface.families import families
 from megatron.checkpoint.huggingface.peft import peft_names, stored_adapter
+from megatron.checkpoint.huggingface.peft_reader import network_with
 from megatron.checkpoint.huggingface.peft_slices import join
 from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.parser import Program
@@ -478,3 +479,70 @@ def test_an_adapter_of_another_base_is_refused(copy, tmp_path):
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="contains no adapter"):
         build_toy(Layout.single(), [*_words("some"), "--load-adapter", str(tmp_path)])
+
+
+def _network_with(folder, said):
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    model = families()["llama"].read(Settings(CASES["llama"].config, "config.json")).model
+    adapted, experts = network_with(folder, model)
+    names = ("lora_rank", "lora_alpha", "lora_target_modules", "use_rslora", "use_dora")
+    return *(getattr(adapted, name) for name in names), experts
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, (8, 8.0, ("all-linear",), False, False, ())),
+        (
+            {"r": 1, "lora_alpha": 0.5, "use_rslora": True, "use_dora": True, "bias": None},
+            (1, 0.5, ("all-linear",), True, True, ()),
+        ),
+        (
+            {"target_modules": ["q_proj", "model.lm_head"], "target_parameters": ["a.gate.weight"]},
+            (8, 8.0, ("all-linear", "lm_head", "router"), False, False, ("a.gate.weight",)),
+        ),
+        (
+            {"target_parameters": ["experts.up"], "rank_pattern": {"a.b": 3}, "lora_bias": False},
+            (8, 8.0, ("all-linear",), False, False, ("experts.up",)),
+        ),
+    ],
+)
+def test_the_network_of_an_adapter_s_settings(said, expected, tmp_path):
+    assert _network_with(tmp_path, said) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        *(({"r": r}, f"r is {r}, not a positive integer") for r in (0, True, 2.0, "8")),
+        *(
+            ({"lora_alpha": alpha}, f"lora_alpha is {alpha}, not a positive number")
+            for alpha in (0, -1.5, True, float("inf"), float("nan"))
+        ),
+        ({"use_dora": True, "target_parameters": ["x"]}, "use_dora with target_parameters is not"),
+        *(
+            ({key: value}, f"{key} .* is not supported: merge the adapter with peft's merge_and_un")
+            for key, value in {
+                "peft_type": "LOHA",
+                "bias": "all",
+                "lora_bias": True,
+                "trainable_token_indices": [1],
+                "layer_replication": [[0, 1]],
+                "exclude_modules": ["a"],
+                "alora_invocation_tokens": [1],
+                "use_qalora": True,
+                "use_bdlora": {"a": 1},
+                "arrow_config": {"a": 1},
+                "rank_pattern": {"a|b": 1},
+                "alpha_pattern": {"a": 0},
+                "modules_to_save": "classifier",
+            }.items()
+        ),
+        ({"rank_pattern": ["a"]}, "rank_pattern .* is not supported"),
+        ({"alpha_pattern": {"a": "1"}}, "alpha_pattern .* is not supported"),
+        ({"modules_to_save": ["score"]}, "a reward model's adapter is for --preference-loss brad"),
+    ],
+)
+def test_settings_of_an_adapter_that_are_not_supported(said, told, tmp_path):
+    with pytest.raises(CheckpointError, match=told):
+        _network_with(tmp_path, said)
