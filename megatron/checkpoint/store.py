@@ -204,14 +204,28 @@ def _prepare(root: Path, folder: str, size: int, owns_manifest: bool) -> str:
         remove_leftovers(root)
         if owns_manifest and _is_foreign(final):
             raise CheckpointError(f"{final} contains {FOREIGN}: give another folder to --save")
-        free = shutil.disk_usage(root).free
-        if free < size + _RESERVE:
-            what = f"the checkpoint needs {size:,} bytes, and {_RESERVE:,} bytes must stay free"
-            remedy = "make room, or give another folder to --save"
-            raise StorageError(f"{root}: {what}, but only {free:,} are free: {remedy}")
+        check_space(root, size)
         temporary = durable.unique_sibling(final, durable.TEMPORARY)
         temporary.mkdir(mode=0o775)
     return str(temporary)
+
+
+def check_space(root: Path, size: int) -> None:
+    """Check that there is space for a checkpoint.
+
+    Args:
+        root: The folder of the checkpoints.
+        size: The size of the checkpoint's tensors in bytes.
+
+    Raises:
+        StorageError: There is not enough space.
+    """
+    with durable.storage_errors(root):
+        free = shutil.disk_usage(root).free
+    if free < size + _RESERVE:
+        what = f"a checkpoint needs {size:,} bytes, and {_RESERVE:,} bytes must stay free"
+        remedy = "make room, or give another folder to --save"
+        raise StorageError(f"{root}: {what}, but only {free:,} are free: {remedy}")
 
 
 def foreign_iterations(root: Path) -> list[int]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.optimizer import STATE_BYTES, OptimizerConfig
-from megatron.config.stages import ModelPart, even_parts, parts_of_stage, plan_model
+from megatron.config.optimizer import FORMAT_FIELDS, STATE_BYTES, OptimizerConfig
+from megatron.config.stages import ModelPart, even_parts, parts_of_stage, plan_model, whole_model
 from megatron.kernels.quantize import bytes_of
+from megatron.models.adapters import count_adapters
 from megatron.models.arithmetic import (
     count_depth_parameters,
     count_part_experts,
@@ -129,6 +131,36 @@ def largest_process(
         for stage in distinct.values()
     ]
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def checkpoint_bytes(config: RunConfig, plan: ModelPlan) -> int:
+    """Return the size of the tensors in a checkpoint, in bytes.
+
+    Averages of weights (--ema-decay, --lawa-interval) are counted as if all of them existed.
+
+    Args:
+        config: The run's configuration.
+        plan: The plan of the whole network.
+    """
+    counts = _Counts.of(config, plan, Layout.single(), [whole_model(len(plan.layers))])
+    options, width = config.optimizer, config.precision.weight_dtype.itemsize
+    adapters = 0
+    if config.model.lora_rank is not None:
+        adapters = count_adapters(config.model, plan.embedding.vocabulary)
+    per_update: float = _average_bytes(options)
+    if options.lawa_interval is not None:
+        per_update += 4  # the mean of the snapshots
+    if not config.checkpoint.no_save_optim:
+        # States with scales are decoded, and other programs expect fp32.
+        is_native = config.checkpoint.ckpt_format == "native"
+        formats = {"bf16": "bf16", "fp8": "bf16"} if is_native else {}
+        saved: dict[str, Any] = {
+            name: formats.get(getattr(options, name), "fp32") for name in FORMAT_FIELDS
+        }
+        matrices = counts.matrices / max(counts.parameters, 1)
+        per_update += _state_bytes(replace(options, **saved), matrices, has_copy=width == 2)
+    weights = width * (counts.parameters + adapters)
+    return weights + math.ceil(per_update * counts.share(counts.updated))
 
 
 def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
@@ -295,17 +327,22 @@ def _moment_bytes(options: OptimizerConfig, matrices: float) -> float:
 
 
 def _state_bytes(options: OptimizerConfig, matrices: float, *, has_copy: bool) -> float:
-    """Return the bytes of an optimizer's moments, averages and weights per updated parameter.
+    """Return the bytes of an optimizer's moments and weights per updated parameter.
 
     Args:
         options: The optimizer's options.
         matrices: The fraction of the parameters that are in matrices.
         has_copy: Whether the optimizer has its own copy of the weights.
     """
-    size = _moment_bytes(options, matrices)
-    if options.averages_weights:
-        size += 4 * (1 if options.ema_decay is not None else options.lawa_window)
-    return size + STATE_BYTES[options.state_format("master")] * has_copy
+    master = STATE_BYTES[options.state_format("master")]
+    return _moment_bytes(options, matrices) + master * has_copy
+
+
+def _average_bytes(options: OptimizerConfig) -> int:
+    """Return the bytes of averages of the weights per updated parameter."""
+    if not options.averages_weights:
+        return 0
+    return 4 * (1 if options.ema_decay is not None else options.lawa_window)
 
 
 @dataclass(frozen=True)
@@ -374,7 +411,7 @@ def _weight_memory(
     held = _shared_bytes if is_shared else _whole_bytes
     weights, gradients = held(config, plan, layout, counts, summed)
     has_copy = on_host or (width == 2 and not is_shared)
-    state_bytes = _state_bytes(
+    state_bytes = _average_bytes(config.optimizer) + _state_bytes(
         config.optimizer, counts.matrices / max(counts.parameters, 1), has_copy=has_copy
     )
     states = math.ceil(state_bytes * counts.share(counts.updated))

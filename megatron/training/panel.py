@@ -23,7 +23,7 @@ from megatron.models.arithmetic import (
 from megatron.models.freezing import frozen_format
 from megatron.models.plan import ModelPlan
 from megatron.parallel.layout import Layout
-from megatron.planner.memory import amount, largest_process
+from megatron.planner.memory import amount, checkpoint_bytes, largest_process
 from megatron.planner.pipeline_balance import pipeline_rows
 from megatron.training.curriculum import lengths_of
 from megatron.training.expert_plan import expert_rows
@@ -175,6 +175,9 @@ def size_rows(
     parameters, active = count_parameters(plan), count_active_parameters(plan)
     active_text = f", of which a token uses {active:,}" if active < parameters else ""
     condition = ", if all experts get the same number of tokens" if active_text else ""
+    saved = []
+    if config.checkpoint.save is not None:
+        saved = [("checkpoint size", amount(checkpoint_bytes(config, plan)))]
     return [
         ("layout", layout.describe()),
         (
@@ -194,6 +197,7 @@ def size_rows(
             "memory per process",
             f"at most about {largest_process(config, plan, world_size).describe()}{condition}",
         ),
+        *saved,
         *_state_rows(config, plan, world_size),
         *expert_rows(config, plan, micro_batches, world_size, memory),
         *pipeline_rows(config, plan, micro_batches, world_size),

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.lock import save_lock
+from megatron.checkpoint.store import check_space
 from megatron.command import print_line, surviving_closed_output
 from megatron.config import RunConfig
 from megatron.config.parser import Program, parse_config
@@ -30,6 +31,7 @@ from megatron.errors import (
 from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
+from megatron.planner.memory import checkpoint_bytes
 from megatron.processes.crashes import CrashLog
 from megatron.processes.launch import Launch, end_launcher, notify_saved
 from megatron.processes.process import print_notices, processes, run_process
@@ -205,7 +207,7 @@ def pretrain(
             attach_faults(layout.journal, run.parts)
         stack.enter_context(surviving_closed_output(run.exit.report_unread_log))
         at_end.callback(run.forward.release)
-        _warn_of_newer(run)
+        _check_folder(run)
         extras.begin(run)
         code = _train_and_evaluate(run, started, extras, writers)
         if code == EXIT_SAVED_ON_SIGNAL:
@@ -263,10 +265,21 @@ def _close(writer: Writer) -> None:
         print_line(f"WARNING: {error}")
 
 
-def _warn_of_newer(run: Run) -> None:
-    """Warn if --save holds checkpoints newer than this run's start, as when --load is missing."""
+def _check_folder(run: Run) -> None:
+    """Check that --save has space for a checkpoint, and warn if newer ones are there. Collective.
+
+    Newer ones than this run's start are there if --load is missing, for example.
+
+    Raises:
+        StorageError: There is no space for a checkpoint.
+    """
     root, start = run.config.checkpoint.save, run.progress.iteration
-    if root is None or run.layout.world.rank:
+    if root is None:
+        return
+    if not run.finished:
+        size = checkpoint_bytes(run.config, run.plan)
+        JsonExchange(run.layout.world).on_main(lambda: check_space(Path(root), size))
+    if run.layout.world.rank:
         return
     newer = [
         checkpoint.iteration for checkpoint in scan(Path(root))[0] if checkpoint.iteration > start

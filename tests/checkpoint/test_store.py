@@ -198,9 +198,7 @@ def test_a_checkpoint_must_leave_some_space(tmp_path, monkeypatch):
     needed = size + (64 << 20)
     free = needed - 1
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    told = (
-        f"the checkpoint needs {size:,} bytes, and 67,108,864 .* but only {free:,} are free: make"
-    )
+    told = f"a checkpoint needs {size:,} bytes, and 67,108,864 .* but only {free:,} are free: make"
     with pytest.raises(StorageError, match=told):
         save_state(tmp_path, 1)
     free = needed

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.store import plan_save
 from megatron.config.parser import parse_config
 from megatron.config.stages import even_parts, whole_model
 from megatron.device import Device
@@ -19,8 +20,9 @@ from megatron.models.freezing import trained_share
 from megatron.models.plan import HeadSpec
 from megatron.models.plans import model_plan
 from megatron.parallel.layout import Layout
-from megatron.planner.memory import amount, estimate_memory, largest_process
-from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy
+from megatron.planner.memory import amount, checkpoint_bytes, estimate_memory, largest_process
+from megatron.training.checkpointing import state_of
+from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy, train_toy
 
 
 def _estimate(*flags, world_size=1):
@@ -372,3 +374,39 @@ def test_a_teacher_is_counted_on_every_stage():
         assert with_it.total - without.total == with_it.teacher
         assert "teacher" in with_it.describe()
         assert "teacher" not in without.describe()
+
+
+_PRECISION_AWARE = "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("--bf16", "gpt"),
+        ("--bf16 --zero-stage 3 --no-save-optim", "gpt"),
+        ("--optimizer sgd --sgd-momentum 0", "gpt"),
+        ("--optimizer muon --bf16 --untie-embeddings-and-output-weights", "gpt"),
+        ("--bf16 --lora-rank 2 --lora-target-modules all-linear", "gpt"),
+        ("--bf16 --freeze layers.0", "gpt"),
+        ("--bf16 --num-experts 4 --moe-router-topk 2", "gpt"),
+        (f"{_PRECISION_AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", "gpt"),
+        (f"{_PRECISION_AWARE} --exp-avg-sq-dtype fp16 --main-params-dtype fp16", "gpt"),
+        (f"{_PRECISION_AWARE} --exp-avg-dtype bf16 --ckpt-format torch_dist", "gpt"),
+        ("", "bert"),
+        ("--bf16", "t5"),
+        ("", "ict"),
+    ],
+)
+def test_the_size_of_a_checkpoint_is_known_before_it_is_saved(words, kind):
+    run = build_toy(Layout.single(), words.split(), kind)
+    assert (
+        checkpoint_bytes(run.config, run.plan) == plan_save(state_of(run), run.layout).total_bytes
+    )
+
+
+@pytest.mark.parametrize("words", ["--ema-decay 0.9", "--lawa-interval 1 --lawa-window 2"])
+def test_averages_are_saved_too(words):
+    _, run = train_toy(Layout.single(), [*words.split(), "--train-iters", "2"])
+    assert (
+        checkpoint_bytes(run.config, run.plan) == plan_save(state_of(run), run.layout).total_bytes
+    )

@@ -3,9 +3,11 @@
 import errno
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from megatron.checkpoint import store
 from megatron.checkpoint.lock import LOCK
 from megatron.config import parse_config, yaml_file
 from megatron.config.run import Findings
@@ -157,6 +159,24 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     blocker.write_text("")
     assert _main("--save", str(blocker / "deeper"), "--save-interval", "1") == 8
     assert f"--save {blocker / 'deeper'}" in capsys.readouterr().err
+
+
+def test_a_run_that_could_not_save_is_refused_before_it_trains(tmp_path, monkeypatch, capsys):
+    flags = ["--save", str(tmp_path), "--save-interval", "4"]
+    assert _main(*flags, "--dry-run") == 0
+    assert re.search(r"checkpoint size +0\.3 MiB", capsys.readouterr().out)
+    size = 3 * 4 * 29312  # weights and two moments
+    free = size + (64 << 20) - 1
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert _main(*flags) == 8
+    told = capsys.readouterr()
+    assert f"{tmp_path}: a checkpoint needs {size:,} bytes" in told.err
+    assert "iteration" not in told.out
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("iter_")]
+    free += 2  # config.yaml is as large as before
+    assert _main(*flags) == 0
+    free = 0
+    assert _main(*flags, "--load", str(tmp_path)) == 0  # nothing is left to train or to save
 
 
 def test_a_refused_job_leaves_the_files_of_the_other_alone(tmp_path, monkeypatch, capsys):
