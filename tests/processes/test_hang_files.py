@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.cli import health
 from megatron.processes.hang_files import REPORT, HangFiles, hang_view
@@ -46,6 +49,74 @@ def test_the_table_says_who_waits_and_who_is_missing(tmp_path: Path) -> None:
         assert row.endswith("step.py:7 in make")
     assert " all-reduce with ranks 1-2 " in rows[0]
     assert rows[2][columns["host"] :].startswith("?")  # its file is from an earlier hang
+
+
+def test_ranks_that_wait_themselves_are_missing_only_if_no_other_is(tmp_path: Path) -> None:
+    states = {
+        0: _state(5, Wait("all-reduce", _DATA, 4), 4),
+        1: _state(5, Wait("receive", (3,), None), 3),
+        2: _state(4, None, 3),
+        3: _state(5, Wait("send", (1,), None), 3),
+        4: _state(5, Wait("all-reduce", (4, 5), 9), 9),
+    }
+    states[5] = replace(states[4], started={(4, 5): 9})
+    states[4] = replace(states[4], started={(4, 5): 9})
+    HangFiles(tmp_path, 0).write_report("hang", states, frozenset())
+    head, *rows = hang_view(tmp_path).splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: hang", head)
+    waits = "reduction of the gradients"
+    place = "step.py:7 in make"
+    expected = [
+        ("rank", "host", "state", "iteration", "operation", "waits for", "missing", "at"),
+        ("0", "?", "waits", "5", waits, "all-reduce with ranks 1-2", "rank 2", place),
+        ("1", "?", "waits", "5", waits, "receive with rank 3", "rank 3", place),
+        ("2", "?", "runs", "4", "loading of micro-batch 0", "", "", place),
+        ("3", "?", "waits", "5", waits, "send with rank 1", "rank 1", place),
+        ("4", "?", "waits", "5", waits, "all-reduce with rank 5", "none", place),
+        ("5", "?", "waits", "5", waits, "all-reduce with rank 4", "none", place),
+    ]
+    widths = [max(map(len, column)) for column in zip(*expected, strict=True)]
+    for row, cells in zip(rows, expected, strict=True):
+        assert row == "  ".join(map(str.ljust, cells, widths)).rstrip()
+
+
+def test_the_stacks_begin_with_the_main_thread_s_and_omit_the_watchdog_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [
+        {
+            "profiling_name": "nccl:all_reduce",
+            "collective_seq_id": number,
+            "process_group": ["2", "data"],
+            "state": "completed" if number < 2 else "started",
+        }
+        for number in range(9)
+    ]
+    dumps = iter([json.dumps({"entries": entries}), "{}", "no JSON"])
+    monkeypatch.setattr(
+        torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: next(dumps), raising=False
+    )
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait, name=name) for name in ("other", "_watch")]
+    for thread in threads:
+        thread.start()
+    try:
+        found = []
+        for rank in range(3):
+            HangFiles(tmp_path, rank).write_stacks("hang")
+            found.append(json.loads((tmp_path / f"rank_0000{rank}.json").read_text()))
+    finally:
+        done.set()
+    assert [name for name in found[0]["stacks"] if name in ("MainThread", "other", "_watch")] == [
+        "MainThread",
+        "other",
+    ]
+    assert next(iter(found[0]["stacks"])) == "MainThread"
+    assert [content["device"] for content in found] == [
+        [f"nccl:all_reduce {number} of group data (started)" for number in range(2, 7)],
+        [],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(

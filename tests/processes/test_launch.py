@@ -1,7 +1,10 @@
 """How a process learns its rank and place."""
 
+import errno
 import os
 import signal
+import socket
+import subprocess
 from datetime import timedelta
 
 import pytest
@@ -10,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.errors import ConfigError
 from megatron.processes import groups
+from megatron.processes import launch as launch_module
 from megatron.processes.ending import report
 from megatron.processes.launch import (
     Launch,
@@ -18,8 +22,10 @@ from megatron.processes.launch import (
     end_launcher,
     module_search_path,
     notify_saved,
+    prefix_log_lines,
     prepare,
     read_launch,
+    record_collectives,
     with_local_rank,
 )
 from megatron.processes.process import processes, run_process
@@ -30,7 +36,8 @@ from tests.config.command import parse
 def _alone(monkeypatch):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     names += ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"]
-    names += ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"]
+    names += ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_RESTART_COUNT"]
+    names += ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"]
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is restored, whatever is set in the meantime
         monkeypatch.delenv(name)
@@ -41,6 +48,145 @@ def test_the_flag_places_a_process_where_the_launcher_does_not(monkeypatch):
     assert with_local_rank(Launch(rank=5, world_size=8), None) == Launch(5, 8)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert with_local_rank(read_launch(), 1).local_rank == 3
+
+
+_TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+_ONE_MACHINE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+_MPIRUN = {
+    f"OMPI_COMM_WORLD_{name}": number
+    for name, number in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "launch", "machine", "is_multi_node"),
+    [
+        ({}, Launch(), range(1), False),
+        (_TORCHRUN, Launch(5, 8, 1, 4), range(4, 8), True),
+        (
+            {**_TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},  # of one of two launchers
+            Launch(5, 8, 1, 4),
+            range(4, 8),
+            True,
+        ),
+        (
+            {**_ONE_MACHINE, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            Launch(1, 2, 1, 2, store_outlives_ranks=True),
+            range(2),
+            False,
+        ),
+        (
+            {**_ONE_MACHINE, "TORCHELASTIC_USE_AGENT_STORE": "False"},
+            Launch(1, 2, 1, 2),
+            range(2),
+            False,
+        ),
+        (
+            {**_ONE_MACHINE, "TORCHELASTIC_RESTART_COUNT": "1"},
+            Launch(1, 2, 1, 2, restart_count=1, is_restart=True),
+            range(2),
+            False,
+        ),
+        ({"SLURM_RESTART_COUNT": "1"}, Launch(is_restart=True), range(1), False),
+        (
+            {**_MPIRUN, **_TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"},
+            Launch(3, 4, 1, 2),
+            range(2, 4),
+            True,
+        ),
+    ],
+)
+def test_what_a_launcher_says_is_read(monkeypatch, variables, launch, machine, is_multi_node):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = read_launch(use_mpi="OMPI_COMM_WORLD_RANK" in variables)
+    assert found == launch
+    assert (found.machine, found.is_multi_node) == (machine, is_multi_node)
+
+
+def test_mpirun_must_give_what_the_flag_promises(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="^--use-mpi: OMPI_COMM_WORLD_RANK is not set"):
+        read_launch(use_mpi=True)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    told = "^OMPI_COMM_WORLD_RANK is 4, but OMPI_COMM_WORLD_SIZE is 4 .* as mpirun does"
+    with pytest.raises(ConfigError, match=told):
+        read_launch(use_mpi=True)
+
+
+class _Network:
+    """A UDP socket of a machine that reaches 10.0.0.x through ib0, and nothing else."""
+
+    _ADDRESSES = {"lo": "127.0.0.1", "ib0": "10.0.0.7"}  # eth0 has no address
+
+    def __init__(self, *_):
+        self._address = "0.0.0.0"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def fileno(self):
+        return 5
+
+    def connect(self, address):
+        if not address[0].startswith(("10.0.0.", "127.")):
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+        self._address = self._ADDRESSES["lo" if address[0].startswith("127.") else "ib0"]
+
+    def getsockname(self):
+        return self._address, 40000
+
+    @classmethod
+    def ioctl(cls, descriptor, request, structure):
+        """Answer SIOCGIFADDR: a name of 16 bytes, then a family, a port and an address."""
+        name = structure.rstrip(b"\0").decode()
+        if (descriptor, request, len(structure)) != (5, 0x8915, 256) or name not in cls._ADDRESSES:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return structure[:16] + b"\2\0\0\0" + socket.inet_aton(cls._ADDRESSES[name]) + bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("address", "launch", "interface"),
+    [
+        ("10.0.0.1", Launch(2, 4, 0, 2), "ib0"),
+        ("10.0.0.1", Launch(2, 4, 2, 4), None),  # a single machine
+        ("127.0.0.1", Launch(2, 4, 0, 2), None),
+        ("192.0.2.1", Launch(2, 4, 0, 2), None),
+    ],
+)
+def test_gloo_uses_the_network_that_reaches_the_first_machine(
+    monkeypatch, address, launch, interface
+):
+    monkeypatch.setattr(launch_module.socket, "socket", _Network)
+    monkeypatch.setattr(
+        launch_module.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")]
+    )
+    monkeypatch.setattr(launch_module.fcntl, "ioctl", _Network.ioctl)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    for value, expected in ((None, interface), ("mine", "mine")):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", value or "")
+        if value is None:
+            monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        prepare(launch, deterministic=False)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def test_variables_for_a_log_and_for_reports_of_hangs_are_the_user_s_if_set(monkeypatch):
+    recorders = ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"]
+    names = ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", *recorders]
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for first, expected in ((True, ["[rank ${rank}] ", "2000", "2000"]), (False, ["mine"] * 3)):
+        for name in names if not first else ():
+            monkeypatch.setenv(name, "mine")
+        prefix_log_lines()
+        record_collectives(2000)
+        assert [os.environ[name] for name in names] == expected
 
 
 @pytest.mark.parametrize("by_flag", [False, True])
@@ -179,14 +325,24 @@ def test_a_rank_that_there_is_not(monkeypatch, rank, size):
 
 
 def test_a_launcher_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the parent of a rank, or of the server that the rank was forked from."""
     told: list[tuple[int, int]] = []
+    ignored: list[tuple[object, object]] = []
     monkeypatch.setattr(os, "kill", lambda *call: told.append(call))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *call: ignored.append(call))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    for pid in (os.getpid(), os.getppid()):  # only the second one is an ancestor of this process
-        monkeypatch.setenv("MEGATRON_LAUNCHER_PID", str(pid))
-        notify_saved(Launch())
-    assert told == [(os.getppid(), signal.SIGUSR1)]
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as server:
+        monkeypatch.setattr(os, "getppid", lambda: server.pid)
+        for pid in (1, os.getpid(), server.pid):  # the first one is no ancestor of the "rank"
+            monkeypatch.setenv("MEGATRON_LAUNCHER_PID", str(pid))
+            notify_saved(Launch(local_rank=1))
+            notify_saved(Launch(restart_count=1))  # the last attempt
+            assert not told
+            notify_saved(Launch())
+            assert told == ([] if pid == 1 else [(pid, signal.SIGUSR1)])
+            told.clear()
+        server.communicate()
+    assert ignored == [(signal.SIGUSR1, signal.SIG_IGN)] * 4
 
 
 @pytest.mark.parametrize(
