@@ -96,7 +96,7 @@ class EventFiles:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         self.folder = folder
-        sizes = {"scalars": 0, "tensors": 0, "images": 1, "histograms": 1}
+        sizes = {"scalars": 0, "tensors": 0}  # keep all of them
         self._events = EventAccumulator(str(folder), size_guidance=sizes)
         self._counts: dict[str, int] = {}
         self.history = History(name, sources=[str(folder)])

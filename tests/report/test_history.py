@@ -184,12 +184,21 @@ def test_the_iterations_without_a_number_are_listed() -> None:
     assert len(reduce_curve(curve_of([1.0] * 7), 2)["low"]) == 2
 
 
-def test_a_page_has_the_latest_events_and_counts_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_MAX_EVENTS", 3)
-    records = [event("checkpoint", i) for i in range(1, 6)]
+def test_a_page_has_the_latest_events_and_counts_all() -> None:
+    records = [event("checkpoint", i) for i in range(1, 503)]
     (run,) = page_data([history_of(record(1), *records)])["runs"]
-    assert [each["iteration"] for each in run["events"]] == [3, 4, 5]
-    assert run["eventCounts"] == {"checkpoint": 5}
+    assert [each["iteration"] for each in run["events"]] == list(range(3, 503))
+    assert run["eventCounts"] == {"checkpoint": 502}
+
+
+@pytest.mark.parametrize(("count", "points"), [(1500, 1500), (1501, 500)])
+def test_a_long_run_s_clock_is_reduced(count: int, points: int) -> None:
+    history = history_of(*(record(i, time=1e9 + i) for i in range(1, count + 1)))
+    (run,) = page_data([history])["runs"]
+    assert {name: len(curve["x"]) for name, curve in run["clock"].items()} == {
+        "hours": points,
+        "samples": points,
+    }
 
 
 def test_a_page_converts_iterations_to_samples_and_hours() -> None:
