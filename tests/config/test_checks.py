@@ -15,6 +15,7 @@ from megatron.config.run import RunOptions, with_values
 from tests.config.command import BASE, parse, problems
 
 _SAMPLES = ("--train-samples 1000", ("--train-iters",))
+_OFFLOADED = "--fine-grained-activation-offloading --offload-modules"
 _LINES = [
     # the optimizer
     ("--adam-beta1 1", "--adam-beta1 1.0: must be at least 0 and below 1"),
@@ -279,6 +280,21 @@ _LINES = [
         "--fine-grained-activation-offloading --offload-modules expert_fc1",
         "--offload-modules expert_fc1 requires --num-experts: drop expert_fc1",
     ),
+    (
+        f"{_OFFLOADED} mlp_norm --parallel-residual --shared-parallel-norm",
+        "--offload-modules mlp_norm with --shared-parallel-norm, which leaves only attn_norm: "
+        "drop mlp_norm",
+    ),
+    (
+        f"{_OFFLOADED} mlp_norm core_attn --norm-placement after",
+        "--offload-modules attn_norm and mlp_norm are the normalizations before attention and "
+        "MLP, which --norm-placement after leaves out: drop them",
+    ),
+    (
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "4 virtual stages require a pipeline: give --pipeline-model-parallel-size, or drop "
+        "--num-layers-per-virtual-pipeline-stage",
+    ),
     # running
     (
         "--check-weight-hash-across-dp-replicas-interval 10 --zero-stage 3",
@@ -466,6 +482,18 @@ def test_what_a_run_needs(name: str) -> None:
 def test_what_changes_nothing_is_said_once(words: str, line: str) -> None:
     (notice,) = parse(words).notices
     assert notice.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{_OFFLOADED} mlp_norm --parallel-residual",
+        f"{_OFFLOADED} core_attn --norm-placement after",
+        "--num-layers-per-virtual-pipeline-stage 4",
+    ],
+)
+def test_what_is_almost_a_mistake_is_accepted(words: str) -> None:
+    assert parse(words)
 
 
 @pytest.mark.parametrize("words", ["", "--no-persist-layer-norm --lazy-mpu-init no"])

@@ -88,6 +88,94 @@ def test_every_matrix_has_sizes_that_products_in_8_bits_take() -> None:
     assert line.startswith("--fp8-format hybrid: --eval-micro-batch-size x --seq-length 520 is")
 
 
+_WIDTHS = "--bf16 --fp8-format hybrid --micro-batch-size 1"
+_LATENT_WIDTHS = (
+    "--position-embedding-type rope --multi-latent-attention --normalization RMSNorm "
+    "--disable-bias-linear --num-attention-heads 5 --hidden-size 80 --qk-head-dim 6 "
+    "--qk-pos-emb-head-dim 2 --v-head-dim 3 --q-lora-rank 9 --kv-lora-rank 7"
+)
+_DELTA_WIDTHS = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 1 --linear-key-head-dim 3 --linear-num-value-heads 5 "
+    "--linear-value-head-dim 7 --normalization RMSNorm --disable-bias-linear --swiglu"
+)
+_EXPERT_WIDTHS = (
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 "
+    "--ffn-hidden-size 48 --tensor-model-parallel-size 2 --sequence-parallel"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "widths"),
+    [
+        (
+            "--hidden-size 36 --num-attention-heads 3 --kv-channels 5 --attention-output-gate "
+            "--group-query-attention --num-query-groups 1 --ffn-hidden-size 40 --seq-length 130 "
+            "--eval-micro-batch-size 3 --global-batch-size 3",
+            1,
+            [
+                "--hidden-size 36",
+                "--ffn-hidden-size 40",
+                "--num-attention-heads x --kv-channels 15",
+                "(2 x --num-attention-heads + 2 x --num-query-groups) x --kv-channels 40",
+                "--micro-batch-size x --seq-length 130",
+                "--eval-micro-batch-size x --seq-length 390",
+            ],
+        ),
+        (
+            _LATENT_WIDTHS,
+            1,
+            [
+                "--num-attention-heads x --v-head-dim 15",
+                "--q-lora-rank 9",
+                "--kv-lora-rank 7",
+                "--kv-lora-rank + --qk-pos-emb-head-dim 9",
+                "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim) 40",
+                "--num-attention-heads x (--qk-head-dim + --v-head-dim) 45",
+            ],
+        ),
+        (
+            _DELTA_WIDTHS,
+            1,
+            [
+                "--linear-num-value-heads x --linear-value-head-dim 35",
+                "the input projection of gated delta nets, with width 86",
+            ],
+        ),
+        (
+            _EXPERT_WIDTHS,
+            2,
+            [
+                "--ffn-hidden-size 48",
+                "--moe-ffn-hidden-size 24",
+                "--moe-shared-expert-intermediate-size 40",
+            ],
+        ),
+        (
+            "--context-parallel-size 2 --seq-length 144 --attention-dropout 0",
+            2,
+            ["--micro-batch-size x --seq-length 144"],
+        ),
+    ],
+)
+def test_each_width_that_does_not_fit_is_named(words: str, world: int, widths: list[str]) -> None:
+    share = " on each of 2 processes: use a multiple of 32" if world == 2 else ": use a multiple of"
+    found = problems(_WIDTHS, words, world_size=world)
+    assert [line.partition(" is not a multiple of 16")[0] for line in found] == [
+        f"--fp8-format hybrid: {width}" for width in widths
+    ]
+    assert all(f" is not a multiple of 16{share}" in line for line in found)
+
+
+def test_products_in_8_bits_belong_to_a_run_in_16_bits() -> None:
+    assert problems("--fp8-format hybrid") == [
+        "--fp8-format hybrid requires 16-bit weights: add --bf16"
+    ]
+    (line,) = problems("--fp8-format hybrid --fp16 --num-experts 4")
+    assert line.endswith("with --num-experts requires bf16: use --bf16 in place of --fp16")
+    assert parse("--fp8-format hybrid --fp16")
+
+
 def test_a_script_for_megatron_may_name_the_defaults() -> None:
     words = "--fp8-margin 0 --fp8-interval 1 --fp8-amax-history-len 1"
     config = parse(f"--bf16 --fp8-format hybrid {words} --fp8-amax-compute-algo most_recent").config

@@ -75,6 +75,50 @@ def test_where_all_have_joined_the_network_is_suspected():
     assert "ranks 0-1: waits" in report or "rank 0: waits" in report
 
 
+def test_the_whole_report():
+    data, place = (0, 1, 2, 3), "step.py:70 in train_step"
+    waits = "waits in iteration 2, optimizer step"
+    states = {
+        0: _state(wait=Wait("all-reduce", data, 5), r0123=5),
+        1: _state(wait=Wait("all-reduce", data, 5), r0123=5),
+        2: _state("loading of micro-batch 0", r0123=4),
+        3: _state("forward of micro-batch 1", r0123=4),
+        4: _state(behind=True),
+        5: None,
+    }
+    missing, report = explain(states, frozenset({3}), 90.0)
+    assert missing == {2, 3}
+    assert report.splitlines() == [
+        "hang in iteration 2, optimizer step: ranks 2-3 did not join the all-reduce within 90 s "
+        "(--distributed-timeout-minutes 1.5)",
+        f"  rank 2: alive in iteration 2, loading of micro-batch 0, at {place}",
+        "  rank 5: never reported its state",
+        "  rank 3: no sign of life (stopped, killed, or cut off); last seen in iteration 2, "
+        "forward of micro-batch 1",
+        f"  rank 4: waits for its device in iteration 2, optimizer step, at {place}",
+        f"  rank 1: {waits}, for all-reduce with ranks 0, 2-3, at {place}",
+        f"  rank 0: {waits}, for all-reduce with ranks 1-3, at {place}",
+        "  If nothing is broken and an operation simply takes that long, raise "
+        "--distributed-timeout-minutes.",
+    ]
+
+
+def test_ranks_in_the_same_state_share_a_line():
+    states = dict.fromkeys((0, 1, 2, 4), _state(behind=True, r01=2))
+    missing, report = explain(states, frozenset(), 60.0)
+    assert not missing
+    first, second, _ = report.splitlines()
+    assert "every rank has joined the communication, which did not end within 60 s" in first
+    assert second.startswith("  ranks 0-2, 4: waits for its device in iteration 2")
+
+
+def test_where_nobody_waits_those_that_are_silent_are_named():
+    states = {0: _state("logging"), 1: _state("logging"), 2: None}
+    missing, report = explain(states, frozenset({1}), 60.0)
+    assert missing == {1}
+    assert report.startswith("hang: rank 1 made no progress within 60 s")
+
+
 def test_ranks_are_written_short():
     assert ranks_text([3]) == "rank 3"
     assert ranks_text({5, 0, 2, 1}) == "ranks 0-2, 5"

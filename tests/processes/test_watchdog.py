@@ -344,6 +344,74 @@ def test_a_thread_outside_of_the_package_has_a_position_too() -> None:
     assert watchdog.source_of(None) == "an unknown position"
 
 
+@pytest.mark.parametrize(
+    ("files", "position"),
+    [
+        (["/a/run.py", "training/step.py"], "step.py:2 in call"),
+        (["training/step.py", "parallel/collectives.py"], "step.py:2 in call"),
+        (
+            ["training/loop.py", "data/loader.py", "/a/mmap.py"],
+            "loader.py:2 in call, mmap.py:2 in call",
+        ),
+        (
+            ["training/step.py", "parallel/journal.py", "/a/c10d.py"],
+            "step.py:2 in call, c10d.py:2 in call",
+        ),
+        (["/a/run.py", "parallel/journal.py"], "journal.py:2 in call"),
+        (["/a/run.py"], "run.py:2 in call"),
+    ],
+)
+def test_a_position_is_in_our_code_outside_communication(files: list[str], position: str) -> None:
+    """The innermost call is shown, too, unless it is of our own communication code."""
+
+    def innermost() -> str:
+        return watchdog.source_of(sys._getframe(1))
+
+    package, function = Path(watchdog.__file__).parents[1], innermost
+    for file in reversed(files):
+        scope = {"inner": function}
+        exec(compile("def call():\n    return inner()", package / file, "exec"), scope)  # noqa: S102
+        function = scope["call"]
+    assert function() == position
+
+
+@pytest.mark.parametrize(
+    ("rank", "author", "said"),
+    [
+        (2, 0, "[rank 2] exits: rank 0 ended the run: a disk is full"),
+        (3, 0, None),  # rank 2 says it for this machine
+        (2, 3, None),  # whose log has the error itself
+    ],
+)
+def test_the_first_rank_of_another_machine_says_why_it_exits(
+    rank: int, author: int, said: str | None
+) -> None:
+    dog = Watchdog(Launch(rank, 4, rank % 2, 2), 9.0)
+    dog.stop()
+    assert dog.exit_message(watchdog.Verdict(8, author, "a disk is full")) == said
+
+
+@pytest.mark.parametrize(
+    ("launch", "is_silent", "delays"),
+    [
+        (Launch(0, 2), False, True),
+        (Launch(1, 2), False, False),
+        (Launch(0, 2), True, False),
+        (Launch(0, 2, store_outlives_ranks=True), False, False),
+    ],
+)
+def test_only_the_process_with_the_store_stays_for_the_others(
+    launch: Launch, is_silent: bool, delays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog = Watchdog(launch, 9.0)
+    dog.stop()
+    slept: list[float] = []
+    monkeypatch.setattr(watchdog.time, "sleep", slept.append)
+    dog._last_answer = time.monotonic() - (watchdog.GRACE + 1.0 if is_silent else 0.0)
+    dog.delay_exit()
+    assert slept == [watchdog._LINGER] * delays
+
+
 def test_a_call_that_forms_a_group_is_a_communication(tmp_path: Path) -> None:
     """The journal does not know about it, and PyTorch would wait for it a minute longer."""
 
