@@ -367,6 +367,15 @@ def test_one_rank_of_a_machine_ends_its_launcher(
     assert ignored == [(signal.SIGHUP, signal.SIG_IGN)]
 
 
+def test_without_torchrun_there_is_no_launcher_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *call: told.append(call))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    end_launcher(Launch())
+    assert not told
+
+
 @pytest.mark.parametrize(("previous", "inside"), [(None, "a:b"), ("", "a:b"), ("c:d", "a:b:c:d")])
 def test_folders_are_on_the_search_path_for_a_while(
     previous: str | None, inside: str, monkeypatch: pytest.MonkeyPatch
