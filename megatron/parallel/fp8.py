@@ -18,7 +18,8 @@ gradients, by the number of its micro-batches. None of this waits for the device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -172,6 +173,13 @@ class AmaxHistory:
         amaxes[:, ROLES.index("gradient")] *= 1 - packed[-1]
         return amaxes
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Record no amaxes inside the context, in which the layers have other weights."""
+        running_amaxes = self._running_amaxes.clone()
+        yield
+        self._running_amaxes.copy_(running_amaxes)
+
     def named_tensors(self) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint, the same on every process that has the layer.
 
@@ -187,8 +195,10 @@ class AmaxHistory:
     def after_loading(self) -> None:
         """Use the values that a checkpoint has loaded into `named_tensors`.
 
-        This waits for the device.
+        Amaxes of this update so far are dropped: a run that goes back to a checkpoint may have
+        cast weights for its next update. This waits for the device.
         """
+        self._running_amaxes.zero_()
         self._has_amaxes = bool((self._scale_amaxes > 0).any())
 
 

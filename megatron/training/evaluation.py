@@ -81,7 +81,7 @@ def evaluate_and_report(
         average = run.optimizer.average
         if run.config.evaluation.eval_averaged_weights and average is not None and average.count:
             run.layers.forget_weights()
-            with run.optimizer.averaged_weights():
+            with run.amax_history.unrecorded(), run.optimizer.averaged_weights():
                 losses = evaluate(run, dataset, skip=skip)
             run.layers.forget_weights()
             if losses is None:

@@ -343,7 +343,9 @@ def _average_from(run: Run, reader: Reader) -> State:
 def _history_from(run: Run, reader: Reader) -> State:
     """Return the tensors into which to load the amax history of delayed fp8 scaling.
 
-    If the lengths of the histories differ, only the newest entries are loaded.
+    If the lengths of the histories differ, only the newest entries are loaded. If the checkpoint
+    lacks the history of some layer, the run's history is cleared, which may be that of updates
+    after the checkpoint (`rewind_run`).
     """
     own_state, saved_names = history_state(run), set(reader.names())
     if not saved_names.issuperset(own_state):
@@ -353,6 +355,8 @@ def _history_from(run: Run, reader: Reader) -> State:
                 f"  the checkpoint holds no fp8 history{of_whom}: the first iteration uses current "
                 "scales"
             )
+        for _, entry in flatten(own_state):
+            entry.tensor.zero_()
         return {}
     state: State = {}
     for name, entry in flatten(own_state):

@@ -8,11 +8,14 @@ from megatron.checkpoint.loading import open_checkpoint
 from megatron.checkpoint.store import state_of as converted_state
 from megatron.parallel.layout import Layout
 from megatron.training.batches import batches_from
+from megatron.training.callbacks.scalars import Scalars
 from megatron.training.checkpointing import save_run, state_of
+from megatron.training.evaluation import evaluate_and_report
 from megatron.training.loop import standard_callbacks, train
+from megatron.training.restoring import rewind_run
 from megatron.training.step import Updates
 from tests.checkpoint.states import read_whole
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, run_sharing_memory
 from tests.training.toy import build_toy, train_toy
 
 RUN = "--bf16 --train-iters 5 --save-interval 100 --eval-interval 2".split()
@@ -44,6 +47,16 @@ def saved(tmp_path_factory):
     words = [*FLAGS, "--save", str(folder), "--exit-interval", "2"]
     recorder, _ = train_toy(Layout.single(), words)
     return folder, recorder.values("lm loss")
+
+
+def test_going_back_to_a_checkpoint_without_history_clears_it(tmp_path, capsys):
+    words = [*FP8, "--save", str(tmp_path), "--exit-interval", "2", "--ckpt-format", "torch_dist"]
+    _, run = train_toy(Layout.single(), words)
+    history = run.amax_history.named_tensors()
+    assert all(tensor.any() for tensor in history.values())
+    rewind_run(run, open_checkpoint(tmp_path))
+    assert "fp8 history: the first iteration uses current scales" in capsys.readouterr().out
+    assert not any(tensor.any() for tensor in history.values())
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(saved, uninterrupted):
@@ -142,3 +155,22 @@ def test_another_length_keeps_the_newest_and_a_16_bit_run_has_none(saved, tmp_pa
     assert "holds no fp8 history" in capsys.readouterr().out
     train(run, standard_callbacks(run, [])[0])
     assert _tensors(run)[name][:, 0].all()
+
+
+def _histories(layout, flags, evaluates):
+    run = build_toy(layout, [*FP8, *flags.split(), "--ema-decay", "0.9", "--eval-averaged-weights"])
+    updates = Updates(run)
+    updates.make(look_ahead=False)
+    for tensors in run.optimizer.average.tensor_sets().values():
+        for tensor in tensors:
+            tensor.mul_(10)
+    if evaluates:
+        evaluate_and_report(run, "validation", Scalars([]), where="here", skip=0)
+    updates.make(look_ahead=False)
+    return [tensor.tolist() for tensor in run.amax_history.named_tensors().values()]
+
+
+@pytest.mark.parametrize(("size", "flags"), [(1, ""), (2, "--fp8-param-gather --zero-stage 1")])
+def test_evaluation_of_the_average_leaves_the_history_alone(size, flags):
+    expected, found = (run_sharing_memory(size, _histories, flags, on) for on in (False, True))
+    assert found == expected

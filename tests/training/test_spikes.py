@@ -167,6 +167,14 @@ def test_a_run_goes_back_to_its_last_checkpoint(
     assert "; the 8 samples read since then are not trained on again\n" in out
 
 
+def test_going_back_drops_the_amaxes_of_later_weights(spoil: Any, tmp_path: Path) -> None:
+    """Weights that are gathered in 8 bits are cast for the next update before the run goes back."""
+    spoil({29})
+    words = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --zero-stage 1"
+    found = run_distributed(2, _rewinding, words.split(), str(tmp_path))
+    assert found == [(True, 8, 12)] * 2
+
+
 def test_a_run_goes_back_to_a_newer_checkpoint_that_is_not_durable(
     spoil: Any, tmp_path: Path, capsys: Any
 ) -> None:
