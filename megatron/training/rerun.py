@@ -186,6 +186,7 @@ class Reruns:
         """Run the passes again, and return them with their losses and gradient norm."""
         run = self._run
         with self._earlier_biases():
+            run.layers.routers.pop_losses()  # what the passes of the next update have recorded
             run.gradients.zero()
             run.forward.begin_update()
             second = self._passes.repeated(lambda loss: loss * self._scale.value)

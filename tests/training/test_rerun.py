@@ -31,6 +31,10 @@ _MIXTURE = """
     --moe-router-score-function sigmoid --moe-router-enable-expert-bias
     --moe-router-bias-update-rate 0.05
 """
+# The loss of a micro-batch depends on earlier ones of its update.
+_GLOBAL = """
+    --num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
+"""
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,7 @@ def test_other_machines_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "is no longer suspicious: one of these machines computes wrong results" in events[0]
 
 
-@pytest.mark.parametrize("flags", ["", _MIXTURE])
+@pytest.mark.parametrize("flags", ["", _MIXTURE, _GLOBAL])
 def test_a_spike_of_the_data_is_skipped(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without recomputation, the run ends with the same bits."""
     monkeypatch.setitem(toy.RECIPES, "gpt", SpoiledRecipe(frozenset({21})))
