@@ -66,5 +66,4 @@ class SpikeWatch:
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
         """Replace the window with one that `state` returned, possibly of another length."""
-        self._values.clear()
-        self._values |= {name: deque(values, self._window) for name, values in state.items()}
+        self._values = {name: deque(values, self._window) for name, values in state.items()}

@@ -60,7 +60,7 @@ class Timers:
         """Start with all timers at zero."""
         self._level, self._device, self._world = level, device, world
         self._sections = sections
-        self._barrier = barrier and self._world.size > 1
+        self._barrier = barrier
         self._seconds: dict[str, float] = {}
         self.resets = 0
 

@@ -1,6 +1,7 @@
 """Learning-rate and weight-decay schedules against hand-computed values and the golden run."""
 
 import json
+from dataclasses import replace
 from math import cos, pi, sqrt
 
 import pytest
@@ -94,6 +95,44 @@ def test_without_warmup_the_first_update_has_the_peak():
     assert LearningRateSchedule(1.0, 0.3, 0.0, 0, 100, "inverse-square-root").at(16) == 0.3
 
 
+def test_a_warmup_may_be_shorter_than_a_sample_or_as_long_as_the_run():
+    assert LearningRateSchedule(1.0, 0.0, 0.25, 0.5, 100, "linear").at(0) == 0.25
+    rate = LearningRateSchedule(1.0, 0.5, 0.0, 100, 100, "linear")
+    assert [rate.at(samples) for samples in (50, 100, 101)] == [0.5, 1.0, 0.5]
+
+
+def test_a_branch_begins_its_decay_in_the_stable_phase():
+    stable = {"lr_decay_style": "WSD", "lr_warmup_iters": 10, "decoupled_lr": 0.5}
+    trunk = _schedules({**stable, "lr_wsd_decay_iters": 20, "min_lr": 0.1})
+    own = {"min_lr": 0.3, "decoupled_min_lr": 0.4, "lr_wsd_decay_style": "linear"}
+    flags = {**stable, **own, "lr_wsd_decay_iters": 5}
+    branch = _schedules(flags, training={"train_iters": 90})
+    for samples in (100, 800):
+        made, position = branch.branched(trunk.to_dict(samples))
+        rate = LearningRateSchedule(
+            1.0, 0.3, 0.0, 100, samples + 50, "WSD", anneal=50, anneal_style="linear"
+        )
+        assert (position, made.learning_rate) == (samples, rate)
+        assert made.decoupled == replace(rate, peak=0.5, minimum=0.4)
+        assert made.weight_decay == trunk.weight_decay
+        assert branch.resumed_branch(made.to_dict(samples + 10)) == (made, samples + 10)
+    longer = _schedules({**flags, "lr_wsd_decay_iters": 6})
+    with pytest.raises(CheckpointError, match="the decay at the end .* is 60 here and 50 in the"):
+        longer.resumed_branch(made.to_dict(810))
+    with pytest.raises(CheckpointError, match="at sample 99, in the warm-up, which ends at 100:"):
+        branch.branched(trunk.to_dict(99))
+    with pytest.raises(CheckpointError, match="at sample 801, in the final decay, which began at"):
+        branch.branched(trunk.to_dict(801))
+    with pytest.raises(CheckpointError, match="give --decoupled-lr 0.5"):
+        _schedules({**flags, "decoupled_lr": None}).branched(trunk.to_dict(100))
+    plain = _schedules({**stable, "lr_wsd_decay_iters": 20, "decoupled_lr": None})
+    with pytest.raises(CheckpointError, match="--decoupled-lr is 0.5 here and unset in the"):
+        branch.branched(plain.to_dict(100))
+    other = _schedules({**flags, "decoupled_lr": 0.6})
+    with pytest.raises(CheckpointError, match="--decoupled-lr is 0.6 here and 0.5 in the"):
+        other.branched(trunk.to_dict(100))
+
+
 @pytest.mark.parametrize(
     ("style", "samples", "expected"),
     [
@@ -134,6 +173,10 @@ def test_lengths_in_tokens():
         found = _schedules(warmup, training=training)
         rate = found.learning_rate
         assert (rate.warmup, rate.decay, found.weight_decay.length) == (320, tokens, tokens)
+    both = _schedules(training={"train_samples": 555, "train_tokens": 5000})
+    assert (both.learning_rate.decay, both.weight_decay.length) == (555, 555)
+    test = _schedules({"lr_decay_style": "range-test"}, training={"train_tokens": 5001})
+    assert test.weight_decay.length == 313  # samples, rounded up
 
 
 def test_learning_rates_of_the_golden_run(golden):
@@ -227,6 +270,7 @@ def test_names_before_2022_are_read():
         ("wd_incr_style", "exponential", "one of constant, linear, cosine:"),
         ("wd_incr_style", None, "one of constant"),
         ("lr_decay_steps", "1000", "a number:"),
+        ("lr_in_tokens", 1, "true:"),
         ("min_lr", float("nan"), "a number:"),
     ],
 )

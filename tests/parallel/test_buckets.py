@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.parallel.buckets import ParameterTraits, Span, lay_out, plan_buckets
+from megatron.parallel.buckets import ParameterTraits, Span, lay_out, plan_buckets, row_shards
 
 
 def test_slots_are_aligned_and_do_not_overlap():
@@ -51,6 +51,11 @@ def test_whole_tensors_are_dealt_out_evenly():
     ((span, slots),) = lay_out([8] * 6, alignment=4, limit=100, shards=3, keeps_whole=True)
     assert span.size == 48  # no padding
     assert [slot.start // 16 for _, slot in slots] == [0, 0, 1, 1, 2, 2]
+
+
+def test_shards_of_rows():
+    assert row_shards(5, 15, 3) == [Span(0, 6), Span(6, 12), Span(12, 15)]
+    assert row_shards(2, 8, 4) == [Span(0, 4), Span(4, 8), Span(8, 8), Span(8, 8)]
 
 
 def test_spans_meet_where_both_are():
@@ -173,6 +178,27 @@ def test_stage_2_ends_buckets_at_waves_and_tied_parameters():
     scored = _plan(parameters, stage=2, bucket_bytes=2**20)
     assert _sent(scored) == [["b.0"], ["words"], ["a.1", "a.0"]]
     assert _sent(_plan(parameters, stage=1, bucket_bytes=2**20)) == [["b.0", "a.1", "a.0", "words"]]
+
+
+def test_a_bucket_is_sent_when_its_last_gradient_is_there():
+    parameters = [_traits("first"), _traits("middle", dtype=torch.float32), _traits("last")]
+    assert _sent(_plan(parameters, bucket_bytes=2**20)) == [["middle"], ["last", "first"]]
+
+
+@pytest.mark.parametrize(("is_cast", "limit", "words"), [
+    (True, 1024, [["norm"], ["words"]]),
+    (True, 1025, [["norm", "words"]]),
+    (False, 1024, [["norm", "words"]]),
+])  # fmt: skip
+def test_stage_2_allocates_no_large_gradient_for_a_small_vector(is_cast, limit, words):
+    """The vectors have a buffer without large tensors if the matrices are gathered in 8 bits."""
+    parameters = [
+        _traits("words", 1024),
+        _traits("norm"),
+        _traits("weight", gathered_in_8_bits=is_cast, is_tied=not is_cast),
+    ]
+    plan = _plan(parameters, stage=2, bucket_bytes=4 * limit)
+    assert _sent(plan) == [["weight"], *words]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -64,6 +64,7 @@ def test_fixed_batch():
     assert plan.micro_batches_at(0) == 2
     assert plan.iterations_for(47) == 2
     assert plan.iterations_for(48) == 3
+    assert plan.tokens_at(0, 0) == 16  # samples of a single token, by default
 
 
 def test_from_config() -> None:

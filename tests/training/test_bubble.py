@@ -9,13 +9,13 @@ import torch
 from megatron.config.parser import parse_config
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
-from megatron.parallel.pipeline.schedule import make_schedule
+from megatron.parallel.pipeline.schedule import Operation, make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.callbacks import profiling
 from megatron.training.callbacks.profiling import bubble_line
 from megatron.training.forward import DirectForward
 from megatron.training.loop import standard_callbacks, train
-from megatron.training.timers import Bubble, compare_with_prediction
+from megatron.training.timers import Bubble, OperationClock, compare_with_prediction
 from pretrain_gpt import GPTRecipe
 from tests.distributed import run_distributed
 from tests.training.toy import TOY, Recorder, build_toy
@@ -121,6 +121,33 @@ def test_waiting_beyond_the_schedule_is_seen():
     assert compare_with_prediction(on_time, schedule) == pytest.approx((0.5, 0.5, 6.0, 6.0))
     late = on_time + torch.tensor([3.0] + [0.0] * 6)
     assert compare_with_prediction(late, schedule) == pytest.approx((6 / 9, 0.5, 9.0, 6.0))
+
+
+def test_a_clock_adds_up_the_times_of_each_kind_and_chunk():
+    device = SimpleNamespace(
+        now=0.0, synchronize=lambda: None, seconds_between=lambda start, end: end - start
+    )
+    device.mark = lambda: device.now
+    clock = OperationClock(device, SimpleNamespace(wait_for_all=lambda: None))
+    update = [
+        (Operation("forward", 0, 0), 1.0),
+        (Operation("send_activation", 0, 0, 1), 2.0),
+        (Operation("forward", 0, 1), 4.0),
+        (Operation("backward", 0, 1), 8.0),
+        (Operation("forward", 1, 0), 16.0),
+        (Operation("backward_weight", 0, 1), 32.0),
+        (Operation("send_gradient", 0, 0, 1), 64.0),
+    ]
+    for _ in range(2):
+        clock.start()
+        device.now += 128.0
+        for operation, seconds in update:
+            clock.before(operation)
+            device.now += seconds
+        clock.stop()
+        span, *sums = clock.read(2).tolist()
+        assert span == 128.0 + 63.0  # until the end of the last computation
+        assert sums == [*(2, 17, 1, 4), *(0, 0, 1, 8), *(0, 0, 1, 32)]
 
 
 def test_the_line_shows_means():

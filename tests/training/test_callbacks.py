@@ -140,6 +140,7 @@ def test_json_lines_have_time_speed_and_one_last_validation(tmp_path):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     times = [record["time"] for record in records]
     assert begun - 1 <= times[0] <= times[-1] <= time.time() + 1
+    assert times == [round(when, 3) for when in times]
     assert times == sorted(times)
     steps = [record for record in records if "lm loss" in record]
     assert not any("end of training" in record for record in steps)
@@ -217,11 +218,12 @@ def test_weights_and_biases_gets_config_and_scalars(wandb, tmp_path):
 def test_weights_and_biases_files_go_to_the_checkpoints_where_nothing_is_said(wandb, tmp_path):
     folders = []
     wandb.init = lambda **options: folders.append(options["dir"])
-    for words in ([], ["--save", str(tmp_path / "run"), "--save-interval", "5"]):
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "5"]
+    for words in ([], save, save):
         config = build_toy(Layout.single(), ["--wandb-project", "toys", *words]).config
         open_writers(config, is_log_rank=True)
         open_writers(config, is_log_rank=False)
-    assert folders == [None, str(tmp_path / "run" / "wandb")]
+    assert folders == [None, *[str(tmp_path / "run" / "wandb")] * 2]
     assert os.path.isdir(folders[1])
 
 
@@ -245,10 +247,12 @@ def test_weights_and_biases_missing_says_how_to_get_it(monkeypatch):
 
 
 def test_profile_writes_a_trace(tmp_path):
+    folder = tmp_path / "deep" / "profile"
     train_toy(Layout.single(), ["--profile", "--profile-step-start", "2", "--profile-step-end",
-                                "4", "--profile-dir", str(tmp_path)])  # fmt: skip
-    trace = json.loads((tmp_path / "rank0.3.pt.trace.json").read_text())
-    assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
+                                "4", "--profile-dir", str(folder)])  # fmt: skip
+    trace = json.loads((folder / "rank0.3.pt.trace.json").read_text())
+    operations = [e for e in trace["traceEvents"] if "aten::" in str(e.get("name"))]
+    assert any("Input Dims" in event.get("args", {}) for event in operations)
     ranges = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
     assert [name for name in ranges if name.startswith("iteration")] == [
         "iteration 2",

@@ -93,6 +93,17 @@ def test_tokens_of_a_curriculum_are_counted_at_once() -> None:
     assert BatchPlan(1, 8, curriculum=endless).iterations_for_tokens(10**15) > 10**9
 
 
+@pytest.mark.parametrize(
+    "lengths", [Growing(4, 16, 5, 4, 1), Growing(8, 64, 9, 8, 2), Discrete((8, 24, 64), (2, 5))]
+)
+def test_for_how_many_updates_a_length_lasts(lengths: Lengths) -> None:
+    final = lengths.final_update
+    for update in range(1, final):
+        same = [lengths.at(later) == lengths.at(update) for later in range(update, final + 1)]
+        assert updates_of_length(lengths, update) == same.index(False)
+    assert updates_of_length(lengths, final) is updates_of_length(lengths, final + 1) is None
+
+
 def _cut(batches: Iterator[Batch], lengths: list[int], micro_batches: int) -> Iterator[Batch]:
     for number, batch in enumerate(batches):
         length = lengths[number // micro_batches]

@@ -44,6 +44,7 @@ _GLOBAL = """
         (2.0, 2.0000001, 0.0, False),
         (2.0, 2.01, 0.01, True),
         (2.0, 2.03, 0.01, False),
+        (-2.0, 4.0, 1.5, True),  # relative to the larger value, and equal to the tolerance
         (math.nan, math.inf, 0.0, True),
         (math.nan, 2.0, 0.5, False),
         (0.0, 0.0, 0.0, True),
@@ -161,9 +162,11 @@ def test_bad_data_are_told_from_machines(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_other_machines_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--save", str(tmp_path), "--save-interval", "100", "--load", str(tmp_path)]
-    told, code, _ = _bad_data(monkeypatch, *flags)
+    told, code, events = _bad_data(monkeypatch, *flags)
     assert code == 16
-    assert "Start again, on other machines if possible" in told
+    assert "the checkpoint of iteration 4 is saved. Start again, on other machines if" in told
+    assert len(events) == 1
+    assert told.startswith(f"{events[0]}: the data or a machine is at fault. The parameters are")
     kept = (tmp_path / FILE).read_bytes()
     assert json.loads(kept)["iteration"] == 5
     here = rerun.platform.node()

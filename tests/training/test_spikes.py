@@ -45,7 +45,7 @@ def test_a_limit_follows_from_the_median_and_the_median_deviation() -> None:
     watch.add({"lm loss": 3.0})  # the 7 has left the window
     assert watch.limit("lm loss") == pytest.approx(2.5 + 10 * 1.4826 * 1.0)
     assert watch.limit("another") == math.inf
-    told = watch.describe({"lm loss": 17.4, NORM: 1.0})
+    told = watch.describe({"lm loss": 17.4, NORM: watch.limit(NORM)})
     assert told == "lm loss 17.4 exceeds 17.326 (the median of 4 updates is 2.5)"
 
 
@@ -64,6 +64,7 @@ def test_a_window_that_was_saved_goes_on() -> None:
     other.load_state(watch.state())
     assert other.limit("lm loss") == watch.limit("lm loss") < math.inf
     shorter = _watch(2)
+    shorter.add({"lm loss": 1.0, "another": 1.0})
     shorter.load_state(watch.state())
     assert shorter.state() == {"lm loss": [7.0, 7.5]}
 

@@ -127,6 +127,8 @@ def test_a_schedule_of_megatron_deepspeed_is_read() -> None:
     assert ours.resumed(theirs) == (ours, 12)
     with pytest.raises(CheckpointError, match="the decay's length"):
         ours.resumed(theirs | {"lr_decay_tokens": 8000})
+    with pytest.raises(CheckpointError, match="the warm-up .* in tokens, is 100 here and 0 in the"):
+        ours.resumed(theirs | {"lr_warmup_tokens": None})
     del theirs["lr_decay_tokens"]
     with pytest.raises(CheckpointError, match="counting in tokens"):
         ours.resumed(theirs)

@@ -65,7 +65,7 @@ def time_table(flag: str, values: Sequence[float], stages: int, chunks: int) -> 
         counts = " or ".join(str(n) for n in sorted({1, stages, stages * chunks}))
         raise ConfigError(f"{flag}: {len(values)} values; give {counts}")
     check_times(flag, values)
-    if chunks > 1 and len(values) == stages * chunks:
+    if len(values) == stages * chunks:
         return tuple(tuple(values[stage::stages]) for stage in range(stages))
     per_stage = [values[0]] * stages if len(values) == 1 else values
     return tuple((value / chunks,) * chunks for value in per_stage)

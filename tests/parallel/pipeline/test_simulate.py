@@ -17,11 +17,9 @@ from megatron.parallel.pipeline.simulate import (
 )
 
 
-def _uniform(
-    kind, p: int, v: int, m: int, f: float = 1, b: float = 1, w: float = 1, c: float = 0
-) -> Timeline:
+def _uniform(kind, p: int, v: int, m: int, f: float = 1, b: float = 1, w: float = 1) -> Timeline:
     forward, inputs, weights = (time_table("time", [value], p, v) for value in (f, b, w))
-    return simulate(make_schedule(kind, p, v, m), Times(forward, inputs, weights, c))
+    return simulate(make_schedule(kind, p, v, m), Times(forward, inputs, weights))
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8), (8, 5), (16, 64)])
@@ -72,6 +70,14 @@ def test_a_schedule_is_timed_again_and_again(kind, v: int) -> None:
         times = Times(*tables, communication=0.1)
         assert runnable.total(times) == simulate(schedule, times).total
         assert runnable.timeline(times) == simulate(schedule, times)
+
+
+def test_computations_that_take_no_time_leave_no_bubble() -> None:
+    timeline = _uniform("1f1b", 2, 1, 3, f=0, b=0, w=0)
+    assert (timeline.total, timeline.bubble) == (0, 0)
+    nothing = RunnableSchedule(((), ()))
+    times = Times(*[((1.0,), (1.0,))] * 3)
+    assert nothing.total(times) == nothing.timeline(times).total == 0
 
 
 def test_times_come_by_stage_or_by_part() -> None:
