@@ -124,9 +124,8 @@ class GPTModel(Network):
             self.embed(inputs.tokens, inputs.position_ids, site=f"embedding {depth} ahead")
             for depth, inputs in enumerate(ahead, 1)
         ]
-        # The layers of the depths have the same rotary embeddings as the last layer.
-        rotation = self.rotation_in(self.plan.layers[-1], rotations)
-        depth_states = run_depths(self.mtp, x, embeddings, mask, rotation)
+        ahead_rotations = [self._rotation_ahead(depth, rotations) for depth in range(len(ahead))]
+        depth_states = run_depths(self.mtp, x, embeddings, mask, ahead_rotations)
         sums = [self.output(x, labels, loss_mask)]
         for states, inputs in zip(depth_states, ahead, strict=True):
             sums.append(self.output(states, inputs.labels, inputs.loss_mask))
@@ -159,9 +158,15 @@ class GPTModel(Network):
         assert self.mtp is not None, "the model predicts one token"
         embeddings = self.embed(tokens, cache.positions)
         rotations = self.rotation(cache.positions, cache.lengths)
-        rotation = self.rotation_in(self.plan.layers[-1], rotations)
+        rotation = self._rotation_ahead(depth, rotations)
         states: Tensor = self.mtp[depth](hidden, embeddings, None, rotation, cache)
         return states
+
+    def _rotation_ahead(self, depth: int, rotations: tuple[Rotation, ...]) -> Rotation | None:
+        """Return the rotation of one depth of multi-token prediction, counted from 0."""
+        ahead = multi_token_plan(self.plan)
+        assert ahead is not None, "the model predicts one token"
+        return self.rotation_in(ahead.layers[depth], rotations)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [1, k, v/t] of normalized hidden states [k, 1, h]."""

@@ -128,7 +128,7 @@ class Depth(nn.Module):
                 parallelism.
             vectors: The embeddings of the tokens that this depth reads, in the same shape.
             mask: Which keys a query may attend to, as in the model's other layers.
-            rotation: Rotation of queries and keys, as in the model's other layers.
+            rotation: Rotation of queries and keys, if this depth has rotary embeddings.
             cache: Keys and values of earlier tokens, in inference.
         """
         inputs = (hidden, vectors, mask, rotation, cache)
@@ -208,7 +208,7 @@ def run_depths(
     hidden: Tensor,
     vectors: Sequence[Tensor],
     mask: Mask | None,
-    rotation: Rotation | None,
+    rotations: Sequence[Rotation | None],
 ) -> list[Tensor]:
     """Return the normalized hidden states of every depth, [s, b, h] each.
 
@@ -217,9 +217,9 @@ def run_depths(
         hidden: The model's normalized hidden states, [s, b, h].
         vectors: The embeddings that each depth reads, in the same shape.
         mask: Which keys a query may attend to.
-        rotation: Rotation of queries and keys.
+        rotations: The rotation of each depth's queries and keys.
     """
     states = [hidden]
-    for depth, embeddings in zip(depths, vectors, strict=True):
+    for depth, embeddings, rotation in zip(depths, vectors, rotations, strict=True):
         states.append(depth(states[-1], embeddings, mask, rotation))
     return states[1:]

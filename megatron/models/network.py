@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megatron.config.stages import ModelPart, whole_model
 from megatron.kernels.rope import Rotation
 from megatron.models.embedding import Embedding, RotaryTable, new_embedding
-from megatron.models.plan import LayerPlan, ModelPlan, rotaries
+from megatron.models.plan import LayerPlan, ModelPlan, multi_token_plan, rotaries
 from megatron.parallel.build import BuildContext
 
 
@@ -32,8 +32,12 @@ class Network(nn.Module):
         self.layout = context.layout
         self.attention_choice = context.kernels.attention
         self.embedding = new_embedding(plan, context, self.part)
-        kinds = rotaries(plan.layers)
-        self.rotary = nn.ModuleList(RotaryTable(rotary, context.device) for rotary in kinds)
+        ahead = multi_token_plan(plan)
+        # Those of `LayerStack` come first, in the same order.
+        self._rotaries = rotaries((*plan.layers, *(ahead.layers if ahead is not None else ())))
+        self.rotary = nn.ModuleList(
+            RotaryTable(rotary, context.device) for rotary in self._rotaries
+        )
 
     def embed(
         self,
@@ -78,4 +82,4 @@ class Network(nn.Module):
         """
         if layer.rotary is None:
             return None
-        return rotations[rotaries(self.plan.layers).index(layer.rotary)]
+        return rotations[self._rotaries.index(layer.rotary)]

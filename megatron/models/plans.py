@@ -495,8 +495,16 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     kinds = (layer_experts, layer_windows, rotary_layers, delta_net_layers)
     symbols = layer_symbols(model.hybrid_layer_pattern) or [""] * model.num_layers
     choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), symbols, strict=True))
+    depths = model.mtp_num_layers or 0
+    # As in Megatron Core, a depth is like the last layer, except that windows and rotations are
+    # numbered anew: those of depth 1 are those of layer 1.
+    experts, _, _, is_delta, symbol = choices[-1]
+    numbered = (choices[min(depth, model.num_layers - 1)] for depth in range(depths))
+    ahead_choices = [
+        (experts, window, rotates, is_delta, symbol) for _, window, rotates, *_ in numbered
+    ]
     plans = {}  # equal layers share one plan, so that the planner times it once
-    for choice in choices:
+    for choice in (*choices, *ahead_choices):
         experts, window, rotates, is_delta, symbol = choice
         layer = layer_plan(
             model,
@@ -507,11 +515,11 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             is_delta=is_delta,
         )
         plans[choice] = hybrid_layer(model, layer, symbol) if symbol else layer
-    layers, depths = tuple(plans[choice] for choice in choices), model.mtp_num_layers or 0
-    ahead = MultiTokenPlan(  # its layers are like the last one, as in Megatron Core
+    layers = tuple(plans[choice] for choice in choices)
+    ahead = MultiTokenPlan(
         hidden=model.hidden_size,
         init=hidden_init_plan(model),
-        layers=layers[-1:] * depths,
+        layers=tuple(plans[choice] for choice in ahead_choices),
         norm=norm_plan(model),
         output=output_plan(model, vocabulary, bias=model.lm_head_bias),
         layer_offset=len(layers),

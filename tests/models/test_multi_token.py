@@ -19,6 +19,7 @@ from megatron.models.block import Block
 from megatron.models.costs import WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.head import Output
+from megatron.models.mixture_plan import MixturePlan
 from megatron.models.multi_token import DepthInputs
 from megatron.models.norm import Stream
 from megatron.models.plan import multi_token_plan
@@ -70,9 +71,15 @@ def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
 
-def test_each_depth_predicts_one_more_token_from_the_depth_before():
-    """Apply the definition to one sample at a time, using only the tokens that exist."""
-    model = gpt({**LLAMA, **DEPTHS})
+@pytest.mark.parametrize(
+    ("frequency", "rotates"), [(None, (True, True)), ("[1,0,1]", (False, True))]
+)
+def test_each_depth_predicts_one_more_token_from_the_depth_before(frequency, rotates):
+    """Apply the definition to one sample at a time, using only the tokens that exist.
+
+    As in Megatron Core, --no-rope-freq counts the depths anew: depth 1 is like layer 1.
+    """
+    model = gpt({**LLAMA, **DEPTHS, "num_layers": 3, "no_rope_freq": frequency})
     for parameter in model.parameters():  # norms start at one, which would hide their order
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator())
     sums = _losses(model)
@@ -96,12 +103,22 @@ def test_each_depth_predicts_one_more_token_from_the_depth_before():
                     -1,
                 )
                 (rotation,) = model.rotation(torch.arange(len(joined)))
+                rotation = rotation if rotates[depth - 1] else None
                 x = part.layer(Stream(joined @ part.projection.weight.t()), None, rotation).join()
                 states = _rms(x, part.final_norm.weight)
             logits = (states @ model.output.weight.t())[:, 0]
             following = row[depth + 1 :]
             expected[depth] += torch.nn.functional.cross_entropy(logits, following, reduction="sum")
     torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_depths_are_like_the_last_layer_except_for_windows():
+    """As in Megatron Core: depth 1 has the window of layer 1, whatever the last layer has."""
+    flags = {"window_size": "4,0", "window_attn_skip_freq": "[0,1,0]", "num_layers": 3}
+    run = config(**{**LLAMA, **MIXTURES, **flags, "mtp_num_layers": 3})
+    depths = multi_token_plan(plan(run))
+    assert [layer.mixer.window for layer in depths.layers] == [None, 4, None]
+    assert {type(layer.mlp) for layer in depths.layers} == {MixturePlan}
 
 
 @pytest.mark.parametrize("flags", [TIED, LLAMA], ids=["tied", "untied"])
