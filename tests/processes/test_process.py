@@ -1,23 +1,36 @@
 """What processes must have in common before they train together."""
 
+import json
 import os
 import re
 import signal
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from megatron.config import rules_parallel
+from megatron.config.parallel import ParallelConfig
+from megatron.config.reliability import Fault
 from megatron.device import Device
-from megatron.errors import ConfigError, HangError
+from megatron.errors import ConfigError, HangError, StorageError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
 from megatron.processes import process
-from megatron.processes.groups import DeviceReport, device_problems
+from megatron.processes.faults import FaultyJournal
+from megatron.processes.groups import (
+    DeviceReport,
+    check_devices,
+    device_problems,
+    process_group,
+)
+from megatron.processes.hang_files import HangFiles
 from megatron.processes.launch import Launch
-from megatron.processes.process import expect_same_kernels, processes
+from megatron.processes.process import expect_same_kernels, print_notices, processes
+from megatron.processes.watchdog import Verdict
 from tests.config.command import parse
 from tests.distributed import run_distributed
 from tests.launch import start_ranks
@@ -242,3 +255,67 @@ def test_a_process_alone_asks_nobody() -> None:
     expect_same_kernels(PLAIN, Layout.single().world)
     with pytest.raises(AssertionError):
         expect_same_kernels(PLAIN, Layout.at(0, 2).world)
+
+
+def test_the_first_rank_stays_until_the_others_have_heard_what_is_wrong(monkeypatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("megatron.processes.groups.time.sleep", slept.append)
+    for unmet in ([], ["x"]):
+        store = HashStore()
+        store.set("device/1", json.dumps(["cpu", "b", unmet]))
+        for rank in (0, 1):
+            told = pytest.raises(ConfigError, match="^x$") if unmet else nullcontext()
+            with told:
+                check_devices(store, Launch(rank, 2), Device.cpu(), unmet)
+            assert slept == [0.5] * len(unmet)
+
+
+@pytest.mark.parametrize("faults", [[], [Fault.parse("step:0:9:kill")]], ids=str)
+def test_a_single_process_records_why_it_fails(faults: list[Fault]) -> None:
+    verdicts: list[Verdict] = []
+
+    def fail() -> None:
+        alone = (ParallelConfig(), Launch(), Device.cpu(), ExitStack(), [])
+        with process_group(*alone, verdicts.append, faults) as layout:
+            assert isinstance(layout.journal, FaultyJournal) == bool(faults)
+            layout.journal.iteration = 3
+            layout.journal.enter("saving a checkpoint")
+            raise StorageError("the disk is full:\nmake room")
+
+    with pytest.raises(StorageError):
+        fail()
+    assert verdicts == [Verdict(8, 0, "the disk is full", 3)]
+
+
+def test_a_process_has_its_own_faults_of_this_attempt_and_a_folder_for_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, ...]] = []
+    recorded: list[int] = []
+    monkeypatch.setattr(process, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(process, "record_collectives", recorded.append)
+    monkeypatch.setattr(
+        process, "process_group", lambda *words: given.append(words) or nullcontext(Layout.single())
+    )
+    faults = [f"step:{fault}" for fault in ("0:2:kill@1", "1:2:kill", "1:3:kill@1", "1:4:kill@all")]
+    words = [f"--fault-inject {fault}" for fault in faults]
+    save = f"--save {tmp_path}/run --save-interval 5"
+    dump = f"--flight-recorder-dump-path {tmp_path}/dump --flight-recorder-trace-buffer-size 7"
+    for more in ("", save, f"{save} {dump}"):
+        config = parse(*words, more, world_size=2).config
+        with processes(config, Launch(1, 2, restart_count=1)):
+            pass
+    assert [group[-2] for group in given] == [[Fault.parse(fault) for fault in faults[2:]]] * 3
+    assert [group[-1] for group in given] == [
+        None,
+        HangFiles(tmp_path / "run" / "hang", 1),
+        HangFiles(tmp_path / "dump", 1),
+    ]
+    assert recorded == [7]
+
+
+def test_notices_are_printed_by_the_first_rank_alone() -> None:
+    printed: list[str] = []
+    for rank in (0, 1):
+        print_notices(["a", "b"], Launch(rank, 2), printed.append)
+    assert printed == ["note: a", "note: b"]

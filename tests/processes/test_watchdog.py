@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.errors import print_to_stderr
 from megatron.parallel.journal import Journal, Transfer
 from megatron.processes import watchdog
+from megatron.processes.hang_files import REPORT, HangFiles
 from megatron.processes.launch import Launch
 from megatron.processes.process import processes, run_process
 from megatron.processes.watchdog import Watchdog
@@ -296,6 +297,48 @@ def test_a_hang_ends_as_soon_as_the_store_is_mute(
     assert ended.code == 5
     assert "rank 1 did not join the all-reduce within 0.2 s" in ended.output
     assert time.monotonic() - started < 30.0
+
+
+def test_a_hang_is_explained_recorded_and_announced_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_SILENCE", 0.1)
+    monkeypatch.setattr(watchdog, "_LINGER", 0.01)
+
+    def hang() -> None:
+        journal = Journal()
+        dog = Watchdog(Launch(1, 2), 0.15, print, HangFiles(tmp_path, 1))
+        dog.begin(journal)
+        dog.connect(dist.HashStore())
+        journal.begin_wait(Transfer(journal, "all-reduce", (0, 1), 1, None))
+
+    ended = _ended(hang, tmp_path)
+    reason = "hang in iteration 0, start-up: rank 0 did not join the all-reduce within 0.15 s"
+    assert ended.code == 5
+    assert (
+        f"error: {reason} (--distributed-timeout-minutes 0.0025)\n  rank 0: never" in ended.output
+    )
+    verdict = f"Verdict(code=5, rank=1, reason='{reason} (--distributed-timeout-minutes 0.0025)', "
+    assert f"{verdict}iteration=0, missing='rank 0')" in ended.output
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["rank_00001.json", REPORT]
+
+
+def test_a_hang_that_another_process_explains_is_not_explained_again(tmp_path: Path) -> None:
+    """It waits for the other's verdict, and ends with its code and without a report of its own."""
+
+    def hang() -> None:
+        store, journal = dist.HashStore(), Journal()
+        store.add("alarms", 1)
+        dog = Watchdog(Launch(3, 4, 1, 2), 0.15, None, HangFiles(tmp_path, 3))
+        dog.begin(journal)
+        dog.connect(store)
+        journal.begin_wait(Transfer(journal, "all-reduce", (0, 3), 1, None))
+        wait_until(lambda: dog._is_hanging, 60.0)
+        store.set("verdict", '{"code": 5, "rank": 0, "reason": "a hang"}')
+
+    ended = _ended(hang, tmp_path)
+    assert ended == CommandResult(5, "")  # rank 2 prints the reason on this machine
+    assert [path.name for path in tmp_path.glob("*.json")] == ["rank_00003.json"]
 
 
 def test_work_for_which_nobody_waits_is_not_limited(tmp_path: Path) -> None:
