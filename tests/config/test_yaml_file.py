@@ -164,6 +164,25 @@ def test_a_hostile_file_is_refused_soon(tmp_path: Path, text: str, message: str)
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize(
+    ("fits", "beyond", "message"),
+    [
+        ("[" * 19 + "]" * 19, "[" * 20 + "]" * 20, "more than 20 levels"),
+        ("1" * 100, "1" * 101, "a number is too long"),
+        ("x" * 101, f"0.{'1' * 99}", "a number is too long"),
+    ],
+    ids=["levels", "a whole number", "a fraction"],
+)
+def test_the_last_value_that_is_read_and_the_first_that_is_not(
+    fits: str, beyond: str, message: str, tmp_path: Path
+) -> None:
+    found = Findings()
+    read(Path(_write(tmp_path, f"a: {fits}")), found)
+    assert "unknown section a" in found.problems[0]
+    with pytest.raises(ConfigError, match=message):
+        read(Path(_write(tmp_path, f"a: {beyond}")), Findings())
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     """Flags that the file might have set are not reported as missing."""
     (line,) = problems("--config", str(tmp_path / "absent.yaml"), without=["--num-layers"])
