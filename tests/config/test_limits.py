@@ -23,6 +23,8 @@ _SAVE = "--save x --save-interval 5 "
 _CURRICULUM = "--curriculum-schedule fixed_linear --curriculum-min-length 8 --curriculum-steps 10 "
 _DISCRETE = "--curriculum-schedule fixed_discrete --curriculum-until 5 --curriculum-lengths "
 _FP8_VARIANCE = "--use-precision-aware-optimizer --exp-avg-sq-dtype fp8 --adam-beta2"
+_OFFLOADED = "--fine-grained-activation-offloading --offload-modules"
+_SAMPLED = "--sample-prompts prompts --bf16"
 _VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
 
 # What comes before both values, the value that fits, the one that does not, what is then said.
@@ -97,6 +99,16 @@ _PAIRS = [
     (f"{_DISCRETE}", "8 128", "8 129", "--curriculum-lengths 129 is above --seq-length 128"),
     (f"{_DISCRETE}", "8 16", "16 16", "each number must exceed the previous one"),
     (f"{_DISCRETE}", "8 16", "8 16 32", "got 3 lengths and 1 iterations"),
+    *(
+        (f"{_OFFLOADED} core_attn --zero-stage", fits, "3", "would be taken for activations")
+        for fits in ("1", "2")
+    ),
+    *(
+        (f"{_SAMPLED} --zero-stage", fits, "3", "no process holds whole weights")
+        for fits in ("1", "2")
+    ),
+    ("--DDP-impl torch --zero-stage", "0", "1", "it shards nothing"),
+    ("--cuda-graph-impl local --zero-stage", "1", "2", "do not keep their addresses"),
     ("--split", "1", "0", "up to three shares of at least 0, not all 0"),
     ("--split", "0,1,0", "0,1,0,0", "up to three shares"),
     ("--split", "9/1", "9/-1", "up to three shares"),
