@@ -1,12 +1,25 @@
 """Computed counts against real modules and published numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.model import ModelConfig
-from megatron.models.arithmetic import count_parameters, flops_per_token
-from megatron.models.costs import MicroBatch
+from megatron.config.stages import whole_model
+from megatron.models.arithmetic import (
+    count_active_parameters,
+    count_depth_parameters,
+    count_parameters,
+    count_part_experts,
+    count_part_matrices,
+    flops_per_token,
+    largest_layer,
+    largest_layer_matrix,
+    largest_matrix,
+)
+from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.head import Output
 from megatron.models.plans import model_plan
@@ -61,6 +74,37 @@ def test_every_knob_counts(knob):
 )
 def test_published_sizes(model, vocab, published):
     assert count_parameters(model_plan(model, vocab)) == published == built(model, vocab)
+
+
+@pytest.mark.parametrize("depths", [0, 2])
+@pytest.mark.parametrize("experts", [{}, {"num_experts": (4,), "moe_router_topk": 1}])
+def test_layers_and_depths_are_counted_as_they_are_built(depths, experts):
+    model = config(position_embedding_type="rope", mtp_num_layers=depths or None, **experts)
+    plan, one = model_plan(model, VOCAB), WeightSplit()
+    network = GPTModel(plan, new_context(model, device="meta"))
+
+    def held(*names, ndim=1):
+        return sum(
+            p.numel()
+            for name, p in network.named_parameters()
+            if name.startswith(names) and p.ndim >= ndim
+        )
+
+    whole = whole_model(len(plan.layers))
+    assert count_depth_parameters(plan, one) == held("mtp.")
+    largest = held("mtp.0.") if depths else held("layers.0.")
+    in_experts = held("layers.0.mlp.experts.")
+    assert largest_layer(plan, one) == (largest, in_experts)
+    layers = len(plan.layers) + depths
+    assert count_part_experts(plan, whole, one) == layers * in_experts
+    assert count_active_parameters(plan) == held("") - layers * in_experts * 3 // 4
+    if not experts:
+        assert count_part_matrices(plan, whole, one) == held("layers.", "mtp.", ndim=2)
+        without_head = replace(whole, head=False)
+        assert count_part_matrices(plan, without_head, one) == held("layers.", ndim=2)
+        assert largest_layer_matrix(plan, one) == 3 * 16 * 16  # queries, keys and values
+        assert largest_matrix(plan, one) == VOCAB * 16
+        assert largest_matrix(plan, WeightSplit(tensor=2)) == VOCAB * 16 // 2
 
 
 @pytest.mark.parametrize(
