@@ -100,6 +100,112 @@ def test_nothing_is_suggested_where_nothing_is_seen(curve: RateCurve, reason: st
     assert finding.reason.startswith(reason)
 
 
+def _zigzag(loss: Callable[[int], float], finite: int = 90) -> RateCurve:
+    """Return 90 losses, each 0.03 above or below the given value, and NaN from `finite` on."""
+    losses = [loss(i) + 0.03 * (-1) ** i if i < finite else math.nan for i in range(90)]
+    return RateCurve([10 ** (-5 + i / 20) for i in range(90)], losses)
+
+
+def _valley(i: int) -> float:
+    return 6.0 - 0.05 * i if i <= 40 else 4.0 + 0.1 * max(0, i - 60)
+
+
+def test_a_curve_is_smoothed_over_seven_losses() -> None:
+    curve = _zigzag(_valley)
+    finding = analyze_curve(curve)
+    assert finding.smoothed[:2] == pytest.approx([sum(curve.losses[:n]) / n for n in (4, 5)])
+    assert finding.smoothed[50:52] == pytest.approx([4.0 - 0.03 / 7, 4.0 + 0.03 / 7])
+    assert finding.smoothed[-1] == pytest.approx(sum(curve.losses[-4:]) / 4)
+    assert (finding.lowest, finding.rising) == (curve.rates[44], curve.rates[62])
+    assert finding.suggestion == curve.rates[44] / 10
+    assert finding.reason == (
+        "the loss falls from 5.925 to 3.996 at the rate 1.6e-03, and has risen at 1.3e-02; a tenth "
+        "of the rate with the lowest loss leaves room for a long run"
+    )
+
+
+def test_what_stands_out_from_noise() -> None:
+    """Differences of 0.06 are a noise of 0.06 / sqrt(2); a mean of 4 has half of it."""
+    assert analyze_curve(_zigzag(lambda i: 6.0)).reason.startswith(
+        "the loss falls by 0.006, but only a fall of more than 0.0849 would stand out"
+    )
+    assert analyze_curve(_zigzag(lambda i: 6.0 + 0.01 * i)).reason.startswith(
+        "the loss falls by 0, but only a fall of more than 0.08"
+    )
+    for finite, is_found in ((11, False), (12, True)):  # four half windows of 3
+        finding = analyze_curve(_zigzag(_valley, finite))
+        assert (finding.lowest is not None) == is_found
+        assert len(finding.smoothed) == finite
+        assert is_found or finding.reason == (
+            "the loss diverges soon after the first rate 1.0e-05: lower --min-lr"
+        )
+
+
+def test_a_picture_shows_the_losses_and_the_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    curve = _zigzag(_valley, finite=80)
+    finding = analyze_curve(curve)
+    draw(curve, finding, tmp_path / "rates.png")
+    (axes,) = drawn[0].axes
+    raw, smoothed, *vertical = [list(line.get_xdata()) for line in axes.lines]
+    assert raw == smoothed == curve.rates[:80]
+    assert list(axes.lines[0].get_ydata()) == curve.losses[:80]
+    assert list(axes.lines[1].get_ydata()) == finding.smoothed
+    assert vertical == [[rate] * 2 for rate in (finding.suggestion, finding.lowest, finding.rising)]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "loss, smoothed",
+        "suggestion: 1.6e-04",
+        "lowest loss: 1.6e-03",
+        "loss has risen: 1.3e-02",
+    ]
+    low, high = min(finding.smoothed), finding.smoothed[0]
+    bottom, top = axes.get_ylim()
+    assert low - 0.2 * (high - low) - 0.05 < bottom < low < high < top < high + (high - low)
+    assert (axes.get_xscale(), axes.get_xlim()) == ("log", (curve.rates[0], curve.rates[-1]))
+    assert axes.get_title() == "Learning rate range test"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Learning rate", "Loss after the update")
+
+
+def test_defaults_and_a_test_that_suggests_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--output", str(tmp_path / "deep" / "rates"), "--", "pretrain_gpt.py"]
+    options = build_parser().read(words)
+    values = (options.min_lr, options.max_lr, options.iterations, options.overwrite)
+    assert values == (1e-6, 1.0, 120, False)
+    started: list[list[str]] = []
+    done = SimpleNamespace(returncode=0)
+    forked = SimpleNamespace(run=lambda command, check: started.append(command) or done)
+    monkeypatch.setattr("megatron.training.find_lr.subprocess", forked)
+    flat = _zigzag(lambda i: 6.0)
+    monkeypatch.setattr("megatron.training.find_lr.read_curve", lambda *_: flat)
+    monkeypatch.setattr("megatron.training.find_lr.draw", lambda *_: None)
+    assert run(options) == 1
+    assert capsys.readouterr().out.startswith("no suggestion: the loss falls by 0.006, but only")
+    assert started[0][:2] == [sys.executable, "pretrain_gpt.py"]
+    result = json.loads((options.output / "rates.json").read_text())
+    assert (result["command"], result["losses"]) == (started[0], flat.losses)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        run(options)
+    metrics = options.output / "metrics.jsonl"
+    metrics.write_text("of an earlier test")
+    options.overwrite = True
+    assert run(options) == 1
+    assert not metrics.exists()
+    options.iterations = 30
+    assert run(options) == 1
+    options.min_lr = 0.0
+    with pytest.raises(ConfigError, match="--min-lr 0 and --max-lr 1: both must be above 0"):
+        run(options)
+
+
 def test_a_picture_of_every_finding(tmp_path: Path) -> None:
     for number, loss in enumerate((_learns, lambda power: 6.0)):
         curve = _curve(loss)
