@@ -4,8 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.training.batches import BatchPlan, BatchStep, ramp_up
+from megatron.errors import DataError
+from megatron.parallel.layout import Layout
+from megatron.training.batches import BatchPlan, BatchStep, ramp_up, samples_needed
+from megatron.training.run import Progress
 from tests.config.command import parse, problems
+from tests.training.toy import build_toy
 
 # 16, 24, 32 over 100 samples: each step takes 50, and sample 100 still belongs to the ramp.
 GROWING = BatchPlan(
@@ -40,6 +44,7 @@ def test_rampup_run_length():
         (8, (8, 8, 50)),
         (64, (1, 1, 7)),
         (1000, (1, 3, 123_457)),
+        (50, (1, 1, 1)),  # in floating point, 1 / (1 / 49) is below 49
     ],
 )
 def test_rampup_equals_megatrons_loop(global_batch, ramp):
@@ -65,6 +70,34 @@ def test_fixed_batch():
     assert plan.iterations_for(47) == 2
     assert plan.iterations_for(48) == 3
     assert plan.tokens_at(0, 0) == 16  # samples of a single token, by default
+
+
+def test_samples_of_a_run() -> None:
+    larger = "--eval-global-batch-size 12 --eval-micro-batch-size 4"
+    words = f"--global-batch-size 8 --eval-interval 10 --eval-iters 3 {larger}"
+    config = parse(words).config
+    assert samples_needed(config, 40, Progress()) == (320, 5 * 36, 36)
+    assert samples_needed(config, 39, Progress()) == (312, 4 * 36, 36)
+    # The first 10 updates were larger.
+    begun = Progress(iteration=10, consumed_samples=200)
+    assert samples_needed(config, 40, begun) == (200 + 30 * 8, 5 * 36, 36)
+    begun = Progress(iteration=10, consumed_samples=20)
+    assert samples_needed(config, 40, begun) == (320, 5 * 36, 36)
+    config = parse("--train-samples 200 --eval-iters 3", without=["--train-iters"]).config
+    assert samples_needed(config, 50, Progress()) == (200, 12, 12)
+
+
+def test_more_samples_than_there_are() -> None:
+    for words, told in (
+        ("--train-iters 2", "--train-iters 2"),
+        ("--train-samples 8 --train-tokens 200", "--train-samples 8 --train-tokens 200"),
+    ):
+        run = build_toy(Layout.single(), words.split())
+        with pytest.raises(DataError) as refusal:
+            list(run.train_batches)
+        assert str(refusal.value) == (
+            f"the dataset of 8 samples is exhausted: it was built for {told}"
+        )
 
 
 def test_from_config() -> None:
