@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from megatron.checkpoint.entries import LazyTensor
+from megatron.checkpoint.entries import Box, LazyTensor
 from megatron.checkpoint.huggingface.families import families
-from megatron.checkpoint.huggingface.rules import SAME, STACKED, TRANSPOSED, grouped
+from megatron.checkpoint.huggingface.rules import (
+    SAME,
+    STACKED,
+    TRANSPOSED,
+    ParameterRule,
+    TensorConversion,
+    grouped,
+)
 from megatron.checkpoint.huggingface.settings import Settings
 from tests.checkpoint.huggingface.models import CASES
 
@@ -42,6 +49,29 @@ def test_split_undoes_join(form, shapes) -> None:
     back = form.split(form.join(parts))
     assert len(back) == len(parts)
     assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
+
+
+def test_a_box_of_experts_is_read_from_the_tensors_of_those_experts() -> None:
+    whole = torch.arange(48.0).view(4, 6, 2)  # 4 experts, each stored as halves of 3 rows
+    halved = TensorConversion(lambda parts: torch.cat(tuple(parts)), lambda x: list(x.chunk(2)))
+    names = tuple(f"{expert}.{half}" for expert in range(4) for half in "ab")
+    rule = ParameterRule("experts", (4, 6, 2), names, halved, experts=4)
+    tensors = dict(zip(names, whole.view(8, 3, 2), strict=True))
+    assert rule.shapes() == [(3, 2)] * 8
+    for box in (Box((0, 0, 0), (4, 6, 2)), Box((1, 3, 1), (2, 2, 1)), Box((0, 5, 0), (4, 1, 2))):
+        read: list[str] = []
+
+        def load(name: str, read: list[str] = read) -> torch.Tensor:
+            read.append(name)
+            return tensors[name]
+
+        found = rule.join(load, box, torch.float32)
+        slices = box.slices_in(Box.whole((4, 6, 2)))
+        assert torch.equal(found, whole[slices])
+        assert {int(name[0]) for name in read} == {*range(box.offset[0], box.end[0])}
+    for index, name in enumerate(names):
+        one = rule.split(lambda box: whole[box.slices_in(Box.whole((4, 6, 2)))], index)
+        assert torch.equal(one, tensors[name])
 
 
 @pytest.mark.parametrize("name", CASES)
