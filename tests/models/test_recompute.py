@@ -1,11 +1,13 @@
 """The recomputation plan: which layers run together and which are recomputed."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron.config.training import TrainingOptions
+from megatron.models.costs import MicroBatch
 from megatron.models.recompute import (
     LayerGroup,
     RecomputePlan,
@@ -68,6 +70,29 @@ def test_groups(plan, expected):
 )
 def test_plan_from_flags(flags, plan):
     assert RecomputePlan.from_config(TrainingOptions(**flags)) == plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept"),
+    [
+        (RecomputePlan("selective"), 10 + 20 + 30),
+        (RecomputePlan("full", "uniform", 1), 3 * 4 + 30),
+        (RecomputePlan("full", "uniform", 2), 2 * 4 + 2 * 30),
+        (RecomputePlan("full", "uniform", 5), 4 + 3 * 30),
+        (RecomputePlan("full", "uniform", 2, split_inputs=True), 2 * 2 + 2 * 30),
+        (RecomputePlan("full", "block", 1), 4 + 20 + 30),
+        (RecomputePlan("full", "block", 2), 2 * 4 + 30),
+        (RecomputePlan("full", "block", 3), 3 * 4 + 30),
+    ],
+)
+def test_bytes_of_three_layers_on_two_tensor_ranks(plan, kept):
+    """Layers keep 10, 20 and 30 bytes, and their input has 4."""
+    micro_batch = MicroBatch(sequences=1, length=1, tensor=2)
+    assert plan.bytes_kept([10, 20, 30], 4, micro_batch) == kept
+    whole = replace(plan, split_inputs=False).bytes_kept([10, 20, 30], 4, micro_batch)
+    # With sequence parallelism, the input is already split.
+    assert plan.bytes_kept([10, 20, 30], 4, replace(micro_batch, sequence=2)) == whole
+    assert plan.bytes_kept([], 4, micro_batch) == 0
 
 
 def test_a_forgotten_tensor_is_computed_once_for_all_that_ask():

@@ -37,6 +37,11 @@ def test_entries_are_as_long_as_the_line_allows(columns: int, lines: list[str]) 
     assert as_text(Timeline(((), ()))) == "stage  0  \nstage  1  "
 
 
+def test_the_shortest_entry_sets_the_scale() -> None:
+    spans = (0, 2, Operation("forward", 0, 0)), (2, 2.5, Operation("backward_weight", 0, 0))
+    assert as_text(Timeline((tuple(Interval(*span) for span in spans),))) == "stage  0  F0------W0"
+
+
 @pytest.mark.parametrize(("chunks", "suffixes"), [(2, [", chunk 0", ", chunk 1"]), (1, ["", ""])])
 def test_a_picture_has_a_box_for_each_operation(
     chunks: int, suffixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
