@@ -551,7 +551,9 @@ def bert_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
             ClassifierPlan(kind="task_head", outputs=head.outputs, in_fp32=True, **options)
         )
     else:
-        heads.append(MaskedTokenPlan(norm=norm_plan(model), tanh=model.openai_gelu, **options))
+        # As in Megatron-LM 23.08, the head's weight is never an offset.
+        norm = replace(norm_plan(model), offset=False)
+        heads.append(MaskedTokenPlan(norm=norm, tanh=model.openai_gelu, **options))
         heads.append(output_plan(model, vocabulary, bias=True))
         if model.bert_binary_head:
             heads.append(ClassifierPlan(kind="binary_head", outputs=_SEGMENTS, **options))

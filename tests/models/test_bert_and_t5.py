@@ -207,3 +207,17 @@ def test_a_bert_may_take_its_samples_one_after_the_other():
         )
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_only_bert_s_head_stores_a_whole_norm_weight_with_layernorm_1p():
+    model = build("bert", {"apply_layernorm_1p": True})
+    assert (model.head.norm.weight == 1).all()
+    norms = {name for name, p in model.named_parameters() if name.endswith("norm.weight")}
+    assert len(norms) > 3
+    assert all(
+        (model.get_parameter(name) == 0).all() for name in norms if name != "head.norm.weight"
+    )
+    plain = build("bert")
+    torch.testing.assert_close(
+        losses("bert", model, batch_of("bert")), losses("bert", plain, batch_of("bert"))
+    )
