@@ -116,8 +116,12 @@ class Evaluation(Callback):
 
 
 def final_evaluation(run: Run, scalars: Scalars) -> None:
-    """Report validation and test loss after the last update, on samples not evaluated before."""
-    skip = evaluation_position(run, run.progress.iteration)
+    """Report validation and test loss after the last update, on samples not evaluated before.
+
+    With --skip-train, begin at the first sample of both, as Megatron does.
+    """
+    skips_training = run.config.training.skip_train
+    skip = 0 if skips_training else evaluation_position(run, run.progress.iteration)
     for split, data, skipped in (("validation", "val", skip), ("test", "test", 0)):
         where = f"the end of training for {data} data"
         evaluate_and_report(run, split, scalars, where=where, skip=skipped, at_end_of_training=True)

@@ -41,10 +41,12 @@ def test_evaluations_may_begin_later(
     assert evaluation_position(run, 10) == 4 * len(evaluated)
 
 
+@pytest.mark.parametrize(("words", "position"), [([], 16), (["--skip-train"], 0)])
 def test_validation_goes_on_while_the_test_split_is_read_from_its_start(
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, seen = build_toy(Layout.single(), _TWO_BATCHES), []
+    """Megatron also begins the validation split again with --skip-train."""
+    run, seen = build_toy(Layout.single(), [*_TWO_BATCHES, *words]), []
     splits = dict(zip(map(id, run.datasets), ("training", "validation", "test"), strict=True))
     monkeypatch.setattr(
         "megatron.training.evaluation.evaluate",
@@ -52,7 +54,7 @@ def test_validation_goes_on_while_the_test_split_is_read_from_its_start(
     )
     run.progress.iteration = 7
     final_evaluation(run, Scalars([]))
-    assert seen == [("validation", 16), ("test", 0)]
+    assert seen == [("validation", position), ("test", 0)]
 
 
 def test_an_evaluation_may_have_batches_of_its_own() -> None:
