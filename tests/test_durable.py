@@ -243,6 +243,26 @@ def test_an_error_of_the_disk_names_the_flag_once(tmp_path: Path) -> None:
         assert str(refusal.value).endswith(f"({inner}: {os.strerror(code)}): {remedy}")
 
 
+def test_an_error_without_a_name_or_number_is_still_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as refusal, durable.writing_to("--out", tmp_path / "a" / "b"):
+        raise OSError("the library failed")
+    path = tmp_path / "a" / "b"
+    assert str(refusal.value) == (
+        f"--out {path} cannot be written ({path}: the library failed): free space, or give "
+        "another path"
+    )
+    with pytest.raises(StorageError, match="create the folder, or give another path$"):
+        durable.check_writable("--out", path)
+
+
+def test_a_check_leaves_files_as_they_are(tmp_path: Path, victim: Path) -> None:
+    for path in (victim, tmp_path / "new"):
+        durable.check_writable("--out", path)
+    assert victim.read_text() == "precious"
+    assert list(tmp_path.iterdir()) == [victim]
+    durable.remove_tree(tmp_path / "none")
+
+
 @pytest.mark.parametrize(
     ("name", "is_good"), [("a.png", True), ("a.SVG", True), ("a.pdf", True), ("a.jpg", False)]
 )

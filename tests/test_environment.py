@@ -21,6 +21,8 @@ from megatron.environment import (
     perspective_api_key,
     private_cache,
     share_cores,
+    usable_cores,
+    without_matrix_threads,
 )
 from megatron.errors import ConfigError
 from tests.repository import ROOT
@@ -138,6 +140,24 @@ def test_processes_of_a_machine_share_its_cores(
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         share_cores(processes)
         assert os.environ["OMP_NUM_THREADS"] == "5"  # the user's own
+
+
+@pytest.mark.parametrize(("cores", "usable"), [(12, 12), (None, 1)])
+def test_all_cores_are_usable_where_a_process_has_no_set_of_them(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, usable: int
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert usable_cores() == usable
+
+
+def test_numpy_starts_no_threads_unless_the_user_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, threads in (("", "1"), ("5", "5")):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", given)
+        if not given:
+            monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+        without_matrix_threads()
+        assert os.environ["OPENBLAS_NUM_THREADS"] == threads
 
 
 def test_files_and_keys_that_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -415,7 +415,7 @@ def test_ranks_of_a_timeline_have_one_clock(tmp_path):
     assert spans == [[(0.0, 1.5, "forward")], [(2.0, 1.5, "forward")]]
 
 
-@pytest.mark.parametrize("number", [-1, 1e27, "9" * 40, "soon", None])
+@pytest.mark.parametrize("number", [-1, 1e26, "9" * 40, "soon", None])
 def test_a_trace_with_impossible_times_is_not_read(tmp_path, number):
     event = {"ph": "X", "cat": "user_annotation", "name": "iteration 1", "ts": 0, "dur": number}
     write_trace(tmp_path, 0, 1, [], json.dumps({"traceEvents": [event]}))
