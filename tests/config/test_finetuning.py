@@ -8,6 +8,8 @@ from megatron.config import parse_config
 from megatron.config.adapters import lora_flags
 from megatron.config.finetuning import finetuning_args
 from megatron.errors import ConfigError
+from tests.config.command import problems
+from tests.config.test_fp8 import DELTA_WIDTHS, EXPERT_WIDTHS, LATENT_WIDTHS
 
 _BASE = """
     --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1
@@ -125,3 +127,51 @@ def test_flags_of_megatron_core_are_answered() -> None:
 def test_defaults_of_finetune(given: str, added: str) -> None:
     words = given.split()
     assert finetuning_args(words) == [*words, *added.split()]
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "widths"),
+    [
+        (
+            "--kv-channels 5 --ffn-hidden-size 40",
+            1,
+            ["--ffn-hidden-size 40", "--num-attention-heads x --kv-channels 20"],
+        ),
+        (
+            LATENT_WIDTHS,
+            1,
+            [
+                "--hidden-size 80",
+                "--q-lora-rank 9",
+                "--kv-lora-rank 7",
+                "--num-attention-heads x --v-head-dim 15",
+            ],
+        ),
+        (DELTA_WIDTHS, 1, ["--linear-num-value-heads x --linear-value-head-dim 35"]),
+        (
+            EXPERT_WIDTHS,
+            2,
+            [
+                "--ffn-hidden-size 48",
+                "--moe-ffn-hidden-size 24",
+                "--moe-shared-expert-intermediate-size 40",
+                "--num-attention-heads x --kv-channels 64",
+            ],
+        ),
+        (
+            "--hybrid-layer-pattern M*-M --mamba-head-dim 8 --mamba-num-groups 1 "
+            "--mamba-num-heads 3",
+            1,
+            ["--mamba-num-heads x --mamba-head-dim 24"],
+        ),
+    ],
+)
+def test_each_width_that_packed_weights_do_not_fill_is_named(
+    words: str, world: int, widths: list[str]
+) -> None:
+    lora = "--lora-rank 2 --load x --finetune --frozen-weights-dtype nf4"
+    found = problems(lora, words, world_size=world)
+    share = " on each of 2 processes" if world == 2 else ""
+    assert [line.partition(f" is not a multiple of 64{share}, the")[0] for line in found] == [
+        f"--frozen-weights-dtype nf4: {width}" for width in widths
+    ]

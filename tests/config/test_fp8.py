@@ -89,17 +89,17 @@ def test_every_matrix_has_sizes_that_products_in_8_bits_take() -> None:
 
 
 _WIDTHS = "--bf16 --fp8-format hybrid --micro-batch-size 1"
-_LATENT_WIDTHS = (
+LATENT_WIDTHS = (
     "--position-embedding-type rope --multi-latent-attention --normalization RMSNorm "
     "--disable-bias-linear --num-attention-heads 5 --hidden-size 80 --qk-head-dim 6 "
     "--qk-pos-emb-head-dim 2 --v-head-dim 3 --q-lora-rank 9 --kv-lora-rank 7"
 )
-_DELTA_WIDTHS = (
+DELTA_WIDTHS = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
     "--linear-num-key-heads 1 --linear-key-head-dim 3 --linear-num-value-heads 5 "
     "--linear-value-head-dim 7 --normalization RMSNorm --disable-bias-linear --swiglu"
 )
-_EXPERT_WIDTHS = (
+EXPERT_WIDTHS = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 "
     "--ffn-hidden-size 48 --tensor-model-parallel-size 2 --sequence-parallel"
 )
@@ -123,7 +123,7 @@ _EXPERT_WIDTHS = (
             ],
         ),
         (
-            _LATENT_WIDTHS,
+            LATENT_WIDTHS,
             1,
             [
                 "--num-attention-heads x --v-head-dim 15",
@@ -135,7 +135,7 @@ _EXPERT_WIDTHS = (
             ],
         ),
         (
-            _DELTA_WIDTHS,
+            DELTA_WIDTHS,
             1,
             [
                 "--linear-num-value-heads x --linear-value-head-dim 35",
@@ -143,7 +143,7 @@ _EXPERT_WIDTHS = (
             ],
         ),
         (
-            _EXPERT_WIDTHS,
+            EXPERT_WIDTHS,
             2,
             [
                 "--ffn-hidden-size 48",

@@ -58,6 +58,7 @@ def test_patterns_are_read_and_never_run() -> None:
     assert pipeline_layout("M*-") is None
     for text in ("__import__('os')", "[M]*3", "M" * 10_001, "|", ""):
         assert layer_symbols(text) == ""
+    assert layer_symbols("M" * 10_000) == "M" * 10_000
 
 
 _BESIDE = "--num-layers 2 --parallel-mamba --disable-bias-linear"

@@ -167,7 +167,9 @@ def test_flags_of_core_are_read_as_ours(words: str) -> None:
 
 def test_what_core_does_by_default_needs_no_notice() -> None:
     words = "--attention-backend auto --data-parallel-sharding-strategy no_shard"
-    assert parse(words).notices == ()
+    run = parse(words, "--seed 7")
+    assert run.notices == ()
+    assert run.config.training.seed == 7
 
 
 def test_values_of_core_that_mean_nothing_here_are_refused() -> None:
