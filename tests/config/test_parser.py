@@ -260,10 +260,10 @@ def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) 
     def shape(options: CheckpointConfig) -> dict[str, object]:
         return {
             "model.num_layers": 4,
+            "model.normalization": "RMSNorm",
             "model.swiglu": False,
             "model.add_bias_linear": True,
             "model.rotary_base": 5e5,
-            "model.normalization": "RMSNorm",
         }
 
     path = tmp_path / "run.yaml"
