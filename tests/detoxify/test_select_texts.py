@@ -53,6 +53,23 @@ def test_a_share_that_is_a_whole_number_of_lines_is_that_number(tmp_path: Path) 
     assert len(target.read_text().splitlines()) == 29
 
 
+def test_what_is_said_of_all_texts_and_of_those_that_are_kept(tmp_path: Path, capsys) -> None:
+    scores = [0.5, 0.25, None, 0.5, 1.0, 0.75]
+    source, target = write(tmp_path / "in.jsonl", scores), tmp_path / "out.jsonl"
+    words = ["detoxify", "select", "--data-path", str(source), "--out-path", str(target)]
+    assert megatron(words) == 0
+    assert sorted(json.loads(line)["text"] for line in target.read_text().splitlines()) == [
+        *("t0", "t1", "t3")
+    ]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert said == [
+        "  all   mean toxicity 0.6000 (standard deviation 0.2550), from 0.2500 to 1.0000; 80.0% "
+        "are at least 0.5",
+        "  kept  mean toxicity 0.4167 (standard deviation 0.1179), from 0.2500 to 0.5000; 66.7% "
+        "are at least 0.5",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "code", "said"),
     [
