@@ -11,6 +11,7 @@ from megatron.config.fields import fields_of
 from megatron.config.resolve import resolve
 from megatron.config.run import sections, with_values
 from tests.config.command import BASE, parse, problems
+from tests.config.test_fp8 import DELTA_WIDTHS
 
 
 @pytest.mark.parametrize(
@@ -103,3 +104,9 @@ def test_the_largest_number_that_each_takes_is_answered_too() -> None:
 def test_rules_of_experts_accept_no_divisor_below_one(flag: str) -> None:
     base = "--num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 1"
     assert f"{flag}: must be at least 1" in problems(base, flag)
+
+
+@pytest.mark.parametrize("name", ["tensor-model-parallel-size", "context-parallel-size",
+                                  "linear-num-key-heads"])  # fmt: skip
+def test_rules_of_gated_delta_nets_divide_by_no_number_below_one(name: str) -> None:
+    assert f"--{name} 0: must be at least 1" in problems(DELTA_WIDTHS, f"--{name} 0")
