@@ -89,6 +89,12 @@ def test_a_mistake_is_one_line_that_names_the_flag(words: str, line: str) -> Non
     assert problems(words) == [line]
 
 
+def test_a_stray_word_hides_no_flag_behind_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["stray", *command()], world_size=1)
+    assert caught.value.problems == ["'stray' does not belong to a flag: drop it"]
+
+
 def test_all_mistakes_are_reported_at_once() -> None:
     lines = problems(
         "--hiden-size 64 --lr abc --seed x --mtp-num-layers 2 --epochs 3 --fp16 --bf16",
