@@ -30,6 +30,7 @@ from megatron.models.multi_token import copies_words
 from megatron.models.plan import ModelPlan
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
+from megatron.parallel.tied import WORD_EMBEDDING
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -88,7 +89,7 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
         trained += sum(counts[f"layers.{i}"] for i in part.layers)
         trained += counts["embedding"] * part.embedding + counts["head"] * part.head
         if part.head and copies_words(plan) and not part.embedding:
-            trained += counts["embedding"]
+            trained += counts[WORD_EMBEDDING]
     return trained / sum(count_part_parameters(plan, part, WeightSplit()) for part in parts)
 
 
@@ -96,7 +97,8 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
 def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
     """Count the trained parameters of each layer, of the embedding and of everything else.
 
-    The layers of T5's decoder are numbered after those of its encoder.
+    The word embedding is also counted alone. The layers of T5's decoder are numbered after those of
+    its encoder.
     """
     counts: Counter[str] = Counter()
     for name, parameter in network_without_memory(config, vocabulary).named_parameters():
@@ -105,7 +107,10 @@ def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
         if stack == "layers":
             offset = config.num_layers if name.startswith("decoder.") else 0
             module = f"layers.{offset + int(parts[0])}"
-        counts[module] += 0 if is_frozen(name, config) else parameter.numel()
+        count = 0 if is_frozen(name, config) else parameter.numel()
+        counts[module] += count
+        if name == WORD_EMBEDDING:
+            counts[name] += count
     return counts
 
 
@@ -181,7 +186,4 @@ def similar_names(pattern: str, names: Iterable[str]) -> list[str]:
         if parts[end - 1] not in ("layers", "*")
     }
     query = re.sub(r"layers\.\d+\.", "layers.*.", pattern)
-    return (
-        difflib.get_close_matches(query, sorted(candidates), n=3, cutoff=0)
-        or sorted(candidates)[:3]
-    )
+    return difflib.get_close_matches(query, sorted(candidates), n=3, cutoff=0)

@@ -2,9 +2,12 @@
 
 import pytest
 
+from megatron.config.stages import ModelPart
 from megatron.errors import CheckpointError, ConfigError
+from megatron.models.freezing import is_frozen, similar_names, trained_share
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
+from tests.models.small import config
 from tests.training.toy import build_toy, fingerprint, train_toy
 
 FLAGS = """
@@ -91,6 +94,50 @@ def _fingerprint(layout, flags):
 def test_patterns_that_cannot_be_meant_are_refused(pattern, told):
     with pytest.raises(ConfigError, match=told):
         build_toy(Layout.single(), ["--freeze", pattern])
+
+
+def test_names_that_resemble_a_pattern():
+    names = ["embedding.word.weight", "final_norm.weight"]
+    names += [f"layers.{i}.{name}" for i in (0, 11) for name in ("mlp.up.weight", "mlp.up.bias")]
+    for pattern, similar in (
+        ("layers.11.mlp.uo", ["layers.*.mlp.up", "layers.*.mlp", "layers.*.mlp.up.bias"]),
+        ("embeding", ["embedding", "embedding.word", "embedding.word.weight"]),
+    ):
+        assert similar_names(pattern, names) == similar
+    assert len(similar_names("zzz", names)) == 3
+    assert similar_names("zzz", ["final_norm.weight"]) == ["final_norm.weight", "final_norm"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "frozen"),
+    [
+        ({}, []),
+        ({"freeze": ("embedding", "layers.1.mlp.up")}, ["embedding.word", "layers.1.mlp.up"]),
+        ({"lora_rank": 2}, ["embedding.word", "layers.1.mlp.up", "score.weight"]),
+        ({"lora_rank": 2, "reward_head": True}, ["embedding.word", "layers.1.mlp.up"]),
+        ({"freeze": ("score",), "reward_head": True}, ["score.weight"]),
+    ],
+)
+def test_which_parameters_are_frozen(flags, frozen):
+    names = ["embedding.word", "layers.1.mlp.up", "layers.1.mlp.adapter.up.a", "score.weight"]
+    assert [name for name in names if is_frozen(name, config(**flags))] == frozen
+
+
+def test_the_last_stage_trains_its_copy_of_the_word_embedding_alone():
+    run = build_toy(Layout.single(), ["--num-layers", "4", "--freeze", "layers.0"])
+    first = ModelPart(range(2), embedding=True, head=False)
+    last = ModelPart(range(2, 4), embedding=False, head=True)
+    sizes = {name: p.numel() for name, p in run.named_parameters()}
+    idle = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
+    whole = sum(
+        size for name, size in sizes.items() if name[:9] in ("embedding", "layers.0.", "layers.1.")
+    )
+    model, plan = run.config.model, run.plan
+    assert trained_share(model, plan, [last]) == 1.0
+    assert trained_share(model, plan, [first]) == pytest.approx(1 - idle / whole)
+    copy = sizes["embedding.word.weight"]
+    total = sum(sizes.values()) + copy
+    assert trained_share(model, plan, [first, last]) == pytest.approx(1 - idle / total)
 
 
 def _refusal(layout, flags):
