@@ -123,12 +123,27 @@ def test_waiting_beyond_the_schedule_is_seen():
     assert compare_with_prediction(late, schedule) == pytest.approx((6 / 9, 0.5, 9.0, 6.0))
 
 
+def test_the_prediction_takes_the_mean_of_each_chunks_operations():
+    """Two micro-batches: each chunk's forward takes 1 or 2 s on average, its backward 3 or 4."""
+    schedule = make_schedule("interleaved", 2, 2, 2)
+    times = Times(*(((a, b), (a, b)) for a, b in ((1.0, 2.0), (3.0, 4.0), (0.0, 0.0))))
+    expected = simulate(schedule, times)
+    sums = [*(2.0, 2.0, 2.0, 4.0), *(2.0, 6.0, 2.0, 8.0), *(0.0, 0.0, 0.0, 0.0)]
+    stages = torch.tensor([[expected.total, *sums]] * 2, dtype=torch.float64)
+    bubble = (expected.bubble, expected.bubble, expected.total, expected.total)
+    assert compare_with_prediction(stages, schedule) == pytest.approx(bubble)
+
+
 def test_a_clock_adds_up_the_times_of_each_kind_and_chunk():
+    waited = []
     device = SimpleNamespace(
-        now=0.0, synchronize=lambda: None, seconds_between=lambda start, end: end - start
+        now=0.0,
+        synchronize=lambda: waited.append("device"),
+        seconds_between=lambda start, end: end - start,
     )
     device.mark = lambda: device.now
-    clock = OperationClock(device, SimpleNamespace(wait_for_all=lambda: None))
+    layout = SimpleNamespace(wait_for_all=lambda: waited.append("ranks"))
+    clock = OperationClock(device, layout)
     update = [
         (Operation("forward", 0, 0), 1.0),
         (Operation("send_activation", 0, 0, 1), 2.0),
@@ -148,6 +163,7 @@ def test_a_clock_adds_up_the_times_of_each_kind_and_chunk():
         span, *sums = clock.read(2).tolist()
         assert span == 128.0 + 63.0  # until the end of the last computation
         assert sums == [*(2, 17, 1, 4), *(0, 0, 1, 8), *(0, 0, 1, 32)]
+    assert waited == ["device", "ranks", "device"] * 2
 
 
 def test_the_line_shows_means():

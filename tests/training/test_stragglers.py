@@ -80,14 +80,28 @@ def test_a_section_has_the_time_of_this_rank_alone() -> None:
     device, clock, journal, timers = _clock()
     assert clock.columns == ["compute", "loading", "rest", "tensor", "update"]
     _update(device, journal, timers)
+    device.now += 0.5
     clock.cut()
-    assert clock.read() == [5.0, 2.0, 24.0, 100.0, 1531.0]
+    assert clock.read() == [5.0, 2.0, 24.0, 100.0, 1531.5]
     with timers.measure("batch-generator", level=2):  # evaluation
         device.now += 32.0
         _wait(journal, device, _TENSOR, 64.0)
     _update(device, journal, timers)
     clock.cut()
     assert clock.read() == [5.0, 2.0, 24.0, 100.0, 1627.0]
+
+
+def test_a_cpu_without_a_core_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _, _, _ = _clock()
+    device.is_gpu = False
+    ready = SimpleNamespace(seconds=lambda: 0.25 * device.now)  # a quarter of the time
+    monkeypatch.setattr("megatron.training.timers.ReadyClock", lambda: ready)
+    clock = SectionClock(device, Layout.single())
+    timers = Timers(0, Device.cpu(), Axis(), sections=clock)
+    with timers.measure("optimizer"):
+        device.now += 8.0
+    clock.cut()
+    assert clock.read() == [0.0, 0.0, 6.0, 6.0]
 
 
 def test_what_another_stream_waits_for_is_no_wait() -> None:
