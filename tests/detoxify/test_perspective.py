@@ -139,6 +139,19 @@ def test_requests_keep_to_the_rate_with_many_workers(service: StandIn) -> None:
     assert next(scorer.score(["rude 0.5"])).scores  # the scorer can be used again
 
 
+def test_an_error_ends_requests_that_wait_for_their_turn(
+    service: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, stopped = client_of(service), list[bool]()
+    monkeypatch.setattr(client, "stop", lambda: stopped.append(True))
+    service.answers = [Answer(403, error_body("no"))]
+    with pytest.raises(ServiceError):
+        list(PerspectiveScorer(client, workers=1).score(["one", "two"]))
+    assert stopped == [True]
+    assert len(list(PerspectiveScorer(client, workers=1).score(["three"]))) == 1
+    assert stopped == [True]
+
+
 def test_a_refused_text_has_no_score_and_the_others_have(service: StandIn) -> None:
     reason = "Attribute THREAT does not support request languages: is"
     service.answers = [

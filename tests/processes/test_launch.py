@@ -281,6 +281,7 @@ def test_only_the_first_task_of_slurm_prints_the_error(monkeypatch, capsys, task
     [
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},  # srun --pty, or srun of one task
         {"SLURM_NTASKS": "8"},  # the shell of salloc
+        {"SLURM_PROCID": "0"},  # a launcher that sets no number
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
