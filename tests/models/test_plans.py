@@ -41,6 +41,9 @@ _BIASED = f"{_MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-e
                 "embedding.ahead": 0,
                 "embedding.token_types": 0,
                 "embedding.scale": None,
+                "embedding.positions": 128,
+                "layers.0.mixer.rotary": None,
+                "layers.0.mixer.causal": True,
                 "encoder_layers": 0,
                 "towers": 1,
             },
@@ -130,6 +133,20 @@ _BIASED = f"{_MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-e
         ("--position-embedding-type alibi --scale-alibi", {"layers.0.mixer.alibi": 0.25}),
         ("--position-embedding-type alibi", {"layers.0.mixer.alibi": 1.0}),
         ("--scale-embeddings", {"embedding.scale": math.sqrt(64)}),
+        (
+            "--position-embedding-type rope --rotary-percent 0.5",
+            {
+                "embedding.positions": 0,
+                "layers.0.mixer.rotary.channels": 8,  # half of a head
+                "layers.0.mixer.rotary.planes": None,
+                "layers.0.mixer.rotary.scaling": None,
+                "layers.0.mixer.rotary.dynamic": None,
+            },
+        ),
+        (
+            f"{_MIXTURE} --moe-expert-capacity-factor 1.5 --moe-token-drop-policy position",
+            {f"{_ROUTER}.drops_last": True},
+        ),
     ],
 )
 def test_what_flags_make_of_a_gpt(words: str, expected: dict[str, Any]) -> None:
@@ -151,6 +168,7 @@ def test_the_other_architectures() -> None:
     assert [head.kind for head in bert.heads] == ["pooler", "masked_token", "output", "binary_head"]
     assert (bert.embedding.token_types, bert.embedding.calls) == (2, 1)
     assert _value(bert, "heads.2.bias")
+    assert not _value(bert, "layers.3.mixer.causal")
     plain = _plan("--bert-no-binary-head", "bert")
     assert [head.kind for head in plain.heads] == ["masked_token", "output"]
     assert plain.embedding.token_types == 0
