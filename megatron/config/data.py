@@ -64,6 +64,7 @@ _APPENDS = Requirement(
     lambda run: run.tokenizer.tokenizer_type in APPENDS_SENTINELS,
     "a WordPiece or SentencePiece vocabulary",
 )
+SPLIT_ROUNDINGS = ("sizes", "bounds")
 _WHOLE_CORPUS = Requirement(lambda run: run.data.data_path is not None, "--data-path")
 _BLEND = Requirement(
     lambda run: len(run.data.train_data_path or run.data.data_path or ()) > 1, "several datasets"
@@ -131,6 +132,9 @@ class DataOptions(RetroDataOptions):
             START:WEIGHT,WEIGHT,... with a weight for each dataset. START counts iterations with
             --train-iters, otherwise samples.
         split: Relative shares of the documents in --data-path for training, validation and test.
+        split_rounding: How --split is rounded to whole documents: sizes, as in Megatron-LM 23.08,
+            or bounds, as in Megatron Core. Default: as in the run whose checkpoint is loaded,
+            otherwise sizes.
         train_data_path: Training data, in the format of --data-path.
         valid_data_path: Validation data, in the format of --data-path.
         test_data_path: Test data, in the format of --data-path.
@@ -179,6 +183,7 @@ class DataOptions(RetroDataOptions):
     skip_bad_lines: bool = flag(False, only_for=("gpt",))
     blend_schedule: tuple[str, ...] | None = flag(None, needs=_BLEND)
     split: str = flag("969, 30, 1", is_common=True, needs=_WHOLE_CORPUS)
+    split_rounding: str | None = flag(None, choices=SPLIT_ROUNDINGS, needs=_WHOLE_CORPUS)
     train_data_path: tuple[str, ...] | None = None
     valid_data_path: tuple[str, ...] | None = None
     test_data_path: tuple[str, ...] | None = None

@@ -261,16 +261,25 @@ def parse_split(text: str) -> tuple[float, ...]:
     return (*(share / total for share in shares), 0.0, 0.0)[:3]
 
 
-def split_bounds(text: str, num_documents: int) -> tuple[int, ...]:
+def split_bounds(text: str, num_documents: int, rounding: str = "sizes") -> tuple[int, ...]:
     """Return document bounds b0 to b3: training `[b0, b1)`, validation `[b1, b2)`, test `[b2, b3)`.
 
-    Each share is rounded to whole documents (halves to even). Any surplus or shortfall of the sum
-    is then taken from every bound except the first, as in Megatron.
+    Halves are rounded to even numbers of documents.
+
+    Args:
+        text: The shares, as in --split.
+        num_documents: The number of documents.
+        rounding: Which numbers are rounded. With "sizes", as in Megatron-LM 23.08, each share is
+            rounded, and any surplus or shortfall of the sum is then taken from every bound except
+            the first. With "bounds", as in Megatron Core, the sums of the shares are rounded.
 
     Raises:
         ConfigError: `parse_split` cannot parse `text`.
     """
-    sizes = [round(share * float(num_documents)) for share in parse_split(text)]
+    shares = parse_split(text)
+    if rounding == "bounds":
+        return 0, *(round(end * float(num_documents)) for end in itertools.accumulate(shares))
+    sizes = [round(share * float(num_documents)) for share in shares]
     surplus = sum(sizes) - num_documents
     # Rounding and a zero share could push a bound out of [0, num_documents].
     ends = (max(0, min(end - surplus, num_documents)) for end in itertools.accumulate(sizes))
@@ -347,7 +356,8 @@ def _open_members(
                 documents = source.num_documents
             bounds = [(0, documents)] * 3
             if len(split_indices) > 1:
-                bounds = list(itertools.pairwise(split_bounds(data.split, documents)))
+                ends = split_bounds(data.split, documents, data.split_rounding or "sizes")
+                bounds = list(itertools.pairwise(ends))
             for i in split_indices:
                 splits[i].append(_Member(weight, source, bounds[i], documents))
         if (

@@ -267,6 +267,8 @@ def build_gpt_part(
         f"Number of samples {count}\nSequence length {seq_length}\n"
         f"Random seed {request.seed}\nSplit {request.data.split}\n"
     )
+    if request.data.split_rounding == "bounds":  # Megatron-LM 23.08 never caches this split
+        description += "Split rounding bounds\n"
     arrays = request.cache(Path(data.prefix).parent / "index-cache").load_or_build(
         description,
         plan.specs,

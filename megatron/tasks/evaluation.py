@@ -36,7 +36,9 @@ from megatron.tasks.table import PROGRAM, flags_of_other_tasks
 _MICRO_BATCH = 8  # the default micro-batch size
 _READS = {"training.micro_batch_size", "data.seq_length", "logging.log_interval"}
 # Additional fields that evaluations with --retro-workdir read.
-_DATA_READS = frozenset({"data.data_path", "data.split", "data.data_cache_path"})
+_DATA_READS = frozenset(
+    f"data.{name}" for name in ("data_path", "split", "split_rounding", "data_cache_path")
+)
 
 
 def parse_evaluation(

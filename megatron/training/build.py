@@ -89,6 +89,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
     reader = _open_checkpoint(config, layout, tokenizer, vocabulary)
+    config = restoring.with_saved_rounding(config, reader)
     config, batches = _with_length(config, recipe, reader, tokenizer, layout)
     training, save = config.training, config.checkpoint.save
     start = restoring.progress_at_start(config, reader)

@@ -13,6 +13,7 @@ from megatron.config.run import flatten as flatten_options
 from megatron.config.yaml_file import from_dict
 
 _LOST = "the order of samples changes, and some are seen again"
+_ROUNDING = "data.split_rounding"
 _PATHS = ("data.data_path", "data.train_data_path")
 _LENGTHS = ("training.train_iters", "training.train_samples", "training.train_tokens")
 # Settings that determine which sample is the k-th of a run. A checkpoint's position in the data is
@@ -22,6 +23,7 @@ _ORDER = (
     "training.seed",
     "data.mock_data",
     "data.split",
+    _ROUNDING,
     "data.seq_length",
     "data.decoder_seq_length",
     "data.dataloader_type",
@@ -66,6 +68,8 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
         named = {path: args.get(path.partition(".")[2]) for path in (*_ORDER, *_LENGTHS)}
         recorded = ((path, value) for path, value in named.items() if value is not None)
         saved = {path: tuple(v) if isinstance(v, list) else v for path, v in recorded}
+    current[_ROUNDING] = current[_ROUNDING] or "sizes"
+    saved[_ROUNDING] = meta["config"].get("data", {}).get("split_rounding") or "sizes"
     for path, value in saved.items():
         if current[path] == value:
             continue

@@ -28,6 +28,7 @@ from megatron.config.adapters import ADAPTER_FIELDS, is_adapter_parameter
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import NETWORK_FIELDS, ModelOptions
 from megatron.config.retro import is_retriever_parameter
+from megatron.config.run import with_values
 from megatron.config.yaml_file import from_dict
 from megatron.data.text_stream import restore_positions
 from megatron.errors import CheckpointError, ConfigError
@@ -173,6 +174,17 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
         multiple = vocabulary_multiple(int(reader.meta["padded_vocab_size"]))
     network["model.make_vocab_size_divisible_by"] = multiple
     return network | ({"model.onnx_safe": True} if saved.get("onnx_safe") else {})
+
+
+def with_saved_rounding(config: RunConfig, reader: Reader | None) -> RunConfig:
+    """Return the configuration with the checkpoint's --split-rounding, unless one is given.
+
+    Otherwise, a run that continues one of Megatron Core's could read other samples.
+    """
+    saved = None if reader is None else reader.meta["config"].get("data", {}).get("split_rounding")
+    if saved is None or config.data.split_rounding is not None:
+        return config
+    return with_values(config, {"data.split_rounding": saved})
 
 
 def progress_at_start(config: RunConfig, reader: Reader | None) -> Progress:

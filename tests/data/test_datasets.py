@@ -257,7 +257,6 @@ def test_one_rank_builds_unless_disks_are_local(tmp_path: Path, node_local: bool
         ("949,50,1", 100, (0, 95, 100, 100)),
         ("90/5/5", 1000, (0, 900, 950, 1000)),
         ("969,30,1", 1500, (0, 1453, 1498, 1500)),
-        ("1454,44,2", 1500, (0, 1454, 1498, 1500)),  # Megatron Core's splits for the line above
         ("1", 7, (0, 7, 7, 7)),
         ("0,1", 7, (0, 0, 7, 7)),
         ("1,1,1", 8, (0, 2, 5, 8)),  # rounds to 3, 6, 9: one too many, subtracted from each bound
@@ -268,6 +267,32 @@ def test_one_rank_builds_unless_disks_are_local(tmp_path: Path, node_local: bool
 )
 def test_bounds(text: str, documents: int, bounds: tuple[int, ...]) -> None:
     assert split_bounds(text, documents) == bounds
+
+
+@pytest.mark.parametrize(
+    ("text", "documents", "bounds"),
+    [
+        ("969, 30, 1", 500, (0, 484, 500, 500)),  # 484.5, 499.5 and 500; sizes: 485, 500, 500
+        ("969,30,1", 1500, (0, 1454, 1498, 1500)),
+        ("1,1,1", 8, (0, 3, 5, 8)),
+        ("1,1", 5, (0, 2, 5, 5)),
+        ("0,1", 7, (0, 0, 7, 7)),
+        ("1,1,1", 0, (0, 0, 0, 0)),
+    ],
+)
+def test_bounds_as_megatron_core_rounds_them(
+    text: str, documents: int, bounds: tuple[int, ...]
+) -> None:
+    assert split_bounds(text, documents, "bounds") == bounds
+
+
+def test_the_rounding_is_chosen_by_a_flag(tmp_path: Path) -> None:
+    prefix = str(write_corpus(tmp_path / "x", documents=5))
+    config = DataConfig(seq_length=16, data_path=(prefix,), split="1,1")
+    for rounding, documents in ((None, 3), ("sizes", 3), ("bounds", 2)):
+        train = build(dataclasses.replace(config, split_rounding=rounding))[0]
+        assert isinstance(train, GPTDataset)
+        assert set(train.index.documents.tolist()) == set(range(documents))
 
 
 def test_shares_add_up_to_one() -> None:

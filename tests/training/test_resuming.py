@@ -11,16 +11,20 @@ import torch
 
 from megatron.checkpoint.find import TRACKER
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.parser import parse_config
 from megatron.errors import CheckpointError
 from megatron.kernels.rope import rotation_table
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
+from megatron.training.build import build_run
+from megatron.training.checkpointing import save_run
 from megatron.training.pretrain import main
 from megatron.training.restoring import network_of
+from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
 from tests.data.corpus import write_corpus
 from tests.distributed import run_distributed
-from tests.training.toy import TOY, build_toy, train_toy
+from tests.training.toy import CPU, TOY, build_toy, train_toy
 
 
 @pytest.fixture(scope="module")
@@ -365,6 +369,32 @@ def test_finetuning_with_another_tokenizer_is_warned_of(saved, capsys):
     assert "a different tokenizer" not in capsys.readouterr().out
     assert build_toy(Layout.single(), [*words, "--vocab-size", "60"])
     assert "but the rows of its 61 entries were learned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["native", "torch_dist", "legacy"])
+def test_documents_are_split_as_in_the_checkpoint(form, tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "x", documents=5, vocab_size=100)
+    words = [word for word in TOY if word != "--mock-data"]
+    words += ["--data-path", str(corpus), "--split", "1,1", "--train-iters", "2", "--eval-iters"]
+    words += ["0", "--save-interval", "1", "--data-cache-path", str(tmp_path / "cache")]
+
+    def build(folder: str, *more: str) -> tuple[Run, set[int]]:
+        flags = [*words, "--save", str(tmp_path / folder), *more]
+        config = parse_config(flags, world_size=1).config
+        run = build_run(config, GPTRecipe(), CPU, Layout.single())
+        return run, {*run.datasets[0].index.documents.tolist()}
+
+    run, documents = build("a", "--split-rounding", "bounds", "--ckpt-format", form)
+    assert documents == {0, 1}
+    run.progress.iteration = 1
+    save_run(run)
+    capsys.readouterr()
+    load = ("--load", str(tmp_path / "a"))
+    assert build("b", *load)[1] == {0, 1}
+    assert "changed since" not in capsys.readouterr().out
+    assert build("b", *load, "--split-rounding", "sizes")[1] == {0, 1, 2}
+    told = "WARNING: changed since the checkpoint: --split-rounding sizes instead of --split-r"
+    assert told in capsys.readouterr().out
 
 
 def test_another_corpus_under_the_same_name_is_warned_of(tmp_path, capsys):

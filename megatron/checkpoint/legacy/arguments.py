@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.entries import Json
 from megatron.checkpoint.legacy.unpickler import Namespace, Opaque, show
-from megatron.config.data import TOKENIZER_TYPES
+from megatron.config.data import SPLIT_ROUNDINGS, TOKENIZER_TYPES
 from megatron.config.model import NETWORK_FIELDS
 from megatron.config.optimizer import FORMAT_FIELDS, OptimizerConfig
 from megatron.config.run import ModelRun, evaluations_until
@@ -141,10 +141,21 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
     packed = ("use_precision_aware_optimizer", *FORMAT_FIELDS)
     names = (field.name for field in fields(OptimizerConfig) if field.name not in packed)
     optimizer = {name: args.get(name) for name in names}
+    data = {"split_rounding": _split_rounding(args)}
     return {
         section: {name: value for name, value in values.items() if value is not None}
-        for section, values in (("model", model), ("optimizer", optimizer))
+        for section, values in (("model", model), ("optimizer", optimizer), ("data", data))
     }
+
+
+def _split_rounding(args: Mapping[str, Json]) -> str | None:
+    """Return how the run that wrote a file rounded --split, or `None` if the file does not say."""
+    for rounding in SPLIT_ROUNDINGS:
+        if args.get("split_rounding") == rounding:
+            return rounding
+    is_ours = "blend_schedule" in args  # our files contain all our settings
+    has_core_formats = "ckpt_format" in args or "dist_ckpt_format" in args
+    return "bounds" if has_core_formats and not is_ours else None
 
 
 def saved_iteration(value: Any, path: Path) -> int:

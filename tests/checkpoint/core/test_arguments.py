@@ -51,6 +51,25 @@ def test_windows_are_written_as_core_has_them_and_read_again(frequency, layers):
     assert layer_windows(model, 4) == layer_windows(config.model, 4)
 
 
+def test_how_the_run_split_its_documents_is_read():
+    """Files of Megatron-LM 23.08 do not have --ckpt-format; ours have all our settings."""
+    megatrons = {"num_layers": 2}
+    assert core_config(megatrons)["data"] == {}
+    for name in ("ckpt_format", "dist_ckpt_format"):
+        assert core_config({**megatrons, name: "torch_dist"})["data"] == {
+            "split_rounding": "bounds"
+        }
+    meta = {"consumed_train_samples": 0, "iteration": 0}
+    for flags, read in (
+        ("", {}),
+        ("--split-rounding sizes", {"split_rounding": "sizes"}),
+        ("--split-rounding bounds", {"split_rounding": "bounds"}),
+    ):
+        config = parse(flags).config
+        args = core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1)
+        assert core_config(vars(args))["data"] == read
+
+
 def test_a_network_without_positions_is_written_as_core_can_load_it():
     """Core compares add_position_embedding and refuses False for networks without positions."""
     config = parse("--position-embedding-type none").config
