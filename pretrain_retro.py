@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.data.datasets import DataRequest
-from megatron.data.gpt import context_part, make_batch, make_loss_mask
+from megatron.data.gpt import context_part, document_positions, make_batch, make_loss_mask
 from megatron.models.retro import RetroModel
 from megatron.parallel.context.split import split_sequence
 from megatron.parallel.layout import Layout
@@ -79,6 +79,9 @@ class RetroRecipe(Recipe):
         )
         local = context_part(whole, layout.context)
         neighbors = split_sequence(batch["neighbors"], layout.context, dim=1)
+        neighbor_positions = None
+        if config.data.reset_position_ids:
+            neighbor_positions = document_positions(neighbors, tokenizer.eod)
         result = part(
             local.tokens,
             neighbors,
@@ -86,6 +89,7 @@ class RetroRecipe(Recipe):
             local.labels,
             hidden,
             loss_mask=local.loss_mask,
+            neighbor_positions=neighbor_positions,
         )
         if not part.part.head:
             return result

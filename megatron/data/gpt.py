@@ -411,11 +411,21 @@ def make_batch(
         segment = torch.searchsorted(ends[1:].contiguous(), token_indices, right=True)
         positions = (token_indices - ends[segment]).view_as(tokens)
     elif reset_position_ids:
-        # Whether each token is the first after the end of a document, `[b, s]`.
-        is_start = torch.nn.functional.pad((tokens == eod)[:, :-1], (1, 0))
-        positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
+        positions = document_positions(tokens, eod)
     loss_mask = make_loss_mask(batch, eod=eod, eod_mask_loss=eod_mask_loss)
     return TokenBatch(tokens, labels, loss_mask, positions)
+
+
+def document_positions(tokens: Tensor, eod: int) -> Tensor:
+    """Return the position of each token in its document, counted from 0, in the shape of `tokens`.
+
+    Args:
+        tokens: Token ids, `[..., s]`. A document ends with an end-of-document token.
+        eod: The id of the end-of-document token.
+    """
+    positions = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
+    is_start = torch.nn.functional.pad((tokens == eod)[..., :-1], (1, 0))
+    return positions - torch.where(is_start, positions, 0).cummax(dim=-1).values
 
 
 def longest_segment(batch: Mapping[str, Tensor]) -> int | None:

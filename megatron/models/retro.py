@@ -43,6 +43,7 @@ class RetroModel(GPTModel):
         hidden: Tensor | None = None,
         loss_mask: Tensor | None = None,
         cache: RetrievalCache | None = None,
+        neighbor_positions: Tensor | None = None,
     ) -> Tensor:
         """Run the layers of this part once.
 
@@ -60,6 +61,8 @@ class RetroModel(GPTModel):
             loss_mask: [b, s], the weight of each token's loss (`Output`).
             cache: Keys and values of earlier tokens and chunks, in inference by the whole model; b
                 is then 1. `None` means that the tokens are whole sequences.
+            neighbor_positions: [b, l, k, r], for learned positions of the neighbors' tokens; `None`
+                counts from the start of each neighbor.
 
         Returns:
             Hidden states [s + l k r, b, h] unless this is the last part of the model. With labels,
@@ -76,9 +79,14 @@ class RetroModel(GPTModel):
         assert neighbors is not None, "neighbors are required without a cache"
         if hidden is None:
             x = self.embed(tokens, positions if position_ids is None else position_ids)
-            neighbor_positions = torch.arange(neighbors.shape[3], device=tokens.device)
-            by_neighbor = neighbors.permute(2, 0, 1, 3).flatten(0, 2)  # [k b l, r]
-            retrieved = self.embed(by_neighbor, neighbor_positions, site="neighbor embedding")
+            if neighbor_positions is None:
+                counted = torch.arange(neighbors.shape[3], device=tokens.device)
+                neighbor_positions = counted.expand_as(neighbors)
+            retrieved = self.embed(
+                _by_neighbor(neighbors),
+                _by_neighbor(neighbor_positions),
+                site="neighbor embedding",
+            )
         else:
             x, retrieved = hidden.tensor_split([length // self.layout.sequence.size])
             rows = neighbors.shape[3] // self.layout.sequence.size
@@ -93,3 +101,8 @@ class RetroModel(GPTModel):
             x = x[cache.outputs]
         scores: Tensor = self.output(x, labels, loss_mask)
         return scores
+
+
+def _by_neighbor(values: Tensor) -> Tensor:
+    """Make each neighbor a row: [b, l, k, r] -> [k b l, r]."""
+    return values.permute(2, 0, 1, 3).flatten(0, 2)

@@ -9,6 +9,7 @@ import torch
 
 from megatron.config.retro import is_retriever_parameter
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.models.retro import RetroModel
 from megatron.parallel.layout import Layout
 from tests.config.command import parse, problems
 from tests.distributed import run_distributed
@@ -56,6 +57,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(workdir, tmp_path):
     rest, resumed = _train(Layout.single(), workdir, f"--load {tmp_path}")
     assert rest == losses[3:]
     assert resumed == state
+
+
+def test_positions_are_reset_in_neighbors_too(workdir, monkeypatch):
+    """As in Megatron-LM 23.08: every end-of-document token restarts them."""
+    embed, seen = RetroModel.embed, {}
+
+    def spy(self, tokens, positions, *rest, site="embedding"):
+        seen[site] = tokens, positions
+        return embed(self, tokens, positions, *rest, site=site)
+
+    monkeypatch.setattr(RetroModel, "embed", spy)
+    train_toy(Layout.single(), words(workdir, "--exit-interval 1 --reset-position-ids"), "retro")
+    tokens, positions = seen["neighbor embedding"]
+    expected = torch.zeros_like(tokens)
+    for column in range(1, tokens.shape[1]):
+        ended = tokens[:, column - 1] == EOD
+        expected[:, column] = (expected[:, column - 1] + 1).where(~ended, 0)
+    assert torch.equal(positions, expected)
+    assert (positions[:, -1] < tokens.shape[1] - 1).any()  # some neighbors contain ends
 
 
 @pytest.mark.parametrize("form", ["native", "legacy"])
