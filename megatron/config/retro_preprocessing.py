@@ -240,7 +240,8 @@ def find_mistakes(*parts: Any) -> Iterator[str]:
             f"{chunk}: change one of them"
         )
     index = options.index
-    if index.retro_query_num_neighbors_save > index.retro_query_num_neighbors_query:
+    too_few = index.retro_query_num_neighbors_query < index.retro_query_num_neighbors_save
+    if too_few and not options.stages.retro_compatible:
         yield (
             f"--retro-query-num-neighbors-save {index.retro_query_num_neighbors_save} is more than "
             f"--retro-query-num-neighbors-query {index.retro_query_num_neighbors_query} finds: "

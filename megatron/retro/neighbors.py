@@ -66,6 +66,8 @@ class QueryOptions:
         nprobe: The number of lists that an index with inverted lists searches.
         ef_search: The size of the candidate list of an HNSW graph.
         block_size: The number of chunks in a block.
+        compatible: Whether more neighbors may be stored than requested, as in Megatron-LM; the
+            others are missing.
     """
 
     queried: int = 200
@@ -73,6 +75,7 @@ class QueryOptions:
     nprobe: int = 65536
     ef_search: int = 256
     block_size: int = 100_000
+    compatible: bool = False
 
     @classmethod
     def of(cls, options: RetroPreprocessing) -> QueryOptions:
@@ -84,6 +87,7 @@ class QueryOptions:
             nprobe=index.retro_query_nprobe,
             ef_search=index.retro_query_ef_search,
             block_size=options.stages.retro_block_size,
+            compatible=options.stages.retro_compatible,
         )
 
 
@@ -374,11 +378,12 @@ def query_neighbors(
         world: The processes that share the work.
 
     Raises:
-        ConfigError: The number of neighbors to store exceeds the number requested from the index.
+        ConfigError: The number of neighbors to store exceeds the number requested from the index,
+            and `query` is not compatible with Megatron-LM.
         DataError: The index is missing, damaged, or belongs to a different database.
         StorageError: A file cannot be written.
     """
-    if query.saved > query.queried:
+    if query.saved > query.queried and not query.compatible:
         raise ConfigError(
             f"--retro-query-num-neighbors-save {query.saved} is more than "
             f"--retro-query-num-neighbors-query {query.queried}: raise the latter or lower the "

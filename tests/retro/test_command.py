@@ -528,6 +528,21 @@ def test_mistakes_are_named_with_the_remedy(
     assert (tmp_path / "w").exists() == ("--retro-index-nfeats" in more)
 
 
+def test_megatron_stores_more_neighbors_than_it_searches(words: list[str], tmp_path: Path) -> None:
+    """The others are missing."""
+    preprocess(
+        words,
+        tmp_path / "w",
+        *("--retro-compatible", "--split", "80,10,10", "--retro-index-no-delete-added-codes"),
+        *("--retro-index-str", "IVF4_HNSW4,Flat", "--retro-query-num-neighbors-save", "10"),
+    )
+    (path,) = (tmp_path / "w").glob("query/valid_*/*.hdf5")
+    neighbors = read(path, "neighbors")
+    assert neighbors.shape[1] == 10
+    assert (neighbors[:, 8:] == -1).all()
+    assert (neighbors[:, :4] >= 0).any()
+
+
 def test_what_a_stage_needs_is_required(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         command.run(["--retro-tasks", "db-build"], Launch())

@@ -286,11 +286,11 @@ def test_settings_begin_with_the_defaults_of_the_flags() -> None:
 
 
 def test_no_more_neighbors_are_stored_than_found(tmp_path: Path) -> None:
-    def run(saved: int) -> None:
+    def run(saved: int, compatible: bool = False) -> None:
         query_neighbors(
             tmp_path,
             INDEXED,
-            replace(QUERY, saved=saved, queried=8),
+            replace(QUERY, saved=saved, queried=8, compatible=compatible),
             {},
             database=None,  # type: ignore[arg-type]
             build_embedder=lambda: pytest.fail("an embedder was loaded"),
@@ -301,3 +301,4 @@ def test_no_more_neighbors_are_stored_than_found(tmp_path: Path) -> None:
     run(8)
     with pytest.raises(ConfigError, match="--retro-query-num-neighbors-save 9 is more than .* 8:"):
         run(9)
+    run(9, compatible=True)
