@@ -50,12 +50,8 @@ class RetroRecipe(Recipe):
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
     ) -> Splits:
         """Build datasets of documents, with the neighbors of their chunks. Collective."""
-        return build_retro_datasets(
-            DataRequest.of(config, samples, layout),
-            config.model,
-            tokenizer,
-            batch_size=config.training.global_batch_size,
-        )
+        request = DataRequest.of(config, samples, layout)
+        return build_retro_datasets(request, config.model, tokenizer)
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return the loss mask of whole sequences [b, s]: 1 for labels that count, otherwise 0."""

@@ -260,7 +260,7 @@ class RetroDataset:
 
 
 def build_retro_datasets(
-    request: DataRequest, model: RetroOptions, tokenizer: Tokenizer, *, batch_size: int
+    request: DataRequest, model: RetroOptions, tokenizer: Tokenizer
 ) -> Datasets:
     """Build the datasets of --retro-workdir. Collective.
 
@@ -268,7 +268,6 @@ def build_retro_datasets(
         request: The data that the run needs. The working folder's seed replaces the request's.
         model: The network's options, including the length of a chunk.
         tokenizer: The tokenizer that made the tokens.
-        batch_size: The number of samples in an iteration, for --retro-cyclic-train-iters.
 
     Raises:
         DataError: The data or a file of the folder is missing or damaged, or they do not match.
@@ -283,12 +282,7 @@ def build_retro_datasets(
     _check_origin(workdir, request, tokenizer, preprocessing.gpt.retro_gpt_tokenizer_type)
     if request.is_builder:  # other processes would read the same files
         database.check()
-    train, valid, test = request.samples
-    if data.retro_cyclic_train_iters is not None:
-        train = data.retro_cyclic_train_iters * batch_size
-    retro_request = request._replace(
-        seed=preprocessing.gpt.retro_gpt_seed, samples=(train, valid, test)
-    )
+    retro_request = request._replace(seed=preprocessing.gpt.retro_gpt_seed)
     splits = query_datasets(
         retro_request, seq_length=data.seq_length, vocab_size=tokenizer.vocab_size
     )

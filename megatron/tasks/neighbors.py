@@ -216,7 +216,7 @@ def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) 
     arguments = read_arguments(config.data.retro_workdir)
     count = _count_samples(config.data.retro_workdir, arguments)
     request = DataRequest.of(config, (0, count, 0), layout)
-    dataset = build_retro_datasets(request, config.model, tokenizer, batch_size=1).valid
+    dataset = build_retro_datasets(request, config.model, tokenizer).valid
     if not isinstance(dataset, RetroDataset):
         raise ConfigError(
             f"--retro-workdir {config.data.retro_workdir} was made without validation samples: "

@@ -394,7 +394,7 @@ def _retro_samples(
         raise _beyond(options, samples)
     model = from_values(RetroOptions, vars(options))
     request = DataRequest(data, options.seed, (samples, 0, 0))
-    dataset = build_retro_datasets(request, model, tokenizer, batch_size=1).train
+    dataset = build_retro_datasets(request, model, tokenizer).train
     assert isinstance(dataset, RetroDataset), "training samples were requested"
     names = [corpus.name for corpus in read_corpora(Path(data.retro_workdir))]
     database, length = dataset.texts.database, model.chunk_length

@@ -93,10 +93,11 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     config, batches = _with_length(config, recipe, reader, tokenizer, layout)
     training, save = config.training, config.checkpoint.save
     start = restoring.progress_at_start(config, reader)
-    train_iterations = batches.iterations_of(training, start)
+    planned = batches.iterations_of(training, start)
+    train_iterations = config.data.retro_cyclic_train_iters or planned
     _check_saves(config, layout, start.iteration, train_iterations)
     model = parallelize(config, recipe, vocabulary, layout, device, is_loaded=reader is not None)
-    samples = samples_needed(config, train_iterations, start)
+    samples = samples_needed(config, planned, start)
     has_corpus = layout.world.rank == 0 and not training.skip_train
     level, barrier = config.logging.timing_log_level, config.logging.barrier_with_l1_time
     sections = SectionClock(device, layout) if config.logging.log_straggler else None

@@ -197,6 +197,8 @@ class Run(ParallelModel):
         """Whether all requested training is done. A final partial batch is not trained on."""
         training, progress = self.config.training, self.progress
         tokens, samples = training.train_tokens, training.train_samples
+        if self.config.data.retro_cyclic_train_iters is not None:
+            return progress.iteration >= self.train_iterations
         if tokens is not None and progress.consumed_tokens >= tokens:
             return True
         if samples is not None:

@@ -203,6 +203,22 @@ def test_samples_are_repeated_by_the_cyclic_loader_only(workdir):
     assert parse(*base, repeat, "--dataloader-type cyclic", **options)
 
 
+def test_a_cyclic_run_repeats_the_samples_and_keeps_the_schedule(workdir, tmp_path):
+    """Losses continue after --train-iters with the smallest learning rate, also when resumed."""
+    flags = (QUIET, "--dataloader-type cyclic --retro-cyclic-train-iters 9 --eval-iters 0")
+    recorder, run = train_toy(Layout.single(), words(workdir, *flags), "retro")
+    assert (run.progress.iteration, run.progress.consumed_samples) == (9, 36)
+    losses, rates = recorder.values("lm loss"), recorder.values("learning-rate")
+    assert 24 <= len(run.datasets.train) < 36
+    assert rates[ITERATIONS - 1 :] == pytest.approx([1e-3] * 4)
+    assert rates[ITERATIONS - 2] > 1.5e-3
+    save = f"--exit-interval 7 --save-interval 7 --save {tmp_path}"
+    _train(Layout.single(), workdir, *flags, save)
+    rest, resumed = _train(Layout.single(), workdir, *flags, f"--load {tmp_path}")
+    assert rest == losses[7:]
+    assert resumed == fingerprint(run)
+
+
 def test_a_folder_of_other_data_is_refused(workdir):
     base = (f"--retro-workdir {workdir}", "--num-layers 6 --seq-length 16")
     options = {"without": ["--mock-data"], "architecture": "retro"}
