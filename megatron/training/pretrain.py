@@ -207,7 +207,8 @@ def pretrain(
             attach_faults(layout.journal, run.parts)
         stack.enter_context(surviving_closed_output(run.exit.report_unread_log))
         at_end.callback(run.forward.release)
-        _check_folder(run)
+        _check_space(run)
+        _warn_of_newer(run)
         extras.begin(run)
         code = _train_and_evaluate(run, started, extras, writers)
         if code == EXIT_SAVED_ON_SIGNAL:
@@ -265,21 +266,22 @@ def _close(writer: Writer) -> None:
         print_line(f"WARNING: {error}")
 
 
-def _check_folder(run: Run) -> None:
-    """Check that --save has space for a checkpoint, and warn if newer ones are there. Collective.
-
-    Newer ones than this run's start are there if --load is missing, for example.
+def _check_space(run: Run) -> None:
+    """Check that --save has space for a checkpoint. Collective.
 
     Raises:
-        StorageError: There is no space for a checkpoint.
+        StorageError: There is no space, so the first save would fail.
     """
-    root, start = run.config.checkpoint.save, run.progress.iteration
-    if root is None:
-        return
-    if not run.finished:
+    root = run.config.checkpoint.save
+    if root is not None and not run.finished:
         size = checkpoint_bytes(run.config, run.plan)
         JsonExchange(run.layout.world).on_main(lambda: check_space(Path(root), size))
-    if run.layout.world.rank:
+
+
+def _warn_of_newer(run: Run) -> None:
+    """Warn if --save holds checkpoints newer than this run's start, as when --load is missing."""
+    root, start = run.config.checkpoint.save, run.progress.iteration
+    if root is None or run.layout.world.rank:
         return
     newer = [
         checkpoint.iteration for checkpoint in scan(Path(root))[0] if checkpoint.iteration > start
