@@ -13,22 +13,25 @@ import ast
 import compileall
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from typing import Any
+
+import pytest
 
 from tests.mutation.changes import Mutation
 from tests.mutation.plugin import PASSED, TESTS, WATCH
@@ -41,6 +44,12 @@ _FIRST, _LONG = 15.0, 5.0  # seconds of tests in the first run; of a test that r
 _START = 2.0  # seconds to import a test file, at most
 _NO_TESTS = 5  # pytest's exit code: the mutation changed the ids of tests
 _RUN = "MUTATION_RUN"
+_OURS = ("megatron", "tests", "tools", "tasks")  # packages of a tree
+# What most tests import. It is imported once, in the process from which pytest is forked.
+_LIBRARIES = (
+    "torch.distributed torch.testing torch.utils.checkpoint numpy pydantic tokenizers orjson regex "
+    "safetensors.torch yaml hypothesis _pytest.assertion _pytest.junitxml pytest pytest_timeout"
+).split()
 SURVIVED, KILLED, SLOW = "survived", "killed", "out of time"
 
 
@@ -160,7 +169,7 @@ class Tree:
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir(exist_ok=True)
         flags = "-q -p no:cacheprovider -p mutation_plugin -rfE --tb no --timeout 300 -m".split()
-        command = [sys.executable, "-m", "pytest", *flags, "not gpu", *words]
+        command = [*flags, "not gpu", *words, "--basetemp", str(self._temporary / "b")]
         paths = [str(self.root), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | variables
         environment |= {_RUN: str(self._temporary), "TMPDIR": str(self._temporary)}
@@ -168,31 +177,26 @@ class Tree:
         # A process with a limit on file sizes would leave truncated modules to all later ones.
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        with (self._temporary / "output").open("w+b") as output:  # tests may leave writers behind
-            process = subprocess.Popen(
-                [*command, "--basetemp", str(self._temporary / "b")],
-                cwd=self.root,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code: int | None = process.wait(max(0.1, limit))
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                self._end(process)
-            output.seek(0)
-            text = output.read().decode(errors="replace")
+        output = self._temporary / "output"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_LIBRARIES)
+        process = context.Process(target=_pytest, args=(self.root, command, environment, output))
+        process.start()
+        try:
+            process.join(max(0.1, limit))
+            code = process.exitcode
+        finally:
+            self._end(process)
+        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
         failed = re.findall(r"^(?:FAILED|ERROR) (.+)$", text, re.MULTILINE)
         return code, failed[0] if failed else (text.splitlines() or [""])[-1]
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def _end(self, process: multiprocessing.process.BaseProcess) -> None:
         """Kill every process of a run, including those in their own sessions."""
-        if process.poll() is None:
+        assert process.pid is not None
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.join()
         variable = f"{_RUN}={self._temporary}\0".encode()
         for file in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -200,6 +204,23 @@ class Tree:
                     os.kill(int(file.parent.name), signal.SIGKILL)
             except OSError:  # it has ended, or is not ours
                 continue
+
+
+def _pytest(root: Path, command: list[str], environment: Mapping[str, str], output: Path) -> None:
+    """Become `python -m pytest` in a tree, in a new process group; never return."""
+    os.setsid()
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(root)
+    for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
+        del sys.modules[name]
+    # Only now: the tree's modules take the place of those that started the trials.
+    sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    sys.argv[:] = sys.orig_argv[:] = [sys.executable, "-m", "pytest", *command]
+    sys.exit(pytest.main(command))
 
 
 def copied(folder: Path) -> Tree:
