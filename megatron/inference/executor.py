@@ -184,20 +184,19 @@ class Executor:
         pipeline, parts = self.layout.pipeline, (*self.earlier_parts, self.model)
         channel = self.channel.with_shapes(lambda _: (tokens.shape[1], 1, self.model.plan.hidden))
         before, after = ((pipeline.rank + step) % pipeline.size for step in (-1, 1))
-        result: Tensor
         for chunk, part in enumerate(parts):
             hidden = None
             if chunk > 0 or not pipeline.is_first:
                 receive = Operation("receive_activation", 0, chunk, before)
                 channel.post_receive(receive)
                 hidden = channel.receive(receive)
-            if self.keeps_states and pipeline.is_last and part is self.model:
-                self.states = part.states(tokens, hidden, cache)
-                result = part.logits(self.states[cache.outputs])
-            else:
-                result = part(tokens, hidden=hidden, cache=cache)
+            states = part.states(tokens, hidden, cache)
             if part is not self.model or not pipeline.is_last:
-                channel.send(Operation("send_activation", 0, chunk, after), result)
+                channel.send(Operation("send_activation", 0, chunk, after), states)
+        result = states
+        if pipeline.is_last:
+            self.states = states if self.keeps_states else None
+            result = self.model.logits(states[cache.outputs])
         channel.finish()
         return result
 
@@ -425,10 +424,8 @@ class DecodeGraphs:
             chunks=None,
             rows=StateRows(state_slots, count) if self._memory.states else None,
         )
-        if not self._keeps_states:
-            return self._model(tokens.unsqueeze(0), cache=cache), None
         states = self._model.states(tokens.unsqueeze(0), None, cache)
-        return self._model.logits(states), states
+        return self._model.logits(states), states if self._keeps_states else None
 
     def _write_inputs(self, plan: StepPlan, sources: Many[int], count: int) -> None:
         """Copy the step's tokens and tables into the input memory."""

@@ -57,11 +57,6 @@ class KeyValueCache(Protocol):
         """
         ...
 
-    @property
-    def outputs(self) -> Tensor:
-        """Indices of the k tokens whose logits are needed, int64 [k]."""
-        ...
-
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:

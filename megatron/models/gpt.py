@@ -70,11 +70,10 @@ class GPTModel(Network):
         labels: Tensor | None = None,
         mask: Mask | None = None,
         hidden: Tensor | None = None,
-        cache: KeyValueCache | None = None,
         loss_mask: Tensor | None = None,
         ahead: Sequence[DepthInputs] = (),
     ) -> Tensor:
-        """Run the layers of this part once.
+        """Run the layers of this part once, on whole sequences.
 
         With context parallelism, s counts only this rank's tokens of each sequence.
 
@@ -86,18 +85,15 @@ class GPTModel(Network):
             mask: bool [b or 1, 1, s, s], True where a query may attend, or the `Segments` that
                 describe the batch's documents; `None` means causal.
             hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
-            cache: Keys and values of earlier tokens, and the positions of the new tokens; b is then
-                1. `None` means that the tokens are whole sequences.
             loss_mask: [b, s], the weight of each token's loss (`Output`).
             ahead: The inputs of each depth of multi-token prediction, in training.
 
         Returns:
             Hidden states [s, b, h] unless this is the last part of the model. With labels, the last
             part returns the loss of each token, fp32 [b, s], or the weighted sum of the losses if
-            there is a loss mask. Without labels it returns logits [b, s, v/t], or with a cache only
-            those of the tokens that the cache selects. A reward model returns a score for each
-            token instead, fp32 [b, s]. With `ahead`, the result is the weighted sums of the model's
-            losses and of each depth's, [1 + depths].
+            there is a loss mask. Without labels it returns logits [b, s, v/t]. A reward model
+            returns a score for each token instead, fp32 [b, s]. With `ahead`, the result is the
+            weighted sums of the model's losses and of each depth's, [1 + depths].
         """
         length = tokens.shape[1]
         documents = mask if self.packs_samples and isinstance(mask, Segments) else None
@@ -107,15 +103,13 @@ class GPTModel(Network):
             mask = documents.in_one_row()
             position_ids = mask.positions if position_ids is None else position_ids.reshape(1, -1)
             tokens, labels, loss_mask = (x.reshape(1, -1) for x in (tokens, labels, loss_mask))
-        x, rotations = self._run_layers(tokens, position_ids, mask, hidden, cache, length)
+        x, rotations = self._run_layers(tokens, position_ids, mask, hidden, None, length)
         if self.final_norm is None:
             return x
         if self.score is not None:
             rewards: Tensor = self.score(x)
             return rewards
         assert self.output is not None
-        if cache is not None:
-            x = x[cache.outputs]
         if not ahead:
             scores: Tensor = self.output(x, labels, loss_mask)
             return scores
@@ -132,7 +126,7 @@ class GPTModel(Network):
         return torch.stack(sums)
 
     def states(self, tokens: Tensor, hidden: Tensor | None, cache: KeyValueCache) -> Tensor:
-        """Run the layers of this part on new tokens, like `forward`, but without the output layer.
+        """Run the layers of this part on new tokens, in inference.
 
         Args:
             tokens: [1, s].
@@ -185,8 +179,8 @@ class GPTModel(Network):
     ) -> tuple[Tensor, tuple[Rotation, ...]]:
         """Return the hidden states, normalized if this is the last part, and the rotations used.
 
-        The arguments are those of `forward`, plus `length`: the number of tokens of each sequence
-        that this rank holds.
+        The arguments are those of `forward` and `states`, plus `length`: the number of tokens of
+        each sequence that this rank holds.
         """
         sequence_length: int | Tensor
         if cache is None:
