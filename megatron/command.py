@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron.errors import (
     EXIT_OK,
@@ -25,6 +25,11 @@ from megatron.errors import (
     shortage_of,
     warn,
 )
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from megatron.config.arguments import ToolParser
 
 PanelRow = tuple[str, str]  # a row of a start-up panel: name and value
 _MIN_FREE_BYTES = 16 << 20  # bytes of address space that a rehearsal must leave free
@@ -229,6 +234,25 @@ def run_command(work: Callable[[], int | None]) -> int:
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
+
+
+def tool_main(
+    build_parser: Callable[[], ToolParser], run: Callable[[Namespace], int | None]
+) -> Callable[..., int]:
+    """Return the `main` of a tool: a function that runs a command line and returns its exit code.
+
+    Without an argument, the function runs the command line of this process.
+
+    Args:
+        build_parser: A function that returns the parser of the command line.
+        run: The tool, a function of the parsed flags that may return an exit code.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        options = build_parser().read(argv)
+        return run_command(lambda: run(options))
+
+    return main
 
 
 def prepare_streams() -> None:

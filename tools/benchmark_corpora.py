@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import exit_immediately, run_command
+from megatron.command import exit_immediately, tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import replace_file
 from megatron.errors import ConfigError
@@ -258,11 +257,7 @@ def _time_one(name: str, source: Path, output: Path) -> float:
     return time.monotonic() - started
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     exit_immediately(main())

@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.errors import ConfigError
 from tools.bench.launch import entry_command, measure, run_process
@@ -119,11 +118,7 @@ def run(options: argparse.Namespace) -> None:
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import check_writable, expect_no_file, writing_to
 from megatron.errors import ConfigError
@@ -29,12 +28,6 @@ from megatron.errors import ConfigError
 WARM_UP = 8  # number of untimed steps, during which CUDA graphs are recorded
 _FOR_CPU = ("demo", "small", "small-moe")
 _COPY_SECONDS = 0.5  # duration of the copy whose speed sets the floor
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, print the table and return the exit code."""
-    options = _parser().read(argv)
-    return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -159,6 +152,8 @@ def _parser() -> ToolParser:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     return parser
 
+
+main = tool_main(_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

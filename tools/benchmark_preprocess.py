@@ -18,14 +18,14 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.errors import ConfigError, DataError
 
@@ -156,11 +156,7 @@ def _measure_encoding(options: argparse.Namespace, corpus: Path) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 no text."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,6 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.errors import ConfigError
 
@@ -254,11 +253,7 @@ def _measure_search(options: argparse.Namespace, device: Any) -> None:
             )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return the exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

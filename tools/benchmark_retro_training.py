@@ -24,7 +24,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import print_line, run_command
+from megatron.command import print_line, tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import check_writable, writing_to
 from megatron.errors import ConfigError
@@ -182,11 +182,7 @@ def run(options: argparse.Namespace) -> None:
             options.output.write_text(json.dumps({"gpt": gpt, "retro": retro}, indent=2) + "\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and return the exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,7 +25,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.errors import ConfigError, UserError
 
@@ -39,12 +39,6 @@ while True:
     connection.close()
 """
 _WORDS = "the of import self return for in class def if not value name data list is and to".split()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code, which is 1 if a request failed."""
-    options = _parser().read(argv)
-    return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -224,6 +218,8 @@ def _parser() -> ToolParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     return parser
 
+
+main = tool_main(_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -46,7 +46,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.durable import TEMPORARY
 from megatron.errors import CheckpointError, ConfigError
@@ -481,10 +481,7 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 all checks passed, 1 one failed, 9 bad flags."""
-    return run_command(lambda: run(build_parser().read(argv)))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package next to its folder may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import MAX_LINE_MB, ToolParser, add_max_line_mb
 from megatron.durable import atomic_file, expect_no_file, writing_to
 from megatron.errors import DataError
@@ -90,11 +90,7 @@ def _records(paths: Sequence[str], key: str, max_line_mb: int = MAX_LINE_MB) -> 
         first += documents.lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

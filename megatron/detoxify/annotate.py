@@ -14,13 +14,13 @@ import argparse
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.data.json_lines import JsonLine, read_objects, save_or_check_settings
 from megatron.detoxify.scorers import Scored, TextScorer, add_scorer_flags, build_scorer
@@ -31,12 +31,6 @@ FLAG, OUT = "--data-path", "--out-path"
 _END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, which Megatron-LM's samples may contain
 _ADDED_FIELDS = {"score", "score_error"}
 _READ_AT_A_TIME = 1 << 20  # bytes
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -254,3 +248,6 @@ def build_parser() -> ToolParser:
     )
     add_scorer_flags(parser)
     return parser
+
+
+main = tool_main(build_parser, run)

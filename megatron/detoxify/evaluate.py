@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.data.json_lines import json_object, read_objects
 from megatron.detoxify.annotate import FLAG, OUT, annotate, check_output
@@ -32,12 +32,6 @@ from megatron.tasks.results import report_results
 
 _PROMPTS, _PERPLEXITY = "--prompt-path", "--perplexity"
 _KINDS = ("all", "toxic", "non-toxic")  # kinds of prompts
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
 
 
 @dataclass(frozen=True)
@@ -313,3 +307,6 @@ def build_parser() -> ToolParser:
     parser.add_argument("--overwrite", action="store_true", help="replace --results if it exists")
     add_scorer_flags(parser)
     return parser
+
+
+main = tool_main(build_parser, run)

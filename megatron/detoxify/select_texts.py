@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.data.json_lines import JsonLine, read_objects
 from megatron.detoxify.annotate import FLAG, OUT
@@ -27,12 +26,6 @@ from megatron.durable import atomic_file, expect_no_file, sync_folder, writing_t
 from megatron.errors import ConfigError, DataError
 
 TOXIC = 0.5  # texts with at least this score count as toxic
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -166,3 +159,6 @@ def build_parser() -> ToolParser:
     for name in ("--prompt-path", "--workers"):
         parser.add_argument(name, help="accepted for compatibility; no effect")
     return parser
+
+
+main = tool_main(build_parser, run)

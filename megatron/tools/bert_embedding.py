@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.command import print_line, run_command
+from megatron.command import print_line, tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import replace_file, writing_to
 from megatron.errors import ConfigError, DataError
@@ -222,10 +222,4 @@ def _check_origin(path: Path, origin: dict[str, Any]) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code.
-
-    The codes are 0 success, 4 bad checkpoint, 6 bad data, 8 storage error, 9 bad flags.
-    """
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

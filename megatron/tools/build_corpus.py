@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, add_flags, from_values
 from megatron.config.data import TokenizerConfig
 from megatron.environment import usable_cores
@@ -216,10 +215,4 @@ def _print_report(folder: Path, megabytes: float, seconds: float) -> None:
     print(f"samples of what was removed: {folder / 'report.json'}; picture: report.png")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code.
-
-    The codes are 0 success, 6 bad data, 8 storage error, 9 bad flags, 130 or 143 interrupted.
-    """
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

@@ -17,12 +17,12 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.config.parser import parse_config
 from megatron.durable import PLOT_SUFFIXES, expect_no_file, replace_file, writing_to
@@ -267,6 +267,4 @@ def draw(changes_by_width: Mapping[int, Changes], output: Path) -> None:
         figure.savefig(output)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    return run_command(lambda: run(build_parser().read(argv)))
+main = tool_main(build_parser, run)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.durable import replace_file, writing_to
 from megatron.environment import environment_with_interpreter, share_cores
@@ -421,7 +421,4 @@ def run(options: argparse.Namespace, kind: Kind | None = None) -> None:
         demo_retro.demo(out, iterations)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    options = build_parser().read(arguments)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

@@ -15,10 +15,9 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.durable import replace_file, writing_to
 from megatron.environment import share_cores
@@ -47,12 +46,6 @@ _RUDE_SHARE = 0.4  # fraction of documents with rude sentences: less than the ha
 _DOCUMENTS, _HELD_OUT, _SENTENCES = 400, 40, 4
 _SAMPLES, _PER_PROMPT = 256, 25
 NETWORK = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 48"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return the exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -251,3 +244,6 @@ def build_parser() -> ToolParser:
         "--overwrite", action="store_true", help="replace an earlier demo in this folder"
     )
     return parser
+
+
+main = tool_main(build_parser, run)

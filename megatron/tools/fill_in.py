@@ -8,19 +8,12 @@ BERT replaces each [MASK] with one token, and T5 with any number of words.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, warn
 
 _SHOWS_AS_ZERO = 0.005  # probabilities up to this value are printed as 0%
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -67,3 +60,6 @@ def build_parser() -> ToolParser:
         "--top", type=int, default=3, help="Number of candidates to show (T5 gives one)"
     )
     return parser
+
+
+main = tool_main(build_parser, run)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, prefix_problems
 from megatron.durable import expect_no_file
 from megatron.errors import ConfigError, DataError
@@ -150,7 +150,4 @@ def run(options: argparse.Namespace) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, plot_name_problems, writing_to
 from megatron.errors import ConfigError, DataError
@@ -258,7 +258,4 @@ def run(options: argparse.Namespace) -> None:
     print(f"wrote {options.output}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    options = build_parser().read(arguments)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.command import rehearsed, run_command
+from megatron.command import rehearsed, tool_main
 from megatron.config.arguments import (
     ToolParser,
     add_flags,
@@ -330,10 +330,4 @@ class _Progress:
             self._bar.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code.
-
-    The codes are 0 success, 6 bad data, 8 storage error, 9 bad flags, 130 or 143 interrupted.
-    """
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

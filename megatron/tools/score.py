@@ -11,11 +11,11 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, replace_file, writing_to
 from megatron.errors import DataError
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from megatron.inference.load import Loaded
 
 Rewards = dict[str, float]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -122,3 +116,6 @@ def build_parser() -> ToolParser:
     )
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing --output.")
     return parser
+
+
+main = tool_main(build_parser, run)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, add_flags, from_values
 from megatron.config.data import DataConfig, DataOptions, TokenizerConfig
 from megatron.durable import expect_no_file, replace_file, writing_to
@@ -502,7 +502,4 @@ p { white-space: pre-wrap; margin: .3em 0; }
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.command import run_command
+from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.durable import atomic_file, expect_no_file, writing_to
 from megatron.errors import ConfigError, DataError
@@ -121,7 +120,4 @@ def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is importe
     return np.array(starts, np.int64)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

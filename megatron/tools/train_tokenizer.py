@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.command import rehearsed, run_command
+from megatron.command import rehearsed, tool_main
 from megatron.config.arguments import ToolParser, add_max_line_mb
 from megatron.durable import expect_no_file, replace_file
 from megatron.errors import ConfigError, DataError, StorageError
@@ -418,7 +418,4 @@ def _write(files: Files, folder: Path) -> None:
         ) from error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
+main = tool_main(build_parser, run)

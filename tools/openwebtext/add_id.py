@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megatron.command import exit_immediately, run_command
+from megatron.command import exit_immediately, tool_main
 from megatron.config.arguments import ToolParser
 
 
@@ -49,11 +48,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"{options.output_file}: {count:,} records")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     exit_immediately(main())

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megatron.command import exit_immediately, run_command
+from megatron.command import exit_immediately, tool_main
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError
 
@@ -223,11 +222,7 @@ def _load(file: str) -> Any:
         ) from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     exit_immediately(main())

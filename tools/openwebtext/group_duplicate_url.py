@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):
     # When this file is run as a script, the package may not be installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megatron.command import exit_immediately, run_command
+from megatron.command import exit_immediately, tool_main
 from megatron.config.arguments import ToolParser
 from megatron.errors import ConfigError, DataError
 
@@ -76,11 +75,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"out of {total} urls, only {len(large)} are unique and {removed} should be removed")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code: 0 success, 6 bad data, 8 storage, 9 bad flags."""
-    options = build_parser().read(argv)
-    return run_command(lambda: run(options))
-
+main = tool_main(build_parser, run)
 
 if __name__ == "__main__":
     exit_immediately(main())
