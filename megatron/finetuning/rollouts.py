@@ -310,8 +310,7 @@ class Rollouts(Extras):
             # A resumed run continues to the point at which an uninterrupted run would generate new
             # answers.
             updates = self._updates - run.progress.iteration % self._updates
-            count = run.batches.micro_batches_at(run.progress.consumed_samples)
-            local_batches = list(islice(passes, updates * count))
+            local_batches = list(islice(passes, _micro_batches(run, updates)))
             if not local_batches:
                 raise DataError(
                     f"all {len(prompts)} samples of the run have been used: make the run longer"
@@ -367,6 +366,15 @@ class Rollouts(Extras):
             ]
             groups.append(Group(record, requests[position * group_size][1], group_answers, texts))
         return groups
+
+
+def _micro_batches(run: Run, updates: int) -> int:
+    """Return this rank's number of micro-batches in the next updates, whose sizes may differ."""
+    count, consumed = 0, run.progress.consumed_samples
+    for _ in range(updates):
+        count += run.batches.micro_batches_at(consumed)
+        consumed += run.batches.global_batch_at(consumed)
+    return count
 
 
 def new_row(run: Run, index: int, group: Group, verdicts: Sequence[Judged]) -> Sample:

@@ -226,11 +226,22 @@ def test_later_updates_clip_what_the_first_has_changed(tmp_path: Path) -> None:
     assert max(found["clipped"]) > 0
 
 
-def test_a_resumed_run_repeats_the_rest(tmp_path: Path) -> None:
-    whole = _train(Layout.single(), tmp_path)
-    saved = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
-    _train(Layout.single(), tmp_path, [*saved, "--exit-interval", "2"])
-    rest = _train(Layout.single(), tmp_path, [*saved, "--load", str(tmp_path / "run")])
+_GROWING = """
+    --train-iters none --train-samples 20 --rampup-batch-size 4 4 4 --global-batch-size 8
+    --lr-warmup-fraction none
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "updates"), [("", "1"), (_GROWING, "2")], ids=["same", "growing"]
+)
+def test_a_resumed_run_repeats_the_rest(words: str, updates: str, tmp_path: Path) -> None:
+    own = ["--updates-per-rollout", updates]
+    whole = _train(Layout.single(), tmp_path, words.split(), own)
+    saved = [*words.split(), "--save", str(tmp_path / "run"), "--save-interval", "2"]
+    _train(Layout.single(), tmp_path, [*saved, "--exit-interval", "2"], own)
+    rest = _train(Layout.single(), tmp_path, [*saved, "--load", str(tmp_path / "run")], own)
+    assert len(rest["loss"]) > 0
     for name, values in rest.items():
         assert values == whole[name][2:], name
 
