@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
+
+from megatron.report.history import MALFORMED
 
 _PATTERNS = tuple("*/" * depth + "*.pt.trace.json" for depth in range(4))
 _NAME = re.compile(r"rank(\d+)\.(\d+)\.pt\.trace\.json")
 _MAX_BYTES = 256 << 20  # limit for all traces; parsing takes about ten times as much memory
 _MAX_RANKS = 16
 _MAX_SPANS = 1500  # limit for the page; the shortest ones are omitted
-_LONGEST_NUMBER = 40  # characters
 _LATEST = 1e26  # nanoseconds
 _ITERATION = re.compile(r"iteration (\d+)")
 _MESSAGES = ("gloo:", "nccl:")
@@ -33,19 +33,17 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         `rows`, each with a name and spans (start, duration, title). Times are in ms from the
         earliest start among the ranks.
     """
-    latest: dict[int, tuple[int, Path]] = {}
-    for pattern in _PATTERNS:
-        for path in folder.glob(pattern):
-            match = _NAME.fullmatch(path.name)
-            if match:
-                rank, iteration = int(match[1]), int(match[2])
-                latest[rank] = max(latest.get(rank, (-1, path)), (iteration, path))
-    newest = max((iteration for iteration, _ in latest.values()), default=0)
+    traces = [
+        (int(match[1]), int(match[2]), path)
+        for pattern in _PATTERNS
+        for path in folder.glob(pattern)
+        if (match := _NAME.fullmatch(path.name))
+    ]
+    newest = max((iteration for _, iteration, _ in traces), default=None)
+    latest = {rank: path for rank, iteration, path in sorted(traces) if iteration == newest}
     timelines: list[dict[str, Any]] = []
     notes, size = [], 0
-    for rank, (iteration, path) in sorted(latest.items()):
-        if iteration != newest:
-            continue
+    for rank, path in latest.items():
         size += path.stat().st_size
         if size > _MAX_BYTES:
             notes.append(f"{path}: not read: the limit for all traces is {_MAX_BYTES >> 20} MiB")
@@ -55,7 +53,7 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
             notes.append(f"{path}: damaged, or without an iteration")
         elif len(timelines) < _MAX_RANKS:
             timelines.append(timeline)
-    origin = min((timeline["start"] for timeline in timelines), default=0.0)
+    origin = min((timeline["start"] for timeline in timelines), default=None)
     for timeline in timelines:
         shift = timeline.pop("start") - origin
         for row in timeline["rows"]:
@@ -77,7 +75,7 @@ def _read(rank: int, path: Path) -> dict[str, Any] | None:
             if event.get("ph") == "X" and event.get("cat") in ("user_annotation", "kernel"):
                 span = (_time(event["ts"]) / 1e3, _time(event["dur"]) / 1e3, str(event["name"]))
                 ranges.setdefault(event["cat"], []).append(span)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, *MALFORMED):
         return None
     host = sorted(ranges.get("user_annotation", []), key=lambda span: (span[0], -span[1]))
     whole = [span for span in host if _ITERATION.fullmatch(span[2])]
@@ -120,9 +118,9 @@ def _time(value: Any) -> float:
     """Return a time or a duration of a trace, in the unit in which the trace stores it.
 
     Raises:
-        ValueError: The value is negative, too large, or not a number.
+        ValueError, TypeError, OverflowError: The value is negative, too large, or not a number.
     """
-    time = float(value) if len(str(value)) < _LONGEST_NUMBER else math.inf
+    time = float(value)
     if not 0 <= time < _LATEST:
         raise ValueError(f"time {time}")
     return time

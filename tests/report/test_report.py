@@ -406,22 +406,44 @@ def test_ranks_of_a_timeline_have_one_clock(tmp_path):
             "baseTimeNanoseconds": base,
             "traceEvents": [
                 {"ph": "X", "cat": "user_annotation", "name": name, "ts": 1000, "dur": duration}
-                for name, duration in (("iteration 1", 9000), ("forward", 1500))
+                for name, duration in (("iteration 1", 9000.4321), ("forward", 1500.4321))
             ]
             + [{"ph": "i", "name": "no span"}, {"ph": "X", "cat": "cpu_op", "name": "no time"}],
         }
         write_trace(tmp_path, rank, 1, [], json.dumps(text))
-    spans = [timeline["rows"][0]["spans"] for timeline in find_timelines(tmp_path)[0]]
+    timelines, _ = find_timelines(tmp_path)
+    assert [timeline["total"] for timeline in timelines] == [9.0, 9.0]
+    spans = [timeline["rows"][0]["spans"] for timeline in timelines]
     assert spans == [[(0.0, 1.5, "forward")], [(2.0, 1.5, "forward")]]
 
 
-@pytest.mark.parametrize("number", [-1, 1e26, "9" * 40, "soon", None])
+@pytest.mark.parametrize("number", [-1, 1e26, "9" * 40, 10**400, "soon", None])
 def test_a_trace_with_impossible_times_is_not_read(tmp_path, number):
     event = {"ph": "X", "cat": "user_annotation", "name": "iteration 1", "ts": 0, "dur": number}
     write_trace(tmp_path, 0, 1, [], json.dumps({"traceEvents": [event]}))
     timelines, notes = find_timelines(tmp_path)
     assert timelines == []
     assert notes == [f"{tmp_path / 'rank0.1.pt.trace.json'}: damaged, or without an iteration"]
+
+
+def test_the_limits_of_timelines(tmp_path):
+    host = "user_annotation"
+    spans = [(host, f"span {begin}", begin, 0.5) for begin in range(1, 1502)]
+    write_trace(tmp_path / "a" / "b" / "c", 0, 0, [(host, "iteration 0", 0, 2000), *spans])
+    for rank in range(1, 17):
+        write_trace(tmp_path, rank, 0, [(host, "iteration 0", 0, 1)])
+    with (tmp_path / "a" / "rank17.0.pt.trace.json").open("wb") as file:
+        file.truncate(256 << 20)
+    write_trace(tmp_path / "a" / "b" / "c" / "d", 0, 1, [(host, "iteration 1", 0, 1)])  # too deep
+    timelines, notes = find_timelines(tmp_path)
+    assert [timeline["rank"] for timeline in timelines] == list(range(16))
+    assert notes == [f"{file.name}: not read: the limit for all traces is 256 MiB"]
+    (row,) = timelines[0]["rows"]
+    assert len(row["spans"]) == 93  # 1500 for 16 timelines
+    write_trace(tmp_path, 0, 1, [(host, "iteration 1", 0, 2000), *spans])
+    ((timeline,), notes) = find_timelines(tmp_path)
+    assert (timeline["iteration"], notes) == (1, [])  # the others are from an earlier window
+    assert len(timeline["rows"][0]["spans"]) == 1500
 
 
 def test_a_page_has_room_for_the_longest_spans_of_a_few_traces(tmp_path, monkeypatch):
