@@ -82,3 +82,4 @@ def test_marks_count_how_far_the_queue_is_behind() -> None:
         marks.put(number)
         assert marks.lag(number) == 0
         assert marks.lag(number + 4) == 4
+        assert marks.lag(number + 2**16) == 0

@@ -62,11 +62,11 @@ def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
         return reduced
     span = int(x[-1] - x[0]) + 1
     index = (x - x[0]) * bins // span
-    starts = np.flatnonzero(np.diff(index, prepend=-1))
+    _, starts = np.unique(index, return_index=True)
     count = np.add.reduceat(finite.astype(np.int64), starts)
     with np.errstate(all="ignore"):
-        total = np.add.reduceat(np.where(finite, y, 0.0), starts)
-        mean = np.where(count > 0, total / count, np.nan)
+        # An interval without a finite value has the mean 0 / 0.
+        mean = np.add.reduceat(np.where(finite, y, 0.0), starts) / count
     reduced = {
         "x": x[starts].tolist(),
         "y": _rounded(mean),
@@ -110,8 +110,12 @@ def make_charts(histories: Sequence[History]) -> tuple[list[dict[str, Any]], dic
                 reduced = {"run": index, "tag": tag, **reduce_curve(curve, bins)}
                 reduced["smooth"] = ("loss" in tag or tag in _NOISY) and tag not in _SETTINGS
                 charts.setdefault(chart_of(tag), []).append(reduced)
-    known = {title: rank for rank, (title, *_) in enumerate(_KNOWN, 1)}
-    order = sorted(charts, key=lambda chart: known.get(chart[0], 0 if "loss" in chart[0] else 99))
+    ranks = {title: rank for rank, (title, *_) in enumerate(_KNOWN)}
+
+    def position(chart: tuple[str, str]) -> tuple[bool, int]:
+        return "loss" not in chart[0], ranks.get(chart[0], len(ranks))
+
     return [
-        {"title": title, "unit": unit, "curves": charts[title, unit]} for title, unit in order
+        {"title": title, "unit": unit, "curves": charts[title, unit]}
+        for title, unit in sorted(charts, key=position)
     ], constants

@@ -289,12 +289,10 @@ def _pattern_problems(run: Description) -> Iterator[str]:
         kind: type = type(part)
         for field in fields_of(kind):
             value = getattr(part, field.name)
-            values = value if field.many else [] if value is None else [value]
-            for entry in values:
-                if not isinstance(entry, str):
-                    continue
-                pattern, expected = _PATTERNS.get(field.name, (r"[^\0\r\n]*", "text on one line"))
-                if field.name != "command" and not re.fullmatch(pattern, entry, re.ASCII):
+            pattern, expected = _PATTERNS.get(field.name, (r"[^\0\r\n]*", "text on one line"))
+            for entry in value if field.many else [value]:
+                is_checked = isinstance(entry, str) and field.name != "command"
+                if is_checked and not re.fullmatch(pattern, entry, re.ASCII):
                     yield f"{field.display_name} {entry!r}: expected {expected}"
     try:
         shlex.split(run.job.command)

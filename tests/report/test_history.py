@@ -234,12 +234,12 @@ def test_the_mean_of_an_interval_is_over_its_finite_values() -> None:
     assert reduced["bad"] == reduced["x"] == list(range(1, 41, 4))
 
 
-@pytest.mark.parametrize(("curves", "length"), [(1, 50), (8, 25), (100, 10)])
+@pytest.mark.parametrize(("curves", "length"), [(1, 150), (8, 25), (100, 10)])
 def test_many_curves_are_reduced_further(
     curves: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(charts, "_POINTS", 600)
-    monkeypatch.setattr(charts, "_BINS", (10, 50))
+    monkeypatch.setattr(charts, "_BINS", (10, 150))
     history = History("run")
     history.curves |= {f"tag {number}": curve_of([1.0] * 1000) for number in range(curves)}
     found, _ = make_charts([history])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.fields import fields_of
 from megatron.errors import ConfigError
 from megatron.submit.command import Host, read_hostfile
-from megatron.submit.description import JobConfig
+from megatron.submit.description import SECTIONS, JobConfig
 from tests.submit.descriptions import COMMAND, RESUME, job_file
 
 _FILE = """
@@ -79,6 +80,8 @@ _RESUME = (*COMMAND, *RESUME)
         (("--workdir", "a\nb", *COMMAND), "--workdir 'a\\nb': expected text on one line"),
         ((), "no command: write it after --"),
         (("--", "torchrun", "a.py"), "the command begins with 'torchrun': begin with a Python"),
+        (("--", "-m"), "the command begins with '-m': begin with a Python"),
+        (("--", "a.py", "\0"), "job.command: it contains a NUL character: remove it"),
         (("--processes-per-node", "9", *COMMAND), "is more than --gpus-per-node 8"),
         (("--requeue", "--", "a.py", "--save", "x"), "--requeue continues from a checkpoint, but"),
         (("--requeue", "--", "a.py", "--save", "x"), "has no --load: add --load and --save"),
@@ -99,6 +102,13 @@ def test_mistakes_of_a_recipe_are_told_before_the_queue() -> None:
     assert "did you mean gpt-tiny?" in _problems("--", "megatron", "pretrain", "gpt-tny")
     job_file("slurm", "--", "megatron", "pretrain", "/not/here.yaml")
     assert "--gpus: the job starts the processes" in _problems(*recipe, "--gpus", "8")
+
+
+def test_a_module_may_use_every_gpu_and_any_value() -> None:
+    words = ("--processes-per-node", "8", "--env", "A=b=c", "--", "-m", "tool")
+    text = job_file("slurm", *words)
+    assert "export A=b=c\n" in text
+    assert "    -m tool\n" in text
 
 
 def test_flags_with_an_equals_sign_are_read() -> None:
@@ -128,8 +138,17 @@ def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
             ("--image", "a", "--memory-gb", "8", *COMMAND),
             "--shared-memory-gb 64 counts toward",
         ),
+        (
+            "kubernetes",
+            ("--image", "a", "--memory-gb", "64", *COMMAND),
+            "--shared-memory-gb 64 counts toward",
+        ),
         ("hostfile", COMMAND, "--to hostfile needs --hostfile"),
-        ("hostfile", ("--hostfile", "/no/file", *COMMAND), "--hostfile /no/file: cannot be read"),
+        (
+            "hostfile",
+            ("--hostfile", "/no/file", *COMMAND),
+            "--hostfile /no/file: cannot be read: No such file or directory",
+        ),
         ("local", ("--nodes", "2", *COMMAND), "--to local uses one machine, but --nodes is 2"),
         ("local", ("--image", "a", *COMMAND), "--to local starts no containers"),
         ("local", ("--volume", "/a:/b", *COMMAND), "has no effect with --to local: remove it"),
@@ -198,12 +217,39 @@ def test_every_line_of_a_hostfile_is_checked_and_numbered_from_1(tmp_path: Path)
     path.write_text("# none\n")
     with pytest.raises(ConfigError, match="no machine: write one per line"):
         read_hostfile(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read: 'utf-8' codec can't decode byte 0xff"):
+        read_hostfile(path)
 
 
 def test_a_time_limit_in_seconds() -> None:
     """Kubernetes takes the limit in seconds."""
     text = job_file("kubernetes", "--time", "01:02:03", "--image", "x", *COMMAND)
     assert "activeDeadlineSeconds: 3723" in text
+
+
+def test_defaults_and_ranges_of_numbers_and_switches() -> None:
+    fields = [field for kind in SECTIONS.values() for field in fields_of(kind)]
+    assert [field.name for field in fields if not field.names] == ["command"]  # it follows --
+    assert {
+        field.names[0]: (field.default, field.info.at_least, field.info.at_most)
+        for field in fields
+        if field.kind is not str
+    } == {
+        "--nodes": (1, 1, 100_000),
+        "--gpus-per-node": (8, 0, 1024),
+        "--processes-per-node": (None, 1, 1024),
+        "--cpus-per-node": (None, 1, None),
+        "--memory-gb": (None, 1, None),
+        "--requeue": (False, None, None),
+        "--chain": (1, 1, 1000),
+        "--save-seconds": (120, 1, 65_535),
+        "--shared-memory-gb": (64, 1, None),
+        "--restarts": (10, 0, 10_000),
+        "--pod-save-seconds": (300, 1, 86_400),
+        "--silence-minutes": (60, 0, 10_000),
+        "--port": (29_500, 1024, 65_535),
+    }
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,9 @@ def test_slurm_finds_a_folder_for_its_output(
     monkeypatch.setattr(command.os, "execvp", lambda _, words: started.append(words))
     place = [] if workdir is None else ["--workdir", str(tmp_path / workdir)]
     words = ["--to", "slurm", "--logs", "my-logs", *place, "--output", "job.sh", "--submit"]
-    command.run(command.build_parser().read([*words, *COMMAND]))
-    assert started == [["sbatch", "job.sh"]]
+    for _ in range(2):  # the folder of an earlier job is kept
+        command.run(command.build_parser().read([*words, *COMMAND]))
+        assert started.pop() == ["sbatch", "job.sh"]
     assert (tmp_path / (workdir or ".") / "my-logs").is_dir()
 
 
@@ -101,3 +102,17 @@ def test_a_file_that_is_not_a_job_file_is_kept(tmp_path: Path) -> None:
     assert file.read_text() == "my notes\n"
     command.run(command.build_parser().read([*words, "--overwrite", *COMMAND]))
     assert "pretrain_gpt.py" in file.read_text()
+    mark = b"\n# Written by megatron submit "
+    for size, is_job in ((1024, True), (1025, False)):  # only the first lines count
+        file.write_bytes(mark.rjust(size, b"#"))
+        assert command._is_job_file(file) == is_job
+    with pytest.raises(ConfigError, match=f"--output: {tmp_path} already exists"):
+        command.run(
+            command.build_parser().read(["--to", "local", "--output", str(tmp_path), *COMMAND])
+        )
+
+
+def test_a_target_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="9"):
+        command.build_parser().read(COMMAND)
+    assert "--to" in capsys.readouterr().err
