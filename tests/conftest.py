@@ -23,7 +23,7 @@ SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 def _shared(name: str) -> Path:
     path = SHARED / name
     if not path.is_dir():
-        pytest.skip(f"needs ../shared/{name}, which is not beside this checkout")
+        pytest.skip(f"needs ../shared/{name}, which is not next to this checkout")
     return path
 
 

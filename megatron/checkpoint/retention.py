@@ -114,7 +114,7 @@ def lock_if_listed(reader: Reader, kind: str) -> None:
         kind: The format, as in `CheckpointFolder`.
 
     Raises:
-        CheckpointError: The checkpoint is being deleted, mixes files of two saves, or cannot be
+        CheckpointError: The checkpoint is being deleted, mixes files from two saves, or cannot be
             read.
     """
     path = reader.path
@@ -233,9 +233,9 @@ def is_as_listed(folder: Path) -> bool:
         return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     raise CheckpointError(
-        f"{folder}: contains files of two saves: {some(unchanged)} as this program wrote them, but "
-        f"{some(changed)} written or removed since then: load another checkpoint, or delete "
-        f"{folder / COMPLETE} to read the files as they are"
+        f"{folder}: contains files from two saves: {some(unchanged)} unchanged since this program "
+        f"wrote the checkpoint, but {some(changed)} written or removed since then: load another "
+        f"checkpoint, or delete {folder / COMPLETE} to read the files as they are"
     )
 
 

@@ -30,7 +30,9 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "plan": Command("find the fastest layouts on a cluster", "megatron.planner.command"),
     "pretrain": Command("train a model from a recipe", "megatron.cli.pretrain:pretrain"),
-    "finetune": Command("train a model further, or for a task", "megatron.cli.pretrain:finetune"),
+    "finetune": Command(
+        "finetune a model, or train a classifier", "megatron.cli.pretrain:finetune"
+    ),
     "evaluate": Command("evaluate a model on a task", "megatron.cli.main:evaluate"),
     "chat": Command("chat with a checkpoint or server", "megatron.tools.text_generation_cli:chat"),
     "generate": Command("generate text or continue prompts", "megatron.cli.main:generate"),
@@ -55,9 +57,9 @@ DATA: Mapping[str, Command] = {
     "preprocess": Command("turn text into token ids", "megatron.tools.preprocess_data"),
     "show": Command("show documents, samples and statistics", "megatron.tools.show_data"),
     "merge": Command("join datasets", "megatron.tools.merge_datasets"),
-    "split": Command("split text for training and tests", "megatron.tools.split_json"),
+    "split": Command("split text into training and test sets", "megatron.tools.split_json"),
     "build-corpus": Command("clean and deduplicate crawl files", "megatron.tools.build_corpus"),
-    "retro": Command("find the neighbors for a Retro", "megatron.retro.command:main"),
+    "retro": Command("find neighbors for training Retro", "megatron.retro.command:main"),
 }
 DETOXIFY: Mapping[str, Command] = {
     "annotate": Command("add scores to texts", "megatron.detoxify.annotate"),

@@ -452,7 +452,9 @@ def _from_checkpoint(
         line.notices.append("--use-checkpoint-args: the network always comes from the checkpoint")
         return {"checkpoint.use_checkpoint_args": False}
     if read is None:
-        line.problems.append("--use-checkpoint-args: this program reads no checkpoint: drop it")
+        line.problems.append(
+            "--use-checkpoint-args: this program does not read checkpoints: drop it"
+        )
         return {}
     values = dict(line.attempt(lambda: read(checkpoint)))
     requested, default, file = flatten(config), flatten(RunOptions()), line.given.get("config")

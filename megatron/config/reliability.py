@@ -80,7 +80,7 @@ class Fault:
             raise ValueError(f"STEP is 0 at load and counts from 1 elsewhere, got {text!r}")
         number, is_factor = match[2], match[3] is not None
         if number is not None and kind not in (*_DELAYED, "slow"):
-            raise ValueError(f"{kind} takes no seconds: drop ={number}")
+            raise ValueError(f"{kind} does not take a duration: drop ={number}")
         if is_factor and (kind != "slow" or float(number) <= 1.0):
             raise ValueError(f"only slow takes a factor, which must be above 1, got {options!r}")
         attempt = None if match[4] == _EVERY else int(match[4] or 0)

@@ -75,7 +75,7 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
     is_ring = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p"
     if is_ring and bound is not None:
         yield (
-            f"--attn-logit-softcapping {bound} with --cp-comm-type p2p: a ring cannot bound the "
+            f"--attn-logit-softcapping {bound} with --cp-comm-type p2p: a ring cannot cap the "
             "scores: use --cp-comm-type a2a, in which each rank holds whole sequences"
         )
     if positions == "alibi" and model.use_flash_attn:
@@ -85,7 +85,7 @@ def attention(config: RunOptions, world_size: int) -> Iterator[str]:
         )
     if bound is not None and model.use_flash_attn:
         yield (
-            f"--attn-logit-softcapping {bound:g} with --use-flash-attn: no flash kernel bounds "
+            f"--attn-logit-softcapping {bound:g} with --use-flash-attn: no flash kernel caps "
             "the scores: drop one of them"
         )
 

@@ -79,7 +79,7 @@ _NOT_WITH_ROLLOUTS: Exclusions = {
 
 # Flags that rule out training a reward model, except with these values.
 _NOT_WITH_REWARDS: Exclusions = {
-    "finetuning.sample_prompts": ((None,), "a reward model writes no text"),
+    "finetuning.sample_prompts": ((None,), "a reward model does not generate text"),
     "checkpoint.ckpt_format": (("native",), "Megatron's formats have no name for its head"),
 }
 
@@ -128,8 +128,8 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
     loss, precision = config.preferences.preference_loss, config.precision
     if config.model.reward_head and not config.preferences.trains_reward_model:
         yield (
-            "the checkpoint contains a reward model, which writes no text: train it with "
-            "--preference-loss bradley-terry, or give --load a language model"
+            "the checkpoint contains a reward model, which does not generate text: train it "
+            "with --preference-loss bradley-terry, or give --load a language model"
         )
     if loss is None:
         return

@@ -59,7 +59,7 @@ _NOT_RECORDED: Exclusions = {
     "curriculum.curriculum_schedule": ((None,), "each length would need its own recording"),
     "training.fine_grained_activation_offloading": (
         (False,),
-        "copies to the host have their own queues, which are not recorded",
+        "copies to the host run on their own streams, which are not recorded",
     ),
     "parallel.pipeline_model_parallel_size": ((1,), "messages between processes are not recorded"),
     "parallel.context_parallel_size": ((1,), "messages between processes are not recorded"),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
-_STRIDE = 0xD6E8FEB86659FD93  # the factor between the words of an n-gram
+_STRIDE = 0xD6E8FEB86659FD93  # n-gram hash: the sum of hash(word i) * _STRIDE ** i
 _BATCH_BYTES = 1 << 18  # arrays with 8 bytes per byte of text fit in a core's cache
 
 _PUNCTUATION, _WIDE, _WORD = 1, 2, 4

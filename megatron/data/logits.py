@@ -130,7 +130,7 @@ def new_header(
         teacher: The teacher's checkpoint.
     """
     options, settings = config.distillation, sample_settings(config, tokenizer)
-    assert options.logits_save_top_k is not None, "a rule asks for it"
+    assert options.logits_save_top_k is not None, "a rule requires it"
     top_k = min(options.logits_save_top_k, tokenizer.vocab_size)
     return LogitsHeader(
         **settings,

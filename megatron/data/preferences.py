@@ -33,7 +33,7 @@ PAIRS = "pairs"
 # A field of a sample of pairs, `[s]` float64: each answer's log-probability under the reference
 # model, stored at the first token of the answer's prompt.
 REFERENCE = "reference"
-# A field of a sample of answers, `[s]`: 1 at the first token of each desirable one, otherwise 0.
+# A field of a sample of answers, `[s]`: 1 at the start of each desirable answer, otherwise 0.
 DESIRABLE = "desirable"
 
 

@@ -256,7 +256,7 @@ class BeamAnswer(Answer):
         """
         super().__init__(request)
         sampling = request.sampling
-        # Even if every continuation that can end does, at least `beam_width` of these do not.
+        # Each beam can end with any stop token; `beam_width` other candidates are still needed.
         self._candidates = max(2, 1 + len(sampling.stop_tokens)) * sampling.beam_width
         self._top_logprobs = min(self._candidates, vocab_size)
         self._beams = [_Hypothesis(self._first)]

@@ -73,7 +73,7 @@ class BlockPool:
             count: Number of blocks.
         """
         self.count = count
-        self._users = [0] * count
+        self._references = [0] * count
         self._keys: list[BlockKey | None] = [None] * count
         self._blocks: dict[BlockKey, int] = {}
         self._free = deque(range(count))
@@ -86,7 +86,7 @@ class BlockPool:
         return len(self._free) + len(self._reusable)
 
     def allocate(self) -> int:
-        """Return a block to write to, with one user. The caller must ensure that one is available.
+        """Return a block to write to, with a reference count of 1. One must be available.
 
         The content of an unused block may be lost.
         """
@@ -96,7 +96,7 @@ class BlockPool:
             block, key = self._reusable.popitem(last=False)
             del self._blocks[key]
             self._keys[block] = None
-        self._users[block] = 1
+        self._references[block] = 1
         return block
 
     def find(self, key: BlockKey) -> int | None:
@@ -104,15 +104,15 @@ class BlockPool:
         return self._blocks.get(key)
 
     def is_unused(self, block: int) -> bool:
-        """Return whether a block has no users. If so, `share` reduces `available` by one."""
-        return self._users[block] == 0
+        """Return whether a block is unused. If so, `share` reduces `available` by one."""
+        return self._references[block] == 0
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a user to blocks that are in use or have a key."""
+        """Increment the reference counts of blocks that are in use or have a key."""
         for block in blocks:
-            if self._users[block] == 0:
+            if self._references[block] == 0:
                 del self._reusable[block]
-            self._users[block] += 1
+            self._references[block] += 1
 
     def publish(self, block: int, key: BlockKey) -> None:
         """Record that a block in use is full and contains the tokens that `key` identifies."""
@@ -121,10 +121,10 @@ class BlockPool:
             self._keys[block] = key
 
     def release(self, block: int) -> None:
-        """Remove a user from a block."""
-        assert self._users[block] > 0, f"block {block} is released twice"
-        self._users[block] -= 1
-        if self._users[block]:
+        """Decrement the reference count of a block."""
+        assert self._references[block] > 0, f"block {block} is released twice"
+        self._references[block] -= 1
+        if self._references[block]:
             return
         key = self._keys[block]
         if key is None:

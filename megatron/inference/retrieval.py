@@ -42,7 +42,7 @@ from megatron.retro.dataset import Ids
 from megatron.retro.retriever import Retriever, open_retriever
 
 ARCHITECTURES = ("gpt", "retro")  # architectures that `build_any_engine` accepts
-_MAX_REMEMBERED = 4096  # number of chunks whose neighbors are remembered
+_MAX_CACHED = 4096  # number of chunks whose neighbors are cached
 
 
 class ChunkMemory:
@@ -181,11 +181,11 @@ class RetroExecutor(Executor):
     _reported: WeakKeyDictionary[Text, int] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        """Start with no chunks remembered."""
+        """Start with an empty cache of neighbors."""
         super().__post_init__()
 
         # Chunks are looked up one by one, so a chunk's neighbors depend on nothing else in a step.
-        @lru_cache(_MAX_REMEMBERED)
+        @lru_cache(_MAX_CACHED)
         def retrieve(chunk: tuple[int, ...]) -> tuple[Ids, list[NeighborPassage]]:
             neighbors = self.retriever.find(np.array([chunk]))
             return self.retriever.tokens(neighbors), self.retriever.passages(neighbors)

@@ -61,15 +61,15 @@ def serve(engine: BatchEngine, inbox: Inbox | None) -> None:
         events: list[Event] = []
         for command in _share(local_commands, replica, device):
             running = running and not isinstance(command, Shutdown)
-            events += obey(engine, command)
+            events += execute(engine, command)
         if engine.has_work:
             events += _step(engine, is_alone=replica.size == 1)
         if inbox is not None and events:
             inbox.send(events)
 
 
-def obey(engine: BatchEngine, command: Command) -> list[Event]:
-    """Carry out one command, and return the events that it causes immediately."""
+def execute(engine: BatchEngine, command: Command) -> list[Event]:
+    """Execute a command, and return the events that it causes immediately."""
     match command:
         case Add(request):
             try:

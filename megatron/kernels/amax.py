@@ -32,13 +32,13 @@ VECTORS = 2**20  # the number of elements of vectors that are zeroed together
 
 
 class Zeros:
-    """A supply of zeroed memory in which kernels store amaxes."""
+    """A pool of zeroed memory in which kernels store amaxes."""
 
     _zeros: Iterator[Tensor]
     _vectors: Tensor
 
     def __init__(self) -> None:
-        """Create an empty supply."""
+        """Create an empty pool."""
         self.forget()
 
     def new(self, device: torch.device) -> Tensor:
@@ -72,7 +72,7 @@ class FusedAmax:
     """An amax that the kernel that writes a tensor passes to the layer that casts the tensor.
 
     Args:
-        zeros: The supply of zeroed memory for the kernel.
+        zeros: The pool of zeroed memory for the kernel.
     """
 
     _stored: tuple[Tensor, int] | None  # the amax and its tensor's number of elements

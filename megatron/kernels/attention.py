@@ -448,7 +448,7 @@ class _FlashWithSinks(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, call: _FlashCall
     ) -> Tensor:
         out, logsumexp, *rng_state = call.forward(query, key, value)
-        share, logsumexp = leave_to_sinks(logsumexp, sinks)
+        share, logsumexp = include_sinks(logsumexp, sinks)
         out = (out * _by_token(share)).to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logsumexp, *rng_state, sinks)
         ctx.call = call
@@ -464,7 +464,7 @@ class _FlashWithSinks(torch.autograd.Function):
         return (*of_heads, sink_gradient(rows, logsumexp, sinks), None)
 
 
-def leave_to_sinks(logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def include_sinks(logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor by which sinks reduce each query's result.
 
     Args:

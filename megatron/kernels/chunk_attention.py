@@ -14,7 +14,7 @@ from megatron.kernels.attention import (
     flash_problem,
     fused_attention,
     gpu_attention,
-    leave_to_sinks,
+    include_sinks,
 )
 from megatron.kernels.cached_sequences import Chunks
 
@@ -91,7 +91,7 @@ def _flash_chunks(
         *parts, *segments, dropout, causal, debug, scale=options.scale, **window
     )
     if options.sinks is not None:
-        share, _ = leave_to_sinks(logsumexp, options.sinks)  # [n, s]
+        share, _ = include_sinks(logsumexp, options.sinks)  # [n, s]
         out = (out * share.t().unsqueeze(-1)).to(query.dtype)
     return out.flatten(1)
 

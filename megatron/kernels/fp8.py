@@ -250,7 +250,7 @@ def choose_fp8_casts(library: KernelLibrary | None, zeros: Zeros | None = None) 
 
     Args:
         library: Compiled kernels.
-        zeros: The zeroed memory in which kernels store amaxes; `None` creates a new supply.
+        zeros: The zeroed memory in which kernels store amaxes; `None` creates a new pool.
     """
     return Fp8Casts() if library is None else KernelCasts(library, zeros or Zeros())
 

@@ -162,9 +162,9 @@ def normalize_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon:
         The result [..., h] in the dtype of the weight.
     """
     x = x.float()
-    centred = x if bias is None else x - x.mean(dim=-1, keepdim=True)
-    variance = centred.square().mean(dim=-1, keepdim=True)
-    normal = centred * (variance + epsilon).rsqrt() * weight.float()
+    centered = x if bias is None else x - x.mean(dim=-1, keepdim=True)
+    variance = centered.square().mean(dim=-1, keepdim=True)
+    normal = centered * (variance + epsilon).rsqrt() * weight.float()
     return (normal if bias is None else normal + bias.float()).to(weight.dtype)
 
 

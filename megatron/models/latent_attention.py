@@ -77,8 +77,8 @@ class LatentAttention(nn.Module):
             if plan.query_rank is not None:
                 self.query_norm = new_norm(plan.qk_norm, plan.query_rank, context)
             self.latent_norm = new_norm(plan.qk_norm, plan.rank, context)
-        # Heads that are recomputed are no input that a recomputed core could keep, so both are then
-        # recomputed together.
+        # A recomputed core must keep its inputs. Recomputed heads are not kept, so they are then
+        # recomputed together with the core.
         self.recomputes_heads = "mla_up_proj" in context.recomputed
         self.recomputes_core = self.recomputes_heads and "core_attn" in context.recomputed
         parts = context.recomputed - {"core_attn"} if self.recomputes_core else context.recomputed

@@ -624,12 +624,14 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
         attention_dropout=model.retro_encoder_attention_dropout,
     )
 
-    def crossing(model: ModelConfig, kind: str) -> RetrievalAttentionPlan:
+    def neighbor_attention(model: ModelConfig, kind: str) -> RetrievalAttentionPlan:
         attention = cross_attention_plan(attention_plan(model, causal=False))
         return RetrievalAttentionPlan(**{**vars(attention), "kind": kind, "retrieval": retrieval})
 
     plain = layer_plan(encoding, causal=False)
-    reads_chunk = replace(plain, cross_attention=crossing(encoding, "neighbor_cross_attention"))
+    reads_chunk = replace(
+        plain, cross_attention=neighbor_attention(encoding, "neighbor_cross_attention")
+    )
     retriever = RetrieverPlan(
         layers=(reads_chunk, *[plain] * (model.retro_encoder_layers - 1)),
         retrieval=retrieval,
@@ -637,7 +639,7 @@ def retro_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan
     )
     layers = list(gpt.layers)
     for index in retro_layers(model.num_layers):
-        reads_neighbors = crossing(model, "chunked_cross_attention")
+        reads_neighbors = neighbor_attention(model, "chunked_cross_attention")
         layers[index] = replace(layers[index], cross_attention=reads_neighbors)
     first = retro_layers(model.num_layers).start
     layers[first] = replace(layers[first], retriever=retriever)

@@ -7,13 +7,14 @@ trained magnitude. The backward pass treats the norm as a constant, as in PEFT.
 
 The weight of a layer may contain several projections (queries, keys and values). Each projection
 has its own A and B, as in PEFT, but projections that are a single module in Hugging Face models
-share one A and one B. All projections are computed together: the A's are stacked, and the B's are
-blocks of a matrix with as many rows as the weight.
+share one A and one B. All projections are computed together: the A matrices are stacked, and the B
+matrices are blocks of a matrix with as many rows as the weight.
 
-With tensor parallelism, a column-parallel layer has whole A's and splits its B's like its weight;
-low-rank products are gathered along the sequence. A row-parallel layer splits its A's like its
-weight and has whole B's; low-rank products are summed over the ranks. Ranks therefore exchange only
-vectors of `rank` elements, and all products equal those of a single process.
+With tensor parallelism, a column-parallel layer has whole A matrices and splits its B matrices like
+its weight; low-rank products are gathered along the sequence. A row-parallel layer splits its A
+matrices like its weight and has whole B matrices; low-rank products are summed over the ranks.
+Ranks therefore exchange only vectors of `rank` elements, and all products equal those of a single
+process.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class Adapter(nn.ModuleDict):
         return self._with_magnitudes(out, weight, b)
 
     def project_down(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply the layer's input by the A's.
+        """Multiply the layer's input by the A matrices.
 
         Args:
             x: The layer's input [s, b, in], as in `Linear.forward`.
@@ -283,12 +284,12 @@ class Adapter(nn.ModuleDict):
         return weights
 
     def _joined_a(self) -> Tensor:
-        """Return all A's stacked: [ranks, in]."""
+        """Return the A matrices, stacked: [ranks, in]."""
         adapted: list[Tensor] = [self._weights_of(name).a for name in self]
         return adapted[0] if len(adapted) == 1 else torch.cat(adapted)
 
     def _joined_b(self) -> Tensor:
-        """Return all B's as the blocks of a matrix [out, ranks]."""
+        """Return the B matrices as the blocks of a matrix [out, ranks]."""
         adapted = [self._weights_of(name) for name in self]
         if len(self.rows) == 1:
             return adapted[0].b

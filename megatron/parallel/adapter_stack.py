@@ -2,11 +2,11 @@
 
 The frozen weight may contain the weights of all experts of a mixture.
 
-The A's of all adapters are stacked, and the B's are side by side, so two products serve a batch
-with any combination of adapters. Between the products, each token's results for other adapters are
-set to zero. The adapters' ranks may differ. The cost grows with the sum of the ranks, not with the
-number of tokens that use an adapter. Tensors keep their addresses, so CUDA graphs can record the
-products.
+The A matrices of all adapters are stacked, and the B matrices are side by side, so two products
+serve a batch with any combination of adapters. Between the products, each token's results for other
+adapters are set to zero. The adapters' ranks may differ. The cost grows with the sum of the ranks,
+not with the number of tokens that use an adapter. Tensors keep their addresses, so CUDA graphs can
+record the products.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class LayerAdapter:
 
     Attributes:
         index: The index of the adapter, counted from 1.
-        a: All A's of the layer, [ranks, in]; for experts [experts, rank, in].
-        b: All B's, multiplied by the adapter's scale, [out, ranks]; for experts [experts, out,
-            rank].
+        a: The layer's A matrices, [ranks, in]; for experts [experts, rank, in].
+        b: The B matrices, multiplied by the adapter's scale, [out, ranks]; for experts
+            [experts, out, rank].
         ratio: DoRA's factor for each row of the weight, fp32 [out]; `None` without DoRA.
     """
 
@@ -76,7 +76,7 @@ class LayerAdapter:
 
 
 def _stack(adapters: Sequence[LayerAdapter]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all A's [..., ranks, in], all B's [..., out, ranks], and each rank's adapter."""
+    """Return the stacked A [..., ranks, in] and B [..., out, ranks], and each rank's adapter."""
     first = adapters[0]
     count = sum(adapter.a.shape[-2] for adapter in adapters)
     ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` and grouped products support
@@ -99,8 +99,8 @@ class TokenAdapters(NamedTuple):
     """The matrices of all adapters of a layer, and the ranks that each token uses.
 
     Attributes:
-        a: All A's [ranks, in].
-        b: All B's, multiplied by their adapters' scales, [out, ranks].
+        a: All A matrices [ranks, in].
+        b: All B matrices, multiplied by their adapters' scales, [out, ranks].
         mask: 1 for the ranks of the token's adapter, otherwise 0, [s, ranks].
         ratios: DoRA's factor for each row of the weight, [s, out]; `None` without DoRA.
     """
@@ -138,7 +138,7 @@ class AdapterStack(nn.Module):
         *,
         of_outputs: bool = False,
     ) -> None:
-        """Copy all A's into one tensor and all B's into another."""
+        """Copy all A matrices into one tensor and all B matrices into another."""
         super().__init__()
         self._rows, self._products, self._of_outputs = rows, products, of_outputs
         self._sums_over = layout if linear.split == "row" and layout.tensor.size > 1 else None
@@ -193,7 +193,7 @@ class AdapterStack(nn.Module):
         """Return `None`, because the adapters' products are computed separately."""
 
     def project_down(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Multiply the layer's input by the A's.
+        """Multiply the layer's input by the A matrices.
 
         Args:
             x: The layer's input [s, b, in].
@@ -242,7 +242,7 @@ class ExpertAdapterStack(nn.Module):
     def __init__(
         self, adapters: Sequence[LayerAdapter], rows: AdapterRows, product: GroupedProduct
     ) -> None:
-        """Copy all A's into one tensor and all B's into another."""
+        """Copy all A matrices into one tensor and all B matrices into another."""
         super().__init__()
         self._rows, self._product = rows, product
         for name, tensor in zip(("a", "b", "owners"), _stack(adapters), strict=True):

@@ -121,7 +121,7 @@ class Layout:
 
     @property
     def stages(self) -> list[list[int]]:
-        """The ranks of each stage, in ascending order. The n-th of all stages form a pipeline."""
+        """The ranks of each stage, ascending. The n-th ranks of all stages form a pipeline."""
         stages = range(self.pipeline.size)
         return [[x for x in self.world.ranks if self.stage_of(x) == stage] for stage in stages]
 

@@ -387,7 +387,7 @@ class _Counts:
             fp8_parts.append(replace(part, layers=range(*ends)))
         return cls(
             parameters,
-            # Depths are gathered like layers.
+            # The depths of multi-token prediction are gathered like layers.
             outside - parts[-1].head * count_depth_parameters(plan, split),
             sum(count_part_matrices(plan, part, split) for part in parts),
             sum(count_part_matrices(plan, part, split) for part in fp8_parts),

@@ -424,7 +424,7 @@ class Watchdog:
                 if not self._has_verdict():
                     if self._claim is not None:
                         code, reason, blames_peer = self._claim
-                        silent = self._survey()[1] if blames_peer else frozenset[int]()
+                        silent = self._poll_states()[1] if blames_peer else frozenset[int]()
                         if not self._has_verdict():
                             self._is_author = self._publish_verdict(code, reason(silent), silent)
                             self._has_verdict()
@@ -472,7 +472,7 @@ class Watchdog:
     def _explain_hang(self) -> None:
         if self._store.add("alarms", 1) > 1:
             return
-        states, silent = self._survey()
+        states, silent = self._poll_states()
         missing, report = explain(states, silent, self._seconds)
         if self._publish_verdict(HangError.exit_code, report.splitlines()[0], missing):
             print_to_stderr(f"error: {report}")
@@ -499,7 +499,7 @@ class Watchdog:
             time.sleep(_LINGER)
             self._exit(CRASHED)
 
-    def _survey(self) -> tuple[dict[int, State | None], frozenset[int]]:
+    def _poll_states(self) -> tuple[dict[int, State | None], frozenset[int]]:
         """Return the state of every rank, and the ranks that no longer publish theirs.
 
         This takes a few seconds. It stops early if a process on this machine has ended, or once
@@ -508,7 +508,7 @@ class Watchdog:
         earlier, deadline = self._states(), time.monotonic() + _SILENCE
         ended = frozenset[int]()
         while time.monotonic() < deadline and not self._has_verdict():
-            self._publish()  # another rank may be surveying too
+            self._publish()  # another rank may be polling too
             time.sleep(BEAT / 4)
             ended_before, ended = ended, self._ended_on_this_machine()
             if ended and ended == ended_before:  # several may end within a moment

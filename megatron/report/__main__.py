@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
 
         if options.output is not None or options.overwrite:
             flag = "--overwrite" if options.output is None else "--output"
-            raise ConfigError(f"{flag} with --live: give only one of them: --live writes no file")
+            raise ConfigError(f"{flag} with --live: give only one: --live does not write a file")
         port = _PORT if options.port is None else options.port
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"--port {port}: use 0 to 65535")

@@ -163,7 +163,7 @@ def _training_documents(split: str, documents: int, *, compatible: bool) -> int:
     if not 0 < fraction <= 1:
         raise ConfigError(
             f"--split {split}: with --retro-compatible, the first number must be the percentage of "
-            "training documents, as in Megatron-LM: write for example 98,2,0, or drop the flag"
+            "training documents, as in Megatron-LM: give 98,2,0, for example, or drop the flag"
         )
     return int(fraction * documents)
 

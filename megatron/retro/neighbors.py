@@ -66,8 +66,8 @@ class QueryOptions:
         nprobe: The number of lists that an index with inverted lists searches.
         ef_search: The size of the candidate list of an HNSW graph.
         block_size: The number of chunks in a block.
-        compatible: Whether more neighbors may be stored than requested, as in Megatron-LM; the
-            others are missing.
+        compatible: Whether `saved` may exceed `queried`, as in Megatron-LM. The additional
+            neighbors are stored as missing.
     """
 
     queried: int = 200

@@ -296,7 +296,7 @@ def read_hostfile(path: Path) -> list[Host]:
             )
         hosts.append(Host(name, int(slots) if slots else None))
     if not hosts and not problems:
-        problems.append(f"--hostfile {path}: no machine: write one per line, as HOST slots=8")
+        problems.append(f"--hostfile {path}: no machines: write one per line, as HOST slots=8")
     if problems:
         raise ConfigError(problems)
     return hosts

@@ -377,7 +377,7 @@ def _target_problems(run: Description, target: str) -> Iterator[str]:
     if target == "hostfile" and run.hosts.hostfile is None:
         yield "--to hostfile needs --hostfile: a file with one machine per line"
     if target in ("hostfile", "local") and run.job.image is not None:
-        yield f"--to {target} starts no containers: remove --image"
+        yield f"--to {target} does not start containers: remove --image"
     if target == "local" and run.job.nodes > 1:
         yield f"--to local uses one machine, but --nodes is {run.job.nodes}: use --to hostfile"
 

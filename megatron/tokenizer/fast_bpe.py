@@ -168,7 +168,7 @@ def _cache_compiled(
     Raises:
         OSError: The folder cannot be written to, or other users can access it.
         RuntimeError: The user has no home folder.
-        ValueError: The compiled file would not have the same merges.
+        ValueError: The compiled file does not give the encoder's merges.
     """
     table = byte_of_character()
     entries = [*sorted(table, key=vocab.__getitem__), *(merge.replace(" ", "") for merge in merges)]
@@ -181,7 +181,7 @@ def _cache_compiled(
         file.write(data)
         file.flush()
         if _load_compiled(file.name).merges != encoder.merges:
-            raise ValueError(f"{path} would not have the same merges")
+            raise ValueError(f"{path} does not give the encoder's merges")
 
 
 def _compiled_name(key: str, vocab_size: int, end: int, data: bytes) -> str:

@@ -1,7 +1,7 @@
 """Run all steps of detoxification on a small scale: `megatron detoxify demo`.
 
 A small GPT is trained on made-up texts, some of them with rude sentences. The GPT then generates
-texts, a classifier that knows the rude words scores them, and the GPT is trained further on the
+texts, a classifier that knows the rude words scores them, and the GPT continues training on the
 half with the lowest scores. The table at the end compares the result with the original GPT. The
 demo needs no network and no GPU, and takes about a minute. Every step prints its command, so that
 you can repeat it by hand.
@@ -116,7 +116,7 @@ def steps(out: Path) -> list[tuple[str, list[str]]]:
             f"--output-prefix {generated} {tokenizer} --append-eod --workers 1",
         ),
         (
-            "Train the GPT further on them",
+            "Continue training the GPT on them",
             f"python pretrain_gpt.py {training} --finetune --load {base} "
             f"--train-data-path {generated}_text_document "
             f"--valid-data-path {out}/corpus_text_document --train-iters 100 --eval-interval 100 "

@@ -234,9 +234,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("--curve works only with --metrics: drop --compare")
     if options.entropy is not None:
         if not 0 <= options.entropy < math.inf:  # also refuses NaN
-            raise ConfigError(
-                f"--entropy {options.entropy}: give a number from 0, in nats per token"
-            )
+            raise ConfigError(f"--entropy {options.entropy}: give at least 0, in nats per token")
         if options.compare or options.curve:
             raise ConfigError(
                 "--entropy is drawn only with the loss of --metrics: drop it, or --compare and "

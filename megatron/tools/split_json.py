@@ -108,7 +108,9 @@ def _line_starts(path: str):  # type: ignore[no-untyped-def]  # numpy is importe
     try:
         with open(path, "rb") as file:
             if file.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")):
-                raise DataError(f"--input_files {path}: this file is compressed: unpack it first")
+                raise DataError(
+                    f"--input_files {path}: this file is compressed: decompress it first"
+                )
             file.seek(0)
             for line in file:
                 size += len(line)

@@ -361,10 +361,10 @@ def _history_from(run: Run, reader: Reader) -> State:
     """
     own_state, saved_names = history_state(run), set(reader.names())
     if not saved_names.issuperset(own_state):
-        of_whom = "" if saved_names.isdisjoint(own_state) else " of layers that were in 16 bits"
+        scope = "" if saved_names.isdisjoint(own_state) else " of layers that were in 16 bits"
         if run.layout.replica.rank == run.layout.tensor.rank == 0:  # in each pipeline stage
             print_line(
-                f"  the checkpoint holds no fp8 history{of_whom}: the first iteration uses current "
+                f"  the checkpoint holds no fp8 history{scope}: the first iteration uses current "
                 "scales"
             )
         for _, entry in flatten(own_state):

@@ -211,7 +211,7 @@ def test_a_ring_has_no_bound_of_the_scores():
     [
         (
             "--attn-logit-softcapping 50 --use-flash-attn --bf16",
-            "--attn-logit-softcapping 50 with --use-flash-attn: no flash kernel bounds",
+            "--attn-logit-softcapping 50 with --use-flash-attn: no flash kernel caps",
         ),
         (
             "--final-logit-softcapping 30 --cross-entropy-fusion-impl linear",

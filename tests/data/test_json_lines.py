@@ -1,4 +1,4 @@
-"""Files of JSON lines that programs continue: lines, places, and the settings beside them."""
+"""Files of JSON lines that programs continue: lines, places, and their settings."""
 
 from __future__ import annotations
 

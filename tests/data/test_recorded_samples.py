@@ -1,7 +1,7 @@
 """Samples of generated sentences, as recorded.
 
 A run that goes on with a later version must read the same samples. Those of real data are in
-../shared, which is not beside every checkout.
+../shared, which is not next to every checkout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scores of given tokens: how samples share batches, and what Retro reads beside them."""
+"""Scores of given tokens: how samples share batches, and what Retro reads along with them."""
 
 from __future__ import annotations
 

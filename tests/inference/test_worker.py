@@ -11,7 +11,7 @@ import pytest
 from megatron.inference.engine import BatchEngine
 from megatron.inference.messages import Add, Cancel, Command, Shutdown
 from megatron.inference.request import Event, Request, Sampling
-from megatron.inference.worker import obey, serve
+from megatron.inference.worker import execute, serve
 from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.models import VOCAB
 from tests.distributed import run_distributed
@@ -132,4 +132,4 @@ def test_scores_that_are_not_finite_end_the_request(folder: Path) -> None:
     assert end_of(found["sick"]).reason == "error"
     assert "not finite" in end_of(found["sick"]).message
     assert end_of(found["well"]).reason == "length"
-    assert obey(engine, Cancel("sick")) == []
+    assert execute(engine, Cancel("sick")) == []

@@ -205,6 +205,6 @@ def draw_network(rng: random.Random, kind: str) -> Network:
         sizes, base = [rng.choice(_SIZES)], rng.choice(_BERTS if kind == "bert" else _T5S)
         pool = _CHANGES_OF_T5 if kind == "t5" else _CHANGES
     changes = rng.sample(pool, rng.choice([0, 0, 1, 1, 2, 3]))
-    # Changes of weights by training are small beside these initial weights.
+    # Changes of weights by training are small compared to these initial weights.
     flags = f"--init-method-std 0.2 {base} {' '.join([*sizes, *changes])}"
     return Network(kind, "" if changes or any(sizes) else family, " ".join(flags.split()))

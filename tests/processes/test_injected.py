@@ -31,7 +31,7 @@ from tests.reliability.scoreboard.commands import run_training
         ("save:0:2:nan", "nan works only at forward or backward, not at save"),
         ("load:0:2:kill", "STEP is 0 at load and counts from 1 elsewhere"),
         ("forward:0:0:kill", "STEP is 0 at load and counts from 1 elsewhere"),
-        ("forward:0:2:nan=3", "nan takes no seconds: drop =3"),
+        ("forward:0:2:nan=3", "nan does not take a duration: drop =3"),
         ("forward:0:2:kill@x", "expected KIND"),
         ("forward:0:2:kill=2x", "only slow takes a factor, which must be above 1, got 'kill=2x'"),
         ("forward:0:2:slow=1x", "only slow takes a factor, which must be above 1, got 'slow=1x'"),

@@ -157,21 +157,21 @@ def test_a_process_that_stops_normally_says_so() -> None:
     assert store.get("process/1") == b"0 done"
 
 
-def test_a_rank_that_surveys_the_others_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_polls_the_others_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     other = _connected(store, rank=1)
-    monkeypatch.setattr(watchdog, "_SILENCE", 5.0)  # this survey outlasts the next one
-    surveying = threading.Thread(
+    monkeypatch.setattr(watchdog, "_SILENCE", 5.0)  # this poll outlasts the next one
+    polling = threading.Thread(
         target=other.end_run, args=(1, lambda gone: "lost"), kwargs={"blames_peer": True}
     )
-    surveying.start()
+    polling.start()
     time.sleep(0.3)
     monkeypatch.setattr(watchdog, "_SILENCE", 0.6)
     dog = _connected(store)
     verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", blames_peer=True)
     assert is_own
     assert verdict.reason == "gone: []"
-    surveying.join()
+    polling.join()
     dog.stop()
     other.stop()
 

@@ -150,7 +150,7 @@ def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
             "--hostfile /no/file: cannot be read: No such file or directory",
         ),
         ("local", ("--nodes", "2", *COMMAND), "--to local uses one machine, but --nodes is 2"),
-        ("local", ("--image", "a", *COMMAND), "--to local starts no containers"),
+        ("local", ("--image", "a", *COMMAND), "--to local does not start containers"),
         ("local", ("--volume", "/a:/b", *COMMAND), "has no effect with --to local: remove it"),
         ("local", ("--time", "1:00:00", *COMMAND), "--time has no effect with --to local"),
         ("local", ("--hostfile", "x", *COMMAND), "--hostfile has no effect with --to local"),
@@ -181,7 +181,7 @@ def test_hostfiles_of_mpi_and_deepspeed(text: str, sizes: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no machine: write one per line, as HOST slots=8"),
+        ("", "no machines: write one per line, as HOST slots=8"),
         ("a slots=two\n", "line 1: 'a slots=two': expected HOST, HOST slots=8 or HOST:8"),
         ("a\n-oProxyCommand=x\n", "line 2: '-oProxyCommand=x': expected HOST"),
         ("a slots=1\na slots=1\n", "line 2: a appears twice: keep one line"),
@@ -215,7 +215,7 @@ def test_every_line_of_a_hostfile_is_checked_and_numbered_from_1(tmp_path: Path)
     path.write_text("node0\nnode1 slots=4\nnode2:2\n")
     assert read_hostfile(path) == [Host("node0", None), Host("node1", 4), Host("node2", 2)]
     path.write_text("# none\n")
-    with pytest.raises(ConfigError, match="no machine: write one per line"):
+    with pytest.raises(ConfigError, match="no machines: write one per line"):
         read_hostfile(path)
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot be read: 'utf-8' codec can't decode byte 0xff"):

@@ -204,7 +204,7 @@ def test_the_other_tools(fails, tool):
         assert "a.jsonl:3: bad UTF-8 (byte 10 of the line); fix or remove the line" in line
     elif tool == "split":
         line = fails(split_json, "--input_files", "a.json", "--output_dir", "out")
-        assert "a.json: this file is compressed: unpack it first" in line
+        assert "a.json: this file is compressed: decompress it first" in line
     else:
         line = fails(presplit_sentences_json, "a.jsonl", "out")
         assert "a.jsonl:3: bad UTF-8 (byte 10 of the line); fix or remove the line" in line

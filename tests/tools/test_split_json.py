@@ -47,7 +47,7 @@ def test_every_line_is_in_one_file_and_its_origin_beside_it(tmp_path):
         ("--test_percent -1", 9, "--test_percent -1.0: give the shares"),
         ("--input_files none.json", 6, "--input_files none.json: No such file or directory"),
         ("--input_files empty.json", 6, "--input_files empty.json: this file is empty"),
-        ("--input_files a.gz", 6, "--input_files a.gz: this file is compressed: unpack it first"),
+        ("--input_files a.gz", 6, "a.gz: this file is compressed: decompress it first"),
         ("--output_dir old", 9, "already exists"),
     ],
 )

@@ -68,7 +68,7 @@ def build_parser() -> ToolParser:
         (
             "--key-threshold",
             10,
-            "N-grams that occur this often in the corpus are kept.",
+            "N-grams that occur at least this often in the corpus are kept.",
         ),
         ("--splits-count", 10, "Documents that are cut into more parts are dropped."),
         ("--remove-char-each-side", 200, "Number of characters to cut on each side."),

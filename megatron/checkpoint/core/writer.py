@@ -75,7 +75,7 @@ _ENGINE_MODULES = re.compile(
     r"(.+\.(?:input_layernorm|[qk]_layernorm|out_norm|pre_mlp_layernorm|final_(?:layer)?norm|enorm|hnorm))"
     r"\.weight"
 )
-# The projection in whose place the extra state of attention's core is listed.
+# The attention core has an extra state but no weights. Its name follows from a projection's.
 _BEFORE_CORE = re.compile(r"linear_(?:qkv|kv_up_proj)$")
 
 

@@ -439,7 +439,7 @@ class Service:
     """The tokenizer, the engine and the settings of a server."""
 
     def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, engine: EngineClient) -> None:
-        """Store the settings, and create the processes for texts.
+        """Store the settings, and create the processes that tokenize.
 
         Args:
             settings: Settings of the server.

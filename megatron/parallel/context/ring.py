@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from megatron.kernels.attention import (
     AttentionFunction,
     AttentionOptions,
-    leave_to_sinks,
+    include_sinks,
     sink_gradient,
 )
 from megatron.kernels.segments import Segments, number_segments
@@ -216,7 +216,7 @@ def ring_attention(
     """
     segments = options.mask
     assert not isinstance(segments, Tensor), "a rule refuses padding masks"
-    assert options.softcap is None, "a rule refuses a ring with bounded scores"
+    assert options.softcap is None, "a rule refuses a ring with capped scores"
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     length = query.shape[2]
     window = options.window if options.is_limited(axis.size * length) else None
@@ -334,7 +334,7 @@ class _RingAttention(torch.autograd.Function):
             if transfer is not None:
                 pair = transfer.wait()
         if sinks is not None:
-            share, logsumexp = leave_to_sinks(logsumexp, sinks)
+            share, logsumexp = include_sinks(logsumexp, sinks)
             out = out * share.unsqueeze(-1)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, logsumexp)

@@ -2,9 +2,9 @@
 
     python -m tests.checkpoint.deepspeed.engine KIND FOLDER
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. KIND is zero1, zero2, bf16 or mixture. Beside
-the checkpoint each rank writes `held_R.pt`: what the engine says that its parameters and their
-states are.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. KIND is zero1, zero2, bf16 or mixture. Each
+rank also writes `held_R.pt` next to the checkpoint: the parameters and states that the engine
+reports.
 """
 
 from __future__ import annotations

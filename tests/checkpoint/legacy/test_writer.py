@@ -140,7 +140,7 @@ def test_a_split_bert_goes_back_bit_for_bit(golden, tmp_path):
 
 @pytest.mark.parametrize("head", ["classification_head", "multichoice_head"])
 def test_finetuned_berts(golden, tmp_path, head):
-    """A task's head is stored beside the language model, in place of the pretraining heads."""
+    """A task's head is stored next to the language model, in place of the pretraining heads."""
     original = golden / "bert_fp32" / "ckpt" / "iter_0000020"
     (tree,) = trees_of(original).values()
     for key in ("lm_head", "binary_head"):
@@ -388,10 +388,10 @@ def test_a_mark_stands_for_the_files_that_it_lists_only(tmp_path, capsys):
     newest, second = (tmp_path / f"iter_000000{iteration}" for iteration in (6, 4))
     assert is_as_listed(newest)
     _megatron_saves(newest, "mp_rank_00")
-    with pytest.raises(CheckpointError, match=r"files of two saves: mp_rank_01/.* as this program"):
+    with pytest.raises(CheckpointError, match=r"two saves: mp_rank_01/.* unchanged since"):
         open_folder(checkpoint_at(newest))
     assert open_checkpoint(tmp_path).iteration == 4  # the newest sound one
-    assert "files of two saves" in capsys.readouterr().err
+    assert "files from two saves" in capsys.readouterr().err
     assert prune(tmp_path, 6, RetentionPolicy(1)) == [
         tmp_path / "iter_0000002"
     ]  # 4 is our newest, so 6 stays too
