@@ -7,6 +7,7 @@ writes anything.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -54,8 +55,7 @@ class LiveRuns:
         """Find and read the runs that exist."""
         self._paths, self._sources = paths, open_runs(paths, may_be_empty=True)
         self._lock = asyncio.Lock()
-        self._next_read, self._version, self._data = 0.0, 0, ""
-        self._started = time.time_ns()  # distinguishes our versions from an earlier server's
+        self._next_read, self._data, self._tag = 0.0, "", ""
 
     async def current(self) -> tuple[str, str]:
         """Return the page's data as JSON, and an ETag. The files are read at most once a second."""
@@ -63,12 +63,12 @@ class LiveRuns:
             started = time.monotonic()
             if started >= self._next_read:
                 if await run_in_threadpool(self._read) or not self._data:
-                    self._version += 1
                     histories = [source.history for source in self._sources]
                     self._data = await run_in_threadpool(lambda: as_json(page_data(histories)))
+                    self._tag = f'"{hashlib.sha256(self._data.encode()).hexdigest()}"'
                 finished = time.monotonic()
                 self._next_read = finished + max(_MIN_PAUSE, _PAUSE_FACTOR * (finished - started))
-        return self._data, f'"{self._started}-{self._version}"'
+        return self._data, self._tag
 
     def _read(self) -> bool:
         previous = self._sources

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -60,22 +62,19 @@ class MetricsFile:
         until then, `history.incomplete` is set.
         """
         with self._path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < self._offset:  # another run has replaced the file
+            if os.fstat(file.fileno()).st_size < self._offset:  # another run has replaced the file
                 self._offset = 0
                 self.history = self.history.empty_copy()
             file.seek(self._offset)
-            start, self.history.incomplete = self._offset, False
-            for line in file:
-                if not line.endswith(b"\n"):
-                    self.history.incomplete = True
-                    break
-                self._offset += len(line)
-                try:
-                    self.history.add(json.loads(line))
-                except MALFORMED:
-                    self.history.damaged += 1
-        return self._offset > start
+            complete, newline, rest = file.read().rpartition(b"\n")
+        self._offset += len(complete + newline)
+        self.history.incomplete = bool(rest)
+        for line in complete.split(b"\n") if newline else ():
+            try:
+                self.history.add(json.loads(line))
+            except MALFORMED:
+                self.history.damaged += 1
+        return bool(newline)
 
 
 class EventFiles:
@@ -117,7 +116,7 @@ class EventFiles:
             points = events.Scalars(tag)
             for point in points:
                 history.add_point(tag, point.step, point.value)
-                times[point.step] = max(point.wall_time, times.get(point.step, 0.0))
+                times[point.step] = max(point.wall_time, times.get(point.step, point.wall_time))
             if tag.endswith((" validation", " test")):
                 history.events += [
                     Event("evaluation", point.step, point.wall_time, f"{tag} {point.value:.4f}")
@@ -128,7 +127,7 @@ class EventFiles:
         for tag in tags["tensors"]:
             if tag.endswith("/text_summary"):
                 self._add_texts(tag.removesuffix("/text_summary"), events.Tensors(tag))
-        history.events.sort(key=lambda event: event.time or 0.0)
+        history.events.sort(key=attrgetter("time"))
         return True
 
     def _add_texts(self, tag: str, texts: list) -> None:

@@ -93,8 +93,9 @@ def test_a_file_that_another_run_has_replaced_is_read_from_its_beginning(tmp_pat
     source = MetricsFile("run", path)
     assert (source.read(), source.read()) == (True, False)
     assert source.history.damaged == 1
-    path.write_text(json.dumps(record(1, **{"other loss": 1.0})) + "\n")
-    assert source.read()
+    size = path.stat().st_size
+    path.write_text(json.dumps(record(1, **{"other loss": 1.0})).ljust(size - 2) + "\n")
+    assert source.read()  # although it is only a byte shorter
     assert source.history.damaged == 0
     assert list(source.history.curves["lm loss"].iterations) == [1]
     for text, is_new, is_incomplete in (('{"iteration": 2', False, True), ("}\n", True, False)):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.inference.server.settings import ServerLimits
+from megatron.report import live
 from megatron.report.live import LiveRuns
 from tests.report.test_report import record, report, write_run
 from tests.repository import ROOT
@@ -91,8 +94,9 @@ def test_runs_that_begin_later_are_found(tmp_path: Path) -> None:
         return [source.history.name for source in live._sources]
 
     assert names() == []
-    write_run(runs / "b", [record(1)])
-    assert names() == ["runs"]
+    write_run(runs / "b", [{"iteration": 0}])
+    assert names() == ["runs"]  # before its first iteration
+    append(runs / "b", json.dumps(record(1)) + "\n")
     write_run(runs / "a", [record(1), record(2)])
     assert names() == ["b", "a"]  # in order of appearance, so colors stay the same
     assert not live._read()
@@ -110,7 +114,7 @@ def test_files_are_read_once_a_second_or_less_often_if_the_disk_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost: float, rest: float
 ) -> None:
     live = LiveRuns([write_run(tmp_path / "run", [record(1)])])
-    now, reads = [100.0], []
+    now, reads = [0.0], []
 
     def read() -> bool:
         reads.append(now[0])
@@ -151,3 +155,35 @@ def test_only_this_machine_may_ask_and_nothing_can_be_sent(served):
 def test_flags_that_cannot_be(tmp_path, capsys, words, message):
     assert report(write_run(tmp_path / "run", [record(1)]), "--live", *words) == 9
     assert message in capsys.readouterr().err
+
+
+def test_the_server_trusts_no_proxy_and_says_nothing_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, object]] = []
+
+    class Server:
+        def __init__(self, config: dict[str, object]) -> None:
+            given.append(config)
+
+        async def serve(self, sockets: list[socket.socket]) -> None:
+            sockets[0].close()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(live.uvicorn, "Config", lambda _, **settings: settings)
+    monkeypatch.setattr(live.uvicorn, "Server", Server)
+    monkeypatch.setattr(live, "timed_protocol", lambda limits: limits)
+    live.serve([write_run(tmp_path / "run", [record(1)])], 0)
+    assert given == [
+        {
+            "http": ServerLimits(connections=256),
+            "ws": "none",
+            "lifespan": "off",
+            "log_config": None,
+            "log_level": "error",
+            "access_log": False,
+            "proxy_headers": False,
+            "server_header": False,
+            "timeout_graceful_shutdown": 1,
+        }
+    ]

@@ -15,7 +15,7 @@ from megatron.command import run_command
 from megatron.report.__main__ import build_parser, run
 from megatron.report.charts import make_charts, reduce_curve
 from megatron.report.history import Curve, History
-from megatron.report.page import page_data, summarize
+from megatron.report.page import GENERATOR, as_json, page_data, summarize
 from megatron.report.sources import open_runs
 from megatron.report.timeline import find_timelines
 
@@ -141,6 +141,11 @@ def test_only_an_earlier_report_is_replaced(tmp_path, capsys):
     assert report(folder) == 9
     assert "already exists" in capsys.readouterr().err
     assert report(folder, "--overwrite") == 0
+    assert report(folder, "--output", folder) == 9
+    assert f"--output: {folder} already exists" in capsys.readouterr().err
+    for size, code in ((1024, 0), (1025, 9)):  # only the beginning counts
+        (folder / "report.html").write_text(GENERATOR.rjust(size))
+        assert report(folder) == code
 
 
 class Elements(HTMLParser):
@@ -178,6 +183,7 @@ def test_two_runs_are_compared_in_the_same_charts(tmp_path):
     a = write_run(tmp_path / "a", [record(i) for i in range(1, 5)])
     b = write_run(tmp_path / "b", [record(i) for i in range(1, 9)])
     assert report(a, b, "--output", tmp_path / "both.html") == 0
+    assert "<title>a and b: report</title>" in (tmp_path / "both.html").read_text()
     (loss, norm) = data_of(tmp_path / "both.html")["charts"]
     assert [(curve["run"], len(curve["x"])) for curve in loss["curves"]] == [(0, 4), (1, 8)]
 
@@ -277,6 +283,8 @@ def test_an_odd_clock_or_loss_still_makes_a_page(tmp_path):
         record(i, time=value, **{"lm loss": value}) for i, value in enumerate((1e999, -1e308), 1)
     ]
     assert report(write_run(tmp_path / "run", [*odd, record(3, time="nan")])) == 0
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        as_json([math.nan])  # browsers would not read it
 
 
 def test_a_folder_of_runs_is_all_of_them(tmp_path):
