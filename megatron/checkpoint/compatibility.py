@@ -37,7 +37,7 @@ def check_network(
         reader: The checkpoint.
         flag: The flag that named the checkpoint.
         finetunes: Accept differences that finetuning allows: other rotary frequencies, to which the
-            weights adapt; a GPT that becomes a Retro (--retro-add-retriever); new adapters
+            weights adapt; a GPT that becomes a Retro model (--retro-add-retriever); new adapters
             (--lora-rank); and a language model that becomes a reward model.
 
     Returns:
@@ -47,7 +47,7 @@ def check_network(
         CheckpointError: The networks differ. The message lists the flags and values.
     """
     model, saved = config.model, reader.meta["config"].get("model", {})
-    # A GPT becomes a Retro: the modules that it lacks are newly initialized.
+    # A GPT becomes a Retro model: the modules that it lacks are newly initialized.
     becomes_retro = finetunes and model.retro_add_retriever and saved.get("architecture") == "gpt"
     gets_adapters = finetunes and model.lora_rank is not None and saved.get("lora_rank") is None
     gets_reward = finetunes and model.reward_head and not saved.get("reward_head")

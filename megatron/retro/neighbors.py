@@ -125,9 +125,9 @@ def neighbors_folder(workdir: Path, split: str, dataset: SampleDataset) -> Path:
 
 
 def _members(dataset: SampleDataset) -> list[GPTDataset]:
-    assert isinstance(dataset, BlendedDataset), "a Retro's samples are a blend"
+    assert isinstance(dataset, BlendedDataset), "Retro samples are a blend"
     members = [member for member in dataset.datasets if isinstance(member, GPTDataset)]
-    assert len(members) == len(dataset.datasets), "a Retro's samples are of indexed datasets"
+    assert len(members) == len(dataset.datasets), "Retro samples come from indexed datasets"
     return members
 
 
@@ -157,7 +157,7 @@ class QueryChunks:
         prefixes: Sequence[str] = (),
     ) -> None:
         """Store the samples, and number the corpora."""
-        assert isinstance(dataset, BlendedDataset), "a Retro's samples are a blend"
+        assert isinstance(dataset, BlendedDataset), "Retro samples are a blend"
         self.dataset, self.chunks_per_sample = dataset, seq_length // chunk_length
         self._members, self._length, self._tokenizer = _members(dataset), chunk_length, tokenizer
         self._compatible = not prefixes

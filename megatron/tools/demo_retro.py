@@ -2,8 +2,9 @@
 
 The documents repeat passages of each other, so a retrieved passage shows how a text continues. A
 small BERT embeds chunks of the documents, and tools/retro/main.py finds the neighbors of each
-chunk. Then a Retro and a GPT with at least as many parameters train on the same number of tokens.
-At each evaluation, the Retro also predicts the validation samples with neighbors of other chunks.
+chunk. Then a Retro model and a GPT with at least as many parameters train on the same number of
+tokens. At each evaluation, the Retro model also predicts the validation samples with neighbors of
+other chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _BOTH = (
     "--lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 "
     f"--clip-grad 1.0 --init-method-std 0.12 --seed {_SEED} --num-workers 0"
 )
-# The Retro has 490,880 parameters and the GPT 507,328, with the tokenizer that is trained here.
+# The Retro model has 490,880 parameters and the GPT 507,328, with the tokenizer trained here.
 _RETRO = (
     "--num-layers 6 --retro-encoder-layers 2 --retro-encoder-hidden-dropout 0 "
     "--retro-encoder-attention-dropout 0 --retro-eval-shuffled"
@@ -146,7 +147,7 @@ def steps(out: Path, iterations: int) -> list[tuple[str, str]]:
             "--retro-query-num-neighbors-query 20 --retro-query-num-neighbors-save 2",
         ),
         (
-            "Pretrain a Retro",
+            "Pretrain a Retro model",
             f"python pretrain_retro.py {training} {_RETRO} --retro-workdir {out}/workdir "
             f"--metrics-jsonl {out}/retro.jsonl --save {out}/checkpoints "
             f"--save-interval {iterations}",

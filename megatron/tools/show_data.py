@@ -7,7 +7,7 @@ r"""Show a dataset: its documents, the samples that a model sees, and statistics
 Select the data as for a run, with the data and tokenizer flags of pretrain_gpt.py, pretrain_bert.py
 or pretrain_t5.py. A sample is printed as the run would read it, one line per token: the input
 token, its label, whether the label counts in the loss, and the document to which the token belongs.
-With --retro-workdir, the samples of a Retro are printed chunk by chunk, each with its neighbors.
+With --retro-workdir, Retro samples are printed chunk by chunk, each with its neighbors.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def _retro_samples(
     from megatron.retro.database import read_corpora
     from megatron.retro.dataset import RetroDataset, build_retro_datasets
 
-    assert data.retro_workdir is not None, "the samples of a Retro come from its folder"
+    assert data.retro_workdir is not None, "Retro samples come from the working folder"
     arguments = read_arguments(data.retro_workdir)
     counts = ("train_samples", "train_iters", "global_batch_size")
     planned_samples, updates, batch = (

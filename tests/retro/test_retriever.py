@@ -1,4 +1,4 @@
-"""Which network embeds the texts of a Retro, and the passages that a search finds."""
+"""Which network embeds the texts of a Retro model, and the passages that a search finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Retro's perplexity with right, shuffled and no neighbors, on Megatron-LM's recorded run."""
+"""Retro's perplexity with right, shuffled and no neighbors, on Megatron-LM's recorded run."""
 
 import json
 import math

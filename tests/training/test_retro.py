@@ -1,4 +1,4 @@
-"""Retro's training: resuming, saving in other formats, and a GPT that becomes a Retro."""
+"""Retro's training: resuming, saving in other formats, and a GPT that becomes a Retro model."""
 
 import json
 import shutil
@@ -90,7 +90,7 @@ def test_checkpoints_load_in_another_layout(workdir, tmp_path, form):
 
 @pytest.fixture
 def gpt(workdir, tmp_path):
-    """Return the checkpoints of a GPT with the Retro's layers, and its weights."""
+    """Return the checkpoints of a GPT with the Retro model's layers, and its weights."""
     flags = "--num-layers 6 --train-iters 2 --save-interval 2"
     _, run = train_toy(Layout.single(), f"{flags} --save {tmp_path / 'gpt'}".split())
     return tmp_path / "gpt", {name: p.detach().clone() for name, p in run.named_parameters()}

@@ -109,7 +109,7 @@ def build_toy(
     """
     size, rank = layout.world.size, layout.world.rank
     device = device or toy_device(rank)
-    # A Retro's data is in its working folder.
+    # A Retro model's data is in its working folder.
     toy_flags = [flag for flag in TOY if (kind, flag) != ("retro", "--mock-data")]
     flags = [*toy_flags, *FLAGS_BY_KIND[kind], *arguments]
     lengths = {"--train-samples", "--train-iters", "--train-tokens", "--lr-wsd-branch-from"}

@@ -105,7 +105,8 @@ class CoreReader(Reader):
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         has_states = has_states or _is_stateless(tree)
-        if args.get("num_experts"):  # versions differ in whether biases of all layers include these
+        if args.get("num_experts"):
+            # Depending on Core's version, a model with biases may have none in its routers.
             has_biases = any(name.endswith(".mlp.router.bias") for name in self._sources)
             config["model"]["moe_router_bias"] = has_biases
         tensors = self._index.tensors

@@ -33,7 +33,7 @@ COMPANIONS = (
     *("special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE),
     *(VOCAB, MERGES, WORDPIECES, SPIECE),
 )
-MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files have about 10 MB
+MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files are about 10 MB
 
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")

@@ -48,7 +48,7 @@ LAYER: Modules = {
     "mlp_norm": _NORM,
     **_MLP,
 }
-# A T5's decoder layers attend to the encoder output before the MLP; some layers of a Retro attend
+# A T5's decoder layers attend to the encoder output before the MLP; some Retro layers attend
 # to neighbors or chunks.
 DECODER_LAYER: Modules = {
     **_ATTENTION,
