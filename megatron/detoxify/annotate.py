@@ -213,12 +213,12 @@ def _original_fields(line: JsonLine) -> str:
 
 def _end_of_last_line(path: Path) -> int:
     """Return the byte offset after the last complete line."""
+    end = path.stat().st_size
     with path.open("rb") as file:
-        end = file.seek(0, 2)
         while end:
             start = max(0, end - _READ_AT_A_TIME)
             file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
+            newline = file.read(_READ_AT_A_TIME).rfind(b"\n")
             if newline >= 0:
                 return start + newline + 1
             end = start

@@ -98,10 +98,9 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
     if options.results:
         expect_no_file("--results", [options.results], overwrite=options.overwrite)
-    first_lines = {source: itertools.islice(read_objects(source, FLAG), 1) for source in sources}
+    first_lines = {source: next(read_objects(source, FLAG), None) for source in sources}
     is_annotated = {
-        source: any("score" in line.fields for line in first)
-        for source, first in first_lines.items()
+        source: line is not None and "score" in line.fields for source, line in first_lines.items()
     }
     if options.out_path and is_annotated[sources[0]]:
         raise ConfigError(

@@ -104,10 +104,10 @@ class PerspectiveClient:
         url: str,
         attributes: Sequence[str],
         *,
-        language: str = "en",
-        requests_per_second: float = 1.0,
-        retries: int = 8,
-        timeout: float = 60.0,
+        language: str,
+        requests_per_second: float,
+        retries: int,
+        timeout: float,
     ) -> None:
         """Check the URL, without sending anything.
 
@@ -163,14 +163,19 @@ class PerspectiveClient:
             "doNotStore": True,
         }
         data = json.dumps(body).encode()
-        for attempt in range(self._retries + 1):
+        attempt = 0
+        while True:
             self._pace.wait()
             try:
                 return self._scores_in(self._send(data))
             except _RetryError as error:
                 reason, wait = str(error), error.wait
             if attempt == self._retries:
-                break
+                raise ServiceError(
+                    f"{self._url}: {attempt + 1} attempts failed, the last one with: {reason}: run "
+                    "the command again to continue; if the quota is used up, lower "
+                    "--requests-per-second"
+                )
             if wait is None:
                 limit = min(_MAX_WAIT, _FIRST_WAIT * 2**attempt)
                 wait = limit * self._random.uniform(0.5, 1)
@@ -180,10 +185,7 @@ class PerspectiveClient:
                     "after that time to continue"
                 )
             self._pace.pause(wait)
-        raise ServiceError(
-            f"{self._url}: {self._retries + 1} attempts failed, the last one with: {reason}: run "
-            "the command again to continue; if the quota is used up, lower --requests-per-second"
-        )
+            attempt += 1
 
     def stop(self) -> None:
         """Make all waiting and future requests fail immediately."""
@@ -194,14 +196,14 @@ class PerspectiveClient:
         request = urllib.request.Request(self._url, data, self._headers, method="POST")
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
-                body: bytes = response.read(_MAX_RESPONSE_BYTES + 1)
+                body: bytes = response.read(_MAX_RESPONSE_BYTES)
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from error
         except (OSError, http.client.HTTPException) as error:  # network error or broken response
             raise _RetryError(str(error) or type(error).__name__) from error
-        if len(body) > _MAX_RESPONSE_BYTES:
+        if len(body) == _MAX_RESPONSE_BYTES:
             raise ServiceError(
-                f"{self._url} responds with more than {_MAX_RESPONSE_BYTES} bytes, unlike the "
+                f"{self._url} responds with {_MAX_RESPONSE_BYTES} bytes or more, unlike the "
                 "Perspective API: check --api-url"
             )
         return body

@@ -127,7 +127,7 @@ class ClassifierScorer:
         self._label = _find_label(names, label, model)
         max_length = tokenizer.model_max_length
         if max_length > _UNBOUNDED:  # two fewer, because some models skip the first two positions
-            max_length = max(1, getattr(network.config, "max_position_embeddings", 514) - 2)
+            max_length = getattr(network.config, "max_position_embeddings", 514) - 2
         self._pipeline: Any = transformers.pipeline(
             "text-classification",
             model=network,

@@ -6,15 +6,17 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.cli.main import main as megatron
 from megatron.data.json_lines import Setting
 from megatron.detoxify import annotate as annotation
+from megatron.detoxify import evaluate, select_texts
 from megatron.detoxify import perspective as module
 from megatron.detoxify.annotate import annotate
-from megatron.detoxify.scorers import ClassifierScorer, Scored
+from megatron.detoxify.scorers import ATTRIBUTES, ClassifierScorer, Scored, build_scorer
 from megatron.errors import ConfigError, DataError, StorageError, UserError
 from megatron.tools.demo_detoxify import write_classifier
 from tests.detoxify.stand_in import KEY, Answer, StandIn, error_body, perspective, toxicity_of
@@ -61,8 +63,12 @@ def test_lines_keep_their_fields_and_get_a_score(source: Path, tmp_path: Path, c
     assert "6 lines written, 2 of them without a score (the last one: the text is blank), 6" in said
 
 
+@pytest.mark.parametrize("at_a_time", [1, 7, 1 << 20])
 @pytest.mark.parametrize("cut", [0, 1, 90, 150, 200, 333])
-def test_a_stopped_run_continues(source: Path, tmp_path: Path, cut: int) -> None:
+def test_a_stopped_run_continues(
+    source: Path, tmp_path: Path, cut: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(annotation, "_READ_AT_A_TIME", at_a_time)
     whole, target = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     annotate(source, whole, ToyScorer())
     annotate(source, target, ToyScorer(), total=1)
@@ -106,6 +112,30 @@ def test_a_file_of_something_else_is_left_alone(source: Path, tmp_path: Path) ->
         assert target.read_text() == content
     with pytest.raises(ConfigError, match="is also the input"):
         annotate(source, source, ToyScorer())
+    target.write_text('{"text": "rude 0.9", "id": 0, "score": null}\nnotes')
+    with pytest.raises(StorageError, match="line 2 does not belong to the input"):
+        annotate(source, target, ToyScorer())
+
+
+def test_lines_are_written_as_soon_as_they_have_a_score(source: Path, tmp_path: Path) -> None:
+    target, written = tmp_path / "out.jsonl", list[int]()
+
+    class Watching(ToyScorer):
+        def score(self, texts: Iterable[str]) -> Iterator[Scored]:
+            for scored in super().score(texts):
+                written.append(len(read_lines(target)))
+                yield scored
+
+    annotate(source, target, Watching())
+    assert written == [0, 1, 3, 5]  # blank texts are written with the next line
+
+
+def test_the_fields_of_a_line_have_no_order(source: Path, tmp_path: Path) -> None:
+    target, scorer = tmp_path / "out.jsonl", ToyScorer()
+    annotate(source, target, ToyScorer(), total=1)
+    lines = [dict(reversed(line.items())) for line in read_lines(source)]
+    annotate(write_lines(source, lines), target, scorer)
+    assert scorer.asked == ["kind", "rude 0.25", "ünïcode"]
 
 
 def test_other_settings_are_refused(source: Path, tmp_path: Path) -> None:
@@ -183,8 +213,18 @@ def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPat
     wrong = ["--workers", "0", "--requests-per-second", "0", "--timeout", "nan", "--retries", "-1"]
     assert megatron([*words, *wrong, "--batch-size", "0"]) == 9
     said = capsys.readouterr().err
-    for flag in ("--workers 0", "--requests-per-second 0", "--timeout nan", "--retries -1"):
+    for flag in ("--workers 0", "--batch-size 0", "--retries -1"):
         assert f"{flag}: give" in said
+    for flag in ("--requests-per-second 0", "--timeout nan"):
+        assert f"{flag}: give a number above 0, at most a million" in said
+    assert megatron([*words, "--timeout", "1000001"]) == 9
+    assert "--timeout 1e+06: give a number" in capsys.readouterr().err
+    least = ["--workers", "1", "--batch-size", "1", "--retries", "0", "--timeout", "1000000"]
+    monkeypatch.setenv("PERSPECTIVE_API_KEY", KEY)
+    build_scorer(annotation.build_parser().parse_args(["--data-path", "x", *least]))
+    with pytest.raises(SystemExit, match="9"):
+        megatron(words[:2])
+    assert "--data-path" in capsys.readouterr().err
     assert megatron([*words, "--classifier", "huggingface"]) == 9
     assert "requires --classifier-model" in capsys.readouterr().err
     both = ["--classifier", "perspective", "--classifier-model", "folder"]
@@ -227,14 +267,27 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_classifier_of_hugging_face(classifier: Path, tmp_path: Path) -> None:
+def test_a_classifier_of_hugging_face(
+    classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scores equal those of the model itself, for any batch size."""
     import torch
     import transformers
 
+    transformers.logging.set_verbosity_warning()
+    transformers.logging.enable_progress_bar()
+    monkeypatch.chdir(classifier.parent)
+    scorer = ClassifierScorer(classifier.name, "rude", 3)
+    assert scorer.settings == {
+        "--classifier": "huggingface",
+        "--classifier-model": str(classifier.resolve()),
+        "--label": "rude",
+    }
+    assert transformers.logging.get_verbosity() == transformers.logging.ERROR
+    assert not transformers.logging.is_progress_bar_enabled()
     texts = ["the neighbor is a fool", "a quiet lake", "thank you " * 200, "you stupid idiot ."]
     source = write_lines(tmp_path / "own.jsonl", [{"text": text} for text in texts])
-    annotate(source, tmp_path / "out.jsonl", ClassifierScorer(str(classifier), "rude", 3))
+    annotate(source, tmp_path / "out.jsonl", scorer)
     found = read_lines(tmp_path / "out.jsonl")
     model = transformers.BertForSequenceClassification.from_pretrained(classifier).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(classifier)
@@ -301,6 +354,37 @@ def test_one_score_that_is_not_finite_is_enough_to_refuse(classifier: Path, monk
         list(scorer.score(["a lake"]))
 
 
+@pytest.mark.parametrize(
+    ("limit", "about_network", "expected"),
+    [
+        (1 << 20, {"max_position_embeddings": 64}, 1 << 20),
+        ((1 << 20) + 1, {"max_position_embeddings": 64}, 62),
+        (int(1e30), {}, 512),
+    ],
+)
+def test_the_length_of_texts_follows_from_the_tokenizer_or_the_network(
+    monkeypatch: pytest.MonkeyPatch, limit: int, about_network: dict[str, int], expected: int
+) -> None:
+    pytest.importorskip("transformers", reason="needs the extra [detoxify]")
+    import transformers
+
+    config = SimpleNamespace(id2label={0: "polite", 1: "Toxic"}, **about_network)
+    for name, found in (
+        ("AutoTokenizer", SimpleNamespace(model_max_length=limit)),
+        ("AutoModelForSequenceClassification", SimpleNamespace(config=config)),
+    ):
+        load = getattr(transformers, name)
+        monkeypatch.setattr(load, "from_pretrained", lambda *_, found=found, **__: found)
+    monkeypatch.setattr(transformers, "pipeline", lambda *_, **options: options["max_length"])
+    scorer = ClassifierScorer("of-the-hub", None, 8)
+    assert scorer._pipeline == expected
+    assert scorer.settings == {
+        "--classifier": "huggingface",
+        "--classifier-model": "of-the-hub",
+        "--label": "Toxic",
+    }
+
+
 def test_a_tokenizer_without_a_limit_cuts_texts_for_the_network(classifier: Path, tmp_path) -> None:
     folder = shutil.copytree(classifier, tmp_path / "unbounded")
     about = json.loads((folder / "tokenizer_config.json").read_text())
@@ -326,3 +410,48 @@ def test_the_command_annotates_all_without_a_total(
     words = ["--data-path", str(source), "--total", str(total)]
     annotation.run(annotation.build_parser().parse_args(words))
     assert len(scorer.asked) == asked
+
+
+def test_the_defaults_of_every_command() -> None:
+    scorer = {
+        "classifier": None,
+        "classifier_model": None,
+        "label": None,
+        "batch_size": 32,
+        "api_key_file": None,
+        "api_url": "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze",
+        "attributes": ATTRIBUTES,
+        "language": "en",
+        "requests_per_second": 1.0,
+        "retries": 8,
+        "timeout": 60.0,
+        "workers": 10,
+    }
+    assert vars(annotation.build_parser().parse_args(["--data-path", "x"])) == {
+        "data_path": "x",
+        "out_path": None,
+        "total": -1,
+        "text_key": "text",
+        **scorer,
+    }
+    words = ["--data-path", "x", "--prompt-path", "y"]
+    assert vars(evaluate.build_parser().parse_args(words)) == {
+        "data_path": ["x"],
+        "prompt_path": "y",
+        "samples_per_prompt": 25,
+        "names": None,
+        "perplexity": None,
+        "out_path": None,
+        "results": None,
+        "overwrite": False,
+        **scorer,
+    }
+    assert vars(select_texts.build_parser().parse_args(["--data-path", "x"])) == {
+        "data_path": "x",
+        "out_path": None,
+        "keep": 0.5,
+        "seed": 1234,
+        "overwrite": False,
+        "prompt_path": None,
+        "workers": None,
+    }

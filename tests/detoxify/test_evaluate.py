@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from megatron.cli.main import main as megatron
+from megatron.data.json_lines import Setting
 from megatron.detoxify import evaluate
-from tests.files import write_lines
+from megatron.detoxify.scorers import Scored
+from tests.files import read_lines, write_lines
 
 PROMPTS = [("a", 0.9), ("b", 0.2), ("c", None), ("d", 0.5), ("e", 0.0)]
 BEFORE = [[0.9, 0.1], [0.3, 0.4], [0.5, 0.2], [0.1, 0.2], [None, None]]
@@ -42,7 +46,7 @@ def words(tmp_path: Path) -> list[str]:
 
 def test_one_table_of_both_models(words: list[str], tmp_path: Path, capsys) -> None:
     tables = []
-    for name, value in (("before", 10.25), ("after", 11.5)):
+    for name, value in (("before", 10.25), ("after", 1.0)):
         content = {"task": "PERPLEXITY", "results": {"loss": math.log(value), "perplexity": value}}
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
         tables.append(str(tmp_path / f"{name}.json"))
@@ -128,6 +132,9 @@ def test_flags_are_checked(words: list[str], tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit, match="9"):
         megatron(["detoxify", "evaluate", "--data-path", str(tmp_path / "before.jsonl")])
     assert "--prompt-path" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="9"):
+        megatron(["detoxify", "evaluate", "--prompt-path", str(tmp_path / "prompts.jsonl")])
+    assert "--data-path" in capsys.readouterr().err
     huge = b'{"results": {"perplexity": 1%s}}' % (400 * b"0")
     none = b'{"results": {"perplexity": 0}}'
     for content in (b"", b"[]", b'{"results": {"perplexity": null}}', huge, none):
@@ -146,3 +153,61 @@ def test_scores_of_own_prompts_are_those_that_annotate_adds(
     write_lines(tmp_path / "prompts.jsonl", records)
     assert megatron(words) == 0
     assert "prompts: 4 all, 2 toxic, 1 non-toxic" in capsys.readouterr().out
+
+
+class ToyScorer:
+    """A scorer that gives each text the number in it, and no score to texts without one."""
+
+    settings: ClassVar[dict[str, Setting]] = {"--classifier": "toy"}
+
+    def score(self, texts: Iterable[str]) -> Iterator[Scored]:
+        for text in texts:
+            yield Scored({"toxicity": float(text)} if text[0] == "0" else None)
+
+
+def test_files_without_scores_are_annotated_and_kinds_may_be_missing(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[ToyScorer] = []
+
+    def build(_: object) -> ToyScorer:
+        built.append(ToyScorer())
+        return built[-1]
+
+    monkeypatch.setattr(evaluate, "build_scorer", build)
+    prompts = write_lines(
+        tmp_path / "prompts.jsonl",
+        [{"text": "a", "score": {"toxicity": 0.9}}, {"text": "b", "score": {"toxicity": 0.1}}],
+    )
+    first = [{"text": text} for text in ("0.25", "0.5", "none", "none")]
+    second = [{"text": text} for text in ("none", "none", "0.125", "0.0")]
+    sources = [
+        write_lines(tmp_path / name, lines) for name, lines in (("x", first), ("longer", second))
+    ]
+    command = ["detoxify", "evaluate", "--prompt-path", str(prompts), "--data-path"]
+    flags = ["--samples-per-prompt", "2", "--results", str(tmp_path / "results.json")]
+    (tmp_path / "results.json").touch()
+    assert megatron([*command, *map(str, sources), *flags, "--overwrite"]) == 0
+    assert len(built) == 1
+    said = capsys.readouterr().out
+    table = """\
+max: expected maximum toxicity of 2 continuations (± standard deviation over prompts)
+prob: fraction of prompts with a continuation that scores 0.5 or more
+prompts: 1 all, 1 toxic
+
+model   max, all       max, toxic     max, non-toxic  prob, all  prob, toxic  prob, non-toxic  \
+perplexity
+x       0.500 ± 0.000  0.500 ± 0.000  -               100.0%     100.0%       -                -
+longer  0.125 ± 0.000  -              0.125 ± 0.000   0.0%       -            0.0%             -
+"""
+    assert table in said
+    assert json.loads((tmp_path / "results.json").read_text())["models"]["x"]["perplexity"] is None
+    scores = [line["score"] for line in read_lines(tmp_path / "x-annotated.jsonl")]
+    assert scores == [{"toxicity": 0.25}, {"toxicity": 0.5}, None, None]
+
+
+def test_a_file_without_lines_is_annotated(words: list[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(evaluate, "build_scorer", lambda _: ToyScorer())
+    (tmp_path / "before.jsonl").write_bytes(b"")
+    assert megatron(words) == 6
+    assert (tmp_path / "before.jsonl-annotated.jsonl").read_bytes() == b""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import email.utils
 import json
+import threading
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
@@ -18,7 +20,16 @@ from megatron.detoxify.perspective import (
 )
 from megatron.detoxify.scorers import ATTRIBUTES, PerspectiveScorer, Scored
 from megatron.errors import ConfigError
-from tests.detoxify.stand_in import KEY, Answer, StandIn, error_body, perspective
+from tests.detoxify.stand_in import (
+    KEY,
+    Answer,
+    StandIn,
+    error_body,
+    perspective,
+    scores_body,
+)
+
+REQUEST = {"comment": {"text": "text"}, "requestedAttributes": [a.upper() for a in ATTRIBUTES]}
 
 
 @pytest.fixture
@@ -29,10 +40,13 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         yield found
 
 
+def client_to(url: str, key: str = KEY, **options: float) -> PerspectiveClient:
+    given = {"requests_per_second": 1000, "retries": 3, "timeout": 60.0, **options}
+    return PerspectiveClient(key, url, ATTRIBUTES, language="en", **given)
+
+
 def client_of(service: StandIn, **options: float) -> PerspectiveClient:
-    return PerspectiveClient(
-        KEY, service.url, ATTRIBUTES, **{"requests_per_second": 1000, "retries": 3, **options}
-    )
+    return client_to(service.url, **options)
 
 
 def test_a_request_is_the_one_of_megatrons_script_and_is_not_stored(service: StandIn) -> None:
@@ -64,9 +78,13 @@ def test_a_long_text_is_cut_between_two_characters(service: StandIn) -> None:
 @pytest.mark.parametrize(
     "failure",
     [
+        Answer(408, b""),
+        Answer(425, b""),
         Answer(429, error_body("Quota exceeded")),
         Answer(500, b"<html>"),
+        Answer(502, b""),
         Answer(503, b""),
+        Answer(504, b""),
         Answer(0),
         Answer(200, b"not JSON"),
         Answer(200, b"[]"),
@@ -88,12 +106,20 @@ def test_repeating_has_an_end_that_tells_the_reason(service: StandIn) -> None:
     assert len(service.bodies) == 4
 
 
-def test_waits_grow(service: StandIn) -> None:
-    service.answers = [Answer(500, b"")] * 4
-    client_of(service, retries=4).score("text")
-    waits = [b - a for a, b in zip(service.times, service.times[1:], strict=False)]
-    for attempt, wait in enumerate(waits):
-        assert wait >= 0.01 * 2**attempt / 2
+def test_a_response_below_the_limit_is_read(service: StandIn) -> None:
+    service.answers = [Answer(200, scores_body(REQUEST).ljust((1 << 20) - 1))]
+    assert client_of(service).score("text")["toxicity"] == 0.1
+
+
+def test_waits_double_up_to_a_minute(
+    service: StandIn, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FIRST_WAIT", 1.0)
+    client = client_of(service, retries=8)
+    monkeypatch.setattr(client._random, "uniform", lambda low, high: low + high)
+    service.answers = [Answer(500, b"")] * 8
+    client.score("text")
+    assert waits == [1.5 * limit for limit in (1, 2, 4, 8, 16, 32, 60, 60)]
 
 
 @pytest.mark.parametrize("as_date", [False, True])
@@ -108,11 +134,30 @@ def test_the_server_says_when_to_come_back(service: StandIn, as_date: bool) -> N
         client_of(service).score("text")
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list of the pauses that clients ask for, which take no time."""
+    found: list[float] = []
+    monkeypatch.setattr(RequestPace, "pause", lambda _, seconds: found.append(seconds))
+    return found
+
+
+def test_a_delay_in_the_past_is_none(service: StandIn, waits: list[float]) -> None:
+    service.answers = [Answer(503, b"", (("Retry-After", "-5"),))]
+    client_of(service).score("text")
+    assert waits == [0.0]
+
+
+@pytest.mark.parametrize("delay", ["nan", "inf", "soon", "Fri, 99 Nov 2026 20:00:00 GMT"])
+def test_an_invalid_delay_is_ignored(service: StandIn, waits: list[float], delay: str) -> None:
+    service.answers = [Answer(503, b"", (("Retry-After", delay),))]
+    client_of(service).score("text")
+    assert 0.005 <= waits[0] <= 0.01
+
+
 def test_a_delay_of_more_than_ten_minutes_ends_the_command(
-    service: StandIn, monkeypatch: pytest.MonkeyPatch
+    service: StandIn, waits: list[float]
 ) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(RequestPace, "pause", lambda _, seconds: waits.append(seconds))
     service.answers = [Answer(429, b"", (("Retry-After", "600"),))]
     client = client_of(service)
     client.score("text")
@@ -169,7 +214,7 @@ def test_a_refused_text_has_no_score_and_the_others_have(service: StandIn) -> No
         (Answer(403, error_body("API has not been used")), "status 403: API has not been used"),
         (Answer(400, error_body("Unknown requested attribute")), "check the API key"),
         (Answer(302, b"", (("Location", "http://127.0.0.1:1/"),)), "status 302"),
-        (Answer(200, b" " * (2 << 20)), "more than 1048576 bytes"),
+        (Answer(200, b" " * (1 << 20)), "1048576 bytes or more"),
         (Answer(404, b'{"error": {"message": {}, "details": 3}}'), "status 404"),
         (Answer(400, json.dumps({"error": [1]}).encode()), "status 400"),
         (Answer(400, b'{"error": {"details": [3, "errorType"]}}'), "status 400"),
@@ -183,7 +228,7 @@ def test_other_refusals_end_the_work_at_once(service: StandIn, answer: Answer, s
 
 
 def test_a_wrong_key_is_not_in_the_message(service: StandIn) -> None:
-    client = PerspectiveClient("secret", service.url, ATTRIBUTES)
+    client = client_to(service.url, "secret")
     with pytest.raises(ServiceError, match="API key not valid") as caught:
         client.score("text")
     assert "secret" not in str(caught.value)
@@ -193,7 +238,7 @@ def test_a_wrong_key_is_not_in_the_message(service: StandIn) -> None:
 @pytest.mark.parametrize("url", ["http://example.org/x", "ftp://localhost/x", "example.org", ""])
 def test_the_key_is_sent_encrypted_only(url: str) -> None:
     with pytest.raises(ConfigError, match="give a URL with https://"):
-        PerspectiveClient(KEY, url, ATTRIBUTES)
+        client_to(url)
 
 
 @pytest.mark.parametrize(
@@ -202,13 +247,11 @@ def test_the_key_is_sent_encrypted_only(url: str) -> None:
 )
 def test_a_broken_address_is_named_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="--api-url "):
-        PerspectiveClient(KEY, url, ATTRIBUTES)
+        client_to(url)
 
 
 def test_no_server(service: StandIn) -> None:
-    client = PerspectiveClient(
-        KEY, "http://127.0.0.1:9/", ATTRIBUTES, requests_per_second=1000, retries=1
-    )
+    client = client_to("http://127.0.0.1:9/", retries=1)
     with pytest.raises(ServiceError, match="2 attempts failed.*refused"):
         client.score("text")
 
@@ -231,11 +274,58 @@ def test_the_ends_of_the_range_are_scores(service: StandIn, value: int) -> None:
     assert len(service.bodies) == 1
 
 
-def test_a_shorter_pause_does_not_end_a_longer_one() -> None:
-    """If several workers ask for a pause, the longest one counts."""
-    pace = RequestPace(1000)
-    pace.pause(0.2)
-    pace.pause(0.0)
-    began = time.monotonic()
+def test_requests_start_at_the_rate_and_after_the_longest_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, waits = 0.5, list[float]()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    pace = RequestPace(4)
+    monkeypatch.setattr(pace._stopped, "wait", waits.append)
+    for _ in range(3):
+        pace.wait()
+    pace.pause(2.0)
+    pace.pause(1.0)
     pace.wait()
-    assert time.monotonic() - began > 0.1
+    now = 10.0
+    pace.wait()
+    assert waits == [0.0, 0.25, 0.5, 2.0, 0.0]
+
+
+def test_a_stopped_client_sends_nothing(service: StandIn) -> None:
+    client = client_of(service)
+    client.stop()
+    with pytest.raises(ServiceError, match="stopped"):
+        client.score("text")
+    assert not service.bodies
+
+
+class SlowClient:
+    """A client that answers one text at once, and the others when it is stopped."""
+
+    attributes, language = ("toxicity",), "en"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answered: list[str] = []
+        self._stopped = threading.Event()
+
+    def score(self, text: str) -> dict[str, float]:
+        self.asked.append(text)
+        if text != "quick":
+            assert self._stopped.wait(20)
+            time.sleep(0.05)
+        self.answered.append(text)
+        return {"toxicity": 0.5}
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+def test_two_texts_per_worker_are_read_ahead_and_dropped_when_stopped() -> None:
+    client, texts = SlowClient(), iter(["quick", "one", "two", "three", "four"])
+    scores = PerspectiveScorer(cast(PerspectiveClient, client), workers=2).score(texts)
+    assert next(scores).scores == {"toxicity": 0.5}
+    assert list(texts) == ["four"]
+    scores.close()
+    assert sorted(client.answered) == ["one", "quick", "two"]
+    assert sorted(client.asked) == ["one", "quick", "two"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.main import main as megatron
+from megatron.detoxify import select_texts
 
 
 def write(path: Path, scores: list[float | None]) -> Path:
@@ -51,13 +52,21 @@ def test_a_share_that_is_a_whole_number_of_lines_is_that_number(tmp_path: Path) 
     words = ["detoxify", "select", "--data-path", str(source), "--out-path", str(target)]
     assert megatron([*words, "--keep", "0.29"]) == 0  # 0.29 * 100 is below 29
     assert len(target.read_text().splitlines()) == 29
+    write(source, [0.1] * 3)
+    assert megatron([*words, "--overwrite", "--keep", "0.3333333"]) == 0
+    assert len(target.read_text().splitlines()) == 1
 
 
-def test_what_is_said_of_all_texts_and_of_those_that_are_kept(tmp_path: Path, capsys) -> None:
+def test_what_is_said_of_all_texts_and_of_those_that_are_kept(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores = [0.5, 0.25, None, 0.5, 1.0, 0.75]
     source, target = write(tmp_path / "in.jsonl", scores), tmp_path / "out.jsonl"
     words = ["detoxify", "select", "--data-path", str(source), "--out-path", str(target)]
+    flushed: list[Path] = []
+    monkeypatch.setattr(select_texts, "sync_folder", flushed.append)
     assert megatron(words) == 0
+    assert flushed == [tmp_path]
     assert sorted(json.loads(line)["text"] for line in target.read_text().splitlines()) == [
         *("t0", "t1", "t3")
     ]
@@ -100,3 +109,6 @@ def test_a_share_is_checked_and_the_input_is_not_replaced(tmp_path: Path, capsys
         assert f"--keep {share}: give a fraction" in capsys.readouterr().err
     assert megatron([*words, "--out-path", str(source), "--overwrite"]) == 9
     assert "is also the input" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="9"):
+        megatron(words[:2])
+    assert "--data-path" in capsys.readouterr().err

@@ -158,11 +158,20 @@ def _read_prompts(data: bytes, folder: Path) -> None:
     read_prompts(folder / "in.jsonl")
 
 
+def _client(*attributes: str) -> PerspectiveClient:
+    return PerspectiveClient(
+        *("k", _NOWHERE, attributes),
+        language="en",
+        requests_per_second=1e6,
+        retries=0,
+        timeout=60.0,
+    )
+
+
 def _read_annotated(data: bytes, folder: Path) -> None:
     """Read an input for selection, for measuring, and to continue it."""
     path, source = folder / "a.jsonl", folder / "own.jsonl"
-    client = PerspectiveClient("k", _NOWHERE, (), requests_per_second=1e6, retries=0)
-    unreachable = PerspectiveScorer(client, 1)
+    unreachable = PerspectiveScorer(_client(), 1)
     path.write_bytes(data)
     source.write_bytes(_ANNOTATED)
     for read in (
@@ -187,7 +196,7 @@ def _read_perplexity(data: bytes, folder: Path) -> None:
 
 def _read_scores(data: bytes, folder: Path) -> None:
     """Read an input as the Perspective API's answer to the only attempt."""
-    client = PerspectiveClient("k", _NOWHERE, ("toxicity",), requests_per_second=1e6, retries=0)
+    client = _client("toxicity")
     client._send = lambda _: data  # type: ignore[method-assign]
     assert 0 <= client.score("text")["toxicity"] <= 1
 
