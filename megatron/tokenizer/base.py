@@ -210,6 +210,7 @@ class ByteTokenizer(Tokenizer):
         lengths = np.array([len(self.bytes_of(index)) for index in ids], np.int64)
         ends = np.cumsum(lengths)
         data = np.frombuffer(text.encode(), np.uint8)
-        # The number of characters that begin before each byte (10xxxxxx continues a character).
-        characters_begun = np.concatenate([[0], np.cumsum(data & 0xC0 != 0x80)])
-        return ids, np.stack([characters_begun[ends - lengths + 1] - 1, characters_begun[ends]], 1)
+        # The number of characters that begin up to each byte (10xxxxxx continues a character).
+        characters_begun = np.cumsum(data & 0xC0 != 0x80)
+        starts = characters_begun[ends - lengths] - 1
+        return ids, np.stack([starts, characters_begun[ends - 1]], 1)

@@ -60,7 +60,6 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     module, name = _CLASSES[kind]
     imported = importlib.import_module(f"megatron.tokenizer.{module}")
     tokenizer: Tokenizer = getattr(imported, name)(config)
-    tokenizer.tokenize_unterminated("0")  # some libraries report a damaged file only on first use
     return tokenizer
 
 

@@ -15,7 +15,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, pass_context
+from jinja2 import TemplateError, TemplateSyntaxError, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -53,13 +53,9 @@ class _GenerationTag(Extension):
     """
 
     tags = {"generation"}
-
-    def __init__(self, environment: Environment) -> None:
-        """Start with no marks."""
-        super().__init__(environment)
-        self.is_used = False
-        self.length = 0
-        self.spans: list[Span] = []
+    is_used = False
+    length: int
+    spans: list[Span]
 
     def parse(self, parser: Parser) -> Node:
         self.is_used = True
@@ -87,15 +83,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         Raises:
             SecurityError: The result would be too large.
         """
-        bits = [abs(n).bit_length() if isinstance(n, int) else 0 for n in (left, right)]
         for value, factor in ((left, right), (right, left)):
             is_repeated = isinstance(value, str | list | tuple) and isinstance(factor, int)
             if is_repeated and len(value) * factor > _MAX_TEXT:
                 raise SecurityError(f"a value of more than {_MAX_TEXT:,} items")
-        if operator == "**" and isinstance(right, int):
-            bits = [bits[0] * min(abs(right), _MAX_BITS)]
-        if sum(bits) > _MAX_BITS:
-            raise SecurityError("a product with too many digits")
+        if isinstance(left, int) and isinstance(right, int):
+            is_power, bits = operator == "**", left.bit_length()
+            bits = bits * min(abs(right), _MAX_BITS) if is_power else bits + right.bit_length()
+            if bits > _MAX_BITS:
+                raise SecurityError("a product with too many digits")
         return super().call_binop(context, operator, left, right)
 
 

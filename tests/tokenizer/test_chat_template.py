@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 from jinja2.defaults import DEFAULT_FILTERS
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import chat_template
+from megatron.tokenizer import Tokenizer, chat_template
 from megatron.tokenizer.chat_template import (
     TRAINING_DATE,
     Chat,
     ChatTemplate,
     added_tokens,
+    encode,
     find_template,
     special_tokens,
     trained_text,
@@ -51,6 +55,10 @@ TEMPLATES = {
         "{% for m in messages %}{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "indented blocks": (
+        "{% for m in messages %}\n  {% if m.role == 'user' %}\n    {{ m.content }}\n  {% endif %}\n"
+        "{% endfor %}"
     ),
     "the day": "{{ strftime_now('%Y') }}{{ messages | length }}",
 }
@@ -119,6 +127,9 @@ def _rendered(source: str) -> str | None:
         ("{{ 6 * 'ab' }}", None),
         ("{{ ([0] * 11) | length }}", None),
         ("{{ ('x' * -9) ~ 'y' }}", "y"),
+        ("{{ 2 ** 9 }}", "512"),
+        ("{{ 2.5 ** 2 }}", "6.25"),
+        ("{{ 4 * 0.5 }}", "2.0"),
         ("{% for i in range(10) %}x{% endfor %}", "x" * 10),
         ("{% for i in range(11) %}x{% endfor %}", None),
     ],
@@ -128,6 +139,11 @@ def test_the_longest_text_that_a_template_may_write(
 ) -> None:
     monkeypatch.setattr(chat_template, "_MAX_TEXT", 10)
     assert _rendered(source) == text
+
+
+def test_a_string_of_64_mebi_characters_is_the_longest() -> None:
+    assert _rendered("{{ ('x' * 67108864) | length }}") == "67108864"
+    assert _rendered("{{ ('x' * 67108865) | length }}") is None
 
 
 def test_the_marks_of_a_template_are_those_of_its_last_text() -> None:
@@ -148,6 +164,20 @@ def test_a_template_is_at_most_a_mebibyte(tmp_path: Path) -> None:
     assert find_template(str(path), None) == "x" * (1 << 20)
     path.write_text("x" * ((1 << 20) + 1))
     with pytest.raises(ConfigError, match="--chat-template .*chat.jinja is larger than 1,048,576"):
+        find_template(str(path), None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a\n{% if %}", ": the chat template has an error on line 2"),
+        (b"\na\n\xff", ":3: not UTF-8 \\(byte 3\\)"),
+    ],
+)
+def test_a_file_that_is_no_template_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^--chat-template {path}{said}"):
         find_template(str(path), None)
 
 
@@ -230,6 +260,34 @@ def test_the_turns_that_are_trained_on(
     text, spans = trained_text(ChatTemplate(source, {}), chat, last_only=last_only)
     assert text == "<u>u0;<a>a0;<u>u1;<a>a1;<u>u2;<a>a2;"
     assert [text[start:end] for start, end in spans] == trained
+
+
+@pytest.mark.parametrize("source", [_PLAIN, _MARKED], ids=["plain", "marked"])
+def test_a_user_may_have_the_last_word(source: str) -> None:
+    text, spans = trained_text(ChatTemplate(source, {}), Chat(_TURNS[:3]))
+    assert text == "<u>u0;<a>a0;<u>u1;"
+    assert [text[start:end] for start, end in spans] == ["a0;"]
+
+
+@pytest.mark.parametrize(
+    ("spans", "trained"),
+    [
+        ([(2, 5)], [1, 2, 3]),  # with the space that belongs to a token, and every byte of one
+        ([(4, 5)], [2, 3]),
+        ([(1, 1), (5, 5)], []),
+        ([(0, 1), (5, 6)], [0, 4]),
+        ([(0, 6)], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_tokens_with_any_character_in_a_span_are_trained_on(
+    spans: list[tuple[int, int]], trained: list[int]
+) -> None:
+    """The second token's span lacks its space; the next two are bytes of one character."""
+    bounds = np.array([[0, 2], [3, 4], [4, 5], [4, 5], [5, 6]])
+    tokenizer = SimpleNamespace(tokenize_spans=lambda _: ([7, 8, 9, 10, 11], bounds))
+    ids, is_trained = encode(cast(Tokenizer, tokenizer), "ab cé!", spans)
+    assert ids.tolist() == [7, 8, 9, 10, 11]
+    assert is_trained.nonzero()[0].tolist() == trained
 
 
 def test_the_day_of_training_is_llama_3_s() -> None:

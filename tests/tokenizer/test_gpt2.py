@@ -124,6 +124,18 @@ def load_files(folder: Path, name: str) -> tuple[dict[str, int], list[str]]:
     return vocab, [line for line in lines if line and not line.startswith("#version")]
 
 
+def test_characters_stand_for_bytes_as_in_other_libraries():
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    table = byte_of_character()
+    assert sorted(table) == sorted(ByteLevel.alphabet())
+    assert "".join(table)[188:] == "".join(map(chr, range(0x100, 0x144)))
+    character = {byte: character for character, byte in table.items()}
+    text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 0x1000)]))
+    ((spelled, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    assert spelled == "".join(character[byte] for byte in text.encode())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-tiny", "made"])
 def test_all_encoders_equal_the_reference(request, cache_folder, name):
     if name == "made":
@@ -361,9 +373,9 @@ def test_a_small_compiled_file_is_read_again(tmp_path, cache_folder):
     assert compiled_encoder(compiled.stem.split("-")[0]) is None
 
 
-def test_an_encoder_is_renewed_once_it_has_seen_enough(monkeypatch):
+def test_an_encoder_is_renewed_once_it_has_seen_enough():
     """It remembers every word, so its memory would grow without end."""
-    monkeypatch.setattr("megatron.tokenizer.fast_bpe._RESET_AFTER", 10)
+    limit = 256 << 20
     built: list[SimpleNamespace] = []
 
     def load() -> SimpleNamespace:
@@ -371,5 +383,5 @@ def test_an_encoder_is_renewed_once_it_has_seen_enough(monkeypatch):
         return built[-1]
 
     encoder = GigatokenEncoder(load)
-    by = [int(encoder.encode(texts)[0][0]) for texts in (["abcd", "efgh"], ["ijk"], ["l"], ["m"])]
-    assert by == [1, 1, 2, 2]  # 8 characters, 11, and one each of the second
+    calls = ([range(limit - 3), "abc"], ["d"], ["e"], ["f"])  # a range stands for a long text
+    assert [int(encoder.encode(texts)[0][0]) for texts in calls] == [1, 1, 2, 2]

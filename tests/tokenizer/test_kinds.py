@@ -14,7 +14,7 @@ import sentencepiece
 from megatron.config.data import TOKENIZER_NEEDS, TokenizerConfig
 from megatron.data.indexed import IndexedDataset, best_dtype
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer, files_of
 from megatron.tokenizer.build import padded_vocab_size, vocabulary_multiple
 from megatron.tokenizer.files import digest
 
@@ -538,6 +538,7 @@ def test_damaged_rank_file(tmp_path, content):
 
 def test_null_tokenizer():
     tokenizer = build("NullTokenizer", vocab_size=100)
+    assert tokenizer.text_growth() == 2
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("1 22  3") == [1, 22, 3]
     assert tokenizer.detokenize([1, 22]) == "1 22"
@@ -585,6 +586,13 @@ def test_a_digest_depends_on_where_each_part_ends():
     assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("abc", "")}) == 4
     # It is saved in checkpoints, so it must not change.
     assert digest("ab", "c") == digest(b"ab", b"c") == "4826ed043ab3cdec576d8541fa5d5a80"
+
+
+def test_the_fields_that_name_files():
+    assert files_of(TokenizerConfig()) == ()
+    assert files_of(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)) == ()
+    gpt2 = TokenizerConfig(tokenizer_type="GPT2BPETokenizer")
+    assert files_of(gpt2) == ("vocab_file", "merge_file")
 
 
 def test_unknown_and_missing_kind():
