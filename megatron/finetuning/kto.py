@@ -135,14 +135,13 @@ class KTORecipe(PreferenceRecipe):
             _SHARE: desirable.double(),
             _DESIRABLE: rewards[0],
             _UNDESIRABLE: rewards[1],
-            _MARGINS: rewards[0] - rewards[1],
             "logps/chosen": torch.where(desirable, log_probs, 0),
             "logps/rejected": torch.where(desirable, 0, log_probs),
         }
         return means_over_pairs(values, is_answer)
 
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Return the values to log, with those of each kind of answer averaged over that kind."""
+        """Return the values to log: those of a kind of answer averaged over it, and the margin."""
         shares = {True: losses[_SHARE], False: 1 - losses[_SHARE]}
         values = dict(losses)
         for name, kind in _KIND_OF_METRIC.items():

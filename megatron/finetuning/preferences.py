@@ -14,7 +14,6 @@ InstructGPT (Ouyang et al., 2022, arXiv:2203.02155).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -158,14 +157,8 @@ def log_odds_ratio(means: Pairs) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x below 0, accurate for x near 0 and for large negative x."""
-    is_near_zero = x > -math.log(2)
-    # Each formula gets only inputs for which its gradient is finite: where `torch.where` selects
-    # the other formula, it multiplies this gradient by 0, and 0 x infinity is NaN.
-    small = torch.log(-torch.expm1(torch.where(is_near_zero, x, -1.0)))
-    return torch.where(
-        is_near_zero, small, torch.log1p(-torch.exp(torch.where(is_near_zero, -1.0, x)))
-    )
+    """Return log(1 - exp(x)) for x below 0, without cancellation for x near 0."""
+    return torch.log(-torch.expm1(x))
 
 
 class PreferenceRecipe(ComparingRecipe):
@@ -359,6 +352,6 @@ def last_token_scores(scores: Tensor, batch: Batch, layout: Layout) -> Tensor:
     """
     ends = batch[SEGMENT_ENDS]
     is_last = torch.zeros_like(batch[TRAINED]).flatten()
-    is_last[(ends[1:] - 1).clamp(min=0)] = 1
+    is_last[ends[1:] - 1] = 1
     is_last = is_last.view_as(batch[TRAINED])
     return document_sums(-scores, is_last, ends, layout.context).log_probs

@@ -176,7 +176,7 @@ def weights_checksum(run: Run, includes: Callable[[str], bool]) -> int:
     for name, parameter in run.named_parameters():
         if includes(name) and is_counted_here(parameter, run.layout, is_sharded=shards):
             weight = run.gradients.part(parameter) if shards else parameter
-            kind = {4: torch.int32, 2: torch.int16, 8: torch.int64}[weight.element_size()]
+            kind = {4: torch.int32, 2: torch.int16}[weight.element_size()]
             total += weight.detach().view(kind).sum(dtype=torch.int64)
     return int(sum_over_model(total, run.layout, over_replicas=shards).item())
 
@@ -203,7 +203,6 @@ def compute_reference(run: Run, dataset: PreferenceDataset) -> NDArray[np.float6
     The columns are those of the chosen and the rejected answers. Collective.
     """
     sums = np.zeros((dataset.pairs, 3))  # chosen, rejected, and how many times they were computed
-    contributes = run.layout.tensor.is_first and run.layout.context.is_first
 
     def forward(
         part: Any,
@@ -216,12 +215,11 @@ def compute_reference(run: Run, dataset: PreferenceDataset) -> NDArray[np.float6
         result = run_documents(part, batch, hidden, tokenizer, layout)
         if isinstance(result, Tensor):
             return result
-        if contributes:
-            pair_indices = np.concatenate([dataset.row(row) for row in batch["id"].tolist()])
-            first = values_at_segments(batch, PAIRS).nonzero().squeeze(1)
-            values = result.log_probs[torch.stack((first, first + 1), dim=1)].cpu().numpy()
-            sums[pair_indices, :2] += values
-            sums[pair_indices, 2] += 1
+        pair_indices = np.concatenate([dataset.row(row) for row in batch["id"].tolist()])
+        first = values_at_segments(batch, PAIRS).nonzero().squeeze(1)
+        values = result.log_probs[torch.stack((first, first + 1), dim=1)].cpu().numpy()
+        sums[pair_indices, :2] += values
+        sums[pair_indices, 2] += 1
         return {"loss": result.log_probs.sum().float()}
 
     for part in run.parts:

@@ -243,11 +243,12 @@ def label_log_probs(
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
         cross_entropy: The implementation, a kernel or plain PyTorch.
     """
-    num_real, axis = vocabulary.real(logits.shape[-1]), vocabulary.axis
+    size, axis = logits.shape[-1], vocabulary.axis
+    num_real = vocabulary.real(size)
     if axis.size == 1:
         logits = logits[..., :num_real]
-    elif num_real < logits.shape[-1]:
-        is_padding = torch.arange(logits.shape[-1], device=logits.device) >= num_real
+    elif num_real < size:
+        is_padding = torch.arange(size, device=logits.device) >= num_real
         # Use a finite value, because a rank may hold nothing but padding, and inf - inf is nan.
         logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
     losses = vocabulary_cross_entropy(
@@ -267,9 +268,7 @@ class Rollouts(Extras):
         at_once: The number of answers that a process generates concurrently (`AnswerGenerator`).
     """
 
-    def __init__(
-        self, sampling: Sampling, *, group_size: int, updates: int = 1, at_once: int = 256
-    ) -> None:
+    def __init__(self, sampling: Sampling, *, group_size: int, updates: int, at_once: int) -> None:
         """Store the settings."""
         self._sampling, self._group_size, self._updates = sampling, group_size, updates
         self._at_once = at_once

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,9 @@ from megatron.finetuning.rollouts import (
     WEIGHTS,
     Group,
     Judged,
+    Prompts,
     new_row,
+    token_log_probs,
 )
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
@@ -246,6 +248,15 @@ def test_a_resumed_run_repeats_the_rest(words: str, updates: str, tmp_path: Path
         assert values == whole[name][2:], name
 
 
+def test_a_resumed_run_generates_when_the_whole_run_would(tmp_path: Path) -> None:
+    """An update on answers from older weights has another log-ratio."""
+    own = ["--updates-per-rollout", "4", "--loss", "dapo"]
+    words = ["--train-iters", "6", "--save", str(tmp_path / "run"), "--save-interval", "1"]
+    _train(Layout.single(), tmp_path, [*words, "--exit-interval", "2"], own)
+    rest = _train(Layout.single(), tmp_path, [*words, "--load", str(tmp_path / "run")], own)
+    assert [ratio < 1e-5 for ratio in rest["log-ratio"]] == [True, False, True, False]
+
+
 LAYOUTS = {
     "data": (2, {}, ""),
     "tensor": (2, {"tensor": 2}, "--tensor-model-parallel-size 2"),
@@ -302,6 +313,29 @@ def test_a_row_holds_each_answer_after_a_copy_of_its_prompt(tmp_path: Path) -> N
     assert row[ADVANTAGES][:9].tolist() == [0, 0, 2, 2, 0, 0, 0, -2, 0]
     assert row[WEIGHTS][:9].tolist() == [0, 0, 0.25, 0.25, 0, 0, 0, 0.5, 0]
     assert row[REWARDS].sum() == 0.5
+    full = SimpleNamespace(
+        config=SimpleNamespace(data=SimpleNamespace(seq_length=9)), tokenizer=run.tokenizer
+    )
+    row = new_row(cast(Run, full), 5, group, [Judged(1.0, 2.0, 0.25), Judged(0.0, -2.0, 0.5)])
+    assert row[SEGMENT_ENDS].tolist() == [5, 9]  # no padding, and no segment of it
+    assert len(row["text"]) == 10
+
+
+def test_answers_of_the_longest_length_fit_and_all_else_has_no_probability(tmp_path: Path) -> None:
+    run = _build(Layout.single(), tmp_path, [], ["--answer-tokens", "13"])  # 4 x (3 + 13) = 64
+    batch = next(run.train_batches)
+    log_probs = token_log_probs(run.parts[0], batch, run.tokenizer, run.layout)
+    assert (log_probs[batch[TRAINED] == 0] == 0).all()
+    torch.testing.assert_close(log_probs, batch[OLD_LOG_PROBS], rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_are_in_another_order_in_each_epoch() -> None:
+    prompts = Prompts([{"prompt": str(i)} for i in range(8)], 24, seed=1)
+    epochs = [[prompts.record(8 * epoch + i)["prompt"] for i in range(8)] for epoch in range(3)]
+    assert all(sorted(epoch) == [*"01234567"] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert [prompts.record(i)["prompt"] for i in range(8)] == epochs[0]
+    assert len(prompts._orders) == 1  # only that of the current epoch is kept
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_args
 from megatron.data.preferences import FittedAnswers
 from megatron.errors import EXIT_OK, DataError
-from megatron.finetuning.kto import METRICS, KTORecipe
+from megatron.finetuning.kto import METRICS, KTORecipe, estimate_divergence
 from megatron.parallel.layout import Layout
 from megatron.training.pretrain import main
 from tests.distributed import run_sharing_memory
@@ -72,7 +73,14 @@ def test_every_layout_equals_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "chosen", "rejected"), [(0.25, 4.0, 2.0), (1.0, 1.0, 0.0), (0.0, 0.0, 1.5)]
+    ("share", "chosen", "rejected"),
+    [
+        (0.25, 4.0, 2.0),
+        (1.0, 1.0, 0.0),
+        (0.0, 0.0, 1.5),
+        (1e-6, 0.0, 1.5 / (1 - 1e-6)),  # a sum of averages that is not quite 0
+        (1.5e-6, 1 / 1.5e-6, 1.5 / (1 - 1.5e-6)),
+    ],
 )
 def test_the_values_of_a_kind_of_answer_are_means_over_that_kind(
     share: float, chosen: float, rejected: float
@@ -84,6 +92,22 @@ def test_the_values_of_a_kind_of_answer_are_means_over_that_kind(
     assert (reported["rewards/chosen"], reported["logps/chosen"]) == (chosen, chosen)
     assert (reported["rewards/rejected"], reported["logps/rejected"]) == (rejected, rejected)
     assert reported["rewards/margins"] == chosen - rejected
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "is_answer", "expected"),
+    [
+        ([3.0, 5.0, 7.0], [True, False, True], 5.0),
+        ([3.0, 5.0, 7.0], [False, True, False], 5.0),
+        ([3.0, -5.0, 7.0], [True, True, False], 0.0),  # a divergence is not negative
+        ([3.0, 5.0, 7.0], [False, False, False], 0.0),
+    ],
+)
+def test_the_divergence_is_the_mean_over_the_answers(
+    log_ratios: list[float], is_answer: list[bool], expected: float
+) -> None:
+    ratios, included = torch.tensor(log_ratios), torch.tensor(is_answer)
+    assert estimate_divergence(ratios, included, Layout.single()).item() == expected
 
 
 def test_an_answer_is_paired_with_one_to_another_prompt() -> None:

