@@ -13,7 +13,6 @@ from megatron.durable import private_folder
 from megatron.errors import ConfigError
 
 LOCAL_RANK_ENV = "LOCAL_RANK"
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # set by torchrun and by DeepSpeed's launcher
 _START = """
 import sys
 if {root!r} not in sys.path:
@@ -43,8 +42,8 @@ def local_rank() -> int:
 
 def local_world_size() -> int:
     """Return the number of processes on this machine, or 1 without a launcher."""
-    name = next((name for name in _LOCAL_SIZES if name in os.environ), _LOCAL_SIZES[0])
-    return whole_number(name, 1)
+    # torchrun sets the first one, and DeepSpeed's launcher the second one.
+    return whole_number("LOCAL_WORLD_SIZE", whole_number("LOCAL_SIZE", 1))
 
 
 def usable_cores() -> int:

@@ -130,10 +130,11 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
         return ShortageError(f"too many open files: raise the limit (`ulimit -n` is {limit})")
     request = re.search(r"allocate ([\d.]+ \w+)", str(cause))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    is_limited = limit != resource.RLIM_INFINITY
     return ShortageError(
         "out of memory"
         + (f": cannot allocate {request[1]}" if request else "")
-        + (f" (`ulimit -v` gives each process {limit / 1e9:.2f} GB)" if limit > 0 else "")
+        + (f" (`ulimit -v` gives each process {limit / 1e9:.2f} GB)" if is_limited else "")
         + f". {remedy}"
     )
 

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import pytest
 
-from megatron.command import format_panel, print_line, run_command
-from megatron.errors import CheckpointError, ConfigError
+from megatron.command import format_panel, prepare_streams, print_line, run_command
+from megatron.errors import CheckpointError, ConfigError, drop_unwritten
 from tests.repository import ROOT
 
 PRINTS = """
@@ -84,6 +84,14 @@ def test_lines_are_printed_where_stderr_is_a_terminal(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     print_line("iteration 1")
     assert capsys.readouterr().out == "iteration 1\n"
+
+
+def test_streams_that_are_open_at_the_start_stay_the_only_files() -> None:
+    before = os.listdir("/proc/self/fd")
+    prepare_streams()
+    with open(os.devnull, "w") as stream:
+        drop_unwritten(stream)
+    assert sorted(os.listdir("/proc/self/fd")) == sorted(before)
 
 
 def test_streams_that_were_closed_at_the_start_are_the_null_device() -> None:

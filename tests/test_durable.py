@@ -129,7 +129,7 @@ def test_root_s_files_are_trusted_by_everybody(
 def test_a_private_folder_is_created_and_found_again(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        path = durable.private_folder(tmp_path / "a" / "b")
+        path = durable.private_folder(tmp_path / "a" / "b" / "c")
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o700
@@ -261,6 +261,11 @@ def test_a_check_leaves_files_as_they_are(tmp_path: Path, victim: Path) -> None:
     assert victim.read_text() == "precious"
     assert list(tmp_path.iterdir()) == [victim]
     durable.remove_tree(tmp_path / "none")
+    (tmp_path / "tree" / "folder").mkdir(parents=True)
+    durable.remove_tree(tmp_path / "tree")
+    assert list(tmp_path.iterdir()) == [victim]
+    with pytest.raises(NotADirectoryError):
+        durable.sync_folder(victim)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +279,10 @@ def test_plots_have_a_few_formats(name: str, is_good: bool) -> None:
 
 
 def test_a_folder_that_fails_its_check_is_set_aside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(durable, "sync_folder", flushed.append)
     temporary, final = tmp_path / "final.tmp-1", tmp_path / "final"
     temporary.mkdir()
     durable.check_unpublished(None, temporary, final)
@@ -290,6 +297,7 @@ def test_a_folder_that_fails_its_check_is_set_aside(
         durable.check_unpublished(fail, temporary, final)
     (aside,) = tmp_path.iterdir()
     assert aside.name.startswith("final.unverified-")
+    assert flushed == [tmp_path]
     assert f"{final} was not verified: the unverified output is in {aside}" in (
         capsys.readouterr().err
     )

@@ -14,6 +14,7 @@ from megatron.environment import (
     corpora_file,
     cuda_home,
     environment_with_interpreter,
+    gpus_are_chosen,
     local_rank,
     local_world_size,
     module_command,
@@ -128,7 +129,7 @@ def test_numbers_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_of_a_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, processes: int, cores: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6 + pid)))
     monkeypatch.setattr(os, "cpu_count", lambda: 12)  # of which this process may use 6
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert cores_per_process() == cores
@@ -158,6 +159,13 @@ def test_numpy_starts_no_threads_unless_the_user_asks(monkeypatch: pytest.Monkey
             monkeypatch.delenv("OPENBLAS_NUM_THREADS")
         without_matrix_threads()
         assert os.environ["OPENBLAS_NUM_THREADS"] == threads
+
+
+def test_gpus_are_chosen_even_if_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus_are_chosen()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert not gpus_are_chosen()
 
 
 def test_files_and_keys_that_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,9 +133,8 @@ def _exec(argv: Sequence[str], *, finetunes: bool = False) -> None:
         current = Path.cwd()
         script_path = script.relative_to(current) if script.is_relative_to(current) else script
         print_line(f"$ {shlex.join([*program, str(script_path), *flags])}\n")
-    prefix = [sys.executable]
-    if len(program) > 1:
-        prefix = [*module_command(_LAUNCHER), *program[3:]]
+    _, *launcher = program
+    prefix = [*module_command(_LAUNCHER), *launcher[2:]] if launcher else [sys.executable]
     os.execv(prefix[0], [*prefix, str(script), *flags])
 
 
@@ -169,10 +168,10 @@ def training_command(
     if count > 1:  # report a mistake in one line, without torchrun's report on each process
         catalog.check_flags(architecture, checked_argv, count)
     # Our scripts are installed as modules next to the package.
-    spec = importlib.util.find_spec(script)
-    if spec is None or spec.origin is None:
+    path = getattr(importlib.util.find_spec(script), "origin", None)
+    if path is None:
         raise ConfigError(f"{script}.py is not installed: install megatron again")
-    return ["python", *launcher.split()], Path(spec.origin), flags
+    return ["python", *launcher.split()], Path(path), flags
 
 
 def _processes(flag: ParsedFlag | None) -> int:
@@ -183,15 +182,12 @@ def _processes(flag: ParsedFlag | None) -> int:
     """
     if flag is None:
         return 1 if is_launched() else max(1, _gpus())
-    try:
-        (text,) = flag.values
-        count = int(text)
-    except ValueError:
-        count = -1
-    if count < 0:
+    text = " ".join(flag.values)
+    if not text.isdecimal():
         raise ConfigError(f"{flag}: give the number of GPUs to use on this machine, 0 for none")
     if is_launched():
         raise ConfigError(f"{flag}: a launcher has already started this process: drop the flag")
+    count = int(text)
     if count == 0:
         hide_gpus()
     elif count > (gpus := _gpus() or count):

@@ -100,6 +100,17 @@ def test_a_tool_s_help_describes_it_as_the_command(
     assert "python tools/" not in about
 
 
+@pytest.mark.parametrize(("name", "own"), [("serve", "--request-timeout"), ("generate", "--top-k")])
+def test_help_of_what_runs_a_model_has_no_flags_of_training(
+    name: str, own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.dispatch("megatron", cli.COMMANDS, [name, "--help"])
+    flags = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert {"--load", own} <= flags
+    assert flags.isdisjoint({"--lr", "--train-iters"})
+
+
 def test_the_first_word_of_an_evaluation_is_its_task() -> None:
     assert cli.with_task(["LAMBADA", "--load", "x"]) == ["--task", "LAMBADA", "--load", "x"]
     assert cli.with_task(["--load", "x", "--task", "MNLI"]) == ["--load", "x", "--task", "MNLI"]
@@ -146,6 +157,7 @@ def test_a_table_of_commands_is_aligned() -> None:
         (["detoxify"], "usage: megatron detoxify COMMAND"),
         (["detoxify", "-h"], "usage: megatron detoxify COMMAND"),
         (["--version"], "megatron "),
+        (["--version", "--help"], "megatron "),
     ],
 )
 def test_tables_and_the_version_are_printed(
@@ -154,9 +166,11 @@ def test_tables_and_the_version_are_printed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "guard_imports", lambda: None)
+    guarded: list[bool] = []
+    monkeypatch.setattr(cli, "guard_imports", lambda: guarded.append(True))
     assert cli.main(argv) == 0
     assert capsys.readouterr().out.startswith(begins)
+    assert guarded == [True]
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,13 @@ def test_help_names_the_tasks_that_train_a_classifier(capsys: pytest.CaptureFixt
     assert "LAMBADA" not in named, "it is only evaluated"
 
 
+def test_a_script_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain, "_gpus", lambda: 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"^pretrain_gpt\.py is not installed"):
+        training_command(["gpt-tiny"])
+
+
 def test_finetuning_has_a_script_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain, "_gpus", lambda: 0)
     _, script, flags = training_command(["gpt-tiny", "--load", "x"], finetunes=True)
