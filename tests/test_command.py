@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import pytest
 
+from megatron import command
 from megatron.command import format_panel, prepare_streams, print_line, run_command
 from megatron.errors import CheckpointError, ConfigError, drop_unwritten
 from tests.repository import ROOT
@@ -269,6 +270,43 @@ def test_other_broken_pipes_are_errors() -> None:
     )
     assert done.returncode == 1
     assert b"BrokenPipeError" in done.stderr
+
+
+def test_an_immediate_end_loses_no_output() -> None:
+    script = """
+import atexit, sys
+from megatron.command import exit_immediately
+atexit.register(print, "late")
+sys.stdout.write("out")
+sys.stderr.write("err")
+exit_immediately(7)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("out", "err", 7)
+
+
+def test_a_rehearsal_needs_room_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def refuse(*given: int) -> NoReturn:
+        asked.append(given)
+        raise OSError
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    with monkeypatch.context() as patch:  # this process takes the part of the forked one
+        patch.setattr(command.resource, "getrlimit", lambda _: (1 << 30, -1))
+        patch.setattr(command.atexit, "register", lambda *_: None)
+        for name, value in (("fork", 0), ("open", -1), ("dup2", 0)):
+            patch.setattr(command.os, name, lambda *_, value=value: value)
+        patch.setattr(command.os, "_exit", leave)
+        patch.setattr(command.mmap, "mmap", refuse)
+        with pytest.raises(SystemExit, match="10"):
+            command._begin_rehearsal()
+    assert asked == [(-1, 16 << 20)]
 
 
 def test_a_panel_has_aligned_values_between_rules() -> None:
