@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -99,7 +98,7 @@ class HuggingFaceTokenizer(Tokenizer):
         import numpy as np
 
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        return encoded.ids, np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        return encoded.ids, np.array(encoded.offsets, np.int64).reshape(len(encoded.ids), 2)
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the token ids of each sentence, without the file's post-processing."""
@@ -133,7 +132,7 @@ def _find_file(name: str) -> Path:
     path = Path(name)
     if path.is_dir():
         path /= "tokenizer.json"
-    elif not path.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+    elif not path.exists():
         from huggingface_hub import try_to_load_from_cache  # offline; `tokenizers` requires it
         from huggingface_hub.utils import HFValidationError
 

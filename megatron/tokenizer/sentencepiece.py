@@ -49,7 +49,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
             if isinstance(settings, dict) and settings.get("legacy") is True:
                 self.special_spacing = "a space after special tokens"
         # Whether tokens preserve every space of a text, as in Llama's model.
-        self._keeps_spaces = len(model.encode_as_ids("   ")) > 0
+        self._keeps_spaces = bool(model.encode_as_ids("   "))
         self._num_pieces: int = model.get_piece_size()
         vocab = self._vocab = {model.id_to_piece(i): i for i in range(self._num_pieces)}
         model_sentinels, extra_sentinels = find_sentinels(vocab), extra_ids(config.vocab_extra_ids)
@@ -133,11 +133,11 @@ class GPTSentencePieceTokenizer(Tokenizer):
                     spans.append((position, position + len(piece.surface)))
                     position += len(piece.surface)
             begin += len(part)
-        bounds = np.array(spans, np.int64).reshape(-1, 2)
+        bounds = np.array(spans, np.int64).reshape(len(spans), 2)
         starts, ends = bounds[:, 0], bounds[:, 1]
         # A token for one byte of a character, or for a space that the model added, covers no
         # characters. Its span ends where that of the next token with characters ends.
-        covering = np.minimum(np.searchsorted(ends, starts, "right"), max(len(ends) - 1, 0))
+        covering = np.minimum(np.searchsorted(ends, starts, "right"), len(ends) - 1)
         return ids, np.stack([starts, ends[covering]], 1)
 
     @cached_property

@@ -338,9 +338,14 @@ GOOD = {**BYTES, "ab": 256, "<|endoftext|>": 257}
         ({**GOOD, "ab": float("nan")}, "a b", "v.json: not a JSON file"),
         (GOOD, "#version: 0.2\na b\nabc", "m.txt: merge 2 is 'abc'"),
         (GOOD, "a c", "no entry for 'a c'.*m.txt needs"),
+        (
+            {e: i for i, e in enumerate(GOOD) if e != "\u0143"} | {"<|endoftext|>": 255},
+            "a b",
+            "no entry for '\u0143', which .*m.txt needs \\(1 entries are missing",
+        ),
     ],
 )
-def test_damaged_files_are_named(tmp_path, vocab, merges, message):
+def test_damaged_files_are_named(tmp_path, cache_folder, vocab, merges, message):
     with pytest.raises(DataError, match=message):
         build_tokenizer(write_pair(tmp_path, vocab, merges))
 

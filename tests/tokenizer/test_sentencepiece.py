@@ -24,6 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama": (-1, 1, 2, 0),
         "megatron": (0, 1, 2, 3),
         "endless": (0, 1, -1, 2),
+        "first": (-1, 0, 1, 2),
     }
     symbols = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
     for name, (pad, bos, eos, unk) in ids.items():
@@ -66,6 +67,8 @@ def test_spans_leave_out_the_spaces_that_a_model_removes(models: Path) -> None:
     end = ids.index(tokenizer.eos)
     assert (spans[0, 0], spans[end - 1, 1]) == (3, 8)
     assert spans[end].tolist() == [8, 12]
+    assert ids[:end] == tokenizer.tokenize("Hello")
+    assert ids[end + 1 :] == tokenizer.tokenize("he")
     assert (spans[end + 1, 0], spans[-1, 1]) == (14, 16)
 
 
@@ -77,6 +80,29 @@ def test_llama_s_texts_begin_with_the_begin_token(models: Path) -> None:
     assert tokenizer.detokenize([1, *ids, tokenizer.vocab_size]) == "Hello world"
     with pytest.raises(DataError, match="has no begin token"):
         build("Llama2Tokenizer", tokenizer_model=str(models / "t5.model"))
+
+
+def test_the_begin_token_may_be_the_first_piece(models: Path) -> None:
+    tokenizer = build("Llama2Tokenizer", tokenizer_model=str(models / "first.model"))
+    assert tokenizer.tokenize("Hello")[0] == tokenizer.bos == 0
+
+
+def test_a_space_that_a_model_adds_at_the_end_covers_nothing(tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["Hello world, hello"] * 9),
+        model_writer=model,
+        vocab_size=20,
+        hard_vocab_limit=False,
+        treat_whitespace_as_suffix=True,
+        minloglevel=2,
+    )
+    (tmp_path / "suffix.model").write_bytes(model.getvalue())
+    path = str(tmp_path / "suffix.model")
+    tokenizer = build("GPTSentencePieceTokenizer", tokenizer_model=path)
+    ids, spans = tokenizer.tokenize_spans("Held")
+    assert tokenizer.inv_vocab[ids[-1]] == "\u2581"
+    assert spans[-1].tolist() == [4, 4]
 
 
 def test_sentinels_follow_the_pieces_as_in_t5(models: Path) -> None:
