@@ -11,7 +11,7 @@ from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import TRAINING_DATE, Chat, ChatTemplate, trained_text
 
-_TIME_LIMIT = 5.0  # seconds for a template to render two messages
+_TIMEOUT = 5.0  # seconds for a template to render two messages
 _ANSWER = "Yes"
 _MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content": _ANSWER}]
 
@@ -35,7 +35,7 @@ def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer)
     process.start()
     sender.close()
     try:
-        return cast("int | None", receiver.recv()) if receiver.poll(_TIME_LIMIT) else None
+        return cast("int | None", receiver.recv()) if receiver.poll(_TIMEOUT) else None
     except EOFError:  # the process died
         return None
     finally:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 
+from megatron.config.data import TokenizerConfig
 from megatron.config.distillation import DistillationConfig
 from megatron.config.parser import parse_config
 from megatron.config.run import RunConfig
@@ -393,6 +398,77 @@ def test_a_dry_run_counts_the_teacher(teacher: str, capsys: pytest.CaptureFixtur
     assert "--teacher-load nowhere: there is no checkpoint" in capsys.readouterr().err
 
 
+def test_a_damaged_teacher_is_refused_but_may_be_planned(teacher: str, tmp_path: Path) -> None:
+    """Checking all of its files takes longer than a dry run."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(teacher, folder)
+    (weights,) = folder.glob("iter_*/*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    config = parsed(Layout.single(), ["--teacher-load", str(folder)])
+    plan = Distillation(GPTRecipe()).teacher_plan(config, 104)
+    assert plan is not None
+    assert plan.hidden == 48
+    with pytest.raises(CheckpointError, match="none of its checkpoints can be used"):
+        begin(Layout.single(), ["--teacher-load", str(folder)])
+
+
+def test_the_teacher_s_plan_has_no_dropout(teacher: str) -> None:
+    run = begin(Layout.single(), ["--teacher-load", teacher, "--hidden-dropout", "0.1"])
+    (part,) = run.recipe.teacher.parts  # type: ignore[attr-defined]
+    assert "dropout=0.0" in repr(part.plan)
+    assert not re.search(r"dropout=(?!0\.0\b)", repr(part.plan))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "flags", "is_same"),
+    [
+        (None, {"tokenizer_type": "NullTokenizer", "vocab_size": 9}, True),
+        (None, {"tokenizer_type": "NullTokenizer", "vocab_size": 8}, False),
+        (None, {}, True),  # a checkpoint that does not say
+        ("other", {"tokenizer_type": "NullTokenizer", "vocab_size": 9}, False),
+        ("same", {"tokenizer_type": "NullTokenizer", "vocab_size": 8}, True),
+    ],
+)
+def test_the_tokenizers_of_checkpoints_of_any_origin_are_compared(
+    recorded: str | None, flags: dict[str, Any], is_same: bool
+) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9))
+    fingerprint = tokenizer.fingerprint() if recorded == "same" else recorded
+    reader: Any = SimpleNamespace(meta={} if recorded is None else {"tokenizer": fingerprint})
+    with nullcontext() if is_same else pytest.raises(CheckpointError, match="^t: the teacher has"):
+        teacher_module._check_tokenizer(reader, TokenizerConfig(**flags), tokenizer, "t")
+
+
+def test_tokenizers_of_the_same_entries_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary may be stored in files of several kinds."""
+    one, two = (
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9))
+        for _ in range(2)
+    )
+    monkeypatch.setattr(two, "fingerprint", lambda: "of another file")
+    monkeypatch.setattr(teacher_module, "build_tokenizer", lambda _: two)
+    reader: Any = SimpleNamespace(meta={})
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer")
+    teacher_module._check_tokenizer(reader, config, one, "t")
+
+
+def test_progress_is_reported_after_more_than_a_minute(
+    teacher: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = SimpleNamespace(monotonic=iter(range(0, 3000, 30)).__next__)
+    monkeypatch.setattr(teacher_module, "time", clock)
+    words = ["--teacher-load", teacher, "--logits-save-top-k", "9"]
+    _save_small_files(Layout.single(), [*words, "--logits-save-dir", str(tmp_path)])
+    reports = [line for line in capsys.readouterr().out.splitlines() if "of this process" in line]
+    # The first look is after 30 seconds, the third after 90; the report itself takes 30.
+    assert reports == ["  3 of this process's 4 files are written"]
+
+
 def test_only_the_last_stage_reads_files(saved: str, tmp_path: Path) -> None:
     words = ["--logits-load-dir", saved, "--pipeline-model-parallel-size", "2"]
     for stage, kind in enumerate((MockDataset, files.TeacherLogitsDataset)):
@@ -412,6 +488,21 @@ def test_the_teacher_is_no_part_of_the_run(teacher: str) -> None:
     known = run.recipe.teacher  # type: ignore[attr-defined]
     assert not known.parts[0].training
     assert not any(parameter.requires_grad for parameter in known.parts[0].parameters())
+
+
+def test_a_token_with_a_single_known_id_counts_as_known() -> None:
+    """With a weight of 1, its cross entropy has no gradient, even if the id is 0."""
+    logits = torch.randn(1, 2, 11, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    labels = torch.tensor([[1, 2]])
+    batch = TokenBatch(labels, labels, torch.ones(1, 2), labels)
+    known = TopLogProbs(
+        torch.tensor([[[0], [-1]]]), torch.tensor([[[-0.5], [-torch.inf]]]), torch.zeros(1, 2) - 1
+    )
+    options = DistillationConfig(teacher_load="t", kd_loss_alpha=1.0)
+    vocabulary = VocabularyPart(Layout.single().tensor, 11)
+    student_losses(logits * 1, batch, known, vocabulary, options)[LOSS_NAMES[0]].backward()
+    assert logits.grad is not None
+    assert logits.grad.abs().sum(-1)[0].ne(0).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("source", ["model", "files"])
