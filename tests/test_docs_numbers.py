@@ -104,7 +104,7 @@ def test_packed_documents_take_what_their_rows_say() -> None:
 
 
 @pytest.mark.parametrize("first", ["training", "what"])
-def test_what_was_reached_stands_on_the_page_that_it_is_of(first) -> None:
+def test_results_are_on_the_page_that_their_row_links(first) -> None:
     """Each number in the column is on the page that the row links, or further down here."""
     opening, further = FIRST.split("## Missed goals and missing measurements", 1)
     for row in table(opening, first, "measured"):

@@ -33,7 +33,7 @@ class Network(nn.Module):
         self.attention_choice = context.kernels.attention
         self.embedding = new_embedding(plan, context, self.part)
         ahead = multi_token_plan(plan)
-        # Those of `LayerStack` come first, in the same order.
+        # The rotations of `LayerStack` come first, in the same order.
         self._rotaries = rotaries((*plan.layers, *(ahead.layers if ahead is not None else ())))
         self.rotary = nn.ModuleList(
             RotaryTable(rotary, context.device) for rotary in self._rotaries

@@ -92,7 +92,7 @@ def test_data_parallel_size(tensor: int, pipeline: int, world: int, expected: in
     assert data_parallel_size(with_values(RunOptions(), sizes), world) == expected
 
 
-def test_what_must_be_known_is_known_by_its_type() -> None:
+def test_required_values_are_set_in_a_resolved_run() -> None:
     """A resolved run has the narrowed types; a missing value is refused by its flag."""
     config = parse("").config
     assert type(config) is RunConfig

@@ -127,7 +127,7 @@ def test_arrays_without_a_digest_are_rebuilt(tmp_path: Path) -> None:
 
 
 def test_arrays_of_another_description_or_input_are_not_used(tmp_path: Path) -> None:
-    """Files with a correct digest, under the name of others."""
+    """The files have a correct digest, but the names of other arrays."""
     build, cache = Builder(), IndexCache((tmp_path,))
     cache.load_or_build("text", SPECS, build)
     name = hashlib.md5(b"other", usedforsecurity=False).hexdigest()

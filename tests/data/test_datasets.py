@@ -343,7 +343,7 @@ def test_splits_that_are_missing_stay_so() -> None:
 
 
 def test_a_corpus_keeps_its_fingerprint(tmp_path):
-    """As recorded: a checkpoint has it, and another version must accept the checkpoint."""
+    """The fingerprint is stored in checkpoints, so it must not change between versions."""
     for name, size in (("a.bin", 700_000), ("a.idx", 4097), ("b.bin", 10), ("b.idx", 0)):
         (tmp_path / name).write_bytes(bytes(i * i % 251 for i in range(size)))
     a, b = (tmp_path / name for name in "ab")

@@ -160,7 +160,7 @@ class Fragments(Constant):
     ],
 )
 def test_the_samples_of_a_seed_stay_the_same(sample, text):
-    """As recorded. Special tokens are digits."""
+    """The samples equal recorded ones, in which digits stand for special tokens."""
     rules = how(0.6, 0.5, fragment_end=FRAGMENT_END, fragment_rate=0.7, exempt_prefix="#")
     found = FillInMiddleDataset(Fragments(), rules, 7)[sample]
     assert found["id"] == sample

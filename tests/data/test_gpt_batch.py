@@ -62,7 +62,7 @@ def test_equals_the_loop(positions: bool, loss: bool) -> None:
 
 @pytest.mark.parametrize(("documents", "segments"), [(2, 16), (8, 16), (9, 32), (16, 32), (17, 64)])
 def test_documents_are_filled_up_with_empty_ones(documents: int, segments: int) -> None:
-    """Their number is a power of two, to keep shapes few; empty ones mask nothing."""
+    """A power of two limits the number of shapes. Empty documents mask nothing."""
     ends = np.append(np.arange(1, documents), 32)
     found = collate([{SEGMENT_ENDS: ends}, {SEGMENT_ENDS: ends}])[SEGMENT_ENDS]
     listed = [0, *ends, *(32 + ends)]
@@ -76,7 +76,7 @@ def test_documents_are_filled_up_with_empty_ones(documents: int, segments: int) 
 def test_the_longest_document_is_known_without_reading_the_batch(
     lengths: list[int], longest: int
 ) -> None:
-    """It is a size in whole tiles of the kernel."""
+    """The length is rounded up to whole tiles of the kernel."""
     ends = np.cumsum(lengths)
     batch = collate([{SEGMENT_ENDS: ends}])
     assert batch[LONGEST_SEGMENT].shape == (longest, 0)

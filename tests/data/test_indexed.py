@@ -461,7 +461,7 @@ def test_links_under_temporary_names_are_not_followed(
         (tmp_path / f"out.{suffix}.tmp-{os.getpid()}").symlink_to(victim)
     tokens = write_random(tmp_path / "out")
     assert sum(read_all(tmp_path / "out"), []) == tokens.tolist()
-    # Not even under a name that an attacker has guessed.
+    # A link is not followed even if an attacker has guessed the temporary name.
     monkeypatch.setattr(
         indexed, "unique_sibling", lambda path, kind: path.with_name(f"{path.name}.tmp")
     )

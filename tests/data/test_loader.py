@@ -74,7 +74,7 @@ def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
     workers = [process.pid for process in processes]
     for pid in workers:
         os.kill(pid, signal.SIGINT)
-    # Not from the parent: a launcher's SIGTERM goes to all processes of the job.
+    # A launcher sends SIGTERM to all processes of the job, so it does not come from the parent.
     for pid in workers:
         subprocess.run(["kill", "-TERM", str(pid)], check=True)
     assert len(list(islice(batches, 30))) == 30

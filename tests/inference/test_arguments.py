@@ -198,7 +198,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     for section, kind in sections().items():
         watch(section, kind)
-    # It writes launch variables into this process's environment, where later tests would see them.
+    # `prepare` writes launch variables into the environment, where later tests would see them.
     monkeypatch.setattr("megatron.processes.process.prepare", lambda *_, **__: None)
     return found
 

@@ -151,9 +151,9 @@ def _check_engines(loaded: Loaded, asked: list[tuple[int, ...]], expected: list[
 
 
 def test_texts_grow_beyond_the_trained_context() -> None:
-    """Their keys are recomputed with the long divisors; prompts of the same length share blocks.
+    """Keys are recomputed with the long divisors, and prompts of the same length share blocks.
 
-    With drafts, with steps queued ahead, in small chunks, and after texts were preempted.
+    This also holds with drafts, steps queued ahead, small chunks and preempted texts.
     """
     loaded = toy(LONG_ROPE)
     shared = tuple(range(40, 60))  # as long as the training context
@@ -168,8 +168,8 @@ def test_texts_grow_beyond_the_trained_context() -> None:
 def test_tokens_keep_the_rotation_that_they_had_when_they_were_new() -> None:
     """Dynamic NTK is used beyond the training context of 20 tokens.
 
-    In small chunks, with drafts, with steps queued ahead, after texts were preempted, and
-    with prompts that share a prefix.
+    This also holds in small chunks, with drafts, steps queued ahead, preempted texts, and
+    prompts that share a prefix.
     """
     loaded = toy(DYNAMIC, positions=20)
     model: Any = loaded.model

@@ -36,7 +36,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
 
 
 def test_a_snapshot_of_states_is_taken_where_prompts_may_branch_and_restored_there() -> None:
-    """It is behind the last whole block of a prompt, in the slot after those of the sequences."""
+    """It follows the last whole block of a prompt, and uses the slot after the sequences'."""
     scheduler = Scheduler(replace(SETTINGS, max_tokens=6, has_states=True, snapshots=1))
 
     def run() -> list[tuple[int, int, int, int]]:

@@ -260,7 +260,7 @@ def test_the_choice_tells_which_kernels_may_run(monkeypatch):
 
 
 def test_one_list_of_the_heads_that_flash_kernels_take(monkeypatch):
-    """PyTorch's, the package's, which are smaller, and the flag's rule."""
+    """PyTorch's kernel, the package (which supports fewer sizes) and the flag's rule agree."""
     monkeypatch.setattr(attention, "Device", lambda _: SimpleNamespace(has_flash=True))
     package = FlashPackage(lambda *_: None, "4.0")
     for size, fits, fits_package in (

@@ -268,7 +268,7 @@ def test_the_rows_of_equal_layers_are_dealt_evenly():
 
 
 def test_stacked_matrices_are_sent_in_the_rows_that_each_process_holds(monkeypatch):
-    """Of 2 x 12 rows of 9, each of 4 processes holds 6."""
+    """Each of 4 processes holds 6 of the 2 x 12 rows of 9 elements."""
     sent = []
 
     def exchange(x, axis, to, received):
@@ -304,7 +304,7 @@ def test_matrices_that_just_fill_a_chunk_share_it(monkeypatch):
     axis = Axis(size=1, rank=0, ranks=(0,))
     places = [MatrixShard(_spec((8, 4)), None, axis) for _ in range(5)]
     assert muon._chunks(places) == [[0, 1], [2, 3], [4]]
-    # Of two processes with half of the rows each, every one orthogonalizes half of a chunk.
+    # Each of two processes holds half of the rows, and orthogonalizes half of a chunk.
     halves = Axis(size=2, rank=0, ranks=(0, 1))
     places = [MatrixShard(_spec((8, 4)), None, halves if i % 2 else None) for i in range(11)]
     assert muon._chunks(places) == [[0, 2], [4, 6], [8, 10], [1, 3, 5, 7], [9]]

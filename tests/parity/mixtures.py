@@ -335,7 +335,7 @@ MIXTURES: tuple[MixtureCase, ...] = (
 )
 
 
-# Those in docs/layouts.md. In 16 bits, rounding alone soon reroutes a token.
+# The cases in docs/layouts.md. In 16 bits, rounding alone soon reroutes a token.
 IN_FP32 = tuple(case for case in MIXTURES if case.tolerance == 1e-5)
 
 

@@ -31,7 +31,7 @@ from tests.parity.mixtures import IN_FP32, SOFTMAX, MixtureCase, differences
 ITERATIONS = 2
 _DROPLESS = "--moe-router-topk 2 --moe-shared-expert-intermediate-size 16"
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform"
-# Its table has learned positions, except in two layouts.
+# The table of LAYOUTS has learned positions, except in two layouts.
 _ROTARY = (
     LayoutCase(1),
     LayoutCase(1, flags=_RECOMPUTE),

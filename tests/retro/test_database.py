@@ -154,7 +154,7 @@ def test_chunks_are_read_padded_with_eod(tmp_path: Path) -> None:
 def test_tokens_outside_of_the_vocabulary_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a large table, a few evenly spaced chunks are compared with the vocabulary."""
+    """Only a few evenly spaced chunks of a large table are compared with the vocabulary."""
     documents = [[i + 1, 90 if i in (4, 8) else 5] for i in range(10)]
     build(options(tmp_path / "w", write_dataset(tmp_path / "d", documents), ntrain=1))
     ChunkDatabase(tmp_path / "w", CHUNK, 0, vocab_size=91).check()

@@ -67,7 +67,7 @@ def test_a_missing_program_is_named(target: list[str], program: str, tmp_path: P
 def test_slurm_finds_a_folder_for_its_output(
     workdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cancels a job without a word if there is none."""
+    """If the folder does not exist, SLURM silently cancels the job."""
     started: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command.shutil, "which", lambda name: f"/usr/bin/{name}")

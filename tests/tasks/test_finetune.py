@@ -222,7 +222,7 @@ def test_existing_results_are_refused_before_the_work(toy, tmp_path, capsys, tas
 
 
 def test_a_resumed_run_replaces_its_own_results_alone(toy, tmp_path, capsys):
-    """Its own are those that name its --save folder, if it continues from a checkpoint there."""
+    """They name its --save folder, and it continues from a checkpoint there."""
     run, other, results = (tmp_path / name for name in ("run", "other", "out.json"))
     words = ["--task", "SST-2", *_sst(toy, "--results", str(results)), *PLAIN]
 

@@ -282,7 +282,7 @@ def test_each_window_has_a_trace_with_all_that_was_asked_for(tmp_path):
 
 
 def test_a_window_begins_and_ends_with_iterations_that_are_not_skipped(tmp_path, monkeypatch):
-    """Its name is the last iteration, even if that was skipped; a run may end inside a window."""
+    """A window is named after its last iteration, even if that was skipped. A run may end in it."""
     recorded, files = [], []
 
     class Profiler(nullcontext):

@@ -203,7 +203,7 @@ def _held(layout, words):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("expert_tensor", [1, 2])
 def test_weights_gradients_and_states_are_those_estimated(stage, expert_tensor):
-    """Of four processes, two pairs divide the experts among them, or split each expert."""
+    """Two pairs of processes divide the experts between them, or split each expert."""
     case = MixtureCase(4, tensor=2, expert=2, expert_tensor=expert_tensor)
     case = replace(case, flags=f"--sequence-parallel --zero-stage {stage}")
     config, plan = _config(case.words, 4)

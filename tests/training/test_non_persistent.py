@@ -295,7 +295,7 @@ def test_which_updates_are_followed_by_a_fast_save(
         run.progress.iteration, run.finished = iteration, iteration == 14
         outcome: Any = SimpleNamespace(save_due=iteration == 4)
         saver.after_step(run, outcome, EarlyExit("now", 0) if iteration == 10 else None)
-    # 6 and 12 have durable checkpoints, as 4, and the last ones follow in another way.
+    # 6 and 12 are saved durably. 4 turns out to be too, and 10 and 14 end the run.
     assert interrupted == [2, 4, 8, 10, 14]
     assert run.layout.journal.position.operation == "saving a non-persistent checkpoint"
     assert saved == [2]

@@ -179,7 +179,7 @@ def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
     assert {seed, longer} <= set(of_legacy)
     assert build_toy(Layout.single(), ["--load", str(legacy)])
     assert "changed since" not in capsys.readouterr().out
-    # Its conversion represents the same run, as far as its arguments tell.
+    # Converted back, the checkpoint describes the same run, as far as its arguments tell.
     back = tmp_path / "back"
     words = f"--model-type GPT --loader megatron --saver native --load-dir {legacy}"
     assert util.main([*words.split(), "--save-dir", str(back), "--keep-optimizer"]) == 0
@@ -208,7 +208,7 @@ def test_of_a_schedule_that_goes_on_as_saved_nothing_has_changed(saved, capsys):
     assert "instead of --lr " in "".join(_changes(capsys.readouterr().out.splitlines()))
 
 
-def test_what_megatron_cannot_go_on_with_is_told_of_a_conversion(tmp_path, capsys):
+def test_a_conversion_reports_what_megatron_cannot_continue(tmp_path, capsys):
     """The same is reported if a run saves in that format: tests/config/test_checks.py."""
     ours, flags = tmp_path / "ours", "--lr-decay-style WSD --lr-wsd-decay-iters 2 --bf16"
     flags += f" --fp8-format hybrid --fp8-recipe delayed --save {ours}"

@@ -122,7 +122,7 @@ def test_a_frozen_gpt_keeps_its_weights(workdir, gpt, tmp_path, flags):
     first = build_toy(Layout.single(), words(workdir, start), "retro")
     for name, begun in first.named_parameters():
         assert torch.equal(whole[name], begun) != is_retriever_parameter(name), name
-    # It is the same when stopped and resumed on two processes.
+    # A run that is stopped and resumed on two processes gives the same weights.
     save = f"{start} --save {tmp_path / 'retro'} --exit-interval 3 --save-interval 3"
     run_distributed(2, _frozen, workdir, save)
     resumed = _frozen(

@@ -145,7 +145,7 @@ def test_names_shapes_and_rows_are_those_of_core_s_layers(natives, tmp_path):
 
 
 def test_weights_that_core_keeps_in_fp32_are_written_in_fp32(natives, tmp_path):
-    """They come from the masters, and are read as weights in 16 bits and masters."""
+    """They are written from the masters, and read both as 16-bit weights and as masters."""
     words = [*SAVE, *NETWORKS["bf16"], "--use-distributed-optimizer"]
     run_distributed(1, resave, natives("bf16"), words, tmp_path)
     held, _ = stored_tensors(open_checkpoint(tmp_path).path)

@@ -27,7 +27,7 @@ _KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "ArrowRight": (39, ""), "Tab":
 
 
 def find_chromium() -> str:
-    """Return its path, or skip the test if there is none."""
+    """Return the path of Chromium, or skip the test if it is not installed."""
     for name in _NAMES:
         if path := shutil.which(name):
             return path

@@ -1,6 +1,6 @@
 """Rows 13 and 44: saves and restarts of a model of 1.3 billion parameters on GPUs.
 
-A checkpoint has 24.8 GB, and two are kept for a moment: the temporary folder (TMPDIR) needs room.
+A checkpoint takes 24.8 GB, and two are kept for a moment: the temporary folder (TMPDIR) needs room.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class _Job:
         new_interpreter: bool,
         waits_for_all: bool,
     ) -> None:
-        """Start all of them.
+        """Start all ranks.
 
         Args:
             count: The number of ranks.
