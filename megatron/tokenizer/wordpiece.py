@@ -6,6 +6,7 @@ Chinese Yuan models segments it with jieba.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -127,7 +128,7 @@ class EncDecTokenizer(Tokenizer):
         # Words repeat, and a cache lookup takes a twentieth of the time of matching a word.
         self._ids_of = lru_cache(_CACHED_WORDS)(self._match)
         special = {name: vocab[entry] for name, entry in _YUAN_SPECIAL.items() if entry in vocab}
-        count = next(i for i in range(len(vocab) + 1) if f"<s_{i}>" not in vocab)
+        count = next(i for i in itertools.count() if f"<s_{i}>" not in vocab)
         sentinels = [vocab[f"<s_{i}>"] for i in range(count)]
         super().__init__("EncDecTokenizer", digest(file.data), special, len(vocab), sentinels)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron.environment import private_cache
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import wordpiece
 from tests.tokenizer.test_kinds import build
@@ -100,6 +102,17 @@ def test_only_spaces_between_words_are_dropped(small, text, entries, monkeypatch
     assert [tokenizer.inv_vocab[i] for i in tokenizer.tokenize(text)] == entries.split()
 
 
+def test_the_dictionary_is_loaded_at_once_and_without_a_word(tmp_path, monkeypatch):
+    jieba = pytest.importorskip("jieba")
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path))
+    jieba.setLogLevel(logging.DEBUG)
+    wordpiece._segmenter.cache_clear()
+    cut = wordpiece._segmenter()
+    assert len(list(private_cache("jieba").iterdir())) == 1
+    assert not jieba.default_logger.isEnabledFor(logging.INFO)
+    assert cut("中国 a") == ["中国", " ", "a"]
+
+
 def test_a_missing_library_is_named(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     wordpiece._segmenter.cache_clear()
@@ -156,6 +169,7 @@ def test_the_longest_word_and_the_ends_of_texts(small, monkeypatch):
     entries = [tokenizer.inv_vocab[i] for i in tokenizer.tokenize("b" * 200)]
     assert entries == ["b", *["##b"] * 199]
     assert tokenizer.tokenize("b" * 201) == [_ENTRIES.index("<unk>")]
+    assert tokenizer.tokenize("文文中") == [0, 0, _ENTRIES.index("中")]
     assert (tokenizer.bos, tokenizer.eos) == (_ENTRIES.index("<s>"), _ENTRIES.index("</s>"))
 
 
