@@ -11,6 +11,9 @@ import torch
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.finetuning.preferences import (
     METRICS,
+    PairLosses,
+    Pairs,
+    _reward_metrics,
     log1mexp,
     means_over_pairs,
     pair_values,
@@ -92,6 +95,13 @@ def test_each_pair_has_the_values_of_two_segments_in_a_row() -> None:
     found = pair_values(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([True, False, True]))
     assert found.chosen.tolist() == [1, -1, 3]
     assert found.rejected.tolist() == [2, -1, 4]
+
+
+def test_an_answer_of_the_same_reward_is_not_the_better_one() -> None:
+    rewards = Pairs(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.5, 5.0]))
+    found = _reward_metrics(PairLosses(torch.zeros(3), rewards))
+    assert found["rewards/accuracies"].tolist() == [0, 1, 0]
+    assert found["rewards/margins"].tolist() == [0, 0.5, -2]
 
 
 def test_means_are_those_over_pairs() -> None:
