@@ -137,6 +137,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.logging,
     rules_data.sources,
     rules_data.blends,
+    rules_data.validation_sets,
     rules_data.split,
     rules_data.tokenizer,
     rules_data.sentinels,

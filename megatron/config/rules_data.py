@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from megatron.config.data import (
@@ -16,6 +17,8 @@ from megatron.config.data import (
 )
 from megatron.config.fields import text_to
 from megatron.config.run import RunOptions
+
+_WORD = re.compile(r"\S+")
 
 
 def tokenizer_files(tokenizer_type: str | None) -> tuple[str, ...]:
@@ -92,6 +95,40 @@ def blends(config: RunOptions, world_size: int) -> Iterator[str]:
                 f"{name}: {', '.join(invalid)} must be a weight above 0: give pairs WEIGHT "
                 "PREFIX WEIGHT PREFIX ..."
             )
+
+
+def validation_sets(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for data that --full-validation or --multiple-validation-sets cannot use."""
+    data, evaluation = config.data, config.evaluation
+    if evaluation.full_validation and data.mock_data:
+        yield "--full-validation cannot be combined with --mock-data, which has no end: drop it"
+    elif evaluation.full_validation:
+        given = _given(data)
+        field = "data_path" if "data_path" in given else "valid_data_path"
+        words = given.get(field, ())
+        if given and not words:
+            yield "--full-validation requires validation data: give --valid-data-path, or drop it"
+        elif len(words) > 1 and is_number(words[0]):
+            remedy = "give prefixes alone"
+            if field == "data_path":
+                remedy = "give --train-data-path, and --valid-data-path without weights"
+            yield (
+                f"--full-validation uses every sample of all datasets, but "
+                f"{_flag_source(data, field)} has weights: {remedy}, or drop --full-validation"
+            )
+    paths, names = data.valid_data_path, evaluation.validation_set_names
+    if evaluation.multiple_validation_sets and paths is None:
+        yield (
+            "--multiple-validation-sets evaluates each dataset of --valid-data-path: give "
+            "--train-data-path and --valid-data-path, or drop the flag"
+        )
+    if names is None or paths is None:
+        return
+    flag = f"--validation-set-names {' '.join(names)}"
+    if len(names) != len(paths):
+        yield f"{flag}: --valid-data-path has {len(paths)} datasets: give a name for each"
+    elif len(set(names)) < len(names) or not all(map(_WORD.fullmatch, names)):
+        yield f"{flag}: give different names without spaces, because they are part of tags"
 
 
 def split(config: RunOptions, world_size: int) -> Iterator[str]:

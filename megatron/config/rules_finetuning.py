@@ -73,6 +73,7 @@ _NOT_WITH_ROLLOUTS: Exclusions = {
     "parallel.expert_model_parallel_size": ((1,), "each copy of the model generates on its own"),
     "training.calculate_per_token_loss": ((False,), "every answer's tokens have their own weight"),
     "data.mock_data": ((False,), "prompts are read from a file"),
+    "evaluation.full_validation": ((False,), "answers are not evaluated"),
     "curriculum.curriculum_schedule": ((None,), "it would cut off answers"),
 }
 
@@ -155,6 +156,11 @@ def preferences(config: RunOptions, world_size: int) -> Iterator[str]:
         yield (
             f"{flag} cannot be combined with --truncation split, because answers are compared as "
             "a whole: use keep-start"
+        )
+    if config.evaluation.full_validation:
+        yield (
+            f"{flag} cannot be combined with --full-validation, which reads documents or "
+            "conversations: use --eval-iters, and drop the flag"
         )
     if config.distillation.is_on or config.distillation.logits_save_dir:
         yield (

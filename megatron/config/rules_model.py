@@ -518,7 +518,7 @@ def _sizes(config: RunOptions) -> Iterator[tuple[str, int, int]]:
         projected = 2 * (keys + values + value_heads)
         yield "the input projection of gated delta nets, with width", projected, split
     yield "--micro-batch-size x --seq-length", micro_batch * (data.seq_length or 0), max(1, context)
-    if config.evaluation.eval_iters and config.evaluation.eval_micro_batch_size:
+    if config.evaluation.takes_place and config.evaluation.eval_micro_batch_size:
         evaluated = config.evaluation.eval_micro_batch_size * (data.seq_length or 0)
         yield "--eval-micro-batch-size x --seq-length", evaluated, max(1, context)
     decoder_tokens = micro_batch * (data.decoder_seq_length or 0)

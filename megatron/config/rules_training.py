@@ -41,7 +41,7 @@ def evaluation_batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if an evaluation's batch does not divide over micro-batches and processes."""
     training, evaluation = config.training, config.evaluation
     own_total, own_micro = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
-    if not evaluation.eval_iters or (own_total is None and own_micro is None):
+    if not evaluation.takes_place or (own_total is None and own_micro is None):
         return
     total, micro = own_total or training.global_batch_size, own_micro or training.micro_batch_size
     step = (micro or 0) * data_parallel_size(config, world_size)
@@ -551,7 +551,9 @@ def samples(config: RunOptions, world_size: int) -> Iterator[str]:
         iterations = (training.train_tokens or 0) // max(config.data.seq_length or 1, 1) // batch
     elif iterations is None:
         iterations = (training.train_samples or 0) // batch
-    evaluations = evaluation.count(iterations) + 1 if evaluation.eval_interval > 0 else 1
+    evaluations = 1  # with --full-validation, --eval-iters is only the length of the test
+    if evaluation.eval_interval > 0 and not evaluation.full_validation:
+        evaluations += evaluation.count(iterations)
     own_batch = evaluation.eval_global_batch_size
     flag = f"--{'eval-' if own_batch else ''}global-batch-size"
     batch = own_batch or batch
@@ -568,7 +570,7 @@ def passes(config: RunOptions, world_size: int) -> Iterator[str]:
     micro, batch = config.training.micro_batch_size, config.training.global_batch_size
     evaluation, replicas = config.evaluation, data_parallel_size(config, world_size)
     cases = [("--", batch, micro, "update")]
-    if evaluation.eval_iters and evaluation.eval_global_batch_size:
+    if evaluation.takes_place and evaluation.eval_global_batch_size:
         own_micro = evaluation.eval_micro_batch_size or micro
         cases.append(("--eval-", evaluation.eval_global_batch_size, own_micro, "evaluation batch"))
     for prefix, total, size, name in cases:

@@ -89,7 +89,7 @@ class RunConfig(ModelRun):
     @property
     def largest_micro_batch(self) -> int:
         """The largest number of samples in one forward pass of one process."""
-        evaluated = self.eval_micro_batch if self.evaluation.eval_iters else 0
+        evaluated = self.eval_micro_batch if self.evaluation.takes_place else 0
         return max(self.training.micro_batch_size, evaluated)
 
 

@@ -24,7 +24,13 @@ _MASKS_TOKENS = Requirement(
 _AVERAGES = Requirement(
     lambda run: run.optimizer.averages_weights, "--ema-decay or --lawa-interval"
 )
-_EVALUATES = Requirement(lambda run: run.evaluation.eval_iters, "--eval-iters above 0")
+_EVALUATES = Requirement(
+    lambda run: run.evaluation.takes_place, "--eval-iters above 0 or --full-validation"
+)
+_FULL_VALIDATION = Requirement(lambda run: run.evaluation.full_validation, "--full-validation")
+_SEPARATE_SETS = Requirement(
+    lambda run: run.evaluation.multiple_validation_sets, "--multiple-validation-sets"
+)
 _SKIPS = Requirement(lambda run: run.training.on_nonfinite == "skip", "--on-nonfinite skip")
 _FINDS_SPIKES = Requirement(
     lambda run: run.training.on_spike != "none", "--on-spike skip or --on-spike rewind"
@@ -219,7 +225,8 @@ class EvaluationConfig:
     """Evaluation.
 
     Attributes:
-        eval_iters: Global batches per evaluation. 0 disables evaluation.
+        eval_iters: Global batches per evaluation. 0 disables evaluation, unless
+            --full-validation is given.
         eval_interval: Iterations between evaluations.
         start_eval_at_iter: The first iteration after which an evaluation takes place.
         eval_global_batch_size: Samples in each of an evaluation's global batches. Default:
@@ -228,6 +235,12 @@ class EvaluationConfig:
             --micro-batch-size.
         eval_averaged_weights: Also evaluate the average of the weights that --ema-decay or
             --lawa-interval keeps.
+        full_validation: Use every sample of the validation data once in each evaluation, instead of
+            --eval-iters global batches. --eval-iters remains the length of the test at the end.
+        multiple_validation_sets: Evaluate each dataset of --valid-data-path separately, and log a
+            loss for each.
+        validation_set_names: Names of the datasets in --valid-data-path, in the same order, for the
+            log. Default: numbers from 0.
     """
 
     eval_iters: int = flag(100, at_least=0)
@@ -238,6 +251,14 @@ class EvaluationConfig:
         None, unit="samples", at_least=1, at_most=MAX_WIDTH, needs=_EVALUATES
     )
     eval_averaged_weights: bool = flag(False, requires=_AVERAGES)
+    full_validation: bool = flag(False, only_for=("gpt",))
+    multiple_validation_sets: bool = flag(False, requires=_FULL_VALIDATION)
+    validation_set_names: tuple[str, ...] | None = flag(None, requires=_SEPARATE_SETS)
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether the validation data is evaluated during training."""
+        return self.full_validation or self.eval_iters > 0
 
     def is_due(self, iteration: int) -> bool:
         """Return whether an evaluation follows this number of iterations."""

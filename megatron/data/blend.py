@@ -289,3 +289,23 @@ class BlendedDataset:
             counts += np.bincount(piece, minlength=len(self.datasets))
         pairs = zip(self.datasets, counts.tolist(), strict=True)
         return [member for dataset, count in pairs for member in text_members(dataset, count)]
+
+
+@dataclass(eq=False)
+class JoinedDataset:
+    """All samples of several datasets, one dataset after the other."""
+
+    datasets: Sequence[SampleDataset]
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return sum(map(len, self.datasets))
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`; its `id` is its index in all datasets together."""
+        index = i
+        for dataset in self.datasets:
+            if index < len(dataset):
+                return {**dataset[index], "id": i}
+            index -= len(dataset)
+        raise IndexError(f"sample {i} of {len(self)}")

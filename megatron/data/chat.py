@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.finetuning import FinetuningConfig
-from megatron.data.blend import BlendedDataset
+from megatron.data.blend import BlendedDataset, JoinedDataset
 from megatron.data.conversations import (
     ConversationEncoder,
     ConversationOptions,
@@ -139,7 +139,11 @@ def build_packed_datasets(
         first = part.bounds[0]
         return PackedDataset(examples, first, packing, part.num_samples, request.seed, padding_id)
 
-    return build_datasets(request, build_part, open_source=open_source)
+    def epoch_samples(source: ExampleSource, bounds: tuple[int, int]) -> int:
+        lengths = source.examples.lengths[slice(*bounds)]
+        return (pack if packs else one_per_row)(lengths, seq_length).rows
+
+    return build_datasets(request, build_part, open_source=open_source, epoch_samples=epoch_samples)
 
 
 def build_chat_datasets(
@@ -227,7 +231,7 @@ def padding_token(tokenizer: Tokenizer) -> int:
 
 def members_of(dataset: SampleDataset | None, kind: type[Kind]) -> list[Kind]:
     """Return the datasets of a kind in a split, in the order of its blend if it is one."""
-    if isinstance(dataset, BlendedDataset):
+    if isinstance(dataset, BlendedDataset | JoinedDataset):
         return [member for each in dataset.datasets for member in members_of(each, kind)]
     return [dataset] if isinstance(dataset, kind) else []
 

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron.config import RunConfig
 from megatron.config.data import SPLIT_NAMES, DataConfig, is_number
-from megatron.data.blend import BlendPhase, blend, parse_blend_schedule, samples_per_dataset
+from megatron.data.blend import (
+    BlendPhase,
+    JoinedDataset,
+    blend,
+    parse_blend_schedule,
+    samples_per_dataset,
+)
 from megatron.data.cache import IndexCache, builder_first
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.named import paths_of
@@ -37,7 +43,8 @@ class DataRequest(NamedTuple):
     Attributes:
         data: The flags that name datasets, splits and caches.
         seed: The seed of every shuffle and draw.
-        samples: The numbers of training, validation and test samples that the run needs.
+        samples: The numbers of training, validation and test samples that the run needs. `None` for
+            validation means every sample of the validation data, once.
         is_builder: True in exactly one process, which writes caches before the others look for them
             and prints the warnings.
         barrier: A function that waits until every process has called it. It is called once.
@@ -49,14 +56,14 @@ class DataRequest(NamedTuple):
 
     data: DataConfig
     seed: int
-    samples: tuple[int, int, int]
+    samples: tuple[int, int | None, int]
     is_builder: bool = True
     barrier: Callable[[], None] = lambda: None
     unit: int = 1
     blends_single: bool = False
 
     @staticmethod
-    def of(config: RunConfig, samples: tuple[int, int, int], layout: Layout) -> DataRequest:
+    def of(config: RunConfig, samples: tuple[int, int | None, int], layout: Layout) -> DataRequest:
         """Return the request of a run for these numbers of samples."""
         return DataRequest(
             config.data,
@@ -92,9 +99,9 @@ class DatasetPart(NamedTuple):
 
 
 BuildPart = Callable[[DatasetPart], DescribedDataset]
-# A function that returns the number of samples in an epoch of a part of an indexed dataset, from
-# the dataset and the part's bounds.
-EpochSamples = Callable[[IndexedDataset, tuple[int, int]], int]
+# A function that returns the number of samples in an epoch of a part of a dataset, from the dataset
+# and the part's bounds.
+EpochSamples = Callable[[Any, tuple[int, int]], int]
 # A function that makes the samples of text from the corpus, the bounds of the split's pieces, the
 # number of samples and the index of the dataset in its blend.
 BuildText = Callable[[TextCorpus, tuple[int, int], int, int], DescribedDataset]
@@ -108,8 +115,17 @@ class Datasets(NamedTuple):
     test: SampleDataset | None
 
     def map(self, wrap: Callable[[SampleDataset], SampleDataset]) -> Datasets:
-        """Apply a function to each dataset, and return the results."""
-        return Datasets(*(None if split is None else wrap(split) for split in self))
+        """Apply a function to each dataset, and return the results.
+
+        If a split consists of several separate datasets, the function is applied to each of them.
+        """
+
+        def wrap_each(split: SampleDataset | None) -> SampleDataset | None:
+            if isinstance(split, JoinedDataset):
+                return JoinedDataset([wrap(dataset) for dataset in split.datasets])
+            return None if split is None else wrap(split)
+
+        return Datasets(*map(wrap_each, self))
 
 
 class DataSource(Protocol):
@@ -169,18 +185,24 @@ def build_datasets(
         reads_tfrecords: Whether `build_part` also makes samples from TFRecords, one per record.
         open_source: A function that opens the path in a flag as a custom source, instead of any of
             the above. `build_part` makes the samples.
-        epoch_samples: A function that returns the number of samples in an epoch of a part of an
-            indexed dataset. Indexed datasets without weights are blended by these numbers. By
-            default, they are blended by their numbers of tokens.
+        epoch_samples: A function that returns the number of samples in an epoch of a part of a
+            dataset. Indexed datasets without weights are blended by these numbers. By default, they
+            are blended by their numbers of tokens, and --full-validation is refused.
 
     Raises:
-        ConfigError: No data is named, or --data-path or --split cannot be parsed.
+        ConfigError: No data is named, --data-path or --split cannot be parsed, or the kind of
+            sample does not support --full-validation.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     if request.data.mock_data:
         assert build_mock is not None, "a rule refuses --mock-data"
         counts = enumerate(request.samples)
         return Datasets(*(build_mock(count, i) if count else None for i, count in counts))
+    if request.samples[1] is None and epoch_samples is None:
+        raise ConfigError(
+            "--full-validation: the number of validation samples in this kind of data is unknown: "
+            "use --eval-iters, and drop the flag"
+        )
     if open_source is None:
         reads_text = build_text is not None
         open_source = partial(_open, request.data, reads_text, reads_tfrecords)
@@ -406,6 +428,9 @@ def _build_split(
     """Build the dataset of split `split_index`, as a blend if it has several members."""
     split, num_samples = SPLIT_NAMES[split_index], request.samples[split_index]
     flag = request.data.split
+    if num_samples is None:
+        assert epoch_samples is not None, "--full-validation was refused"
+        return _build_whole(split, members, request, build, epoch_samples)
     nonempty = [member for member in members if member.bounds[0] < member.bounds[1]]
     if num_samples == 0 or not members:
         return None
@@ -456,6 +481,57 @@ def _build_split(
     ]
     size = num_samples if phases[0].are_sizes else sum(counts)
     return blend(datasets, phases, size, request.cache())
+
+
+def _build_whole(
+    split: str,
+    members: Sequence[_Member],
+    request: DataRequest,
+    build: Callable[[str, _Member, int, int], DescribedDataset],
+    epoch_samples: EpochSamples,
+) -> JoinedDataset:
+    """Build the dataset of --full-validation: every sample of the split's datasets, once.
+
+    Raises:
+        ConfigError: Datasets have weights, or one is text, whose number of samples is unknown until
+            it has been read.
+        DataError: A dataset of --valid-data-path has no sample, or --split leaves no sample at all.
+    """
+    counts = []
+    for member in members:
+        if member.weight is not None:  # a program's own flag; a rule checks the usual ones
+            raise ConfigError(
+                f"--full-validation uses every sample of {member.data.prefix}, but it has the "
+                f"weight {member.weight:g}: give validation data without weights, or drop the flag"
+            )
+        if isinstance(member.data, TextCorpus):
+            raise ConfigError(
+                f"--full-validation: {member.data.prefix} is text, whose number of samples is not "
+                "known before it is read: run tools/preprocess_data.py first, or drop the flag"
+            )
+        is_empty = member.bounds[0] == member.bounds[1]
+        counts.append(0 if is_empty else max(0, epoch_samples(member.data, member.bounds)))
+    empty = [member.data.prefix for member, count in zip(members, counts, strict=True) if not count]
+    if not any(counts) or (empty and request.data.valid_data_path is not None):
+        cause = "too few tokens for a sample"
+        if request.data.data_path is not None:
+            cause = f"--split {request.data.split!r} leaves {cause}"
+        raise DataError(
+            f"--full-validation: {cause} of the validation data in {', '.join(empty)}: give more "
+            "validation data, or drop the flag"
+        )
+    if empty and request.is_builder:
+        warn(
+            f"--split {request.data.split!r} leaves too few {split} tokens for a sample in "
+            f"{', '.join(empty)}: not part of the validation"
+        )
+    return JoinedDataset(
+        [
+            build(split, member, count, index)
+            for index, (member, count) in enumerate(zip(members, counts, strict=True))
+            if count
+        ]
+    )
 
 
 def _constant_blend(

@@ -33,6 +33,7 @@ from megatron.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
 from megatron.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron.data.mock import MockDataset
 from megatron.data.sample import (
+    COUNTED,
     LONGEST_SEGMENT,
     SEGMENT_ENDS,
     TRAINED,
@@ -463,10 +464,13 @@ def make_loss_mask(batch: Mapping[str, Tensor], *, eod: int, eod_mask_loss: bool
 
     The arguments are the same as for `make_batch`.
     """
-    if TRAINED in batch:
-        return batch[TRAINED].float()
     tokens = batch["text"][:, :-1]
-    return (tokens != eod).float() if eod_mask_loss else torch.ones_like(tokens, dtype=torch.float)
+    mask = torch.ones_like(tokens, dtype=torch.float)
+    if TRAINED in batch:
+        mask = batch[TRAINED].float()
+    elif eod_mask_loss:
+        mask = (tokens != eod).float()
+    return mask * batch[COUNTED][:, None] if COUNTED in batch else mask
 
 
 def context_part(batch: TokenBatch, axis: Axis) -> TokenBatch:

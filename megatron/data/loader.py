@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron.data.sample import LONGEST_SEGMENT, ROW_POSITION, SEGMENT_ENDS, Sample, SampleDataset
+from megatron.data.sample import (
+    COUNTED,
+    LONGEST_SEGMENT,
+    ROW_POSITION,
+    SEGMENT_ENDS,
+    Sample,
+    SampleDataset,
+)
 from megatron.errors import DataError, ShortageError, shortage_of
 
 _TILE = 128  # queries per thread block of the flash kernel
@@ -132,6 +139,30 @@ class CyclicSampler(_Sampler):
         order = torch.randperm(whole, generator=generator)
         # Megatron distributes the remainder too, which gives some processes one more micro-batch.
         return order[: self.epoch_samples][self.rank :: self.size]
+
+
+@dataclass(eq=False)
+class FilledDataset:
+    """Every sample of a dataset once, and then samples that fill the last micro-batches.
+
+    Samples have a further field, `COUNTED`, which is 0 in those that only fill.
+
+    Attributes:
+        dataset: The dataset, which is not empty.
+        block: The number of samples in one micro-batch of every process.
+    """
+
+    dataset: SampleDataset
+    block: int
+
+    def __len__(self) -> int:
+        """Return the number of samples, a multiple of a block."""
+        return -(-len(self.dataset) // self.block) * self.block
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return sample `i`. Beyond the end of the dataset, its first samples are repeated."""
+        count = len(self.dataset)
+        return {**self.dataset[i % count], COUNTED: int(i < count)}
 
 
 def build_loader(

@@ -23,6 +23,9 @@ TRAINED = "trained"
 # A field of a sample from a `TextDataset`, `[7]`: the index of its dataset, its stream, and the
 # position (`RowPosition`) at which the stream's next row begins. Other samples of a blend lack it.
 ROW_POSITION = "place"
+# A field of an evaluation sample: 1 if the sample counts in the loss, 0 if it only fills a
+# micro-batch.
+COUNTED = "counted"
 # A sample: arrays, and `id`, the sample's index in its dataset. Each array except `SEGMENT_ENDS`
 # has the same length in all samples of the dataset.
 Sample = Mapping[str, NDArray[np.int64] | int]

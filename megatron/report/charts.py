@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.report.history import Curve, History
+from megatron.report.history import Curve, History, split_held_out
 
 _POINTS = 24_000  # limit for all curves of a page, which keeps it below 1 MB
 _BINS = (60, 1000)  # minimum and maximum number of bins of a curve
@@ -37,9 +37,7 @@ def chart_of(tag: str) -> tuple[str, str]:
         return "Time of an iteration", "s"
     if tag.startswith("expert-load/"):
         return "Expert load", "relative to an even share"
-    base = tag.removesuffix(" ppl")
-    for split in (" validation", " test"):
-        base = base.removesuffix(split)
+    base = split_held_out(tag.removesuffix(" ppl"))[0]
     base = base.replace("-", " ").replace("lm loss", "LM loss")
     title = base[0].upper() + base[1:] if base else tag
     return (f"{title}, perplexity" if tag.endswith(" ppl") else title), ""

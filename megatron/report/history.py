@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -14,7 +15,18 @@ from typing import Any
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _RESERVED = {"iteration", "consumed samples", "time", "event", "expert load", "end of training"}
 _MAX_ITERATIONS = 1 << 48
+# The end of the tag of a loss on held-out data; --multiple-validation-sets adds the name of a set.
+_HELD_OUT = re.compile(r" (?:validation(?:-\S+)?|test)$")
 _LONGEST_TEXT = 2000  # maximum number of characters of a setting or an event
+
+
+def split_held_out(tag: str) -> tuple[str, str]:
+    """Split a tag, such as "lm loss validation-wiki", into the loss and the held-out data.
+
+    The data is empty if the tag is not that of an evaluation.
+    """
+    match = _HELD_OUT.search(tag)
+    return (tag, "") if match is None else (tag[: match.start()], match[0].strip())
 
 
 class Curve:
@@ -139,9 +151,7 @@ class History:
         self, points: Mapping[str, float], iteration: int, time: float | None
     ) -> None:
         """Add the events that scalars reveal: evaluations and changes of the loss scale."""
-        losses = {
-            tag: value for tag, value in points.items() if tag.endswith((" validation", " test"))
-        }
+        losses = {tag: value for tag, value in points.items() if split_held_out(tag)[1]}
         if losses:
             text = ", ".join(f"{tag} {value:.4f}" for tag, value in losses.items())
             self.events.append(Event("evaluation", iteration, time, text))

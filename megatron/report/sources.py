@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.errors import DataError
-from megatron.report.history import MALFORMED, Event, History
+from megatron.report.history import MALFORMED, Event, History, split_held_out
 from megatron.report.timeline import find_timelines
 
 _EVENT_FILES = "events.out.tfevents.*"
@@ -117,7 +117,7 @@ class EventFiles:
             for point in points:
                 history.add_point(tag, point.step, point.value)
                 times[point.step] = max(point.wall_time, times.get(point.step, point.wall_time))
-            if tag.endswith((" validation", " test")):
+            if split_held_out(tag)[1]:
                 history.events += [
                     Event("evaluation", point.step, point.wall_time, f"{tag} {point.value:.4f}")
                     for point in points

@@ -112,6 +112,7 @@ class FinetuneRecipe(Recipe):
                 samples_per_epoch=self._samples_per_epoch,
             )
         if self._valid:
+            assert samples[1] is not None, "--full-validation is only for GPT"
             valid = Repeated(TextSamples(self._valid, tokenizer, length), samples[1])
         return train, valid, None
 

@@ -21,7 +21,7 @@ from megatron.command import tool_main
 from megatron.config.arguments import ToolParser
 from megatron.durable import expect_no_file, plot_name_problems, writing_to
 from megatron.errors import ConfigError, DataError
-from megatron.report.history import MALFORMED, History
+from megatron.report.history import MALFORMED, History, split_held_out
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,15 +89,16 @@ def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, Points]:
 def read_validation(path: Path, flag: str) -> dict[str, Points]:
     """Return the validation losses of a file by name, such as "lm loss".
 
+    With --multiple-validation-sets, the name of the set follows, as in "lm loss wiki".
+
     Raises:
         DataError: The file is missing, is not JSON lines, or has no validation loss.
     """
-    ending = " validation"
-    losses = {
-        name.removesuffix(ending): points
-        for name, points in read_curves(path, flag).items()
-        if name.startswith("lm loss") and name.endswith(ending)
-    }
+    losses = {}
+    for tag, points in read_curves(path, flag).items():
+        name, data = split_held_out(tag)
+        if name.startswith("lm loss") and data.startswith("validation"):
+            losses[f"{name} {data.removeprefix('validation').removeprefix('-')}".rstrip()] = points
     if not losses:
         raise DataError(f"{path}: no record has a validation loss ('lm loss validation')")
     return losses

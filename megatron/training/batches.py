@@ -199,7 +199,8 @@ class BatchPlan:
 def samples_needed(config: RunConfig, train_iterations: int, start: Progress) -> SampleCounts:
     """Return the numbers of training, validation and test samples of the run, as Megatron does.
 
-    The training samples include those of earlier updates, whose batches may have been larger.
+    The training samples include those of earlier updates, whose batches may have been larger. The
+    data decides the number of validation samples with --full-validation.
 
     Args:
         config: The run's configuration.
@@ -213,21 +214,30 @@ def samples_needed(config: RunConfig, train_iterations: int, start: Progress) ->
         train = max(train_iterations * batch, start.consumed_samples + remaining * batch)
     evaluations = evaluation.count(train_iterations) + 1
     one_evaluation = evaluation.eval_iters * config.eval_global_batch
-    return train, evaluations * one_evaluation, one_evaluation
+    validation = None if evaluation.full_validation else evaluations * one_evaluation
+    return train, validation, one_evaluation
 
 
 def evaluation_position(run: Run, iteration: int) -> int:
     """Return the number of validation samples consumed by evaluations up to an iteration.
 
     The result depends on the iteration and the flags alone, so a run resumed with the same flags
-    evaluates on the samples that the uninterrupted run would have used.
+    evaluates on the samples that the uninterrupted run would have used. With --full-validation,
+    every evaluation begins with the first sample.
     """
+    if run.config.evaluation.full_validation:
+        return 0
     done = evaluations_until(run.config, iteration)
     return done * run.config.evaluation.eval_iters * run.config.eval_global_batch
 
 
 def batches_from(
-    run: Run, dataset: SampleDataset, *, consumed: int, micro_batch: int | None = None
+    run: Run,
+    dataset: SampleDataset,
+    *,
+    consumed: int,
+    micro_batch: int | None = None,
+    order: str | None = None,
 ) -> Iterator[Batch]:
     """Yield this rank's micro-batches, beginning at a position in the global sample order.
 
@@ -236,6 +246,7 @@ def batches_from(
         dataset: The samples.
         consumed: The number of samples that all ranks together have consumed.
         micro_batch: The number of samples in a micro-batch; `None` means --micro-batch-size.
+        order: The sample order, a value of --dataloader-type; `None` means the flag's.
 
     Raises:
         DataError: The dataset has no further micro-batch.
@@ -244,7 +255,7 @@ def batches_from(
     micro_batch = micro_batch or run.batches.micro_batch
     arguments = (len(dataset), consumed, micro_batch, axis.rank, axis.size)
     sampler: SingleSampler | CyclicSampler = SingleSampler(*arguments)
-    if options.dataloader_type == "cyclic":
+    if (order or options.dataloader_type) == "cyclic":
         sampler = CyclicSampler(*arguments, options.data_sharding)
     return _load(run.config, dataset, sampler, pin_memory=run.device.is_gpu)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.command import print_line
+from megatron.data.blend import JoinedDataset
+from megatron.data.loader import FilledDataset
 from megatron.data.sample import ControlledDataset, SampleDataset
 from megatron.errors import EXIT_OK
 from megatron.training.batches import BatchPlan, batches_from, evaluation_position
@@ -10,6 +14,7 @@ from megatron.training.callbacks.base import Callback, EarlyExit
 from megatron.training.callbacks.scalars import Scalars
 from megatron.training.log_line import validation_lines
 from megatron.training.passes import Passes
+from megatron.training.recipe import Batch
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome, reduce_losses
 
@@ -28,18 +33,54 @@ def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float]
         Losses by name, or `None` if a rank was asked to exit immediately during the evaluation.
     """
     plan = BatchPlan.for_evaluation(run.config, run.layout.data.size)
-    count = plan.micro_batches_at(0)
     batches = batches_from(run, dataset, consumed=skip, micro_batch=plan.micro_batch)
+    count = run.config.evaluation.eval_iters * plan.micro_batches_at(0)
+    return _mean_losses(run, batches, count, plan)
+
+
+def evaluate_all(run: Run, dataset: SampleDataset) -> dict[str, float] | None:
+    """Compute mean losses over every sample of a dataset, for --full-validation. Collective.
+
+    The mean is over all labels in the loss mask, as in Megatron Core.
+
+    Args:
+        run: The run whose model is evaluated.
+        dataset: Held-out samples.
+
+    Returns:
+        Losses by name, or `None` if a rank was asked to exit immediately during the evaluation.
+    """
+    plan = BatchPlan.for_evaluation(run.config, run.layout.data.size)
+    filled = FilledDataset(dataset, plan.samples_per_pass)
+    batches = batches_from(run, filled, consumed=0, micro_batch=plan.micro_batch, order="single")
+    count = len(filled) // plan.samples_per_pass
+    return _mean_losses(run, batches, count, plan, counts_labels=True)
+
+
+def _mean_losses(
+    run: Run,
+    batches: Iterator[Batch],
+    count: int,
+    plan: BatchPlan,
+    *,
+    counts_labels: bool = False,
+) -> dict[str, float] | None:
+    """Return the mean losses of `count` micro-batches of each process. Collective."""
+    per_batch = plan.micro_batches_at(0)
     totals: dict[str, float] = {}
     weights = 0.0
     for part in run.parts:
         part.eval()
-    for _ in range(run.config.evaluation.eval_iters):
-        passes = Passes(run, batches, count, micro_batch=plan.micro_batch)
+    for first in range(0, count, per_batch):
+        size = min(per_batch, count - first)
+        passes = Passes(
+            run, batches, size, micro_batch=plan.micro_batch, counts_labels=counts_labels
+        )
         passes.forward()
         losses, weight, (exit_requested,) = reduce_losses(passes, [run.exit.code != EXIT_OK], run)
         if exit_requested:
             return None
+        weight *= size / per_batch  # the last batch may be smaller
         weights += weight
         for name, value in losses.items():
             totals[name] = totals.get(name, 0.0) + weight * value
@@ -59,6 +100,8 @@ def evaluate_and_report(
 ) -> None:
     """Evaluate a split unless it is empty, print Megatron's lines and write the scalars.
 
+    With --multiple-validation-sets, each set has its own lines and scalars.
+
     Args:
         run: The run whose model is evaluated.
         split: "validation" or "test".
@@ -68,30 +111,64 @@ def evaluate_and_report(
         at_end_of_training: Whether this is the evaluation after the last update.
     """
     dataset = run.datasets[("training", "validation", "test").index(split)]
-    if dataset is None or run.config.evaluation.eval_iters == 0:
+    options = run.config.evaluation
+    uses_all = split == "validation" and options.full_validation
+    if dataset is None or not (uses_all or options.eval_iters):
         return
-    controls = dataset.controls if isinstance(dataset, ControlledDataset) else {}
-    reported: dict[str, float] = {}
-    with run.timers.measure("eval-time", level=0):
-        for control, samples in {"": dataset, **controls}.items():
-            losses = evaluate(run, samples, skip=skip)
-            if losses is None:
-                return
-            reported |= {f"{name} {control}".rstrip(): value for name, value in losses.items()}
-        average = run.optimizer.average
-        if run.config.evaluation.eval_averaged_weights and average is not None and average.count:
-            run.layers.forget_weights()
-            with run.amax_history.unrecorded(), run.optimizer.averaged_weights():
-                losses = evaluate(run, dataset, skip=skip)
-            run.layers.forget_weights()
-            if losses is None:
-                return
-            reported |= {f"{name} of averaged weights": value for name, value in losses.items()}
-    if run.is_log_rank:
-        print_line(validation_lines(where, reported, has_perplexity=run.recipe.head.has_perplexity))
-    scalars.after_evaluation(run, split, reported, at_end_of_training=at_end_of_training)
+    sets = {split: dataset}
+    if uses_all and options.multiple_validation_sets and isinstance(dataset, JoinedDataset):
+        names = options.validation_set_names or range(len(dataset.datasets))
+        suffixed = [f"{split}-{name}" for name in names]
+        sets = dict(zip(suffixed, dataset.datasets, strict=True))
+    for name, held_out in sets.items():
+        with run.timers.measure("eval-time", level=0):
+            reported = _reported_losses(run, held_out, skip=None if uses_all else skip)
+        if reported is None:
+            return
+        if run.is_log_rank:
+            # Megatron names the test only in `where`.
+            title = "validation" if name == "test" else name
+            has_perplexity = run.recipe.head.has_perplexity
+            print_line(validation_lines(where, reported, has_perplexity=has_perplexity, name=title))
+        scalars.after_evaluation(run, name, reported, at_end_of_training=at_end_of_training)
     if run.config.training.empty_unused_memory_level == 2:
         run.device.empty_cache()
+
+
+def _reported_losses(
+    run: Run, dataset: SampleDataset, *, skip: int | None
+) -> dict[str, float] | None:
+    """Return the losses on a dataset, on its controls, and of averaged weights, by log name.
+
+    Args:
+        run: The run whose model is evaluated.
+        dataset: Held-out samples.
+        skip: The number of samples to skip first. `None` evaluates all samples.
+
+    Returns:
+        The losses, or `None` if a rank was asked to exit immediately.
+    """
+
+    def losses_on(samples: SampleDataset) -> dict[str, float] | None:
+        return evaluate_all(run, samples) if skip is None else evaluate(run, samples, skip=skip)
+
+    reported: dict[str, float] = {}
+    controls = dataset.controls if isinstance(dataset, ControlledDataset) else {}
+    for control, samples in {"": dataset, **controls}.items():
+        losses = losses_on(samples)
+        if losses is None:
+            return None
+        reported |= {f"{name} {control}".rstrip(): value for name, value in losses.items()}
+    average = run.optimizer.average
+    if run.config.evaluation.eval_averaged_weights and average is not None and average.count:
+        run.layers.forget_weights()
+        with run.amax_history.unrecorded(), run.optimizer.averaged_weights():
+            losses = losses_on(dataset)
+        run.layers.forget_weights()
+        if losses is None:
+            return None
+        reported |= {f"{name} of averaged weights": value for name, value in losses.items()}
+    return reported
 
 
 class Evaluation(Callback):
@@ -118,7 +195,8 @@ class Evaluation(Callback):
 def final_evaluation(run: Run, scalars: Scalars) -> None:
     """Report validation and test loss after the last update, on samples not evaluated before.
 
-    With --skip-train, begin at the first sample of both, as Megatron does.
+    With --skip-train, begin at the first sample of both, as Megatron does. With --full-validation,
+    use all validation samples.
     """
     skips_training = run.config.training.skip_train
     skip = 0 if skips_training else evaluation_position(run, run.progress.iteration)

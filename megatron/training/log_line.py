@@ -116,7 +116,11 @@ def perplexity(loss: float) -> float:
 
 
 def validation_lines(
-    where: str, losses: Mapping[str, float], *, has_perplexity: bool = True
+    where: str,
+    losses: Mapping[str, float],
+    *,
+    has_perplexity: bool = True,
+    name: str = "validation",
 ) -> str:
     """Return the validation losses as a block between dashed rules.
 
@@ -125,11 +129,13 @@ def validation_lines(
         losses: Losses by name.
         has_perplexity: Whether the losses are per token (`Recipe.head`), so that exp(loss) is a
             perplexity unless the loss is a divergence.
+        name: The name of the data. With --multiple-validation-sets, "validation" is followed by the
+            name of a set.
     """
-    text = f" validation loss at {where} | "
-    for name, value in losses.items():
-        text += f"{name} value: {value:.6E} | "
-        if has_perplexity and is_likelihood(name):
-            text += f"{name} PPL: {perplexity(value):.6E} | "
+    text = f" {name} loss at {where} | "
+    for loss, value in losses.items():
+        text += f"{loss} value: {value:.6E} | "
+        if has_perplexity and is_likelihood(loss):
+            text += f"{loss} PPL: {perplexity(value):.6E} | "
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"

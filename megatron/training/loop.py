@@ -63,7 +63,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
         callbacks.append(checkpoints)
     if non_persistent is not None:
         callbacks.append(non_persistent)
-    if config.evaluation.eval_iters:
+    if config.evaluation.takes_place:
         callbacks.append(Evaluation(scalars))
     if config.finetuning.sample_prompts is not None:
         from megatron.training.callbacks.samples import SampleAnswers  # few runs need an engine

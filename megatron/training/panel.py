@@ -186,6 +186,7 @@ def size_rows(
             f"{micro_batches}",
         ),
         ("tokens per iteration", f"{tokens:,}{' of whole samples' * (lengths is not None)}"),
+        *_validation_rows(config),
         *growth,
         (
             "parameters",
@@ -202,6 +203,20 @@ def size_rows(
         *expert_rows(config, plan, micro_batches, world_size, memory),
         *pipeline_rows(config, plan, micro_batches, world_size),
     ]
+
+
+def _validation_rows(config: RunConfig) -> list[PanelRow]:
+    """Return the row about --full-validation, if it is given."""
+    options = config.evaluation
+    if not options.full_validation:
+        return []
+    text = "every sample of the validation data once"
+    paths = config.data.valid_data_path
+    if options.multiple_validation_sets and paths is not None:
+        names = options.validation_set_names or range(len(paths))
+        pairs = (f"{name} ({path})" for name, path in zip(names, paths, strict=True))
+        text = f"every sample once, of each set separately: {', '.join(pairs)}"
+    return [("validation", f"{text}; every {options.eval_interval} iterations and at the end")]
 
 
 def _state_rows(config: RunConfig, plan: ModelPlan, world_size: int) -> list[PanelRow]:

@@ -81,14 +81,16 @@ class Passes:
             or that computes the losses with recorded kernels.
         length: The number of tokens to use from each sample; `None` means all.
         micro_batch: The number of samples in a micro-batch; `None` means --micro-batch-size.
+        counts_labels: Whether to count labels even without --calculate-per-token-loss.
 
     Attributes:
         losses: The losses by log name, one value per micro-batch; empty if the last part of the
             model is on another process.
         sample_ids: The sample ids, one list per micro-batch.
-        counted: With --calculate-per-token-loss, the number of labels that count in each
-            micro-batch, as fp64 scalars on the device, even if the last part of the model is on
-            another process; otherwise empty.
+        counts_labels: Whether the labels that count in the loss are counted, which gives each loss
+            its weight.
+        counted: If so, the number of these labels in each micro-batch, as fp64 scalars on the
+            device, even if the last part of the model is on another process; otherwise empty.
         labels: The number of labels in a micro-batch, whether they count or not; 0 until it is
             known.
         micro_batches: With --rerun-mode, the micro-batches, which `repeated` needs.
@@ -107,10 +109,12 @@ class Passes:
         forward: TrainingForward | None = None,
         length: int | None = None,
         micro_batch: int | None = None,
+        counts_labels: bool = False,
     ) -> None:
         """Prepare to take micro-batches."""
         self.losses: dict[str, list[Tensor]] = {}
         self.sample_ids: list[list[int]] = []
+        self.counts_labels = counts_labels or run.config.training.calculate_per_token_loss
         self.counted: list[Tensor] = []
         self.labels = 0
         self.micro_batches: list[Batch] = []
@@ -286,7 +290,7 @@ class Passes:
             }
             if self._length is not None:
                 batch = shorten(batch, self._length)
-            if self._run.config.training.calculate_per_token_loss:
+            if self.counts_labels:
                 # Every process counts labels, because each divides its gradients by the total.
                 mask = self._run.recipe.loss_mask(batch, self._run.config, self._run.tokenizer)
                 self.labels = mask.numel()

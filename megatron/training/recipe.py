@@ -19,7 +19,9 @@ from megatron.tokenizer.base import Tokenizer
 
 Batch = dict[str, Tensor]
 Splits = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
-SampleCounts = tuple[int, int, int]  # training, validation, test
+# The numbers of training, validation and test samples. `None` for validation means every sample of
+# the validation data, once (--full-validation).
+SampleCounts = tuple[int, int | None, int]
 PADDED_ATTENTION = "attention with padding masks"  # a value of `Recipe.attention`
 
 
@@ -103,7 +105,7 @@ class Recipe(Protocol):
         Args:
             config: The run's configuration.
             tokenizer: The run's tokenizer.
-            samples: The number of samples that the run needs from each split.
+            samples: The number of samples that the run needs from each split (`SampleCounts`).
             layout: The ranks of this process.
         """
 

@@ -344,7 +344,8 @@ class _OutcomeReader:
         step_values, packed, ordinary = (list(islice(values, size)) for size in self._sizes)
         end = len(packed) - self._load_size
         start = end - self._router_size
-        reduced = unpack_losses(packed[:start], self._run)
+        counted = self._run.config.training.calculate_per_token_loss
+        reduced = unpack_losses(packed[:start], self._run, counted=counted)
         router_means, layer_losses = unpack_router_losses(packed[start:end], self._run)
         exit_requested, save_due = reduced.flags
         return _Results(
@@ -414,8 +415,8 @@ class ReducedLosses(NamedTuple):
 
     Attributes:
         losses: The mean of each loss over the batch, by log name.
-        weight: The fraction of the batch's labels that count in the loss, or 1 without
-            --calculate-per-token-loss.
+        weight: The fraction of the batch's labels that count in the loss, or 1 if they were not
+            counted.
         flags: Whether any rank has set each flag.
     """
 
@@ -432,7 +433,8 @@ def reduce_losses(passes: Passes, flags: Sequence[bool], run: Run) -> ReducedLos
         flags: The flags of this rank.
         run: The run.
     """
-    return unpack_losses(pack_losses(passes, flags, run).tolist(), run)
+    packed = pack_losses(passes, flags, run).tolist()
+    return unpack_losses(packed, run, counted=passes.counts_labels)
 
 
 def router_losses(run: Run, micro_batches: int) -> Tensor:
@@ -473,8 +475,8 @@ def pack_losses(
 ) -> Tensor:
     """Return the losses on the device, and for each flag the number of ranks that set it.
 
-    With --calculate-per-token-loss, losses are multiplied by their weights, and the mean weight is
-    appended to them. This takes a single all-reduce over the world: the ranks with the last part
+    If labels were counted, losses are multiplied by their weights, and the mean weight is appended
+    to them. This takes a single all-reduce over the world: the ranks with the last part
     of the model have the losses, and one tensor rank contributes on behalf of all. Each data and
     context rank contributes its mean over micro-batches.
 
@@ -485,7 +487,7 @@ def pack_losses(
         more: Further values, `[n]`, which are summed over all ranks and appended to the result.
     """
     layout, names = run.layout, run.recipe.loss_names(run.config)
-    count = len(names) + run.config.training.calculate_per_token_loss
+    count = len(names) + passes.counts_labels
     packed = torch.zeros(count + len(flags), device=run.device.torch_device)
     if passes.losses and layout.tensor.is_first:
         zeros = torch.zeros(len(passes.sample_ids), device=packed.device)
@@ -506,11 +508,17 @@ def pack_losses(
     return all_reduce(packed, layout.world)
 
 
-def unpack_losses(packed: Sequence[float], run: Run) -> ReducedLosses:
-    """Return the losses and flags in the result of `pack_losses`."""
+def unpack_losses(packed: Sequence[float], run: Run, *, counted: bool) -> ReducedLosses:
+    """Return the losses and flags in the result of `pack_losses`.
+
+    Args:
+        packed: The result of `pack_losses`.
+        run: The run.
+        counted: Whether the passes counted labels.
+    """
     values, weight = iter(packed), 1.0
     losses = dict(zip(run.recipe.loss_names(run.config), values, strict=False))
-    if run.config.training.calculate_per_token_loss:
+    if counted:
         weight = next(values)
         losses = {name: total / max(weight, _MIN_SHARE) for name, total in losses.items()}
     if isinstance(run.recipe, ReportsMeans):

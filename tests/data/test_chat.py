@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.finetuning import FinetuningConfig
@@ -24,6 +25,8 @@ from megatron.data.chat import (
 )
 from megatron.data.conversations import TokenizedExamples
 from megatron.data.datasets import DataRequest
+from megatron.data.gpt import make_loss_mask
+from megatron.data.loader import FilledDataset, collate
 from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.errors import ConfigError
 from megatron.tokenizer import build_tokenizer
@@ -47,7 +50,10 @@ _FILES = {
 
 
 def _build(
-    *words: str, samples: tuple[int, int, int], packs: bool = True, split: str = "80,20,0"
+    *words: str,
+    samples: tuple[int, int | None, int],
+    packs: bool = True,
+    split: str = "80,20,0",
 ) -> tuple[PackedDataset | None, ...]:
     data = DataConfig(data_path=words, split=split, seq_length=16)
     return build_packed_datasets(
@@ -102,6 +108,21 @@ def test_splits_and_blends() -> None:
     from_a = sum(int(train[i]["text"][0]) < 1000 for i in range(40))
     assert from_a == 30
     assert rows_per_epoch(train) == sum(member.packing.rows for member in members)
+
+
+def test_full_validation_reads_every_example_once_and_then_fills() -> None:
+    valid = _build("a", "b", samples=(1, None, 0), split="50,50,0")[1]
+    assert valid is not None
+    filled = FilledDataset(valid, 16)
+    assert len(filled) % 16 == 0 < len(filled) - len(valid) < 16
+    batch = collate([filled[i] for i in range(len(filled))])
+    tokens = batch["text"][: len(valid)]
+    expected = [_FILES[name].tokens[-total:] for name, total in {"a": 144, "b": 185}.items()]
+    assert sorted(tokens[tokens != _PAD].tolist()) == np.concatenate(expected).tolist()
+    mask = make_loss_mask(batch, eod=_PAD, eod_mask_loss=False)
+    assert torch.equal(mask[: len(valid)], batch[TRAINED][: len(valid)].float())
+    assert not mask[len(valid) :].any()
+    assert batch[TRAINED][len(valid) :].any()
 
 
 def test_rows_are_padded_with_a_token_that_is_no_text() -> None:

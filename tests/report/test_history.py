@@ -80,11 +80,15 @@ def test_texts_are_cut() -> None:
 def test_the_loss_scale_s_changes_and_evaluations_are_events() -> None:
     scales = (8.0, 8.0, 4.0)
     records = [record(i, **{"loss-scale": scale}) for i, scale in enumerate(scales, 1)]
-    evaluation = {"iteration": 3, "lm loss test": 2.0, "lm loss validation": 1.5}
-    events = history_of(*records, evaluation).events
+    evaluations = (
+        {"iteration": 3, "lm loss test": 2.0, "lm loss validation": 1.5},
+        {"iteration": 3, "lm loss validation-wiki": 1.0, "lm loss validation-wiki ppl": 2.7},
+    )
+    events = history_of(*records, *evaluations).events
     assert [(each.kind, each.iteration, each.text) for each in events] == [
         ("loss scale", 3, "8 to 4"),
         ("evaluation", 3, "lm loss test 2.0000, lm loss validation 1.5000"),
+        ("evaluation", 3, "lm loss validation-wiki 1.0000"),
     ]
 
 
@@ -151,6 +155,8 @@ def test_runs_are_named_by_their_folders_and_files(tmp_path: Path) -> None:
     [
         ("lm loss", "LM loss", ""),
         ("lm loss validation", "LM loss", ""),
+        ("lm loss validation-wiki", "LM loss", ""),
+        ("lm loss validation-0 ppl", "LM loss, perplexity", ""),
         ("lm loss test ppl", "LM loss, perplexity", ""),
         ("load-balancing loss", "Load balancing loss", ""),
         ("decoupled-learning-rate", "Learning rate", ""),

@@ -107,16 +107,19 @@ def test_what_a_picture_of_several_runs_shows(tmp_path, figures, capsys):
     ]
     gpt.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     t5.write_text(f"{json.dumps(records[1])}\n")
+    sets = tmp_path / "sets.jsonl"
+    sets.write_text('{"iteration": 9, "lm loss validation-wiki": 3.5, "lm loss test": 1.0}\n')
     output = ["--output", str(tmp_path / "x.png")]
-    assert plot_loss.main(["--compare", f"GPT={gpt}", f"T5={t5}", *output]) == 0
+    assert plot_loss.main(["--compare", f"GPT={gpt}", f"T5={t5}", f"S={sets}", *output]) == 0
     (axes,) = figures[0].axes
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert legend == ["GPT: 7.250", "GPT (b): 6.000", "T5: 7.500"]
+    assert legend == ["GPT: 7.250", "GPT (b): 6.000", "T5: 7.500", "S wiki: 3.500"]
     described = [describe(line) for line in axes.get_lines()]
     assert [points for points, *_ in described] == [
         [(10, 7.5), (20, 7.25)],
         [(20, 6.0)],
         [(10, 7.5)],
+        [(9, 3.5)],
     ]
     assert {(style, marker) for *_, style, marker in described} == {("-", "o")}
     assert figures[0].get_dpi() == 100

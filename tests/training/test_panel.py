@@ -128,6 +128,25 @@ def test_a_device_without_a_known_peak_and_a_model_with_states() -> None:
             },
         ),
         (
+            "--data-path a --full-validation",
+            1,
+            "gpt",
+            {
+                "validation": "every sample of the validation data once; every 1000 iterations and "
+                "at the end"
+            },
+        ),
+        (
+            "--train-data-path a --valid-data-path b c --full-validation "
+            "--multiple-validation-sets --validation-set-names wiki code --eval-interval 5",
+            1,
+            "gpt",
+            {
+                "validation": "every sample once, of each set separately: wiki (b), code (c); "
+                "every 5 iterations and at the end"
+            },
+        ),
+        (
             f"--bf16 {_AWARE} --main-grads-dtype bf16",
             1,
             "gpt",
@@ -149,10 +168,11 @@ def test_sizes_follow_from_the_flags(
     words: str, world: int, architecture: str, told: dict[str, str]
 ) -> None:
     architecture, _, more = architecture.partition(" ")
-    config = parse(words, more, world_size=world, architecture=architecture).config
+    without = ["--mock-data"] if "data-path" in words else []
+    config = parse(words, more, without=without, world_size=world, architecture=architecture).config
     rows = dict(panel.size_rows(config, world, model_plan(config.model, 128, LANGUAGE_MODEL_HEAD)))
     assert {name: rows[name] for name in told} == told
-    for name in ("adapters", "curriculum", "optimizer states"):
+    for name in ("adapters", "curriculum", "optimizer states", "validation"):
         assert (name in rows) == (name in told)
     assert ("if all experts get the same number of tokens" in rows["memory per process"]) == (
         "--num-experts" in words

@@ -110,7 +110,8 @@ def build_toy(
     size, rank = layout.world.size, layout.world.rank
     device = device or toy_device(rank)
     # A Retro model's data is in its working folder.
-    toy_flags = [flag for flag in TOY if (kind, flag) != ("retro", "--mock-data")]
+    has_data = kind == "retro" or not {"--data-path", "--train-data-path"}.isdisjoint(arguments)
+    toy_flags = [flag for flag in TOY if not (has_data and flag == "--mock-data")]
     flags = [*toy_flags, *FLAGS_BY_KIND[kind], *arguments]
     lengths = {"--train-samples", "--train-iters", "--train-tokens", "--lr-wsd-branch-from"}
     flags += [] if lengths & set(flags) else ["--train-iters", "6"]

@@ -276,7 +276,7 @@ def megatron_arguments(
         parts = plan_model(model, parallel)
         split_rank = sum(part.layers.start < layers for part in parts)
     evaluated = 0  # validation samples seen by the run; Megatron evaluates before it saves
-    if evaluation.eval_interval:
+    if evaluation.eval_interval and not evaluation.full_validation:
         times = evaluations_until(config, meta.get("iteration", 0))
         batch = evaluation.eval_global_batch_size or config.training.global_batch_size or 0
         evaluated = times * evaluation.eval_iters * batch

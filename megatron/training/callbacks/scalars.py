@@ -115,7 +115,8 @@ class Scalars(Callback):
 
         Args:
             run: The run.
-            split: "validation" or "test".
+            split: "validation" or "test". With --multiple-validation-sets, "validation" is followed
+                by the name of a set.
             losses: The losses by log name.
             at_end_of_training: Whether this is the evaluation after the last iteration.
         """

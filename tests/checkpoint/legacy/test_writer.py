@@ -9,6 +9,7 @@ import torch
 from megatron.checkpoint.entries import Entry, model_state
 from megatron.checkpoint.find import checkpoint_at
 from megatron.checkpoint.legacy import writer
+from megatron.checkpoint.legacy.arguments import megatron_arguments
 from megatron.checkpoint.loading import open_checkpoint, open_folder
 from megatron.checkpoint.retention import RetentionPolicy, is_as_listed, prune
 from megatron.config.parser import parse_config
@@ -21,6 +22,7 @@ from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
 from tests.checkpoint.legacy.test_golden import trees_of
 from tests.checkpoint.states import read_whole, save
+from tests.config.command import parse
 from tests.distributed import run_distributed
 from tests.parity.golden import continue_run
 from tests.training.toy import losses_of, train_toy
@@ -420,3 +422,16 @@ def test_a_mark_that_lists_nothing_vouches_for_nothing(tmp_path, text):
     (tmp_path / "iter_0000002" / "complete").write_bytes(text)
     assert prune(tmp_path, 4, RetentionPolicy(1)) == []
     open_folder(checkpoint_at(tmp_path / "iter_0000002"))
+
+
+@pytest.mark.parametrize(("words", "evaluated"), [("", 64), ("--full-validation", 0)])
+def test_the_validation_samples_seen_are_those_that_megatron_skips(
+    words: str, evaluated: int
+) -> None:
+    """Evaluations on all samples always begin with the first one."""
+    evaluations = "--eval-interval 10 --eval-iters 2 --global-batch-size 8"
+    data = "--train-data-path a --valid-data-path b"
+    config = parse(words, evaluations, data, without=["--mock-data"]).config
+    meta = {"iteration": 40}
+    sizes = {"rows": 128, "dtype": torch.float32, "data_parallel": 1}
+    assert megatron_arguments(config, meta, **sizes).consumed_valid_samples == evaluated
