@@ -16,6 +16,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron.config import RunConfig
 from megatron.device import Device, gpu_count
 from megatron.kernels.library import find_library
 from megatron.parallel.layout import Layout
@@ -50,6 +52,11 @@ def toy_device(rank: int = 0) -> Device:
     if find_library(device.torch_device).library is None:
         raise ValueError(f"{DEVICE_ENV}={requested}: there are no kernels to be tried")
     return device
+
+
+def as_given(layout: Layout, config: RunConfig) -> Layout:
+    """Return a test's layout with the sequence split as the flags of its run say."""
+    return replace(layout, sequence_parallel=config.parallel.sequence_parallel)
 
 
 def run_distributed(

@@ -156,4 +156,8 @@ class ParallelConfig(ParallelOptions):
     @property
     def grid(self) -> dict[str, Any]:
         """The process grid, as the arguments of `Layout.at`."""
-        return {**self.sizes, "pipeline_before_data": self.use_tp_pp_dp_mapping}
+        return {
+            **self.sizes,
+            "sequence_parallel": self.sequence_parallel,
+            "pipeline_before_data": self.use_tp_pp_dp_mapping,
+        }

@@ -241,7 +241,6 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     options = config.distillation
     assert options.logits_save_dir is not None
     folder = Path(options.logits_save_dir)
-    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
     source, flag = options.teacher_load, "--teacher-load"
     if source is None:

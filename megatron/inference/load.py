@@ -138,7 +138,10 @@ def load_gpt(
         config = _with_layout(saved, layout)
     else:
         check_network(config, reader)
-    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
+    if row_by_row:
+        # A step of an engine has too few tokens to divide them among tensor ranks.
+        layout = replace(layout, sequence_parallel=False)
+        config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
     tokenizer = build_tokenizer(config.tokenizer)
     # Each rank's share is a multiple of the granule of matrix products. With an odd size, such as
     # GPT-2's 50257 entries, products would not always be summed in the same order.

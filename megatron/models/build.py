@@ -54,6 +54,8 @@ def run_context(
         registry: Registry in which layers record what they will need; `None` creates a new one.
     """
     parallel, precision = config.parallel, config.precision
+    splits_sequences = parallel.sequence_parallel and layout.tensor.size > 1
+    assert splits_sequences == (layout.sequence.size > 1), "the layout has these flags"
     is_shared = shares_weights(parallel, layout)
     torch_device = device.torch_device
     return BuildContext(

@@ -152,12 +152,13 @@ class Layout:
         pipeline: int = 1,
         expert: int = 1,
         expert_tensor: int | None = None,
+        sequence_parallel: bool = False,
         pipeline_before_data: bool = False,
     ) -> Layout:
         """Return the layout as seen by process `rank` of `world_size`, without process groups.
 
-        The other arguments are the sizes of the axes and the order of two of them. The data axis
-        gets the remaining processes. `expert_tensor` defaults to `tensor`.
+        The other arguments are the sizes of the axes and the layout's settings. The data axis gets
+        the remaining processes. `expert_tensor` defaults to `tensor`.
         """
 
         def axis(*ranks: int) -> Axis:
@@ -184,14 +185,22 @@ class Layout:
         axes["replica"] = axis(*(d + c - rank for d in data for c in contexts))
         ends = sorted({stages[0], stages[-1]})
         axes["embedding"] = axis(*(ends if rank in ends else [rank]))
-        return cls(**axes, pipeline_before_data=pipeline_before_data)
+        return cls(
+            **axes,
+            sequence_parallel=sequence_parallel,
+            pipeline_before_data=pipeline_before_data,
+        )
 
     def as_seen_by(self, rank: int) -> Layout:
         """Return this grid as seen by another process, without process groups."""
         names = ("tensor", "context", "pipeline", "expert", "expert_tensor")
-        sizes = {name: getattr(self, name).size for name in names}
-        order = self.pipeline_before_data
-        return Layout.at(rank, self.world.size, **sizes, pipeline_before_data=order)
+        return Layout.at(
+            rank,
+            self.world.size,
+            **{name: getattr(self, name).size for name in names},
+            sequence_parallel=self.sequence_parallel,
+            pipeline_before_data=self.pipeline_before_data,
+        )
 
     def connect(self, device_type: str, journal: Journal | None = None) -> Layout:
         """Return a copy of this layout with process groups. Collective.

@@ -70,7 +70,8 @@ class Grid:
         """Return the sizes for a given number of processes."""
         sizes = config.parallel.sizes
         model = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
-        return cls(**config.parallel.grid, data=world_size // model)
+        before_data = config.parallel.use_tp_pp_dp_mapping
+        return cls(**sizes, data=world_size // model, pipeline_before_data=before_data)
 
     def weights(self, config: RunConfig, plan: ModelPlan) -> list[tuple[int, int, int]]:
         """Count the parameters of the largest stage, outside and inside experts.

@@ -115,7 +115,7 @@ def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
             world_size=world_size,
             options=DialogueConfig,
             check=check,
-            unread=["training.micro_batch_size"],
+            unread=["training.micro_batch_size", "parallel.sequence_parallel"],
         )
     program = Program(
         name=PROGRAM,

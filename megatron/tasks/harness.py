@@ -91,8 +91,6 @@ def evaluate(parsed: ParsedRun, device: Device, layout: Layout) -> Metrics | Non
     options, task_options = parsed.extra
     folder = config.checkpoint.load
     assert folder is not None
-    # Text is generated one token at a time, and a single token cannot be split over tensor ranks.
-    config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
     loaded = load_gpt(folder, device, layout, config=config)
     print_start("LM_EVAL", loaded, device, " ".join(task_options.lm_eval_tasks))
     backend = Backend(loaded, device, config.training.micro_batch_size, config.logging.log_interval)

@@ -194,7 +194,6 @@ def load_towers(config: RunConfig, length: int, device: Device, layout: Layout) 
         averaged=options.load_averaged_weights,
     )
     check_network(config, reader)
-    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
     multiple = layout.tensor.size
     rows = -(-int(reader.meta["padded_vocab_size"]) // multiple) * multiple

@@ -83,7 +83,6 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         config.training.exit_duration_in_mins,
         config.training.kill_switch_file,
     )
-    layout = replace(layout, sequence_parallel=config.parallel.sequence_parallel)
     tokenizer = build_tokenizer(config.tokenizer)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size

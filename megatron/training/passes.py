@@ -61,9 +61,8 @@ def message_shape(
         tokens: The number of tokens that the model reads from a sample.
         sequences: The number of sequences in a sample.
     """
-    length = (tokens + config.model.neighbor_tokens(tokens)) // layout.context.size
-    if config.parallel.sequence_parallel:
-        length //= layout.tensor.size
+    ranks = layout.context.size * layout.sequence.size
+    length = (tokens + config.model.neighbor_tokens(tokens)) // ranks
     return length, config.training.micro_batch_size * sequences, config.model.hidden_size
 
 

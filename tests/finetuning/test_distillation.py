@@ -41,7 +41,7 @@ from megatron.training.recipe import SampleCounts, Splits
 from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
 from tests.config.command import problems
-from tests.distributed import run_distributed, toy_device
+from tests.distributed import as_given, run_distributed, toy_device
 from tests.training.toy import TOY, Recorder, train_toy
 
 _TEACHER = "--num-layers 3 --hidden-size 48 --train-iters 30 --save-interval 30".split()
@@ -61,7 +61,9 @@ def parsed(layout: Layout, words: Sequence[str]) -> RunConfig:
 
 def begin(layout: Layout, words: Sequence[str]) -> Run:
     recipe = GPTRecipe()
-    run = build_run(parsed(layout, words), recipe, toy_device(layout.world.rank), layout)
+    config = parsed(layout, words)
+    layout = as_given(layout, config)
+    run = build_run(config, recipe, toy_device(layout.world.rank), layout)
     Distillation(recipe).begin(run)
     return run
 
@@ -83,7 +85,7 @@ def _save_small_files(layout: Layout, words: Sequence[str]) -> None:
 
 def save(layout: Layout, words: Sequence[str]) -> None:
     config, recipe = parsed(layout, words), GPTRecipe()
-    device = toy_device(layout.world.rank)
+    device, layout = toy_device(layout.world.rank), as_given(layout, config)
     assert Distillation(recipe).replace_training(config, device, layout)
 
 

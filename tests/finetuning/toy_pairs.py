@@ -22,7 +22,7 @@ from megatron.training.build import build_run
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.recipe import SampleCounts, Splits
 from megatron.training.run import Run
-from tests.distributed import toy_device
+from tests.distributed import as_given, toy_device
 from tests.training.toy import TOY, Recorder
 
 SEED = 1234  # the flags' default
@@ -118,6 +118,7 @@ def build_pairs(layout: Layout, words: Sequence[str]) -> Run:
         recipe = ToyRewards()
     elif preferences.trains_on_labels:
         recipe = ToyAnswers()
+    layout = as_given(layout, parsed.config)
     run = build_run(parsed.config, recipe, toy_device(layout.world.rank), layout)
     ReferenceLogProbs().begin(run)
     return run

@@ -67,6 +67,17 @@ def _rows(layout, folder):
     return load_gpt(folder, Device.cpu(), layout).model.plan.embedding.vocabulary
 
 
+def test_the_few_tokens_of_an_engines_step_are_not_split_over_tensor_ranks(saved):
+    assert run_distributed(2, _splits, saved, tensor=2) == [[(False, False), (True, True)]] * 2
+
+
+def _splits(layout, folder):
+    """Return whether a model in an engine splits sequences, and whether another model does."""
+    layout = replace(layout, sequence_parallel=True)
+    found = [load_gpt(folder, Device.cpu(), layout, row_by_row=x) for x in (True, False)]
+    return [(x.layout.sequence_parallel, x.config.parallel.sequence_parallel) for x in found]
+
+
 def test_a_layout_that_the_network_does_not_divide_over_is_refused(saved):
     (text, *_) = run_distributed(3, _refusal, saved, tensor=3)
     assert "--num-attention-heads 4, --ffn-hidden-size" in text

@@ -16,7 +16,7 @@ from megatron.training.recipe import Recipe
 from pretrain_bert import BertRecipe
 from pretrain_gpt import GPTRecipe
 from pretrain_retro import RetroRecipe
-from tests.distributed import toy_device
+from tests.distributed import as_given, toy_device
 from tests.training.toy import Recorder
 
 _ALL = """
@@ -88,7 +88,7 @@ def continue_run(
         *flags,
     ]
     config = parse_config(words, world_size=size, architecture=recipe.architecture).config
-    run = build_run(config, recipe, device, layout)
+    run = build_run(config, recipe, device, as_given(layout, config))
     recorder = Recorder()
     callbacks, listeners = standard_callbacks(run, [recorder])
     train(run, callbacks)

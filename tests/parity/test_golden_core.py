@@ -21,7 +21,7 @@ from megatron.training.checkpointing import save_run
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
-from tests.distributed import run_distributed, toy_device
+from tests.distributed import as_given, run_distributed, toy_device
 from tests.training.toy import Recorder
 
 LOSS, GRAD_NORM = 1e-5, 1e-3  # relative tolerances
@@ -49,6 +49,7 @@ def _load(layout: Layout, golden: Path, name: str, cache: Path, flags: Sequence[
         *flags,
     ]
     config = parse_config(words, world_size=layout.world.size, architecture="gpt").config
+    layout = as_given(layout, config)
     return build_run(config, GPTRecipe(), toy_device(layout.world.rank), layout)
 
 

@@ -17,7 +17,7 @@ from megatron.parallel.layout import Layout
 from megatron.processes.launch import Launch
 from megatron.tasks import dialogue
 from megatron.tasks.main import main
-from tests.distributed import run_distributed
+from tests.distributed import as_given, run_distributed
 from tests.tasks.toy import save_toy
 
 # Three turns for the toy's NullTokenizer, whose words are numbers.
@@ -106,7 +106,7 @@ def test_a_file_that_is_not_text_is_named_with_its_flag(files):
 
 def _prompt(layout, words):
     parsed = dialogue.parse("MSDP-PROMPT", words, layout.world.size)
-    dialogue.prompt(parsed, Device.cpu(), layout)
+    dialogue.prompt(parsed, Device.cpu(), as_given(layout, parsed.config))
 
 
 def _numbers_only(prompts):
@@ -139,6 +139,10 @@ def test_the_model_writes_its_most_likely_tokens_in_any_layout(files, monkeypatc
     assert "WARNING" not in capsys.readouterr().out
     run_distributed(2, _prompt_numbers, [*words, str(files / "two.txt")])
     assert (files / "two.txt").read_text() == (files / "one.txt").read_text()
+    # The few tokens of a step are not split over tensor ranks.
+    split = [*words, str(files / "split.txt"), "--tensor-model-parallel-size", "2"]
+    run_distributed(2, _prompt_numbers, [*split, "--sequence-parallel"], tensor=2)
+    assert (files / "split.txt").read_text() == (files / "one.txt").read_text()
     # Lines left by an interrupted run are kept.
     line = {"prompt": _NUMBERS[0], "text": "kept", "length": 1, "finished": True}
     (files / "rest.txt.part.jsonl").write_text(f"{json.dumps(line)}\n")

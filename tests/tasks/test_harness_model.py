@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import RunConfig
 from megatron.config.tasks import HarnessConfig
 from megatron.device import Device
 from megatron.errors import ConfigError, DataError, UserError
@@ -22,7 +20,6 @@ from megatron.inference.request import Finished, Token
 from megatron.parallel.layout import Layout
 from megatron.tasks import harness
 from megatron.tasks.harness import GenerationRequest, cut_at
-from tests.config.command import parse
 from tests.distributed import run_distributed
 from tests.tasks.toy import save_toy
 
@@ -139,24 +136,6 @@ def test_the_windows_of_a_text_are_scored_together(model_class: type) -> None:
     requests = [SimpleNamespace(args=(text,)) for text in ("abcde", "f")]
     assert model.loglikelihood_rolling(requests) == [-3.0, -4.0]
     assert workers.asked == [[[7, 97, 98, 99, 100], 4], [[100, 101], 1], [[7, 102], 1]]
-
-
-def test_single_tokens_are_not_split_over_tensor_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--tensor-model-parallel-size 2 --sequence-parallel"
-    config = parse(words, world_size=2).config
-    assert config.parallel.sequence_parallel
-    config = replace(config, checkpoint=replace(config.checkpoint, load="folder"))
-    loaded: list[RunConfig] = []
-
-    def load(*_: object, config: RunConfig) -> None:
-        loaded.append(config)
-        raise LookupError
-
-    monkeypatch.setattr(harness, "load_gpt", load)
-    parsed = SimpleNamespace(config=config, extra=(None, None))
-    with pytest.raises(LookupError):
-        harness.evaluate(parsed, Device.cpu(), Layout.single())  # type: ignore[arg-type]
-    assert not loaded[0].parallel.sequence_parallel
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron.tasks.table import find_task
 from megatron.training.build import build_run
 from megatron.training.checkpointing import save_run
 from pretrain_ict import ICTRecipe
-from tests.distributed import run_distributed
+from tests.distributed import as_given, run_distributed
 from tests.tasks.toy import BERT, SAVING, WORDS, save_toy
 
 COUNT = 23
@@ -61,6 +61,7 @@ def words_of(toy: Path, *more: str, model: str = "ict") -> list[str]:
 
 def evaluate(layout: Layout, words: list[str]):
     parsed = retrieval.parse("RETRIEVER-EVAL", words, layout.world.size)
+    layout = as_given(layout, parsed.config)
     return retrieval.evaluate("RETRIEVER-EVAL", parsed, Device.cpu(), layout)
 
 

@@ -25,7 +25,7 @@ from megatron.training.build import build_run
 from megatron.training.checkpointing import save_run
 from pretrain_bert import BertRecipe
 from pretrain_ict import ICTRecipe
-from tests.distributed import run_distributed
+from tests.distributed import as_given, run_distributed
 from tests.tasks.toy import BERT, SAVING, WORDS
 
 QUESTIONS, LENGTH = 12, 16
@@ -140,7 +140,7 @@ def _one_step(layout, words):
     """Return the loss and accuracy of a batch, and the evaluation before training."""
     parsed = towers.parse(TASK, words, layout.world.size)
     config, recipe, extras = towers.prepare(parsed, layout.world.size)
-    run = build_run(config, recipe, Device.cpu(), layout)
+    run = build_run(config, recipe, Device.cpu(), as_given(layout, config))
     extras.begin(run)
     numbers = extras.evaluate_all(run)
     batch = 8 // layout.data.size

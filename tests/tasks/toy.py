@@ -14,6 +14,7 @@ from megatron.training.build import build_run
 from megatron.training.checkpointing import save_run
 from megatron.training.loop import standard_callbacks, train
 from pretrain_bert import BertRecipe
+from tests.distributed import as_given
 from tests.training.toy import Recorder, build_toy
 
 SAVING = ["--save-interval", "1", "--eval-iters", "0"]
@@ -28,6 +29,7 @@ def save_toy(folder: str, words: Sequence[str] = ()) -> str:
 def evaluate(layout: Layout, task: str, words: Sequence[str]) -> Any:
     """Return the numbers for a task's command line."""
     parsed = language_model.parse(task, list(words), layout.world.size)
+    layout = as_given(layout, parsed.config)
     return language_model.evaluate(task, parsed, Device.cpu(), layout)
 
 
@@ -60,7 +62,7 @@ def finetune(layout: Layout, task: str, words: Sequence[str]) -> tuple[list[floa
     given = [*words, "--no-exit-signal-handler", "--num-workers", "0", "--log-interval", "100"]
     parsed = finetune_command.parse(task, given, size)
     config, recipe, extras = finetune_command.prepare(task, parsed, size)
-    run = build_run(config, recipe, Device.cpu(), layout)
+    run = build_run(config, recipe, Device.cpu(), as_given(layout, config))
     extras.begin(run)
     recorder = Recorder()
     callbacks, _ = standard_callbacks(run, [recorder])

@@ -25,7 +25,7 @@ from pretrain_gpt import GPTRecipe
 from pretrain_ict import ICTRecipe
 from pretrain_retro import RetroRecipe
 from pretrain_t5 import T5Recipe
-from tests.distributed import toy_device
+from tests.distributed import as_given, toy_device
 
 TOY = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -117,6 +117,7 @@ def build_toy(
     flags += [] if lengths & set(flags) else ["--train-iters", "6"]
     flags += [] if "--exit-signal-handler" in flags else ["--no-exit-signal-handler"]
     parsed = parse_config(flags, world_size=size, architecture=kind, read_checkpoint=network_of)
+    layout = as_given(layout, parsed.config)
     return build_run(parsed.config, RECIPES[kind], device, layout)
 
 
