@@ -178,7 +178,6 @@ def render(run: Description, target: str) -> str:
         loader=PackageLoader("megatron.submit"),
         undefined=StrictUndefined,
         trim_blocks=True,
-        lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     # Every value is quoted for the language of its file: shlex.quote for bash, JSON for YAML.

@@ -271,8 +271,8 @@ def test_the_command_prints_a_table_and_says_what_stands_out(
 
 
 def test_the_command_tests_gpus_as_a_run_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One hardware queue, and no NVLink multicast."""
-    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    """One hardware queue, no NVLink multicast, and algorithms that NCCL chooses."""
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_ALGO")
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
@@ -284,4 +284,9 @@ def test_the_command_tests_gpus_as_a_run_uses_them(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(health, "check_health", check)
     assert command._test(Launch(), None, 0.7) == 0
-    assert seen == ["1", "1"]
+    assert seen == ["1", "1", None]
+    told: list[str] = []
+    monkeypatch.setattr(health, "problems_of", lambda rows, factor: ["rank 0 is slow", str(factor)])
+    monkeypatch.setattr("megatron.processes.launch.write_error_file", told.append)
+    assert command._test(Launch(), None, 0.7) == 1
+    assert told == ["rank 0 is slow; 0.7"]  # torchrun reports it
