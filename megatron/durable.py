@@ -13,7 +13,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
+from io import DEFAULT_BUFFER_SIZE, BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -121,7 +121,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def create(path: Path, buffering: int = -1) -> BinaryIO:
+def create(path: Path, buffering: int = DEFAULT_BUFFER_SIZE) -> BinaryIO:
     """Create a file that others may read but not write, and open it for writing and reading.
 
     Raises:
