@@ -495,7 +495,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{name}: larger than {_MAX_BYTES:,} characters")
 
-    def no_constant(word: str) -> None:
+    def refuse_constant(word: str) -> None:
         raise ValueError(f"{word} is not a number in JSON: write a finite number")
 
     def whole_number(word: str) -> int:
@@ -504,7 +504,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         return int(word)
 
     try:
-        content = json.loads(text, parse_constant=no_constant, parse_int=whole_number)
+        content = json.loads(text, parse_constant=refuse_constant, parse_int=whole_number)
     except json.JSONDecodeError as error:
         remedy = "correct it (JSON has no comments and no comma after the last value)"
         raise ConfigError(
