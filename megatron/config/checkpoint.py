@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.fields import LOADS, SAVES, Requirement, flag
 
 AVERAGES, SNAPSHOTS = "average.", "snapshot"  # prefixes of averaged weights in checkpoints
-_CORE_FORMATS = ("torch", "torch_dcp", "zarr", "fsdp_dtensor")
+_CORE_FORMATS = ("torch_dcp", "zarr", "fsdp_dtensor")
 
 
 def _written_format(text: str) -> str:
@@ -19,8 +19,8 @@ def _written_format(text: str) -> str:
     if text in _CORE_FORMATS:
         raise ValueError(
             "this is a Megatron Core format, which cannot be written: drop the flag (native "
-            "checkpoints load in any layout), or use torch_dist for a GPT of Megatron Core, or "
-            "legacy for Megatron-LM 23.08"
+            "checkpoints load in any layout), or use torch_dist or torch for a GPT of Megatron "
+            "Core, or legacy for Megatron-LM 23.08"
         )
     return text
 
@@ -54,7 +54,8 @@ _LOCAL = Requirement(
 )
 _REPLICATED = Requirement(lambda run: run.checkpoint.replication, "--replication")
 _FOR_CORE = Requirement(
-    lambda run: run.checkpoint.ckpt_format == "torch_dist", "--ckpt-format torch_dist"
+    lambda run: run.checkpoint.ckpt_format in ("torch", "torch_dist"),
+    "--ckpt-format torch_dist or torch",
 )
 
 
@@ -66,10 +67,11 @@ class CheckpointConfig:
         save: Folder to write checkpoints to. By default none are written.
         save_interval: Iterations between checkpoints.
         ckpt_format: Format of written checkpoints: native, legacy for files that Megatron-LM 23.08
-            can load, or torch_dist for files that Megatron Core can load. All of them can be read.
+            can load, or torch_dist or torch for files that Megatron Core can load with the same
+            flag. All of them can be read.
         transformer_impl: Layer implementation of the Megatron Core run that will load a torch_dist
-            checkpoint. Implementations name a few parameters differently. Layers in this package
-            are always the same.
+            or torch checkpoint. Implementations name a few parameters differently. Layers in this
+            package are always the same.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
         async_save: Write checkpoints in the background. Training continues while the state is
@@ -123,7 +125,10 @@ class CheckpointConfig:
         needs=SAVES,
     )
     ckpt_format: str = flag(
-        "native", choices=("native", "legacy", "torch_dist"), convert=_written_format, needs=SAVES
+        "native",
+        choices=("native", "legacy", "torch_dist", "torch"),
+        convert=_written_format,
+        needs=SAVES,
     )
     transformer_impl: str = flag(
         "transformer_engine",

@@ -132,6 +132,7 @@ RULES: tuple[Rule, ...] = (
     rules_reliability.retention,
     rules_reliability.checkpoint_names,
     rules_legacy.core_files,
+    rules_legacy.core_torch_files,
     rules_legacy.legacy_files,
     rules_training.profiling,
     rules_training.logging,

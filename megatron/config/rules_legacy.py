@@ -61,6 +61,55 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
     yield from _schedule_in_tokens(config)
 
 
+def core_torch_files(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that --ckpt-format torch cannot store.
+
+    `checkpoint.legacy.file_plan` refuses parameters that have no place in such files.
+    """
+    checkpoint, model, parallel = config.checkpoint, config.model, config.parallel
+    if checkpoint.ckpt_format != "torch" or checkpoint.save is None:
+        return
+    flag, remedy = "--ckpt-format torch", "use --ckpt-format native"
+    if model.architecture != "gpt":
+        yield f"{flag}: only GPTs are written for Megatron Core: {remedy}"
+    for name in unsupported_by_core(model):
+        yield f"{flag} with {name}: Megatron Core does not support it: {remedy}"
+    for name, on in (
+        ("--softmax-type learnable", model.softmax_type == "learnable"),
+        (f"--mtp-num-layers {model.mtp_num_layers}", bool(model.mtp_num_layers)),
+        (f"--fp8-format {config.precision.fp8_format}", config.precision.fp8_format is not None),
+    ):
+        if on:
+            yield f"{flag} with {name}: it cannot be written in this format: use torch_dist"
+    problem = tensor_split_problem(model, parallel.tensor_model_parallel_size)
+    if problem and model.group_query_attention:  # without groups, other rules refuse the split
+        yield f"{flag}: Megatron Core {problem}, or {remedy}"
+    sizes = [str(len(part.layers)) for part in possible_plan(model, parallel)]
+    if len(set(sizes)) > 1:
+        yield (
+            f"{flag}: every stage must have the same number of layers, but here they have "
+            f"{', '.join(sizes)}: use --ckpt-format torch_dist or native"
+        )
+    if checkpoint.no_save_optim:
+        return
+    for name, on in (
+        ("--use-distributed-optimizer", parallel.use_distributed_optimizer),
+        (
+            f"--decoupled-lr {config.schedule.decoupled_lr}",
+            config.schedule.decoupled_lr is not None,
+        ),
+        (f"--freeze {' '.join(model.freeze or ())}", bool(model.freeze)),
+        ("--apply-wd-to-qk-layernorm", config.optimizer.apply_wd_to_qk_layernorm),
+    ):
+        if on:
+            yield (
+                f"{flag} with {name}: such optimizer states are not written in this format: "
+                "use --ckpt-format native, or add --no-save-optim"
+            )
+    yield from _muon_states(config)
+    yield from _schedule_in_tokens(config)
+
+
 def _muon_states(config: RunOptions) -> Iterator[str]:
     """Yield an error if Megatron-LM's checkpoints cannot store the optimizer's states."""
     checkpoint = config.checkpoint

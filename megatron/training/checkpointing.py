@@ -62,9 +62,14 @@ def writer_of(run: Run) -> Callable[..., Path]:
         from megatron.checkpoint.core.writer import CoreSaver
 
         return CoreSaver(run.config).write
-    from megatron.checkpoint.legacy.writer import LegacySaver
+    from megatron.checkpoint.legacy.writer import LegacySaver, LegacyWriter
 
-    return LegacySaver(run.config, run.tokenizer.vocab_size).write
+    kind = LegacyWriter
+    if run.config.checkpoint.ckpt_format == "torch":
+        from megatron.checkpoint.core.torch_writer import CoreTorchWriter
+
+        kind = CoreTorchWriter
+    return LegacySaver(run.config, run.tokenizer.vocab_size, kind).write
 
 
 def save_weights(run: Run, root: Path) -> Path:

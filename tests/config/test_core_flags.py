@@ -192,7 +192,62 @@ def test_what_torch_dist_cannot_hold_is_refused(words: str, line: str) -> None:
     assert found.startswith(line)
 
 
-@pytest.mark.parametrize("value", ["torch", "torch_dcp", "zarr", "fsdp_dtensor"])
+_LLAMA = "--group-query-attention --num-query-groups 2 --num-attention-heads 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--use-distributed-optimizer",
+            "--ckpt-format torch with --use-distributed-optimizer: such optimizer states",
+        ),
+        ("--decoupled-lr 0.1", "--ckpt-format torch with --decoupled-lr 0.1: such optimizer"),
+        ("--freeze embedding", "--ckpt-format torch with --freeze embedding: such optimizer"),
+        (
+            "--qk-layernorm --apply-wd-to-qk-layernorm",
+            "--ckpt-format torch with --apply-wd-to-qk-layernorm: such optimizer states",
+        ),
+        ("--optimizer muon", "--ckpt-format torch with --optimizer muon: its states cannot be"),
+        ("--softmax-type learnable", "--ckpt-format torch with --softmax-type learnable: it"),
+        ("--mtp-num-layers 1", "--ckpt-format torch with --mtp-num-layers 1: it cannot"),
+        ("--fp8-format hybrid --bf16", "--ckpt-format torch with --fp8-format hybrid: it cannot"),
+        ("--geglu", "--ckpt-format torch with --geglu: Megatron Core does not support it"),
+        (
+            "--num-layers 4 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+            "--ckpt-format torch: every stage must have the same number of layers, but here they "
+            "have 1, 3: use",
+        ),
+        (
+            f"{_LLAMA} --tensor-model-parallel-size 4",
+            "--ckpt-format torch: Megatron Core gives every tensor-parallel rank whole heads",
+        ),
+        (
+            "--num-experts 4 --moe-router-topk 2",
+            "--num-experts 4 cannot be combined with --ckpt-format torch: such experts",
+        ),
+        (
+            "--multi-latent-attention",
+            "--multi-latent-attention cannot be combined with --ckpt-format torch: latent",
+        ),
+        (
+            "--hybrid-layer-pattern M*-M",
+            "--hybrid-layer-pattern M*-M cannot be combined with --ckpt-format torch: hybrid",
+        ),
+    ],
+)
+def test_what_the_torch_format_cannot_hold_is_refused(words: str, line: str) -> None:
+    found = problems(f"{words} --ckpt-format torch --save here --save-interval 5", world_size=8)
+    assert any(one.startswith(line) for one in found), found
+
+
+@pytest.mark.parametrize("words", ["--use-distributed-optimizer", "--decoupled-lr 0.1"])
+def test_without_optimizer_states_the_torch_format_holds_the_weights(words: str) -> None:
+    words = f"{words} --ckpt-format torch --save here --save-interval 5 --no-save-optim"
+    assert parse(words).config.checkpoint.ckpt_format == "torch"
+
+
+@pytest.mark.parametrize("value", ["torch_dcp", "zarr", "fsdp_dtensor"])
 def test_a_format_of_cores_checkpoints_is_refused_with_the_remedy(value: str) -> None:
     (line,) = problems(f"--ckpt-format {value}")
     assert line.startswith(f"--ckpt-format {value}: this is a Megatron Core format")

@@ -5,11 +5,16 @@ A folder contains `.metadata` (a pickle that says where each box of each tensor 
 schedule, counters; since Core 0.19 a part of a `.distcp` file) and `metadata.json` (the format's
 version). Random states and extra states are never read.
 
+Megatron Core's older format, `torch`, has the files of Megatron-LM. It is written here, and
+`legacy` reads it.
+
 Modules:
     index      `.metadata` as plain records, checked against the files
     names      Megatron Core's parameter names and native names
     rows       the order of rows where it differs, and tensors that Core divides
     arguments  Megatron Core's command line and our settings
     reader     such a folder through the `Reader` interface
+    states     settings of the optimizer, random states and extra states
     writer     write any checkpoint, or a run's state, as such a folder
+    torch_writer  write the content of the files in the older format
 """

@@ -268,7 +268,13 @@ def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, J
 
 
 def core_arguments(
-    config: ModelRun, meta: Json, *, rows: int, dtype: torch.dtype, data_parallel: int
+    config: ModelRun,
+    meta: Json,
+    *,
+    rows: int,
+    dtype: torch.dtype,
+    data_parallel: int,
+    kind: str = "torch_dist",
 ) -> argparse.Namespace:
     """Return a run's settings as Megatron Core's command-line arguments.
 
@@ -278,6 +284,7 @@ def core_arguments(
         rows: The number of rows of the vocabulary tables in the files.
         dtype: The dtype of the weights.
         data_parallel: The number of processes that hold the same weights.
+        kind: The value of --ckpt-format.
     """
     args = megatron_arguments(config, meta, rows=rows, dtype=dtype, data_parallel=data_parallel)
     for name in ("attention_backend", "exit_signal"):  # enums, which we would write as strings
@@ -308,8 +315,8 @@ def core_arguments(
         linear_attention_freq=None
         if model.experimental_attention_variant is None
         else [int(is_delta) for is_delta in delta_net_layers(model, model.num_layers)],
-        ckpt_format="torch_dist",
-        use_dist_ckpt=True,
+        ckpt_format=kind,
+        use_dist_ckpt=kind == "torch_dist",
         dist_ckpt_optim_fully_reshardable=config.parallel.use_distributed_optimizer,
     )
     if model.position_embedding_type == "none":  # Core refuses --no-position-embedding with it

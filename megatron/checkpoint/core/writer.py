@@ -12,7 +12,6 @@ seeding (see `legacy.writer`).
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,17 +37,17 @@ from megatron.checkpoint.core.arguments import core_arguments, layer_frequency
 from megatron.checkpoint.core.index import INDEX
 from megatron.checkpoint.core.names import FP32_WEIGHTS, MASTER, NamingScheme, layer_modules
 from megatron.checkpoint.core.reader import BACKEND, COMMON, FORMAT
+from megatron.checkpoint.core.states import (
+    core_group_settings,
+    core_random_states,
+    extra_states,
+)
 from megatron.checkpoint.entries import DTYPES, WORD_EMBEDDING, Json
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import COMPLETE, RELEASE, iteration_folder
 from megatron.checkpoint.legacy.file_plan import VERSION
 from megatron.checkpoint.legacy.torch_file import append_torch_file, write_pickle, write_torch_file
-from megatron.checkpoint.legacy.writer import (
-    device_state,
-    group_settings,
-    random_states,
-    unsupported_schedule,
-)
+from megatron.checkpoint.legacy.writer import unsupported_schedule
 from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.retention import RetentionPolicy, list_files
@@ -64,19 +63,7 @@ from megatron.parallel.layout import Layout
 
 _LAST = (COMPLETE, list_files)  # the file that is written after all others, and its content
 _OVERHEAD = 2048  # bytes of a chunk's container and of its entry in the index, at most
-_EXPERT_SEED = 1024  # as in Megatron Core
 _SHARDING = "fully_reshardable"  # the format of the distributed optimizer's states
-# Modules with an extra state: in every implementation, and additional ones in Transformer Engine's.
-_LINEAR = re.compile(
-    r"(.+\.(?:linear_(?:qkv|q_proj|(?:q|kv)_(?:down|up)_proj|proj|fc1|fc2)|in_proj|out_proj|eh_proj))"
-    r"\.weight"
-)
-_ENGINE_MODULES = re.compile(
-    r"(.+\.(?:input_layernorm|[qk]_layernorm|out_norm|pre_mlp_layernorm|final_(?:layer)?norm|enorm|hnorm))"
-    r"\.weight"
-)
-# The attention core has an extra state but no weights. Its name follows from a projection's.
-_BEFORE_CORE = re.compile(r"linear_(?:qkv|kv_up_proj)$")
 
 
 @dataclass(frozen=True)
@@ -358,19 +345,13 @@ class CoreFiles:
             if not native.startswith(WEIGHTS) or not locations:
                 continue
             location = locations[0]
-            match = _LINEAR.fullmatch(location.name)
-            modules = [match[1]] if match else []
-            if self._is_engine:
-                modules += [
-                    match[1] for match in [_ENGINE_MODULES.fullmatch(location.name)] if match
-                ]
-                modules += [_BEFORE_CORE.sub("core_attention", name) for name in modules]
+            modules = extra_states(location.name, is_engine=self._is_engine)
             # The index of each module among those of its kind: by layer, and by expert.
             grid = (
                 [] if location.layer is None else [(location.layer, self.config.model.num_layers)]
             )
             experts = location.shape[0] if ".experts.experts." in location.name else 0
-            for module in dict.fromkeys(modules):
+            for module in modules:
                 for expert in range(max(1, experts)):
                     indices = [*grid, *[(expert, experts)] * bool(experts)] or [(0, 1)]
                     objects[_shard_name(f"{module}._extra_state", indices)] = None
@@ -387,15 +368,11 @@ class CoreFiles:
             sizes.append(self._replicas)
         objects = {}
         for stage, tensor_rank, *replica in product(*map(range, sizes)):
-            states = random_states(seed, snapshot.iteration, stage, tensor_rank)
             rank = tensor_rank + sizes[1] * sum(replica)
             expert, width = rank // (widths or sizes[1]) % experts, rank % (widths or sizes[1])
-            states["rng_tracker_states"] |= {
-                "data-parallel-rng": device_state(seed, snapshot.iteration),
-                "expert-parallel-rng": device_state(
-                    seed + _EXPERT_SEED + 100 * expert + width, snapshot.iteration
-                ),
-            }
+            states = core_random_states(
+                seed, snapshot.iteration, stage, tensor_rank, expert=expert, width=width
+            )
             indices = zip((stage, tensor_rank, *replica), sizes, strict=True)
             objects[_shard_name("rng_state", list(indices))] = [states]
         return objects
@@ -448,10 +425,7 @@ class CoreFiles:
         optimizers = {}
         for index, (is_expert, all_decays) in enumerate(sorted(groups.items())):
             settings = [
-                group_settings(self.config, meta, decays=decays)
-                | {"is_expert_parallel": is_expert, "is_decoupled_lr": False}
-                | {"default_config": True, "max_lr": meta["schedule"].get("max_lr")}
-                | {"min_lr": meta["schedule"].get("min_lr")}
+                core_group_settings(self.config, meta, decays=decays, is_expert=is_expert)
                 for decays in sorted(set(all_decays), reverse=True)
             ]
             optimizers[index] = self._counted(settings)

@@ -1,20 +1,26 @@
-"""Plan where Megatron-LM 23.08 stores each parameter: its files, its split and its name.
+"""Plan where Megatron-LM 23.08 or Megatron Core stores each parameter: its file, split and name.
 
 A file's parameters are in the order in which Megatron registers them, because its optimizer numbers
 them in this order. If a T5's decoder begins on a later stage
 (`--pipeline-model-parallel-split-rank`), that stage has a copy of all embeddings. The last stage
 has a copy of the word embeddings for the output, unless the decoder begins on it.
+
+The files of both programs differ in their names, and in the order of a layer's parameters. Megatron
+Core registers the projection after attention before the one in front of it, and Transformer
+Engine's projections contain the normalization before them.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron.checkpoint.core.names import NamingScheme
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.legacy import names
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelOptions
 from megatron.config.stages import ModelPart, megatron_layout_problem, parts_of_stage
 from megatron.errors import CheckpointError
@@ -24,7 +30,16 @@ _WORDS = "embedding.word.weight"
 _VOCABULARY = (_WORDS, "output.weight", "output.bias")
 _ENCODER_LAYER = re.compile(r"encoder\.layers\.\d+\.attention_norm\.weight")  # one per layer
 
+# The modules of a GPT's layer in the order in which Megatron Core registers them, with its local
+# layers and with Transformer Engine's.
+_AFTER_ATTENTION = ("attention.query_norm", "attention.key_norm", "mlp_norm", "mlp.up", "mlp.down")
+_LOCAL_LAYER = ("attention_norm", "attention.output", "attention.qkv", *_AFTER_ATTENTION)
+_ENGINE_LAYER = ("attention.output", "attention_norm", "attention.qkv", *_AFTER_ATTENTION)
+_LOCAL_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm"}
+CORE_OUTPUT = "output_layer"
+
 Shapes = Mapping[str, tuple[int, ...]]
+Paths = Iterable[tuple[str, tuple[str, ...]]]  # native names, and the keys in a file's `model`
 
 
 @dataclass(frozen=True)
@@ -85,16 +100,87 @@ def plan_files(
         CheckpointError: Megatron's model lacks a parameter, or a parameter cannot be split this
             way.
     """
-    tensor, stages = split.tensor_model_parallel_size, split.pipeline_model_parallel_size
     encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)  # 0 if not a T5
-    _check(shapes, parts, stages, encoder)
+    _check(shapes, parts, split.pipeline_model_parallel_size, encoder)
+    return _plan_ranks(
+        shapes, parts, split, arrangement, lambda part: _parameter_paths(shapes, part, encoder)
+    )
+
+
+def plan_core_files(
+    shapes: Shapes,
+    parts: list[ModelPart],
+    split: ParallelOptions,
+    arrangement: names.Arrangement,
+    model: ModelConfig,
+    *,
+    is_engine: bool,
+) -> list[FilePlan]:
+    """Plan the files of Megatron Core's `torch` format, ordered by stage and tensor rank.
+
+    Args:
+        shapes: The shapes of all parameters of a GPT without mixtures of experts, by native name
+            without "model.".
+        parts: The model's parts, first to last. All have the same number of layers.
+        split: The numbers of tensor-parallel ranks and pipeline stages.
+        arrangement: The row order and the splits of parameters in the files.
+        model: The network.
+        is_engine: Whether Megatron Core builds the layers from Transformer Engine's modules.
+
+    Raises:
+        CheckpointError: Megatron Core's model lacks a parameter, or a parameter cannot be split
+            this way.
+    """
+    scheme = NamingScheme(
+        model=vars(model),
+        is_stacked=False,
+        gated=model.is_gated,
+        shards_states=False,
+        final_norm="decoder.final_layernorm",
+        layers=[{} if is_engine else _LOCAL_NORMS] * model.num_layers,
+        depths={},
+    )
+    order = _ENGINE_LAYER if is_engine else _LOCAL_LAYER
+    paths = {part: list(_core_paths(shapes, part, scheme, order)) for part in parts}
+    extra = sorted(shapes.keys() - {name for path in paths.values() for name, _ in path})
+    if extra:
+        raise CheckpointError(
+            f"{extra[0]} cannot be written in Megatron Core's torch format: use torch_dist, or the "
+            "native format"
+        )
+    sizes = [str(len(part.layers)) for part in parts]
+    if len(set(sizes)) > 1:
+        raise CheckpointError(
+            f"stages with {', '.join(sizes)} layers cannot be written in Megatron Core's torch "
+            "format: give each the same number, or use torch_dist or the native format"
+        )
+    return _plan_ranks(shapes, parts, split, arrangement, paths.__getitem__)
+
+
+def _plan_ranks(
+    shapes: Shapes,
+    parts: list[ModelPart],
+    split: ParallelOptions,
+    arrangement: names.Arrangement,
+    paths_of: Callable[[ModelPart], Paths],
+) -> list[FilePlan]:
+    """Return the plan of each rank's file, ordered by stage and tensor rank.
+
+    Args:
+        shapes: The shapes of all parameters, by native name without "model.".
+        parts: The model's parts, first to last.
+        split: The numbers of tensor-parallel ranks and pipeline stages.
+        arrangement: The row order and the splits of parameters in the files.
+        paths_of: A function that yields the names and paths of the possible parameters of a part.
+    """
+    tensor, stages = split.tensor_model_parallel_size, split.pipeline_model_parallel_size
     plans = []
     for stage in range(stages):
         for rank in range(tensor):
             chunks = tuple(
                 tuple(
                     FileParameter(path, name, _box(name, shapes[name], arrangement, rank, tensor))
-                    for name, path in _parameter_paths(shapes, part, encoder)
+                    for name, path in paths_of(part)
                     if name in shapes
                 )
                 for part in parts_of_stage(parts, stage, stages)
@@ -154,6 +240,33 @@ def _parameter_paths(
         if not has_embedding and "output.weight" not in shapes:
             yield _WORDS, names.TIED_COPY
         yield from outside(names.HEADS)
+
+
+def _core_paths(
+    shapes: Shapes, part: ModelPart, scheme: NamingScheme, order: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (native name, Megatron Core's path) for each possible parameter, in Core's order.
+
+    The number of a layer in a file counts from the first layer of the part.
+    """
+
+    def path(name: str) -> tuple[str, ...]:
+        return (scheme.locate(f"model.{name}", ()).name,)
+
+    if part.embedding:
+        for module in ("word", "position"):
+            name = f"embedding.{module}.weight"
+            yield name, path(name)
+    for index, layer in enumerate(part.layers):
+        for name in (f"{module}.{kind}" for module in order for kind in names.KINDS):
+            yield f"layers.{layer}.{name}", path(f"layers.{index}.{name}")
+    if part.head:
+        for name in (f"final_norm.{kind}" for kind in names.KINDS):
+            yield name, path(name)
+        if "output.weight" in shapes:
+            yield "output.weight", path("output.weight")
+        elif not part.embedding:
+            yield _WORDS, (f"{CORE_OUTPUT}.weight",)
 
 
 def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:

@@ -146,7 +146,7 @@ class LegacyReader(Reader):
             raise CheckpointError(f"{self.path}: {problem} is not supported")
         if version < 2 and not heads:
             raise CheckpointError(f"{self.path}: `args` does not contain the number of heads")
-        gated = bool(self._args.get("swiglu", False))
+        gated = any(self._args.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
         return legacy.Arrangement(float(version), heads // self._tensor_size, gated)
 
     def _first_layers(self) -> dict[tuple[int, int], Counter[str]]:

@@ -14,6 +14,7 @@ numbers of another.
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -104,10 +105,12 @@ class LegacySaver:
         config: The run's configuration.
         vocabulary: Number of entries in the tokenizer's vocabulary, which Megatron pads by its own
             rule (`megatron_rows`).
+        kind: The class that writes the files: `LegacyWriter`, or the one for Megatron Core.
     """
 
     config: ModelRun
     vocabulary: int
+    kind: type[LegacyWriter]
 
     def write(
         self, root: Path | str, snapshot: Snapshot, *, keep: RetentionPolicy | None = None
@@ -138,7 +141,7 @@ class LegacySaver:
         def write_share(temporary: Path, reader: Reader) -> None:
             rows = megatron_rows(self.vocabulary, self.config)
             padded = PaddedReader(reader, rows=rows, entries=self.vocabulary)
-            writer = LegacyWriter(padded, self.config, data_parallel=layout.replica.size)
+            writer = self.kind(padded, self.config, data_parallel=layout.replica.size)
             writer.write(temporary, layout.world.rank, layout.world.size)
 
         # Writing the inner native checkpoint checks separately that there is space for it.
@@ -176,7 +179,16 @@ def convert_to_legacy(
 
 
 class LegacyWriter:
-    """A writer of Megatron's files from an opened checkpoint."""
+    """A writer of Megatron-LM 23.08's files from an opened checkpoint.
+
+    A subclass writes those of Megatron Core, which differ in names, arguments and details of the
+    optimizer.
+
+    Attributes:
+        program: The program that loads the files, for messages.
+    """
+
+    program = "Megatron-LM 23.08"
 
     def __init__(
         self, reader: Reader, config: ModelRun, data_parallel: int = 1, keep_optimizer: bool = True
@@ -196,16 +208,16 @@ class LegacyWriter:
                 or lacks a feature of the network; or Megatron lacks the saved schedule or a kind
                 of optimizer state.
         """
-        refused = ", ".join(unsupported_by_legacy(config.model))
+        refused = ", ".join(self._unsupported(config.model))
         if refused:
             remedy = "write the native format (--saver native), or Hugging Face's (--saver hf)"
-            raise CheckpointError(f"{refused}: Megatron-LM 23.08 does not support it: {remedy}")
+            raise CheckpointError(f"{refused}: {self.program} does not support it: {remedy}")
         self.reader, self.config, self.data_parallel = reader, config, data_parallel
         self._keeps_optimizer = keep_optimizer and bool(reader.meta.get("optimizer"))
         unsupported = unsupported_schedule(reader.meta.get("schedule") or {})
         if self._keeps_optimizer and unsupported:
             raise CheckpointError(
-                f"{reader.path}: its optimizer has {unsupported}, which Megatron-LM 23.08 does not "
+                f"{reader.path}: its optimizer has {unsupported}, which {self.program} does not "
                 "have: convert only the weights, without --keep-optimizer, or write the native "
                 "format (--saver native)"
             )
@@ -214,14 +226,22 @@ class LegacyWriter:
             kind = name.rpartition(".")[2]
             if name.startswith(STATES) and kind not in (_MASTER, *STATE_KINDS.values()):
                 raise CheckpointError(
-                    f"{name}: Megatron-LM 23.08 has no such optimizer state: convert only the "
+                    f"{name}: {self.program} has no such optimizer state: convert only the "
                     "weights, without --keep-optimizer, or write the native format (--saver native)"
                 )
         weights = (name for name in reader.names() if name.startswith(WEIGHTS))
         shapes = {n.removeprefix(WEIGHTS): reader.global_shape(n) for n in weights}
-        self._arrangement = Arrangement(VERSION, heads=0, gated=config.model.swiglu)
-        parts = plan_model(config.model, config.parallel)
-        self.files = plan_files(shapes, parts, config.parallel, self._arrangement)
+        self._arrangement = Arrangement(VERSION, heads=0, gated=config.model.is_gated)
+        self.files = self._plan(shapes)
+
+    def _unsupported(self, model: ModelConfig) -> Iterator[str]:
+        """Yield the flags of a network that the program does not support."""
+        return unsupported_by_legacy(model)
+
+    def _plan(self, shapes: Mapping[str, tuple[int, ...]]) -> list[FilePlan]:
+        """Return the plan of each file, from the shapes of all parameters by native name."""
+        parts = plan_model(self.config.model, self.config.parallel)
+        return plan_files(shapes, parts, self.config.parallel, self._arrangement)
 
     def write(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """Write and flush a rank's share of the files into a new checkpoint's folder.
@@ -248,13 +268,7 @@ class LegacyWriter:
         """Return the content of a rank's `model_optim_rng.pt`."""
         meta = self.reader.meta
         tree: dict[str, Any] = {
-            "args": megatron_arguments(
-                self.config,
-                meta,
-                rows=self.reader.global_shape(WORD_EMBEDDING)[0],
-                dtype=self.reader.dtype(WORD_EMBEDDING),
-                data_parallel=self.data_parallel,
-            ),
+            "args": self._arguments(),
             "checkpoint_version": VERSION,
             "iteration": self.reader.iteration,
         }
@@ -266,10 +280,26 @@ class LegacyWriter:
         if not self.config.checkpoint.no_save_rng:
             saved_seed = (meta.get("rng") or {}).get("seed")
             seed = self.config.training.seed if saved_seed is None else saved_seed
-            tree["rng_state"] = [
-                random_states(seed, self.reader.iteration, plan.stage, plan.tensor_rank)
-            ]
+            tree["rng_state"] = [self._random_states(seed, plan)]
         return tree
+
+    def _arguments(self) -> argparse.Namespace:
+        """Return the run's settings as the program's command-line arguments."""
+        return megatron_arguments(
+            self.config,
+            self.reader.meta,
+            rows=self.reader.global_shape(WORD_EMBEDDING)[0],
+            dtype=self.reader.dtype(WORD_EMBEDDING),
+            data_parallel=self.data_parallel,
+        )
+
+    def _random_states(self, seed: int, plan: FilePlan) -> dict[str, Any]:
+        """Return the states of the random generators of a file's rank."""
+        return random_states(seed, self.reader.iteration, plan.stage, plan.tensor_rank)
+
+    def _settings(self, *, decays: bool) -> dict[str, Any]:
+        """Return the settings of a parameter group of the optimizer."""
+        return group_settings(self.config, self.reader.meta, decays=decays)
 
     def _model(self, parameters: tuple[FileParameter, ...]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
@@ -286,8 +316,7 @@ class LegacyWriter:
         decayed = sum(parameter.is_decayed for parameter in parameters)
         groups = [group for group in (range(decayed), range(decayed, len(parameters))) if group]
         settings = [
-            group_settings(self.config, self.reader.meta, decays=parameters[group.start].is_decayed)
-            | {"params": list(group)}
+            self._settings(decays=parameters[group.start].is_decayed) | {"params": list(group)}
             for group in groups
         ]
         scaler = {}
@@ -305,15 +334,20 @@ class LegacyWriter:
         return {"optimizer": tree, **scaler, "fp32_from_fp16_params": masters}
 
     def _state(self, parameter: FileParameter) -> dict[str, Any]:
-        state = {
-            megatron_kind: self._value(parameter, kind)
-            for megatron_kind, kind in STATE_KINDS.items()
-            if _name(parameter, kind) in self._saved_names
-        }
+        """Return a parameter's entry in the optimizer's `state`."""
+        state: dict[str, Any] = self._moments(parameter)
         if "exp_avg" not in state:
             return state
         step = torch.tensor(float(self.reader.meta["optimizer"]["step"]))
         return {"step": step, **state}
+
+    def _moments(self, parameter: FileParameter) -> dict[str, LazyTensor]:
+        """Return a parameter's optimizer states, by Megatron's name for their kind."""
+        return {
+            megatron_kind: self._value(parameter, kind)
+            for megatron_kind, kind in STATE_KINDS.items()
+            if _name(parameter, kind) in self._saved_names
+        }
 
     def _flat_states(self, plan: FilePlan) -> dict[int, Any]:
         """Return the content of a rank's `distrib_optim.pt`."""
