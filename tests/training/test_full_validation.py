@@ -80,32 +80,38 @@ def test_every_label_of_every_sample_counts_once(batch: tuple[int, int], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"),
+    ("sizes", "network", "words"),
     [
-        ({}, "--eval-global-batch-size 12 --eval-micro-batch-size 3".split()),
-        ({}, "--eval-global-batch-size 64 --eval-micro-batch-size 32".split()),
-        ({}, ["--zero-stage", "3"]),
+        ({}, "", "--eval-global-batch-size 12 --eval-micro-batch-size 3"),
+        ({}, "", "--eval-global-batch-size 64 --eval-micro-batch-size 32"),
+        ({}, "", "--zero-stage 3"),
+        (
+            {},
+            "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32",
+            "--expert-model-parallel-size 2 --eval-micro-batch-size 2",
+        ),
+        ({"tensor": 2}, "", "--tensor-model-parallel-size 2 --sequence-parallel"),
         (
             {"pipeline": 2},
+            "",
             "--pipeline-model-parallel-size 2 --eval-global-batch-size 10 "
-            "--eval-micro-batch-size 2".split(),
+            "--eval-micro-batch-size 2",
         ),
         (
             {"pipeline": 2},
-            "--num-layers 4 --pipeline-model-parallel-size 2 "
-            "--num-layers-per-virtual-pipeline-stage 1".split(),
+            "--num-layers 4",
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
         ),
-        ({"context": 2}, ["--context-parallel-size", "2"]),
+        ({"context": 2}, "", "--context-parallel-size 2"),
     ],
 )
 def test_two_processes_compute_the_same_losses(
-    sizes: dict[str, int], words: list[str], tmp_path: Path
+    sizes: dict[str, int], network: str, words: str, tmp_path: Path
 ) -> None:
-    data = _corpora(tmp_path)
-    layers = words[:2] if "--num-layers" in words else []
-    expected = _all_losses(Layout.single(), [*data, *layers])
+    flags = [*_corpora(tmp_path), *network.split()]
+    expected = _all_losses(Layout.single(), flags)
     assert expected is not None
-    for losses in run_distributed(2, _all_losses, [*data, *words], **sizes):
+    for losses in run_distributed(2, _all_losses, [*flags, *words.split()], **sizes):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
