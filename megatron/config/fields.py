@@ -133,14 +133,14 @@ class Field:
         """Whether the flag takes no value."""
         return self.kind is bool and not self.optional
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Spellings that give a value or turn a switch on; none if there is no flag."""
         if not self.info.is_flag:
             return ()
         return tuple(self.info.names.split()) or ("--" + self.name.replace("_", "-"),)
 
-    @property
+    @functools.cached_property
     def off_names(self) -> tuple[str, ...]:
         """Spellings that turn a switch off: Megatron's own, or the name after `--no-`."""
         if self.info.off:
@@ -149,7 +149,7 @@ class Field:
             return ("--no-" + self.names[0].removeprefix("--"),)
         return ()
 
-    @property
+    @functools.cached_property
     def spellings(self) -> tuple[str, ...]:
         """All spellings, including those that turn a switch off."""
         return self.names + self.off_names

@@ -8,6 +8,7 @@ All mistakes found on the way are collected and raised as one `ConfigError`.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ from megatron.config.run import (
     flatten,
     narrow,
     sections,
+    values_of,
     with_values,
 )
 from megatron.errors import ConfigError, UserError
@@ -125,9 +127,9 @@ class _CommandLine(Findings):
     @property
     def values(self) -> dict[str, Any]:
         """The values of a run's fields, by "section.field"."""
-        names = {path: path.partition(".")[2] for path in flatten(RunOptions())}
         given = self.given.keys() - self.program_fields
-        return {path: self.given[name] for path, name in names.items() if name in given}
+        names = ((path, entry.name) for path, entry, _ in values_of(RunOptions()))
+        return {path: self.given[name] for path, name in names if name in given}
 
     def attempt(self, step: Callable[[], Result]) -> Result:
         """Run a step on which all later ones depend, and return its result.
@@ -304,12 +306,18 @@ def asks_for(path: str, argv: Sequence[str], old_names: Collection[str] = ()) ->
     return bool(values.get(path, False))
 
 
+@functools.cache
+def _fields_of_runs() -> dict[str, Field]:
+    """Return the fields of a run by each spelling of their flags."""
+    return by_spelling(sections().values())
+
+
 def _read_command_line(argv: Sequence[str], program: Program) -> _CommandLine:
     own, flags = by_spelling(program.extra), split(argv)
     line = _CommandLine(program_fields=frozenset(field.name for field in own.values()))
     names = {flag.name for flag in flags}
     known = {"--config": _CONFIG} | dict.fromkeys(deepspeed.NAMES, _DEEPSPEED)
-    known |= by_spelling(sections().values()) | own
+    known |= _fields_of_runs() | own
     without_field: dict[str, Field] = {}
     if names - {"", *known} or names & {*_READ_IN_CONTEXT, *program.flags_of_other_tasks}:
         without_field = {
@@ -385,12 +393,12 @@ def _find_contradictions(
 
 def _report_flags_without_field(without_field: Mapping[str, Field], line: _CommandLine) -> None:
     """Report Megatron's flags that have no field, as refused or as having no effect."""
-    refused = set(other_flags().refused) if without_field else ()
     for name, entry in without_field.items():
         value = line.given.get(name, entry.default)
         if value != entry.default:
             flag = name if value is True else entry.spell(value)
-            lines = line.problems if entry in refused else line.notices
+            is_refused = entry in other_flags().refused
+            lines = line.problems if is_refused else line.notices
             lines.append(f"{flag}: {entry.help}")
 
 

@@ -164,12 +164,21 @@ def field_at(path: str) -> Field:
     return next(entry for known, entry, _ in values_of(RunOptions()) if known == path)
 
 
+@functools.cache
+def _fields_by_path() -> Mapping[str, tuple[tuple[str, Field], ...]]:
+    """Return each section's fields with their "section.field", by section name."""
+    return {
+        name: tuple((f"{name}.{entry.name}", entry) for entry in fields_of(section))
+        for name, section in sections().items()
+    }
+
+
 def values_of(config: RunOptions) -> Iterator[tuple[str, Field, Any]]:
     """Yield each value of a run: its "section.field", the field, and the value."""
-    for name, section in sections().items():
+    for name, entries in _fields_by_path().items():
         part = getattr(config, name)
-        for entry in fields_of(section):
-            yield f"{name}.{entry.name}", entry, getattr(part, entry.name)
+        for path, entry in entries:
+            yield path, entry, getattr(part, entry.name)
 
 
 def flatten(config: RunOptions) -> dict[str, Any]:
