@@ -116,6 +116,7 @@ class Index:
             self.tensors, self.blobs, spans = _parse(tree)
         except _InvalidIndexError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from None
+        self._refs: dict[bytes, TensorRef] = {}  # chunks of one shape have the same structure
         self._files = {name: _map(folder / name, allow_foreign) for name in spans}
         for name, ranges in spans.items():
             _check_ranges(folder / name, ranges, len(self._files[name]))
@@ -155,11 +156,12 @@ class Index:
             archive.check("data.pkl")
             if len(tree) > _MAX_BLOB_TREE:
                 raise CheckpointError(f"{path}: {len(tree):,} bytes of structure")
-            ref = read_pickle(bytes(tree), str(path))
-            stored = self.tensors[name]
+            structure, stored = bytes(tree), self.tensors[name]
+            ref = self._refs.get(structure) or read_pickle(structure, str(path))
             has_dtype = isinstance(ref, TensorRef) and ref.storage.dtype == stored.dtype
             if not has_dtype or ref.shape != chunk.box.shape:
                 raise CheckpointError(f"{path}: damaged: not the tensor that {INDEX} names")
+            self._refs[structure] = ref
             if verify:
                 archive.check(f"data/{ref.storage.key}")
             return archive.load(ref)

@@ -14,6 +14,7 @@ time it occurs. Code that walks the tree may therefore use recursion.
 
 from __future__ import annotations
 
+import io
 import pickletools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -212,16 +213,22 @@ class _Machine:
 
     def run(self, data: bytes) -> Any:
         """Return the value that the pickle builds."""
-        # `genops` checks the lengths of strings and numbers against the data.
-        for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
-            if count >= self._limit:
-                raise RefusedError(f"more than {self._limit:,} instructions")
-            if opcode.name == "STOP":
+        # As `pickletools.genops`, whose generator takes most of the time. Its functions that read
+        # arguments check the lengths of strings and numbers against the data.
+        stream = io.BytesIO(data)
+        for _ in range(self._limit):
+            code = stream.read(1)
+            known = _OPCODES.get(code)
+            if known is None:
+                end = "its end is missing"
+                raise RefusedError(f"no instruction at byte {stream.tell() - 1}" if code else end)
+            name, read_argument, instruction = known
+            if name == "STOP":
                 return self.pop()
-            if opcode.name not in _INSTRUCTIONS:
-                raise RefusedError(f"instruction {opcode.name} at byte {position}")
-            _INSTRUCTIONS[opcode.name](self, argument)
-        raise RefusedError("its end is missing")
+            if instruction is None:
+                raise RefusedError(f"instruction {name} at byte {stream.tell() - 1}")
+            instruction(self, None if read_argument is None else read_argument(stream))
+        raise RefusedError(f"more than {self._limit:,} instructions")
 
     def start(self, version: int) -> None:
         if version > 5:
@@ -342,6 +349,15 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "REDUCE": lambda machine, _: machine.call(),
     "NEWOBJ": lambda machine, _: machine.make_object(),
     "BUILD": lambda machine, _: machine.set_state(),
+}
+# Each instruction's name, the function that reads its argument, and ours that carries it out.
+_OPCODES = {
+    opcode.code.encode("latin1"): (
+        opcode.name,
+        opcode.arg.reader if opcode.arg else None,
+        _INSTRUCTIONS.get(opcode.name),
+    )
+    for opcode in pickletools.opcodes
 }
 
 
