@@ -131,6 +131,7 @@ def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
     ("target", "words", "message"),
     [
         ("kubernetes", COMMAND, "--to kubernetes needs --image"),
+        ("kubernetes", ("--image", "a"), "no command: write it after --"),
         ("kubernetes", ("--image", "a", "--toleration", "a:b", *COMMAND), "--toleration 'a:b'"),
         ("kubernetes", ("--image", "a", "--queue", "A_b", *COMMAND), "--queue 'A_b': expected"),
         (
