@@ -148,8 +148,8 @@ def test_only_this_machine_may_ask_and_nothing_can_be_sent(served):
     ("words", "message"),
     [
         (["--port", "70000"], "--port 70000: use 0 to 65535"),
-        (["--output", "x.html"], "--output with --live: give only one of them"),
-        (["--overwrite"], "--overwrite with --live: give only one of them"),
+        (["--output", "x.html"], "--output with --live: give only one: --live"),
+        (["--overwrite"], "--overwrite with --live: give only one: --live"),
     ],
 )
 def test_flags_that_cannot_be(tmp_path, capsys, words, message):
