@@ -246,7 +246,8 @@ def label_log_probs(
     size, axis = logits.shape[-1], vocabulary.axis
     num_real = vocabulary.real(size)
     if axis.size == 1:
-        logits = logits[..., :num_real]
+        # A copy, because kernels need contiguous rows.
+        logits = logits.transpose(0, 1)[..., :num_real].contiguous().transpose(0, 1)
     elif num_real < size:
         is_padding = torch.arange(size, device=logits.device) >= num_real
         # Use a finite value, because a rank may hold nothing but padding, and inf - inf is nan.

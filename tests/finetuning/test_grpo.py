@@ -154,7 +154,7 @@ def _build(layout: Layout, folder: Path, words: Sequence[str], own: Sequence[str
     return run
 
 
-def _train(
+def train_grpo(
     layout: Layout, folder: Path, words: Sequence[str] = (), own: Sequence[str] = ()
 ) -> dict[str, list[float]]:
     run, recorder = _build(layout, folder, words, own), Recorder()
@@ -165,7 +165,7 @@ def _train(
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    found = _train(Layout.single(), tmp_path, ["--train-iters", "25"])
+    found = train_grpo(Layout.single(), tmp_path, ["--train-iters", "25"])
     assert np.mean(found["reward"][:2]) < 0.25
     assert np.mean(found["reward"][-3:]) > 0.8
     # Answers are used for training with the same weights that generated them.
@@ -192,7 +192,7 @@ LATENT = (
 def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) -> None:
     """Compare a token's log-probability in generation and in the update that trains on it."""
     longest = "140" if LONG in words else "6"
-    found = _train(
+    found = train_grpo(
         Layout.single(),
         tmp_path,
         ["--batch-invariant-mode", "--train-iters", "6", *words.split()],
@@ -200,7 +200,7 @@ def test_generation_and_training_agree_to_the_bit(words: str, tmp_path: Path) ->
     )
     assert found["log-ratio"] == [0.0] * 6
     assert found["reward"][-1] > 0
-    others = _train(
+    others = train_grpo(
         Layout.single(),
         tmp_path,
         ["--train-iters", "6", *words.split()],
@@ -214,14 +214,14 @@ NF4 = "--lora-rank 4 --frozen-weights-dtype nf4 --hidden-size 64 --ffn-hidden-si
 
 @pytest.mark.parametrize(("flag", "most"), [("--lora-rank 4", 1e-5), (NF4, 1e-5), ("--bf16", 1e-2)])
 def test_adapters_and_16_bits_answer_as_they_train(flag: str, most: float, tmp_path: Path) -> None:
-    found = _train(Layout.single(), tmp_path, [*MODERN.split(), *flag.split(), "--lr", "0.05"])
+    found = train_grpo(Layout.single(), tmp_path, [*MODERN.split(), *flag.split(), "--lr", "0.05"])
     assert found["log-ratio"][0] > 0
     assert max(found["log-ratio"]) < most
 
 
 def test_later_updates_clip_what_the_first_has_changed(tmp_path: Path) -> None:
     own = ["--updates-per-rollout", "4", "--loss", "dapo"]
-    found = _train(Layout.single(), tmp_path, ["--train-iters", "8"], own)
+    found = train_grpo(Layout.single(), tmp_path, ["--train-iters", "8"], own)
     for at in (0, 4):
         assert found["log-ratio"][at] < 1e-5
         assert found["log-ratio"][at + 3] > 1e-3
@@ -239,10 +239,10 @@ _GROWING = """
 )
 def test_a_resumed_run_repeats_the_rest(words: str, updates: str, tmp_path: Path) -> None:
     own = ["--updates-per-rollout", updates]
-    whole = _train(Layout.single(), tmp_path, words.split(), own)
+    whole = train_grpo(Layout.single(), tmp_path, words.split(), own)
     saved = [*words.split(), "--save", str(tmp_path / "run"), "--save-interval", "2"]
-    _train(Layout.single(), tmp_path, [*saved, "--exit-interval", "2"], own)
-    rest = _train(Layout.single(), tmp_path, [*saved, "--load", str(tmp_path / "run")], own)
+    train_grpo(Layout.single(), tmp_path, [*saved, "--exit-interval", "2"], own)
+    rest = train_grpo(Layout.single(), tmp_path, [*saved, "--load", str(tmp_path / "run")], own)
     assert len(rest["loss"]) > 0
     for name, values in rest.items():
         assert values == whole[name][2:], name
@@ -252,8 +252,8 @@ def test_a_resumed_run_generates_when_the_whole_run_would(tmp_path: Path) -> Non
     """An update on answers from older weights has another log-ratio."""
     own = ["--updates-per-rollout", "4", "--loss", "dapo"]
     words = ["--train-iters", "6", "--save", str(tmp_path / "run"), "--save-interval", "1"]
-    _train(Layout.single(), tmp_path, [*words, "--exit-interval", "2"], own)
-    rest = _train(Layout.single(), tmp_path, [*words, "--load", str(tmp_path / "run")], own)
+    train_grpo(Layout.single(), tmp_path, [*words, "--exit-interval", "2"], own)
+    rest = train_grpo(Layout.single(), tmp_path, [*words, "--load", str(tmp_path / "run")], own)
     assert [ratio < 1e-5 for ratio in rest["log-ratio"]] == [True, False, True, False]
 
 
@@ -272,22 +272,22 @@ LAYOUTS = {
 def test_two_processes_are_one(name: str, tmp_path: Path) -> None:
     """Answers are sampled by their prompt's number, so every layout generates the same ones."""
     processes, sizes, words = LAYOUTS[name]
-    expected = _train(Layout.single(), tmp_path)
-    for found in run_sharing_memory(processes, _train, tmp_path, words.split(), **sizes):
+    expected = train_grpo(Layout.single(), tmp_path)
+    for found in run_sharing_memory(processes, train_grpo, tmp_path, words.split(), **sizes):
         for metric in ("reward", "answer tokens", "grad-norm"):
             assert found[metric] == pytest.approx(expected[metric], rel=1e-4), metric
 
 
 def test_a_reference_model_holds_the_policy_back(tmp_path: Path) -> None:
     start = ["--load", str(tmp_path / "start"), "--finetune"]
-    _train(
+    train_grpo(
         Layout.single(),
         tmp_path,
         ["--save", start[1], "--save-interval", "9", "--train-iters", "1"],
     )
     own = ["--kl", "0.5", "--reference", start[1]]
-    held = _train(Layout.single(), tmp_path, [*start, "--train-iters", "12"], own)
-    free = _train(Layout.single(), tmp_path, [*start, "--train-iters", "12"])
+    held = train_grpo(Layout.single(), tmp_path, [*start, "--train-iters", "12"], own)
+    free = train_grpo(Layout.single(), tmp_path, [*start, "--train-iters", "12"])
     assert held["loss"][0] == pytest.approx(0, abs=1e-6), "the policy is its own reference"
     assert held["loss"][-1] > 1e-3
     assert held["reward"][0] == free["reward"][0]
@@ -295,8 +295,8 @@ def test_a_reference_model_holds_the_policy_back(tmp_path: Path) -> None:
 
 
 def test_answers_do_not_depend_on_how_many_are_written_at_once(tmp_path: Path) -> None:
-    whole = _train(Layout.single(), tmp_path)
-    few = _train(Layout.single(), tmp_path, own=["--answers-at-once", "3"])
+    whole = train_grpo(Layout.single(), tmp_path)
+    few = train_grpo(Layout.single(), tmp_path, own=["--answers-at-once", "3"])
     assert few["reward"] == whole["reward"]
     assert few["grad-norm"] == pytest.approx(whole["grad-norm"], rel=1e-5)
 
@@ -400,7 +400,7 @@ def test_prompts_that_do_not_fit_are_named(
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text(lines)
     with pytest.raises(DataError, match=message):
-        _train(Layout.single(), tmp_path, own=own.split())
+        train_grpo(Layout.single(), tmp_path, own=own.split())
 
 
 def test_the_toy_task_rewards_digits_in_their_places() -> None:

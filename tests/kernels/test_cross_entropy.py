@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
+from megatron.finetuning.rollouts import label_log_probs
 from megatron.kernels.cross_entropy import REFERENCE, choose_cross_entropy
+from megatron.parallel.distillation import VocabularyPart
+from megatron.parallel.layout import Layout
 from tests.kernels.compare import seed_afresh
 
 N = 5
@@ -88,6 +91,24 @@ def test_extreme_logits(kernels):
         assert found.sums[:2].tolist() == [1, 2000]
         assert found.sums[2].isnan()  # no form overlooks it
         assert found.sums[3].item() == pytest.approx(1999)
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (3, 4)])
+def test_log_probabilities_without_the_padding_of_the_vocabulary(kernels, shape):
+    """Without its padding, a row of logits ends before the next one begins."""
+    library, device = kernels
+    seed_afresh()
+    made = torch.randn(*shape, 16, device=device, requires_grad=True)
+    labels = torch.randint(11, shape, device=device)
+    vocabulary = VocabularyPart(Layout.single().tensor, 11)
+    form = choose_cross_entropy(library, in_16_bits=False)
+    found = label_log_probs(1.0 * made, labels, vocabulary, form)
+    exact = made[..., :11].double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    upstream = torch.rand(shape, device=device)
+    want, got = (torch.autograd.grad((x * upstream).sum(), made)[0] for x in (exact, found))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not got[..., 11:].any()
 
 
 def test_choice():
