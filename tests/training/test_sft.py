@@ -52,7 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> list[float]:
-    """Return the losses of a run, whose updates each train on every conversation by default."""
+    return _records(layout, folder, count, words).values("lm loss")
+
+
+def _records(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> Recorder:
+    """Return the records of a run, whose updates each train on every conversation by default."""
     given = [*derive_flags(folder)[1], *_FLAGS, "--load", str(folder), *words]
     given += ["--train-data-path", str(folder / f"{count}.jsonl")]
 
@@ -71,7 +75,7 @@ def _losses(layout: Layout, folder: Path, count: int, words: Sequence[str]) -> l
     callbacks, _ = standard_callbacks(run, [recorder])
     train(run, callbacks)
     _events[:] = [text for _, kind, text in recorder.events if kind == "sample"]
-    return recorder.values("lm loss")
+    return recorder
 
 
 _events: list[str] = []  # the answers to --sample-prompts in the last run
@@ -103,6 +107,17 @@ def test_two_processes_have_the_same_losses(axis: str, folder: Path) -> None:
     recorded = json.loads(RECORDED.read_text())["few, packed"][:4]
     losses = run_distributed(2, _split, folder, f"--{axis}-model-parallel-size", **{axis: 2})
     assert losses[-1] == pytest.approx(recorded, rel=1e-5)
+
+
+@pytest.mark.parametrize("more", ["", "--eval-global-batch-size 10 --eval-micro-batch-size 5"])
+def test_full_validation_evaluates_every_conversation(more: str, folder: Path) -> None:
+    """The loss after an update is that on which the next update trains, also on every label."""
+    words = "--train-epochs 4 --eval-interval 1 --full-validation".split()
+    words += ["--valid-data-path", str(folder / f"{FEW}.jsonl"), *more.split()]
+    records = _records(Layout(), folder, FEW, words)
+    evaluated = records.values("lm loss validation")
+    assert evaluated[:-1] == pytest.approx(records.values("lm loss")[1:], rel=1e-5)
+    assert len(evaluated) == 4
 
 
 def test_the_model_in_training_answers_prompts(folder: Path, tmp_path: Path) -> None:
