@@ -522,7 +522,7 @@ def _build_whole(
         )
     if empty and request.is_builder:
         warn(
-            f"--split {request.data.split!r} leaves too few {split} tokens for a sample in "
+            f"--split {request.data.split!r} leaves too few validation tokens for a sample in "
             f"{', '.join(empty)}: not part of the validation"
         )
     return JoinedDataset(

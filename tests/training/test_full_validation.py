@@ -211,6 +211,24 @@ def test_a_set_without_a_sample_is_refused(tmp_path: Path) -> None:
         build_toy(Layout.single(), [*words, "--valid-data-path", str(tmp_path / "wiki"), small])
 
 
+def test_a_split_that_leaves_a_dataset_without_a_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are evaluated. Without any, the flag is refused."""
+    large = str(write_corpus(tmp_path / "large", documents=60, vocab_size=_EOD))
+    small = str(write_corpus(tmp_path / "small", documents=10, longest=9, vocab_size=_EOD))
+    words = ["--data-path", large, small, "--full-validation", "--split"]
+    dataset = build_toy(Layout.single(), [*words, "80,20,0"]).datasets[1]
+    tokens = int(IndexedDataset(large).sequence_lengths[48:].sum())
+    assert dataset is not None
+    assert len(dataset) == (tokens - 1) // 16
+    assert (
+        f"leaves too few validation tokens for a sample in {small}: not" in capsys.readouterr().err
+    )
+    with pytest.raises(DataError, match="--full-validation: --split '1,0,0' leaves too few tokens"):
+        build_toy(Layout.single(), [*words, "1,0,0"])
+
+
 def test_weights_that_no_rule_has_seen_are_refused(tmp_path: Path) -> None:
     """The program of the detoxify example has its own flag for validation data."""
     prefix = str(write_corpus(tmp_path / "x", vocab_size=_EOD))
