@@ -93,11 +93,11 @@ class MappedFile:
         Raises:
             CheckpointError: The file is not a valid safetensors file.
         """
-        length = int.from_bytes(self._part(0, _LENGTH), "little")
+        length = int.from_bytes(self._head(_LENGTH), "little")
         try:
             if length > min(_MAX_HEADER, self.size - _LENGTH):
                 raise ValueError(f"a header of {length:,} bytes in a file of {self.size:,}")
-            placements = parse_header(self._part(0, _LENGTH + length))
+            placements = parse_header(self._head(_LENGTH + length))
             end = _LENGTH + length
             for name, placement in sorted(
                 placements.items(), key=lambda item: (item[1].start, item[1].size)
@@ -127,5 +127,5 @@ class MappedFile:
             data = data.clone()  # other programs may write a header of any length
         return data.view(dtype).view(placement.shape)
 
-    def _part(self, start: int, size: int) -> bytes:
-        return self._bytes[start : start + size].numpy().tobytes()
+    def _head(self, size: int) -> bytes:
+        return self._bytes[:size].numpy().tobytes()

@@ -389,11 +389,6 @@ class ModelConfig(ModelOptions):
         return self.decoder_num_layers or 0
 
     @property
-    def all_layers(self) -> int:
-        """Number of transformer layers, including those of the decoder if there is one."""
-        return self.num_layers + self.decoder_layers
-
-    @property
     def neighbor_length(self) -> int:
         """Number of tokens in a neighbor of a Retro chunk."""
         return self.chunk_length * self.retro_num_retrieved_chunks

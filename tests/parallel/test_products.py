@@ -16,7 +16,7 @@ from megatron.parallel.fp8 import DelayedScaling, Fp8Format, Fp8Products
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, initialize
-from megatron.parallel.products import IN_FP32, LinearCall, Products
+from megatron.parallel.products import InFp32, LinearCall, Products
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, gpt, loss_and_gradients
 
@@ -287,7 +287,7 @@ def test_the_gpu_multiplies_as_the_cpu_does(form):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_in_fp32_is_exact_to_fp32_whatever_its_weights_are(dtype):
     torch.manual_seed(3)
-    context = _context(lambda: IN_FP32, dtype=torch.float32)
+    context = _context(InFp32, dtype=torch.float32)
     head = Linear(*(48, 3), context, split=None, init=Init("normal", 0.02)).to(dtype)
     initialize(list(head.named_parameters()), 1)
     x = torch.randn(5, 2, 48).to(dtype).requires_grad_()
