@@ -126,7 +126,6 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
         operation_clock=OperationClock(device, layout)
         if config.logging.log_pipeline_bubble
         else None,
-        section_clock=sections,
         progress=start,
         record=None if save is None else RunRecord.of(save, layout),
         corpus=corpus_fingerprint(config.data) if has_corpus else None,

@@ -76,8 +76,8 @@ def _iteration_callbacks(run: Run, scalars: Scalars) -> list[Callback]:
     """Return the callbacks whose time counts as part of an iteration."""
     config = run.config
     callbacks: list[Callback] = []
-    if run.section_clock is not None:
-        callbacks.append(Stragglers(run.section_clock, scalars))
+    if run.timers.sections is not None:
+        callbacks.append(Stragglers(run.timers.sections, scalars))
     if config.data.skip_bad_lines:
         callbacks.append(BadLines())
     if config.data.log_sample_ids:

@@ -28,7 +28,7 @@ from megatron.training.forward import TrainingForward
 from megatron.training.recipe import Batch, Recipe, Splits
 from megatron.training.run_record import RunRecord
 from megatron.training.spikes import SpikeWatch
-from megatron.training.timers import OperationClock, SaveClock, SectionClock, Timers
+from megatron.training.timers import OperationClock, SaveClock, Timers
 
 
 @dataclass
@@ -100,10 +100,9 @@ class Run(ParallelModel):
         datasets: The training, validation and test datasets.
         exit: A request to exit early, from a signal, a time limit or a file.
         save_clock: The clock of --save-interval-in-mins.
-        timers: The timers of --timing-log-level.
+        timers: The timers of --timing-log-level, with the clock of --log-straggler.
         spikes: The limits for losses and gradient norms; `None` with --on-spike none.
         operation_clock: The clock of --log-pipeline-bubble, if given.
-        section_clock: The clock of --log-straggler, if given.
         progress: The counters that checkpoints store.
         train_batches: This rank's micro-batches, from its position in the sample order.
         pretrained: The checkpoint of a different network that supplied the initial weights, if any.
@@ -130,7 +129,6 @@ class Run(ParallelModel):
     timers: Timers
     spikes: SpikeWatch | None
     operation_clock: OperationClock | None
-    section_clock: SectionClock | None
     progress: Progress
     train_batches: Iterator[Batch] = iter(())
     pretrained: str | None = None

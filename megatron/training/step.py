@@ -135,8 +135,8 @@ class Updates:
                 loss_is_spike=reader.loss_is_spike(),
             )
         run.layers.forget_weights()
-        if run.section_clock is not None:
-            run.section_clock.cut()
+        if run.timers.sections is not None:
+            run.timers.sections.cut()
         reader.start(step_values)
         progress.iteration += 1
         progress.consumed_samples += samples

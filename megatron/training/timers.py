@@ -45,7 +45,8 @@ class Timers:
         device: The device to synchronize at the beginning and end of every timed block.
         world: The ranks whose times are compared.
         barrier: Whether level-1 timers of all ranks start and stop together.
-        sections: A clock that is notified when a section of an update begins, at any level.
+        sections: The clock of --log-straggler, which is notified when a section of an update
+            begins, at any level; `None` without the flag.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Timers:
     ) -> None:
         """Start with all timers at zero."""
         self._level, self._device, self._world = level, device, world
-        self._sections = sections
+        self.sections = sections
         self._barrier = barrier
         self._seconds: dict[str, float] = {}
         self.resets = 0
@@ -74,11 +75,11 @@ class Timers:
         """
         is_timed = level <= self._level  # a block that is not timed does not synchronize either
         start = self._now(level) if is_timed else 0.0
-        outer = None if self._sections is None else self._sections.enter(name)
+        outer = None if self.sections is None else self.sections.enter(name)
         with record_function(name):
             yield
-        if self._sections is not None:
-            self._sections.resume(outer)
+        if self.sections is not None:
+            self.sections.resume(outer)
         if is_timed:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now(level) - start
 
