@@ -28,13 +28,13 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.data.bert import build_bert_datasets
-from megatron.data.datasets import DataRequest
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.models.bert import BertModel
 from megatron.models.head import masked_mean
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
+from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts
 
 
 class BertRecipe(Recipe):
@@ -51,7 +51,7 @@ class BertRecipe(Recipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build datasets of segment pairs with masked tokens. Collective."""
         return build_bert_datasets(
             DataRequest.of(config, samples, layout),

@@ -57,7 +57,7 @@ from megatron.parallel.distillation import TopLogProbs, VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, Recipe, SampleCounts, Splits
+from megatron.training.recipe import Batch, Recipe, SampleCounts
 
 
 class GPTRecipe(Recipe):
@@ -75,7 +75,7 @@ class GPTRecipe(Recipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build datasets of documents or, with --sft, of conversations. Collective."""
         splits = self._open_datasets(config, tokenizer, samples, layout)
         if config.distillation.logits_load_dir is None or splits.train is None:

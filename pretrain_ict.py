@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.data.datasets import DataRequest
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.ict import build_ict_datasets
 from megatron.models.biencoder import BiEncoderModel, compare_all, top_k_accuracy
 from megatron.models.plan import RETRIEVAL_HEAD
@@ -36,7 +36,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.from_bert import StartFromBert
 from megatron.training.pretrain import main
-from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
+from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts
 
 
 class ICTRecipe(Recipe):
@@ -55,7 +55,7 @@ class ICTRecipe(Recipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build datasets of sentences, each with the block of text around it. Collective."""
         request = DataRequest.of(config, samples, layout)
         return build_ict_datasets(

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.data.datasets import DataRequest
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.gpt import context_part, document_positions, make_batch, make_loss_mask
 from megatron.models.retro import RetroModel
 from megatron.parallel.context.split import split_sequence
@@ -36,7 +36,7 @@ from megatron.parallel.layout import Layout
 from megatron.retro.dataset import build_retro_datasets
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, Recipe, SampleCounts, Splits
+from megatron.training.recipe import Batch, Recipe, SampleCounts
 
 
 class RetroRecipe(Recipe):
@@ -48,7 +48,7 @@ class RetroRecipe(Recipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build datasets of documents, with the neighbors of their chunks. Collective."""
         request = DataRequest.of(config, samples, layout)
         return build_retro_datasets(request, config.model, tokenizer)

@@ -26,14 +26,14 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.data.datasets import DataRequest
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.t5 import build_t5_datasets
 from megatron.models.head import masked_mean
 from megatron.models.t5 import T5Model
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import Batch, Recipe, SampleCounts, Splits
+from megatron.training.recipe import Batch, Recipe, SampleCounts
 
 
 class T5Recipe(Recipe):
@@ -46,7 +46,7 @@ class T5Recipe(Recipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build datasets of texts with some spans cut out. Collective."""
         return build_t5_datasets(
             DataRequest.of(config, samples, layout),

@@ -23,10 +23,11 @@ if __name__ == "__main__":
 
 from megatron.config import RunConfig
 from megatron.config.arguments import split
+from megatron.data.datasets import Datasets
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import SampleCounts, Splits
+from megatron.training.recipe import SampleCounts
 from pretrain_gpt import GPTRecipe
 
 _SPLIT = "98,2,0"  # Megatron-LM's split of --data-path2
@@ -45,7 +46,7 @@ class FinetuneRecipe(GPTRecipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build the samples of both datasets. Collective."""
         if not self._validation:
             return super().build_datasets(config, tokenizer, samples, layout)
@@ -62,7 +63,7 @@ class FinetuneRecipe(GPTRecipe):
         other = replace(config, data=data)
         trained, _, tested = super().build_datasets(config, tokenizer, (train, 0, test), layout)
         _, validated, _ = super().build_datasets(other, tokenizer, (0, valid, 0), layout)
-        return trained, validated, tested
+        return Datasets(trained, validated, tested)
 
 
 def run(arguments: Sequence[str]) -> int:

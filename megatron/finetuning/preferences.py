@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.config.preferences import PreferenceConfig
 from megatron.data.chat import members_of
-from megatron.data.datasets import DataRequest
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.gpt import context_part, longest_segment, make_batch
 from megatron.data.preferences import (
     PAIRS,
@@ -38,7 +38,7 @@ from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import Batch, SampleCounts
 
 # TRL's names for the values in the log.
 REWARD_METRICS = (
@@ -172,7 +172,7 @@ class PreferenceRecipe(ComparingRecipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build rows of packed pairs. Collective."""
         return build_preference_datasets(
             DataRequest.of(config, samples, layout),
@@ -184,7 +184,7 @@ class PreferenceRecipe(ComparingRecipe):
 
     def epoch_samples(self, config: RunConfig, tokenizer: Tokenizer, layout: Layout) -> int:
         """Return the number of rows in an epoch of pairs. Collective."""
-        train = self.build_datasets(config, tokenizer, (1, 0, 0), layout)[0]
+        train = self.build_datasets(config, tokenizer, (1, 0, 0), layout).train
         return sum(member.packing.rows for member in members_of(train, PreferenceDataset))
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron.config import RunConfig, rules_finetuning
 from megatron.config.checks import find_problems
 from megatron.data.chat import padding_token
+from megatron.data.datasets import Datasets
 from megatron.data.gpt import TokenBatch, longest_segment, make_batch
 from megatron.data.json_lines import read_objects
 from megatron.data.loader import SingleSampler, collate
@@ -42,7 +43,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.generation import AnswerGenerator, GeneratedAnswer
 from megatron.training.pretrain import Extras
-from megatron.training.recipe import Batch, SampleCounts, Splits
+from megatron.training.recipe import Batch, SampleCounts
 from megatron.training.run import Run
 
 # Arrays of a row, fp64 [s], with values at each position that predicts a token of an answer: the
@@ -168,7 +169,7 @@ class RolloutRecipe(ComparingRecipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Read the prompts. `Rollouts` makes the rows.
 
         Raises:
@@ -180,7 +181,8 @@ class RolloutRecipe(ComparingRecipe):
             raise ConfigError(
                 f"--data-path {' '.join(paths)}: name one file, with a prompt in each line"
             )
-        return Prompts(read_prompts(paths[0]), samples[0], config.training.seed), None, None
+        prompts = Prompts(read_prompts(paths[0]), samples[0], config.training.seed)
+        return Datasets(prompts, None, None)
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label that is a token of an answer, otherwise 0, [b, s]."""
@@ -302,7 +304,7 @@ class Rollouts(Extras):
 
     def _batches(self, run: Run) -> Iterator[Batch]:
         """Yield this rank's micro-batches, generating answers for `updates` updates at a time."""
-        prompts, axis = run.datasets[0], run.layout.data
+        prompts, axis = run.datasets.train, run.layout.data
         assert isinstance(prompts, Prompts), "a RolloutRecipe reads them"
         sampler_args = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)
         passes = iter(SingleSampler(*sampler_args, axis.rank, axis.size))

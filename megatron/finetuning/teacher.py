@@ -251,7 +251,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
     config = without_epochs(config, recipe, batches, tokenizer, layout)
     iterations = batches.iterations_of(config.training, Progress())
     counts = samples_needed(config, iterations, Progress())
-    dataset = recipe.build_datasets(config, tokenizer, counts, layout)[0]
+    dataset = recipe.build_datasets(config, tokenizer, counts, layout).train
     if dataset is None:
         raise ConfigError(
             f"--split {config.data.split}: the training split is empty: give it a share"

@@ -20,6 +20,7 @@ from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
 from megatron.config.tasks import TaskConfig
+from megatron.data.datasets import Datasets
 from megatron.inference.load import open_existing
 from megatron.models.bert import BertTaskModel
 from megatron.models.build import build_model
@@ -47,7 +48,7 @@ from megatron.training.checkpointing import save_weights
 from megatron.training.forward import DirectForward
 from megatron.training.passes import Passes
 from megatron.training.pretrain import Extras
-from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
+from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts
 from megatron.training.restoring import load_shared_weights
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
@@ -100,7 +101,7 @@ class FinetuneRecipe(Recipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Return the training samples of all epochs, the validation samples and no test samples."""
         length = config.data.seq_length
         train = valid = None
@@ -114,7 +115,7 @@ class FinetuneRecipe(Recipe):
         if self._valid:
             assert samples[1] is not None, "--full-validation is only for GPT"
             valid = Repeated(TextSamples(self._valid, tokenizer, length), samples[1])
-        return train, valid, None
+        return Datasets(train, valid, None)
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return ones, `[b]`, because every sample counts."""

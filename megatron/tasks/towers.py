@@ -24,6 +24,7 @@ from megatron.config.model import ModelOptions
 from megatron.config.rules_retriever import titles
 from megatron.config.run import RunOptions
 from megatron.config.tasks import FinetuneConfig, RetrieverTextConfig, TaskConfig, TowersConfig
+from megatron.data.datasets import Datasets
 from megatron.data.sample import Sample
 from megatron.errors import ConfigError, DataError
 from megatron.inference.load import open_existing, saved_config
@@ -50,7 +51,7 @@ from megatron.tasks.texts import find_missing, find_mistakes
 from megatron.tokenizer import Tokenizer
 from megatron.training.callbacks.base import Callback
 from megatron.training.from_bert import StartFromBert
-from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts, Splits
+from megatron.training.recipe import PADDED_ATTENTION, Batch, Recipe, SampleCounts
 from megatron.training.restoring import load_shared_weights
 from megatron.training.run import Run
 
@@ -240,10 +241,10 @@ class TowersRecipe(Recipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Return the training samples of all epochs."""
         if not self._train:
-            return None, None, None
+            return Datasets(None, None, None)
         seed = config.training.seed
         indices: Any = range(len(self._train))
         order = Epochs(
@@ -253,7 +254,7 @@ class TowersRecipe(Recipe):
         train = TrainingQuestions(
             self._train, tokenizer, length, order, negatives=self._negatives, seed=seed
         )
-        return train, None, None
+        return Datasets(train, None, None)
 
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return ones, `[b]`, because every question counts."""

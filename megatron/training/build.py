@@ -135,13 +135,13 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     # Otherwise processes forked later would keep the checkpoint from being deleted.
     del reader
     if not training.skip_train:
-        if run.datasets[0] is None:
+        if run.datasets.train is None:
             raise ConfigError(
                 f"--split {config.data.split}: the training split is empty: give it a share of "
                 "the documents"
             )
         consumed = run.progress.consumed_samples
-        run.train_batches = batches_from(run, run.datasets[0], consumed=consumed)
+        run.train_batches = batches_from(run, run.datasets.train, consumed=consumed)
     return run
 
 

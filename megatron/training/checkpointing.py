@@ -251,9 +251,9 @@ def meta_of(run: Run) -> dict[str, Any]:
         "rng": None if options.no_save_rng else {"seed": run.progress.dropout_seed},
         "tokenizer": run.tokenizer.fingerprint(),
         "corpus": run.corpus,
-        "text": positions_state(run.datasets[0], progress.consumed_samples, run.layout.world),
+        "text": positions_state(run.datasets.train, progress.consumed_samples, run.layout.world),
         "validation_text": positions_state(
-            run.datasets[1], evaluation_position(run, progress.iteration), run.layout.world
+            run.datasets.valid, evaluation_position(run, progress.iteration), run.layout.world
         ),
         "spikes": None if run.spikes is None else run.spikes.state(),
         "folder": _working_folder(),

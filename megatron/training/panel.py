@@ -101,18 +101,18 @@ def finetuning_rows(run: Run) -> list[PanelRow]:
     if preferences.preference_loss is not None:
         unit = "answers of the same kind" if preferences.trains_on_labels else "pairs"
         weighting = f"{preferences.preference_loss}; all {unit} in an update have the same weight"
-        return [("loss", weighting), ("packing", describe_pairs(run.datasets[0]))]
+        return [("loss", weighting), ("packing", describe_pairs(run.datasets.train))]
     counted = "all turns count" if options.train_on_inputs else "the assistant's turns count"
     weighting = "all tokens of an update have the same weight (--calculate-per-token-loss)"
     if not training.calculate_per_token_loss:
         weighting = (
             "the mean over micro-batches (to weight tokens equally: --calculate-per-token-loss)"
         )
-    members = members_of(run.datasets[0], PackedDataset)
+    members = members_of(run.datasets.train, PackedDataset)
     files = {member.examples.name: member.examples for member in members}
     rows = [("conversations", examples.summary()) for examples in files.values()]
     rows += [("loss", f"{counted}; {weighting}")]
-    packing = describe_packing(run.datasets[0])
+    packing = describe_packing(run.datasets.train)
     return [*rows, ("packing", packing)] if packing else rows
 
 

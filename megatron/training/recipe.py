@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.stages import ModelPart
-from megatron.data.sample import SampleDataset
+from megatron.data.datasets import Datasets
 from megatron.models.build import build_model
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.parallel.build import BuildContext
@@ -18,7 +18,6 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer.base import Tokenizer
 
 Batch = dict[str, Tensor]
-Splits = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
 # The numbers of training, validation and test samples. `None` for validation means every sample of
 # the validation data, once (--full-validation).
 SampleCounts = tuple[int, int | None, int]
@@ -99,7 +98,7 @@ class Recipe(Protocol):
     @abstractmethod
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build the training, validation and test datasets (`None` if empty). Collective.
 
         Args:

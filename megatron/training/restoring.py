@@ -531,8 +531,8 @@ def _restore_position(run: Run, reader: Reader) -> None:
             raise CheckpointError(f"--load {reader.path}: {error}") from None
     # Without a saved position, validation text is read again from its beginning. That takes longer
     # but ends at the same position, which the iteration determines.
-    restore_positions(run.datasets[1], meta.get("validation_text"))
-    has_position = restore_positions(run.datasets[0], meta.get("text"))
+    restore_positions(run.datasets.valid, meta.get("validation_text"))
+    has_position = restore_positions(run.datasets.train, meta.get("text"))
     if run.layout.world.rank == 0:
         if not has_position:
             print_line(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron.config import RunConfig
+from megatron.data.datasets import Datasets
 from megatron.device import Device
 from megatron.models.plan import ModelPlan
 from megatron.optimizer.norms import parameters_norm
@@ -25,7 +26,7 @@ from megatron.processes.ending import ExitRequest
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batches import BatchPlan
 from megatron.training.forward import TrainingForward
-from megatron.training.recipe import Batch, Recipe, Splits
+from megatron.training.recipe import Batch, Recipe
 from megatron.training.run_record import RunRecord
 from megatron.training.spikes import SpikeWatch
 from megatron.training.timers import OperationClock, SaveClock, Timers
@@ -123,7 +124,7 @@ class Run(ParallelModel):
     channel: PipelineChannel | None
     batches: BatchPlan
     train_iterations: int
-    datasets: Splits
+    datasets: Datasets
     exit: ExitRequest
     save_clock: SaveClock
     timers: Timers

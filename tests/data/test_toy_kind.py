@@ -9,12 +9,12 @@ import numpy as np
 
 from megatron.config import RunConfig
 from megatron.config.data import DataConfig
-from megatron.data.datasets import DataRequest
+from megatron.data.datasets import DataRequest, Datasets
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.pretrain import main
-from megatron.training.recipe import SampleCounts, Splits
+from megatron.training.recipe import SampleCounts
 from pretrain_gpt import GPTRecipe
 from tests.data.toy_mirror import MirrorDataset, build_mirror_datasets
 from tests.training.toy import TOY
@@ -27,7 +27,7 @@ class MirrorRecipe(GPTRecipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         """Build mirrored documents. Collective."""
         request = DataRequest.of(config, samples, layout)
         return build_mirror_datasets(
@@ -55,7 +55,7 @@ def run(folder: Path, *flags: str) -> dict[int, float]:
 def test_splits_and_samples_follow_the_flags(tmp_path: Path) -> None:
     prefix = str(write_documents(tmp_path / "x"))
 
-    def build(*path: str) -> Splits:
+    def build(*path: str) -> Datasets:
         data = DataConfig(seq_length=15, data_path=path, split="80,20,0")
         request = DataRequest(data, seed=7, samples=(12, 4, 4))
         return build_mirror_datasets(request, seq_length=15, vocab_size=100)

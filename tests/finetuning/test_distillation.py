@@ -23,6 +23,7 @@ from megatron.config.distillation import DistillationConfig
 from megatron.config.parser import parse_config
 from megatron.config.run import RunConfig
 from megatron.data import logits as files
+from megatron.data.datasets import Datasets
 from megatron.data.gpt import TokenBatch
 from megatron.data.mock import MockDataset
 from megatron.errors import CheckpointError, ConfigError, DataError
@@ -37,7 +38,7 @@ from megatron.training.build import build_run
 from megatron.training.evaluation import evaluate
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.pretrain import main
-from megatron.training.recipe import SampleCounts, Splits
+from megatron.training.recipe import SampleCounts
 from megatron.training.run import Run
 from pretrain_gpt import GPTRecipe
 from tests.config.command import problems
@@ -195,7 +196,7 @@ class _LargerDataset(GPTRecipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         return super().build_datasets(config, tokenizer, (samples[0] + 6, *samples[1:]), layout)
 
 

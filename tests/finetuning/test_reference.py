@@ -14,6 +14,7 @@ import torch
 
 from finetune import FinetuningRecipe, choose
 from megatron.config.finetuning import finetuning_args
+from megatron.data.datasets import Datasets
 from megatron.data.packing import pack
 from megatron.data.preferences import PreferenceDataset
 from megatron.errors import EXIT_OK, CheckpointError, ConfigError
@@ -135,7 +136,7 @@ def test_nothing_is_computed_without_need(capsys: pytest.CaptureFixture[str]) ->
     assert "computing" not in capsys.readouterr().out
     run = build_pairs(Layout.single(), [])
     capsys.readouterr()
-    run.datasets = (None, None, None)
+    run.datasets = Datasets(None, None, None)
     reference.ReferenceLogProbs().begin(run)
     assert capsys.readouterr().out == ""
 
@@ -159,7 +160,7 @@ def test_each_split_gets_the_log_probabilities_of_its_own_pairs() -> None:
     for first, last in ((0, 15), (15, 24)):
         packing = pack(whole.source.limits[first:last].sum(axis=1), 32)
         parts.append(replace(whole, first=first, packing=packing, reference=None))
-    run.datasets = (*parts, None)
+    run.datasets = Datasets(*parts, None)
     reference.ReferenceLogProbs().begin(run)
     found = np.concatenate([part.reference for part in parts])
     np.testing.assert_allclose(found, whole.reference, rtol=1e-5)

@@ -11,6 +11,7 @@ import numpy as np
 from megatron.config import RunConfig
 from megatron.config.parser import parse_config
 from megatron.data.conversations import TokenizedExamples
+from megatron.data.datasets import Datasets
 from megatron.data.packing import one_per_row, pack
 from megatron.data.preferences import FittedAnswers, FittedPairs, PreferenceDataset
 from megatron.finetuning.kto import KTORecipe
@@ -20,7 +21,7 @@ from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.build import build_run
 from megatron.training.loop import standard_callbacks, train
-from megatron.training.recipe import SampleCounts, Splits
+from megatron.training.recipe import SampleCounts
 from megatron.training.run import Run
 from tests.distributed import as_given, toy_device
 from tests.training.toy import TOY, Recorder
@@ -79,13 +80,14 @@ class ToyPreferences(PreferenceRecipe):
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer, samples: SampleCounts, layout: Layout
-    ) -> Splits:
+    ) -> Datasets:
         length = config.data.seq_length
         source = self.source(length)
         how = pack if config.finetuning.packing else one_per_row
         packing = how(source.limits.sum(axis=1), length)
         seed = config.training.seed
-        return PreferenceDataset(source, 0, packing, samples[0], seed, 0), None, None
+        train = PreferenceDataset(source, 0, packing, samples[0], seed, 0)
+        return Datasets(train, None, None)
 
 
 class ToyRewards(RewardRecipe):

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.data.datasets import Datasets
 from megatron.errors import DataError
 from megatron.training import step
 from megatron.training.pretrain import main
@@ -70,7 +71,7 @@ class FaultyRecipe(GPTRecipe):
         if self._fault.kind == "lose":
             index = arguments[0].training.global_batch_size * (self._fault.iteration - 1)
             train = DeadlyDataset(train, index)
-        return (train, *rest)
+        return Datasets(train, *rest)
 
     def forward(self, part: Any, *arguments: Any) -> Tensor | Mapping[str, Tensor]:
         layout = arguments[-1]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.data.datasets import Datasets
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, HeadSpec
 from megatron.models.plans import model_plan
 from megatron.training import panel
@@ -185,7 +186,7 @@ def _run(words: str, **facts: Any) -> Any:
     without += ["--train-iters"] if "branch" in words else []
     return SimpleNamespace(
         config=parse(words, without=without, architecture=facts.pop("kind", "gpt")).config,
-        datasets=(range(1200), None, range(2)),
+        datasets=Datasets(range(1200), None, range(2)),
         recipe=SimpleNamespace(head=HeadSpec(outputs=1, sequences=facts.pop("sequences", 1))),
         **facts,
     )
@@ -231,7 +232,7 @@ def test_data_of_a_task_and_of_texts() -> None:
             return [(self, samples)]
 
     run = _run("--data-path x")
-    run.datasets = (range(1200), Texts(), None)
+    run.datasets = Datasets(range(1200), Texts(), None)
     assert panel._describe_data(run) == (
         "text, tokenized while training; samples of 128 tokens: training 1,200, validation 3, "
         "test 0"

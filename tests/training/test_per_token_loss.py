@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.data.datasets import Datasets
 from megatron.data.sample import SampleDataset
 from megatron.parallel.layout import Layout
 from megatron.training.batches import batches_from
@@ -50,7 +51,7 @@ def _build(layout: Layout, words: str, kind: str = "gpt", counted: Sequence[int]
     run = build_toy(layout, [*_BASE, *_OF_KIND[kind], *words.split()], kind)
     if kind == "gpt":
         samples: SampleDataset = _Uneven(run, counted)  # type: ignore[assignment]
-        run.datasets = (samples, samples, samples)
+        run.datasets = Datasets(samples, samples, samples)
         run.train_batches = batches_from(run, samples, consumed=0)
     return run
 

@@ -39,7 +39,7 @@ class BadLines(Callback):
 
     def on_end(self, run: Run, early_exit: EarlyExit | None) -> None:
         """Report the number of lines that all processes have skipped since the run began."""
-        dataset, consumed = run.datasets[0], run.progress.consumed_samples
+        dataset, consumed = run.datasets.train, run.progress.consumed_samples
         count = count_bad_lines(dataset, consumed, run.layout.world)
         if count and run.is_log_rank:
             warn(
