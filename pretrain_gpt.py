@@ -30,14 +30,7 @@ from megatron.config import RunConfig
 from megatron.data.ahead import batches_ahead
 from megatron.data.chat import build_chat_datasets, rows_per_epoch
 from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.gpt import (
-    TokenBatch,
-    build_gpt_datasets,
-    context_part,
-    longest_segment,
-    make_batch,
-    make_loss_mask,
-)
+from megatron.data.gpt import build_gpt_datasets, longest_segment, make_batch, make_loss_mask
 from megatron.data.logits import with_logits
 from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.errors import ConfigError
@@ -52,7 +45,7 @@ from megatron.finetuning.distillation import (
 )
 from megatron.kernels.segments import Segments, number_segments
 from megatron.models.gpt import GPTModel
-from megatron.models.multi_token import DepthInputs
+from megatron.parallel.context.split import TokenBatch, context_part
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
@@ -163,10 +156,7 @@ class GPTRecipe(Recipe):
             inputs.documents,
             hidden,
             loss_mask=local.loss_mask,
-            ahead=[
-                DepthInputs(shifted.tokens, shifted.position_ids, shifted.labels, shifted.loss_mask)
-                for shifted in inputs.ahead
-            ],
+            ahead=inputs.ahead,
         )
         if not part.part.head:
             return result if teacher_output is None else torch.cat((result, teacher_output), -1)

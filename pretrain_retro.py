@@ -29,9 +29,9 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.gpt import context_part, document_positions, make_batch, make_loss_mask
+from megatron.data.gpt import document_positions, make_batch, make_loss_mask
 from megatron.models.retro import RetroModel
-from megatron.parallel.context.split import split_sequence
+from megatron.parallel.context.split import context_part, split_sequence
 from megatron.parallel.layout import Layout
 from megatron.retro.dataset import build_retro_datasets
 from megatron.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.data.gpt import TokenBatch
+from megatron.parallel.context.split import TokenBatch
 
 
 def batches_ahead(

@@ -42,8 +42,7 @@ from megatron.data.sample import (
 )
 from megatron.data.text_stream import TextCorpus, TextDataset, WrappedDataset
 from megatron.errors import DataError
-from megatron.parallel.context.split import split_sequence
-from megatron.parallel.layout import Axis
+from megatron.parallel.context.split import TokenBatch
 from megatron.tokenizer.base import Tokenizer
 
 _INT32_MAX = np.iinfo(np.int32).max
@@ -368,22 +367,6 @@ class DocumentEnds(WrappedDataset):
         return {**sample, SEGMENT_ENDS: np.append(ends, length)}
 
 
-class TokenBatch(NamedTuple):
-    """A GPT micro-batch in the format that the model expects (b micro-batch, s sequence).
-
-    Attributes:
-        tokens: The inputs, `[b, s]` int64.
-        labels: The token after each input, `[b, s]` int64.
-        loss_mask: 1 for labels that count in the loss, otherwise 0, `[b, s]` float32.
-        position_ids: The position of each input, `[b, s]` int64.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
-
-
 def make_batch(
     batch: Mapping[str, Tensor],
     *,
@@ -471,19 +454,3 @@ def make_loss_mask(batch: Mapping[str, Tensor], *, eod: int, eod_mask_loss: bool
     elif eod_mask_loss:
         mask = (tokens != eod).float()
     return mask * batch[COUNTED][:, None] if COUNTED in batch else mask
-
-
-def context_part(batch: TokenBatch, axis: Axis) -> TokenBatch:
-    """Return this context rank's shard of a micro-batch: tensors `[b, s/C]` for C ranks.
-
-    Gradients and losses are averaged over context ranks. To obtain a mean over the whole batch, a
-    rank's loss must be C * (loss * loss_mask).sum() / whole loss_mask.sum(). The denominator is
-    computed from `batch`, which every context rank has, and not from the shard.
-
-    Args:
-        batch: The micro-batch, with whole sequences `[b, s]`.
-        axis: The context axis.
-    """
-    if axis.size == 1:
-        return batch
-    return TokenBatch(*(split_sequence(x, axis, dim=1) for x in batch))

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from megatron.command import print_line
 from megatron.config import RunConfig
 from megatron.config.distillation import DistillationConfig
-from megatron.data.gpt import TokenBatch
 from megatron.data.logits import TOP_IDS, TOP_REST, TOP_VALUES
 from megatron.device import Device
 from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
 from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
-from megatron.parallel.context.split import split_sequence
+from megatron.parallel.context.split import TokenBatch, split_sequence
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart, distillation_losses
 from megatron.parallel.layout import Axis, Layout
 from megatron.tokenizer import Tokenizer

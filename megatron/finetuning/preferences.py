@@ -25,7 +25,7 @@ from megatron.config import RunConfig
 from megatron.config.preferences import PreferenceConfig
 from megatron.data.chat import members_of
 from megatron.data.datasets import DataRequest, Datasets
-from megatron.data.gpt import context_part, longest_segment, make_batch
+from megatron.data.gpt import longest_segment, make_batch
 from megatron.data.preferences import (
     PAIRS,
     REFERENCE,
@@ -36,6 +36,7 @@ from megatron.data.sample import SEGMENT_ENDS, TRAINED
 from megatron.finetuning.documents import ComparingRecipe, DocumentSums, document_sums
 from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
+from megatron.parallel.context.split import context_part
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.recipe import Batch, SampleCounts

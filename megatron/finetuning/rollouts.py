@@ -24,7 +24,7 @@ from megatron.config import RunConfig, rules_finetuning
 from megatron.config.checks import find_problems
 from megatron.data.chat import padding_token
 from megatron.data.datasets import Datasets
-from megatron.data.gpt import TokenBatch, longest_segment, make_batch
+from megatron.data.gpt import longest_segment, make_batch
 from megatron.data.json_lines import read_objects
 from megatron.data.loader import SingleSampler, collate
 from megatron.data.sample import SEGMENT_ENDS, TRAINED, Sample
@@ -37,6 +37,7 @@ from megatron.kernels import batch_invariant
 from megatron.kernels.cross_entropy import CrossEntropy
 from megatron.kernels.segments import Segments
 from megatron.models.gpt import GPTModel
+from megatron.parallel.context.split import TokenBatch
 from megatron.parallel.cross_entropy import vocabulary_cross_entropy
 from megatron.parallel.distillation import VocabularyPart
 from megatron.parallel.layout import Layout

@@ -18,13 +18,13 @@ from megatron.models.attention import KeyValueCache
 from megatron.models.block import LayerStack
 from megatron.models.head import Output, TokenScore
 from megatron.models.mixture_plan import MixturePlan
-from megatron.models.multi_token import DepthInputs, MultiToken, run_depths
+from megatron.models.multi_token import MultiToken, run_depths
 from megatron.models.network import Network
 from megatron.models.norm import Stream, new_norm
 from megatron.models.plan import AttentionPlan, ClassifierPlan, ModelPlan, multi_token_plan
 from megatron.models.recompute import RecomputePlan
 from megatron.parallel.build import BuildContext
-from megatron.parallel.context.split import local_positions
+from megatron.parallel.context.split import TokenBatch, local_positions
 
 
 class GPTModel(Network):
@@ -71,7 +71,7 @@ class GPTModel(Network):
         mask: Mask | None = None,
         hidden: Tensor | None = None,
         loss_mask: Tensor | None = None,
-        ahead: Sequence[DepthInputs] = (),
+        ahead: Sequence[TokenBatch] = (),
     ) -> Tensor:
         """Run the layers of this part once, on whole sequences.
 
@@ -86,7 +86,8 @@ class GPTModel(Network):
                 describe the batch's documents; `None` means causal.
             hidden: [s, b, h], the previous part's output; `None` in the first part of the model.
             loss_mask: [b, s], the weight of each token's loss (`Output`).
-            ahead: The inputs of each depth of multi-token prediction, in training.
+            ahead: The inputs and labels of each depth of multi-token prediction, in training. For
+                depth k, from 1, they are those of the token k positions later.
 
         Returns:
             Hidden states [s, b, h] unless this is the last part of the model. With labels, the last

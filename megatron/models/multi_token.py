@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,22 +40,6 @@ def layers_of(plan: ModelPlan, part: ModelPart) -> list[LayerPlan]:
 def copies_words(plan: ModelPlan) -> bool:
     """Return whether the last part of the model also reads the word embedding."""
     return plan.ties_words or plan.embedding.ahead > 0
-
-
-class DepthInputs(NamedTuple):
-    """The inputs of depth k for a micro-batch, [b, s] each. k counts from 1.
-
-    Attributes:
-        tokens: For each position, the token k positions later.
-        position_ids: The position of each of these tokens.
-        labels: The token that follows each of these tokens.
-        loss_mask: The weight of the loss; 0 if the sequence or the document ends before the label.
-    """
-
-    tokens: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
 
 
 class Depth(nn.Module):

@@ -24,12 +24,12 @@ from megatron.config.parser import parse_config
 from megatron.config.run import RunConfig
 from megatron.data import logits as files
 from megatron.data.datasets import Datasets
-from megatron.data.gpt import TokenBatch
 from megatron.data.mock import MockDataset
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.finetuning import teacher as teacher_module
 from megatron.finetuning.distillation import LOSS_NAMES, Distillation, student_losses
 from megatron.finetuning.teacher import load_teacher
+from megatron.parallel.context.split import TokenBatch
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import amount, estimate_memory

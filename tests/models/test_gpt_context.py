@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron.data.gpt import context_part, make_batch
+from megatron.data.gpt import make_batch
 from megatron.models.recompute import RecomputePlan
-from megatron.parallel.context.split import join_sequence
+from megatron.parallel.context.split import context_part, join_sequence
 from megatron.parallel.layout import Layout
 from tests.distributed import run_distributed
 from tests.models.small import LLAMA, VOCAB, gpt

@@ -6,7 +6,6 @@ import torch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import plan_parts, whole_model
 from megatron.data.ahead import batches_ahead
-from megatron.data.gpt import TokenBatch
 from megatron.finetuning.distillation import GPTInputs
 from megatron.models.arithmetic import (
     count_depth_parameters,
@@ -20,10 +19,10 @@ from megatron.models.costs import WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.head import Output
 from megatron.models.mixture_plan import MixturePlan
-from megatron.models.multi_token import DepthInputs
 from megatron.models.norm import Stream
 from megatron.models.plan import multi_token_plan
 from megatron.models.recompute import RecomputePlan
+from megatron.parallel.context.split import TokenBatch
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import initialize
 from pretrain_gpt import losses_ahead
@@ -38,13 +37,12 @@ MIXTURES = {"num_experts": (4,), "moe_layer_freq": "[0,1,1]", "moe_router_topk":
 _TWO_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|tL"}
 
 
-def _ahead(depths: int = 2) -> tuple[TokenBatch, list[DepthInputs]]:
+def _ahead(depths: int = 2) -> tuple[TokenBatch, list[TokenBatch]]:
     """Return a whole micro-batch, and the inputs and labels of each depth."""
     tokens, labels = batch()
     places = torch.arange(SEQUENCE).expand_as(tokens)
     whole = TokenBatch(tokens, labels, torch.ones(tokens.shape), places)
-    further = batches_ahead(whole, depths)
-    return whole, [DepthInputs(b.tokens, b.position_ids, b.labels, b.loss_mask) for b in further]
+    return whole, list(batches_ahead(whole, depths))
 
 
 def _losses(model: GPTModel, depths: int = 2) -> torch.Tensor:

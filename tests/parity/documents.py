@@ -20,7 +20,6 @@ from megatron.data.gpt import make_batch
 from megatron.data.sample import SEGMENT_ENDS
 from megatron.finetuning.distillation import GPTInputs
 from megatron.models.gpt import GPTModel
-from megatron.models.multi_token import DepthInputs
 from megatron.parallel.layout import Layout
 from megatron.tokenizer import Tokenizer
 from megatron.training.passes import Passes
@@ -57,11 +56,10 @@ class OneByOne(GPTRecipe):
             one = make_batch(alone, eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss)
             # The token after an end belongs to the next document, so mask it out.
             inside = one._replace(loss_mask=one.loss_mask * (one.tokens != tokenizer.eod))
-            further = list(batches_ahead(inside, depths))
-            ahead = [DepthInputs(b.tokens, b.position_ids, b.labels, b.loss_mask) for b in further]
+            ahead = list(batches_ahead(inside, depths))
             words = (one.tokens, one.position_ids, one.labels)
             losses.append(part(*words, loss_mask=one.loss_mask, ahead=ahead))
-            for depth, b in enumerate(further, 1):
+            for depth, b in enumerate(ahead, 1):
                 counted[depth] = counted[depth] + b.loss_mask.sum()
         sums = torch.stack(losses).sum(0)
         if not depths:

@@ -16,6 +16,7 @@ Shapes: s sequence, C context-parallel size, b micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,22 @@ from torch import Tensor
 from megatron.kernels.segments import Segments
 from megatron.parallel.collectives import all_to_all
 from megatron.parallel.layout import Axis
+
+
+class TokenBatch(NamedTuple):
+    """A GPT micro-batch in the format that the model expects (b micro-batch, s sequence).
+
+    Attributes:
+        tokens: The inputs, `[b, s]` int64.
+        labels: The token after each input, `[b, s]` int64.
+        loss_mask: 1 for labels that count in the loss, otherwise 0, `[b, s]` float32.
+        position_ids: The position of each input, `[b, s]` int64.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
 
 
 def local_positions(sequence: int, axis: Axis, device: torch.device | None = None) -> Tensor:
@@ -48,6 +65,22 @@ def split_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
         return x
     chunks = _chunks(x, axis.size, dim)
     return torch.cat((chunks[axis.rank], chunks[-1 - axis.rank]), dim)
+
+
+def context_part(batch: TokenBatch, axis: Axis) -> TokenBatch:
+    """Return this context rank's shard of a micro-batch: tensors `[b, s/C]` for C ranks.
+
+    Gradients and losses are averaged over context ranks. To obtain a mean over the whole batch, a
+    rank's loss must be C * (loss * loss_mask).sum() / whole loss_mask.sum(). The denominator is
+    computed from `batch`, which every context rank has, and not from the shard.
+
+    Args:
+        batch: The micro-batch, with whole sequences `[b, s]`.
+        axis: The context axis.
+    """
+    if axis.size == 1:
+        return batch
+    return TokenBatch(*(split_sequence(x, axis, dim=1) for x in batch))
 
 
 def split_for_all(x: Tensor, size: int, dim: int) -> list[Tensor]:

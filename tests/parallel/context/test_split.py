@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron.data.gpt import context_part, make_batch
+from megatron.data.gpt import make_batch
 from megatron.parallel.context.split import (
+    context_part,
     join_sequence,
     local_positions,
     split_for_all,
