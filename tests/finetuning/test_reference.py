@@ -174,6 +174,7 @@ def test_every_layout_computes_and_reads_the_same(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
     before = (tmp_path / "file.npz").read_bytes()
     values(Layout.single(), *words)  # its weights have the same checksum
+    run_sharing_memory(2, values, *words, "--zero-stage", "3")  # and so do its shards
     assert (tmp_path / "file.npz").read_bytes() == before
     for found in run_sharing_memory(2, values):
         assert found == pytest.approx(expected, rel=1e-5)
