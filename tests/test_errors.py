@@ -114,6 +114,20 @@ print(shortage_of(RuntimeError("Tried to allocate 1.20 GiB, out of memory"), "Us
     assert said == f"out of memory: cannot allocate 1.20 GiB {limit}. Use less\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
+def test_a_line_that_could_not_be_written_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    with open("/dev/full", "w") as stream, path.open("w") as log, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        errors.print_to_stderr("lost")
+        assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == "/dev/full"
+        os.dup2(log.fileno(), stream.fileno())  # the disk has room again
+        errors.print_to_stderr("kept")
+    assert path.read_text() == "kept\n"
+
+
 _WAYS_TO_END = [
     "os.abort()",  # std::bad_alloc, Rust
     "os._exit(1)",  # OpenBLAS

@@ -413,8 +413,11 @@ def test_ranks_of_a_timeline_have_one_clock(tmp_path):
         text = {
             "baseTimeNanoseconds": base,
             "traceEvents": [
-                {"ph": "X", "cat": "user_annotation", "name": name, "ts": 1000, "dur": duration}
-                for name, duration in (("iteration 1", 9000.4321), ("forward", 1500.4321))
+                {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": duration}
+                for name, start, duration in (
+                    ("iteration 1", 1000, 9000.4321),
+                    ("forward", 1000.4321, 1500.4321),
+                )
             ]
             + [{"ph": "i", "name": "no span"}, {"ph": "X", "cat": "cpu_op", "name": "no time"}],
         }
