@@ -21,15 +21,16 @@ import signal
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -258,6 +259,7 @@ class Baseline:
         self._path, self._mutations, self._root = path, mutations, root
         names = sorted({one.file for one in mutations})
         sources = {name: (root / name).read_text(encoding="utf-8") for name in names}
+        self._numbers = {one: number for number, one in enumerate(mutations)}
         self._places = [place_of(one, sources[one.file]) for one in mutations]
         pairs = zip(mutations, self._places, strict=True)
         marked = dict.fromkeys(one.file for one, place in pairs if place.is_import)
@@ -304,21 +306,49 @@ class Baseline:
 
     def chosen(self, mutation: Mutation) -> list[Candidate]:
         """Return the tests that can kill a mutation, the likeliest and fastest first."""
-        number, ranks = self._mutations.index(mutation), covering_files(mutation, self._root)
-        place, module = self._places[number], self._marks.get(mutation.file)
-        found: list[tuple[tuple[bool, int, bool, float], Candidate]] = []
-        for file, record in self._records.items():
+        index, ranks = self._index, covering_files(mutation, self._root)
+        number = self._numbers[mutation]
+        executing = {test for _, test in index.tests_of_mark[number]}
+        found = set(index.tests_of_mark[number])
+        for file in index.files_of_mark[number]:
+            if _shares(self._root / file):
+                found.update(index.tests_of_file[file])
+        if self._places[number].is_import:
+            found.update(index.tests_of_mark[self._marks[mutation.file]])
+            found.update(test for file in ranks for test in index.tests_of_file[file])
+
+        def order(pair: tuple[str, Candidate]) -> tuple[bool, int, bool, str, float, str]:
+            file, test = pair
             rank = ranks.index(file) if file in ranks else len(ranks)
-            executed = any(number in marks for *_, marks in record["tests"])
-            shares = executed and _shares(self._root / file)
+            # Keep tests of each further file together, because of their fixtures.
+            fast_first = test.seconds if file in ranks else 0.0
+            is_executing = test in executing
+            return test.seconds > _LONG, rank, not is_executing, file, fast_first, test.name
+
+        return [test for _, test in sorted(found, key=order)]
+
+    @cached_property
+    def _index(self) -> _Index:
+        """Return the records by mark and file; call it after the last of them has been made."""
+        index = _Index(defaultdict(list), defaultdict(set), defaultdict(list))
+        for file, record in self._records.items():
             for name, outcome, seconds, marks in record["tests"]:
-                imports = place.is_import and (file in ranks or module in marks)
-                if outcome == PASSED and (number in marks or imports or shares):
-                    # Keep tests of each further file together, because of their fixtures.
-                    fast_first = seconds if file in ranks else 0.0
-                    order = seconds > _LONG, rank, number not in marks, fast_first
-                    found.append((order, Candidate(name, seconds)))
-        return [test for _, test in sorted(found, key=lambda pair: pair[0])]
+                test = file, Candidate(name, seconds)
+                for mark in marks:
+                    index.files_of_mark[mark].add(file)
+                if outcome == PASSED:
+                    index.tests_of_file[file].append(test)
+                    for mark in marks:
+                        index.tests_of_mark[mark].append(test)
+        return index
+
+
+class _Index(NamedTuple):
+    """Tests that pass, with their files, and files of any tests, by the marks that they set."""
+
+    tests_of_mark: dict[int, list[tuple[str, Candidate]]]
+    files_of_mark: dict[int, set[str]]
+    tests_of_file: dict[str, list[tuple[str, Candidate]]]
 
 
 @cache
@@ -448,11 +478,11 @@ def try_all(
             finally:
                 trees.put(tree)
 
-        def attempt(one: Mutation) -> None:
+        def attempt(one: Mutation, tests: Sequence[Candidate]) -> None:
             tree = trees.get()
             try:
                 if (left := until - time.monotonic()) > 0:
-                    result = try_mutation(one, baseline.chosen(one), tree, min(limit, left))
+                    result = try_mutation(one, tests, tree, min(limit, left))
                     if result["outcome"] != SLOW or left > limit:
                         append(out, result, f"{result['outcome']}: {one}  {result['by']}")
             finally:
@@ -460,7 +490,9 @@ def try_all(
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(record, baseline.missing()))
-            list(pool.map(attempt, [one for one in mutations if one not in done]))
+            rest = [one for one in mutations if one not in done]
+            # This thread chooses: threads that compute would slow down those that start processes.
+            list(pool.map(attempt, rest, map(baseline.chosen, rest)))
 
 
 def read_results(path: Path) -> dict[Mutation, dict[str, object]]:
