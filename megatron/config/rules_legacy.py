@@ -70,8 +70,13 @@ def core_torch_files(config: RunOptions, world_size: int) -> Iterator[str]:
     if checkpoint.ckpt_format != "torch" or checkpoint.save is None:
         return
     flag, remedy = "--ckpt-format torch", "use --ckpt-format native"
-    if model.architecture != "gpt":
-        yield f"{flag}: only GPTs are written for Megatron Core: {remedy}"
+    if model.architecture not in ("gpt", "bert"):
+        yield f"{flag}: only GPTs and BERTs are written in this format: {remedy}"
+    if model.architecture == "bert" and checkpoint.transformer_impl == "local":
+        yield (
+            f"{flag} with --transformer-impl local: Megatron Core's pretrain_bert.py builds "
+            "Transformer Engine's layers regardless of this flag: drop it"
+        )
     for name in unsupported_by_core(model):
         yield f"{flag} with {name}: Megatron Core does not support it: {remedy}"
     for name, on in (

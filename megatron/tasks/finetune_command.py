@@ -400,6 +400,8 @@ def refuse_pretraining_flags(config: RunOptions, world_size: int) -> Iterator[st
             "--log-validation-ppl-to-tensorboard: a task's loss is not a token loss and has no "
             "perplexity: drop it"
         )
+    if config.checkpoint.ckpt_format == "torch":
+        yield "--ckpt-format torch: Megatron Core has no heads for tasks: use native or legacy"
     if config.data.mock_data:
         yield "--mock-data: give labeled texts as --train-data"
     if config.model.lora_rank is not None:

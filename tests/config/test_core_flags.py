@@ -241,6 +241,25 @@ def test_what_the_torch_format_cannot_hold_is_refused(words: str, line: str) -> 
     assert any(one.startswith(line) for one in found), found
 
 
+@pytest.mark.parametrize(
+    ("architecture", "words", "line"),
+    [
+        ("t5", "--decoder-seq-length 64", "--ckpt-format torch: only GPTs and BERTs are written"),
+        (
+            "bert",
+            "--transformer-impl local",
+            "--ckpt-format torch with --transformer-impl local: Megatron Core's pretrain_bert.py",
+        ),
+    ],
+)
+def test_networks_other_than_gpts_in_the_torch_format(
+    architecture: str, words: str, line: str
+) -> None:
+    words += " --ckpt-format torch --save here --save-interval 5"
+    (found,) = problems(words, architecture=architecture)
+    assert found.startswith(line)
+
+
 @pytest.mark.parametrize("words", ["--use-distributed-optimizer", "--decoupled-lr 0.1"])
 def test_without_optimizer_states_the_torch_format_holds_the_weights(words: str) -> None:
     words = f"{words} --ckpt-format torch --save here --save-interval 5 --no-save-optim"

@@ -94,8 +94,12 @@ _MIXER_FIELDS = {
 }
 
 
-def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+def core_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, dict[str, Json]]:
     """Return the settings of the network and the optimizer, by section of `RunOptions`.
+
+    Args:
+        args: Core's command line.
+        architecture: The kind of network (`ModelConfig.architecture`).
 
     Raises:
         CheckpointError: The network has a feature that our networks lack.
@@ -104,7 +108,7 @@ def core_config(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     if args.get("no_rope_freq") is not None:  # Core applies the L2 norm in all layers
         refuse_unknown(args, {"qk_l2_norm": (None, False)})
     mixers = _latent(args) | _delta_net(args) | _hybrid(args)
-    config = legacy_config(args, "gpt")
+    config = legacy_config(args, architecture)
     unused = set(YARN_FIELDS)
     for flag, fields in _MIXER_FIELDS.items():
         unused |= set() if flag in mixers else {flag, *fields}

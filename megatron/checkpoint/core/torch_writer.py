@@ -19,12 +19,7 @@ from typing import Any
 from megatron.checkpoint.core.arguments import core_arguments
 from megatron.checkpoint.core.states import core_group_settings, core_random_states, extra_states
 from megatron.checkpoint.entries import WORD_EMBEDDING
-from megatron.checkpoint.legacy.file_plan import (
-    CORE_OUTPUT,
-    FileParameter,
-    FilePlan,
-    plan_core_files,
-)
+from megatron.checkpoint.legacy.file_plan import FileParameter, FilePlan, plan_core_files
 from megatron.checkpoint.legacy.writer import LegacyWriter
 from megatron.config.model import ModelConfig
 from megatron.config.rules_legacy import unsupported_by_core
@@ -32,13 +27,15 @@ from megatron.config.stages import plan_model
 
 
 class CoreTorchWriter(LegacyWriter):
-    """A writer of Megatron Core's `torch` files from an opened checkpoint of a GPT."""
+    """A writer of Megatron Core's `torch` files from an opened checkpoint of a GPT or BERT."""
 
     program = "Megatron Core"
 
     @property
     def _is_engine(self) -> bool:
-        return self.config.checkpoint.transformer_impl != "local"
+        # Megatron Core's pretrain_bert.py does not use the flag.
+        is_bert = self.config.model.architecture == "bert"
+        return is_bert or self.config.checkpoint.transformer_impl != "local"
 
     def _unsupported(self, model: ModelConfig) -> Iterator[str]:
         return unsupported_by_core(model)
@@ -69,8 +66,8 @@ class CoreTorchWriter(LegacyWriter):
         for name in list(tree):
             for module in extra_states(name, is_engine=self._is_engine):
                 tree[f"{module}._extra_state"] = None
-        if "decoder.final_layernorm.weight" in tree:
-            tree[f"{CORE_OUTPUT}._extra_state"] = None
+        if any(name.endswith(".final_layernorm.weight") for name in tree):  # the last part
+            tree["output_layer._extra_state"] = None
         return tree
 
     def _settings(self, *, decays: bool) -> dict[str, Any]:

@@ -36,7 +36,6 @@ _AFTER_ATTENTION = ("attention.query_norm", "attention.key_norm", "mlp_norm", "m
 _LOCAL_LAYER = ("attention_norm", "attention.output", "attention.qkv", *_AFTER_ATTENTION)
 _ENGINE_LAYER = ("attention.output", "attention_norm", "attention.qkv", *_AFTER_ATTENTION)
 _LOCAL_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm"}
-CORE_OUTPUT = "output_layer"
 
 Shapes = Mapping[str, tuple[int, ...]]
 Paths = Iterable[tuple[str, tuple[str, ...]]]  # native names, and the keys in a file's `model`
@@ -119,8 +118,8 @@ def plan_core_files(
     """Plan the files of Megatron Core's `torch` format, ordered by stage and tensor rank.
 
     Args:
-        shapes: The shapes of all parameters of a GPT without mixtures of experts, by native name
-            without "model.".
+        shapes: The shapes of all parameters of a BERT, or of a GPT without mixtures of experts, by
+            native name without "model.".
         parts: The model's parts, first to last. All have the same number of layers.
         split: The numbers of tensor-parallel ranks and pipeline stages.
         arrangement: The row order and the splits of parameters in the files.
@@ -249,24 +248,26 @@ def _core_paths(
 
     The number of a layer in a file counts from the first layer of the part.
     """
+    is_bert = "head.dense.weight" in shapes
 
-    def path(name: str) -> tuple[str, ...]:
-        return (scheme.locate(f"model.{name}", ()).name,)
+    def outside(modules: names.Modules) -> Iterator[tuple[str, tuple[str, ...]]]:
+        for native, (core,) in modules.items():
+            for kind in names.KINDS:
+                name = f"{native}.{kind}"
+                if name != "output.weight" or name in shapes:
+                    yield name, (f"{core}.{kind}",)
+                elif not part.embedding:
+                    yield _WORDS, (f"{core}.{kind}",)
 
     if part.embedding:
-        for module in ("word", "position"):
-            name = f"embedding.{module}.weight"
-            yield name, path(name)
+        yield from outside(names.CORE_EMBEDDINGS)
     for index, layer in enumerate(part.layers):
         for name in (f"{module}.{kind}" for module in order for kind in names.KINDS):
-            yield f"layers.{layer}.{name}", path(f"layers.{index}.{name}")
+            path = scheme.locate(f"model.layers.{index}.{name}", ()).name
+            path = path.replace("decoder.", "encoder.", 1) if is_bert else path
+            yield f"layers.{layer}.{name}", (path,)
     if part.head:
-        for name in (f"final_norm.{kind}" for kind in names.KINDS):
-            yield name, path(name)
-        if "output.weight" in shapes:
-            yield "output.weight", path("output.weight")
-        elif not part.embedding:
-            yield _WORDS, (f"{CORE_OUTPUT}.weight",)
+        yield from outside(names.CORE_BERT_HEADS if is_bert else names.CORE_HEADS)
 
 
 def _retriever_layers(shapes: Shapes, layer: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Megatron's parameters under native names, and their splits and row orders in Megatron's files.
 
 The reader supports GPT, BERT, T5 and Retro trees of v1.0 to 23.08 and of the Llama-2 fork, and the
-flat trees of Megatron Core (GPT), which its `torch` format has used since 2023. The number of a
-layer in a file counts from the first layer of its stage or virtual stage.
+flat trees of Megatron Core (GPT, BERT), which its `torch` format has used since 2023. The number of
+a layer in a file counts from the first layer of its stage or virtual stage.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TIED_COPY = ("word_embeddings_for_head", "weight")
 _BESIDE = dict.fromkeys(names[0].partition(".")[0] for names in HEADS.values())
 
 _LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
-_LAYER_NUMBER = re.compile(r"(?:decoder\.)?layers\.(\d+)\.")
+_LAYER_NUMBER = re.compile(r"(?:(?:en|de)coder\.)?layers\.(\d+)\.")
 _LAYER_PREFIX = re.compile(r"(?:(?:encoder|decoder)\.)?layers\.\d+\.(?:retriever\.\d+\.)?")
 _CROSSING = re.compile(r"(.*layers\.\d+)\.inter_attention\.")
 _RETRIEVER = re.compile(r"retriever\.(?:layers\.)?(\d{1,4})\.(.+)")
@@ -121,6 +121,28 @@ _READ_LAYERS = {
 }
 
 
+# Our modules around the layers with Megatron Core's names, in the order in which it registers them.
+CORE_EMBEDDINGS: Modules = {
+    "embedding.word": ("embedding.word_embeddings",),
+    "embedding.position": ("embedding.position_embeddings",),
+    "embedding.token_type": ("embedding.tokentype_embeddings",),
+}
+CORE_HEADS: Modules = {"final_norm": ("decoder.final_layernorm",), "output": ("output_layer",)}
+CORE_BERT_HEADS: Modules = {
+    "final_norm": ("encoder.final_layernorm",),
+    "head.dense": ("lm_head.dense",),
+    "head.norm": ("lm_head.layer_norm",),
+    "output": ("output_layer",),
+    "binary_head": ("binary_head",),
+    "pooler.dense": ("pooler.dense",),
+}
+_BERT_IN_CORE = {
+    f"{core}.{kind}": f"{native}.{kind}"
+    for native, (core,) in (CORE_EMBEDDINGS | CORE_BERT_HEADS).items()
+    for kind in KINDS
+}
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter in a file.
@@ -140,7 +162,7 @@ class Parameter:
 
 def is_core(model: Any) -> bool:
     """Return whether a file's `model` is in Megatron Core's layout: one flat dict of all names."""
-    tops = ("decoder.", "embedding.")
+    tops = ("decoder.", "embedding.", "encoder.")
     return isinstance(model, dict) and any(str(key).startswith(tops) for key in model)
 
 
@@ -153,8 +175,19 @@ def towers_of(model: Any) -> list[str]:
 
 
 def architecture_of(models: Iterable[Any]) -> str:
-    """Return the `ModelConfig.architecture` of the network that these trees describe."""
+    """Return the `ModelConfig.architecture` of the network that these trees describe.
+
+    Raises:
+        CheckpointError: It is a T5 of Megatron Core, which is not supported.
+    """
     trees = [model for model in models if isinstance(model, dict)]
+    stacks = {str(key).partition(".")[0] for model in trees if is_core(model) for key in model}
+    if {"encoder", "decoder"} <= stacks:
+        raise CheckpointError(
+            "a T5 of Megatron Core, which is not supported: only GPTs and BERTs are"
+        )
+    if "encoder" in stacks:
+        return "bert"
     if any(map(towers_of, trees)):
         return "ict"
     keys = {key for model in trees for key in model}
@@ -206,7 +239,7 @@ def list_parameters(
         name: str | None
         expert = None
         if is_flat:
-            name, expert = _name_in_core(path, first["encoder"])
+            name, expert = _name_in_core(path, first["encoder"], is_bert=architecture == "bert")
             if tied and name == "output.weight":
                 name = None
         else:
@@ -226,16 +259,21 @@ def list_parameters(
     return parameters
 
 
-def _name_in_core(path: str, first: int) -> tuple[str, int | None]:
+def _name_in_core(path: str, first: int, *, is_bert: bool) -> tuple[str, int | None]:
     """Return the native name of a parameter of Megatron Core, and the index of its expert, if any.
 
     Args:
         path: Megatron Core's name. Its layers and experts are numbered within the file.
         first: The index of the stage's first layer.
+        is_bert: Whether the network is a BERT, whose layers Megatron Core calls its encoder.
 
     Raises:
         CheckpointError: Our networks have no such parameter.
     """
+    if is_bert and path in _BERT_IN_CORE:
+        return _BERT_IN_CORE[path], None
+    if is_bert and path.startswith("encoder."):
+        path = f"decoder.{path.removeprefix('encoder.')}"
     match, expert = _EXPERT.fullmatch(path), None
     if match is not None:
         expert = int(match[2] or match[4] or 0)

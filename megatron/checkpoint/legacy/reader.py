@@ -55,7 +55,7 @@ class LegacyReader(Reader):
     """A checkpoint of Megatron-LM under native names.
 
     It may be a GPT, BERT, T5, Retro or bi-encoder of v1.0 to 23.08, a GPT of the Llama-2 fork, or
-    the weights of Megatron Core's GPT in its `torch` format.
+    the weights of Megatron Core's GPT or BERT in its `torch` format.
 
     `megatron_meta` documents `meta`.
     """
@@ -88,7 +88,10 @@ class LegacyReader(Reader):
         self._is_core = legacy.is_core(self._files[0].chunks[0])
         self._refusal = ""  # why optimizer states of Megatron Core cannot be read
         models = (model for file in self._files for model in file.chunks)
-        self._architecture = legacy.architecture_of(models)
+        try:
+            self._architecture = legacy.architecture_of(models)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         self._distributed_files: list[RankFile] = []
         self._parts = defaultdict[str, list[_Part]](list)
         layers = self._first_layers()
@@ -277,7 +280,7 @@ class LegacyReader(Reader):
                         f"{kind} read only from Megatron Core's other format: save with "
                         "--ckpt-format torch_dist"
                     )
-            return core_config(self._args)
+            return core_config(self._args, self._architecture)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 

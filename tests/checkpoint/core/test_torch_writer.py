@@ -7,7 +7,9 @@ loads the files written here and continues with the same losses, as this package
 import pytest
 import torch
 
+from megatron.checkpoint.legacy.names import architecture_of
 from megatron.checkpoint.reader import is_vocabulary_table
+from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.legacy.test_golden import trees_of
@@ -52,6 +54,11 @@ _LINEAR = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linea
 _LINEAR += ("mlp.linear_fc2",)
 _GPT_2 = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 _NORM = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")
+_BERT = """
+    encoder.final_layernorm.weight encoder.final_layernorm.bias
+    lm_head.dense.weight lm_head.dense.bias lm_head.layer_norm.weight lm_head.layer_norm.bias
+    output_layer.bias binary_head.weight binary_head.bias pooler.dense.weight pooler.dense.bias
+""".split()
 _NETWORKS = {
     "GPT-2, local": (["--transformer-impl", "local"], _GPT_2, _LOCAL_NAMES, _NORM),
     "GPT-2": ([], _GPT_2, _ENGINE_NAMES, _NORM),
@@ -61,6 +68,12 @@ _NETWORKS = {
         _LLAMA_NAMES,
         (_NORM[0], "output_layer.weight"),
     ),
+    "BERT": (
+        ["--bf16"],
+        (*_GPT_2, "embedding.tokentype_embeddings.weight"),
+        _ENGINE_NAMES,
+        _BERT,
+    ),
 }
 
 
@@ -68,16 +81,17 @@ _NETWORKS = {
 def test_names_and_their_order_are_those_of_megatron_core(tmp_path, network):
     """The optimizer numbers parameters in this order, those with weight decay first."""
     flags, before, of_layer, after = _NETWORKS[network]
-    train_toy(Layout.single(), [*_RUN, *flags, *_SAVE, str(tmp_path)])
+    kind, stack = ("bert", "encoder") if network == "BERT" else ("gpt", "decoder")
+    train_toy(Layout.single(), [*_RUN, *flags, *_SAVE, str(tmp_path)], kind)
     ((folder, tree),) = trees_of(tmp_path / "iter_0000003").items()
     assert folder == "mp_rank_00"
     model = tree["model"]
-    names = [*before, *(f"decoder.layers.{i}.{n}" for i in range(4) for n in of_layer), *after]
+    names = [*before, *(f"{stack}.layers.{i}.{n}" for i in range(4) for n in of_layer), *after]
     assert [name for name in model if not name.endswith("_extra_state")] == names
-    modules = {f"decoder.layers.{layer}.{name}" for layer in range(4) for name in _LINEAR}
+    modules = {f"{stack}.layers.{layer}.{name}" for layer in range(4) for name in _LINEAR}
     if "local" not in network:
-        modules |= {f"decoder.layers.{i}.self_attention.core_attention" for i in range(4)}
-        modules |= {"decoder.final_layernorm"}
+        modules |= {f"{stack}.layers.{i}.self_attention.core_attention" for i in range(4)}
+        modules |= {f"{stack}.final_layernorm"}
     states = {name: model[name] for name in model if name.endswith("_extra_state")}
     assert states == {f"{name}._extra_state": None for name in modules | {"output_layer"}}
     decayed = [name for name in names if not name.endswith("bias") and model[name].dim() > 1]
@@ -143,6 +157,33 @@ def test_a_run_continues_from_what_it_saved(tmp_path, name):
             words = trees[f"mp_rank_{rank}_000"]["model0"]["embedding.word_embeddings.weight"]
             copy = trees[f"mp_rank_{rank}_001"]["model1"]["output_layer.weight"]
             assert torch.equal(words, copy)
+
+
+def test_a_t5_of_megatron_core_is_refused_by_name():
+    tree = {"encoder.layers.0.mlp.linear_fc1.weight": 0, "decoder.final_layernorm.weight": 0}
+    with pytest.raises(CheckpointError, match="a T5 of Megatron Core, which is not supported"):
+        architecture_of([tree])
+
+
+def _bert_losses(layout, flags):
+    recorder, _ = train_toy(layout, flags, "bert")
+    return list(zip(*map(recorder.values, ("lm loss", "sop loss")), strict=True))
+
+
+def test_a_bert_in_two_stages_continues_in_one(tmp_path):
+    sizes = {"tensor": 2, "pipeline": 2}
+    (expected,) = run_distributed(4, _bert_losses, [*_RUN, *_SPLIT], **sizes)[-1:]
+    words = [*_RUN, *_SPLIT, *_SAVE, str(tmp_path)]
+    first = run_distributed(4, _bert_losses, words, **sizes)[-1]
+    second = _bert_losses(Layout.single(), [*_RUN, "--load", str(tmp_path)])
+    found = torch.tensor([*first, *second])
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
+    trees = trees_of(tmp_path / "iter_0000003")
+    last, words = trees["mp_rank_01_001"]["model1"], trees["mp_rank_01_000"]["model0"]
+    words = words["embedding.word_embeddings.weight"]
+    assert torch.equal(last["output_layer.weight"], words)
+    assert last["output_layer.bias"].shape == words.shape[:1]  # split like the output's rows
+    assert last["lm_head.dense.weight"].shape == (32, 32)
 
 
 def _resave(layout, words):
