@@ -220,7 +220,7 @@ def micro_batch(config: RunConfig, layout: Layout) -> MicroBatch:
         sequences=config.training.micro_batch_size,
         length=config.data.decoder_seq_length or config.data.seq_length,
         tensor=layout.tensor.size,
-        sequence=layout.tensor.size if config.parallel.sequence_parallel else 1,
+        sequence=layout.sequence.size,
         expert_tensor=layout.expert_tensor.size,
         context=layout.context.size,
         width=config.precision.weight_dtype.itemsize,
