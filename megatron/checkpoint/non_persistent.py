@@ -221,7 +221,7 @@ class NonPersistentStore:
             for checkpoint in self._scan().values():
                 if checkpoint.iteration > iteration:
                     durable.remove_tree(self.root / iteration_folder(checkpoint.iteration))
-        self._layout.wait_for_all()
+        self._layout.world.barrier()
 
     def _scan(self) -> dict[str, _LocalFiles]:
         """Return the files of the run's checkpoints that this machine has, by manifest digest."""
@@ -289,7 +289,7 @@ class NonPersistentStore:
                 durable.replace_file(folder / MANIFEST, (text or "").encode())
         except OSError as error:
             problem = str(error)
-        self._layout.wait_for_all()
+        self._layout.world.barrier()
         return problem
 
     def _open(self, iteration: int, problem: str | None) -> tuple[NativeReader | None, str | None]:

@@ -70,7 +70,7 @@ class DataRequest(NamedTuple):
             config.training.seed,
             samples,
             is_builder=layout.world.rank == 0,
-            barrier=layout.wait_for_all,
+            barrier=layout.world.barrier,
             unit=config.training.samples_per_unit,
         )
 

@@ -272,7 +272,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
         )
     writer = _Writer(config, recipe, tokenizer, teacher, layout, channel)
     _write_missing(folder, header, dataset, writer)
-    layout.wait_for_all()
+    layout.world.barrier()
     if layout.world.rank == 0:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         print_line(f"the logits of {samples:,} samples are in {folder} ({size / 1e9:.3g} GB)")

@@ -240,10 +240,6 @@ class Layout:
         group = dist.new_group(backend="gloo", timeout=timeout)
         return replace(self, world=replace(self.world, group=group, journal=Journal()))
 
-    def wait_for_all(self) -> None:
-        """Wait until every process has called this method."""
-        self.world.barrier()
-
     def describe(self) -> str:
         """Describe the grid for the start-up panel: "2 processes: TP 1, CP 1, DP 2, PP 1".
 

@@ -275,7 +275,7 @@ def _passage_vectors(
     local_vectors = _embed(loaded, task_options)
     if loaded.layout.tensor.is_first:
         local_vectors.save(folder / f"{loaded.layout.data.rank}.npz", origin)
-    loaded.layout.wait_for_all()
+    loaded.layout.world.barrier()
 
     def merge() -> None:
         names = range(loaded.layout.data.size)

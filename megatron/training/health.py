@@ -77,7 +77,7 @@ def check_health(layout: Layout, device: Device, folder: Path | None) -> list[He
         StorageError: The folder cannot be written to.
     """
     layout.journal.enter("health check")
-    layout.wait_for_all()
+    layout.world.barrier()
     speeds = _speeds_of(device)
     digests = {_digest(device) for _ in range(3)}
     if folder is not None:
@@ -165,7 +165,7 @@ def _disk_speed(folder: Path) -> float:
 
 
 def _clock(layout: Layout) -> float:
-    layout.wait_for_all()
+    layout.world.barrier()
     return time.time()
 
 
@@ -175,7 +175,7 @@ def _all_reduce_speed(layout: Layout, device: Device) -> float:
     fastest = float("inf")
     for _ in range(1 + _REPEATS):
         device.synchronize()
-        layout.wait_for_all()
+        layout.world.barrier()
         start = time.perf_counter()
         all_reduce(numbers, layout.world)
         device.synchronize()
@@ -212,7 +212,7 @@ def _link_speeds(layout: Layout, device: Device) -> dict[int, float]:
         fastest = float("inf")
         for _ in range(1 + _REPEATS if world.size > 1 else 0):
             device.synchronize()
-            layout.wait_for_all()
+            layout.world.barrier()
             if partner is None:
                 continue
             sent, received = _message(device), _message(device)

@@ -285,7 +285,7 @@ class OperationClock:
         """Begin an update, before its first operation. Collective over the world."""
         self._started.clear()
         self._device.synchronize()
-        self._layout.wait_for_all()
+        self._layout.world.barrier()
         self._start = self._device.mark()
 
     def before(self, operation: Operation) -> None:

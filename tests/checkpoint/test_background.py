@@ -113,10 +113,10 @@ def _fail_on_one_rank(layout, root):
             saver.wait()
     finally:
         store.write_shard = write
-    layout.wait_for_all()  # rank 0 has cleaned up
+    layout.world.barrier()  # rank 0 has cleaned up
     left = sorted(path.name for path in root.iterdir())
     tracker = (root / TRACKER).read_bytes()
-    layout.wait_for_all()
+    layout.world.barrier()
     _start(saver, 3, state)
     saver.wait()
     return str(caught.value), left, tracker, [type(outcome) for _, outcome in told.outcomes]

@@ -25,7 +25,7 @@ _FILES = [f"rank_{rank:05}.safetensors" for rank in range(4)]
 def _save(store: NonPersistentStore, layout: Layout, iteration: int) -> Path:
     meta = {**meta_of(iteration), RUN: store.run}
     path = store.save(Snapshot.take(iteration, make_state(iteration), meta, layout))
-    layout.wait_for_all()  # for the rank that deletes the older ones
+    layout.world.barrier()  # for the rank that deletes the older ones
     return path
 
 
@@ -42,16 +42,16 @@ def _lose(layout: Layout, root: Path, machine: int) -> None:
     if layout.world.rank == 2 * machine:
         shutil.rmtree(root)
         root.mkdir()
-    layout.wait_for_all()
+    layout.world.barrier()
 
 
 def _damage(layout: Layout, path: Path) -> None:
-    layout.wait_for_all()  # others may still read it, and reading a truncated file is fatal
+    layout.world.barrier()  # others may still read it, and reading a truncated file is fatal
     if layout.world.rank == 0:
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    layout.wait_for_all()
+    layout.world.barrier()
 
 
 def _names(folder: Path) -> list[str]:
@@ -122,7 +122,7 @@ def _far(layout: Layout, folder: Path) -> None:
     for iteration in (1, 2):
         meta = {**meta_of(iteration), RUN: store.run}
         store.save(Snapshot.take(iteration, own, meta, layout))
-        layout.wait_for_all()
+        layout.world.barrier()
     newest = root / "iter_0000002"
     kept = sorted({_FILES[(rank - jump) % 4] for jump in (0, 3, 6)})
     assert _names(newest) == ["manifest.json", *kept]
@@ -133,7 +133,7 @@ def _far(layout: Layout, folder: Path) -> None:
         newest.rename(root / "iter_0000003")  # which is not what its manifest says
     if rank == 1:
         (newest / _FILES[1]).write_bytes(whole[_FILES[1]] + b"long")
-    layout.wait_for_all()
+    layout.world.barrier()
     reader = store.open_newest(-1)
     assert reader is not None
     assert reader.iteration == 2
@@ -159,20 +159,20 @@ def _fail(layout: Layout, store: NonPersistentStore, newest: Path) -> None:
     # A machine that cannot store what it lost has nothing to read.
     if rank == 3:
         shutil.rmtree(newest)
-    layout.wait_for_all()
+    layout.world.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 3:
             patch.setattr(non_persistent, "_write", full)
         assert store.open_newest(1) is None
     # Now only the last file of a machine is damaged, and another one lacks the manifest.
-    layout.wait_for_all()
+    layout.world.barrier()
     assert store.open_newest(1) is not None
-    layout.wait_for_all()
+    layout.world.barrier()
     if rank == 0:
         (newest / _FILES[3]).write_bytes(b"short")
     if rank == 2:
         (newest / "manifest.json").unlink()
-    layout.wait_for_all()
+    layout.world.barrier()
     assert store.open_newest(1) is not None
     assert _names(newest) == ["manifest.json", *_FILES]
 
@@ -182,7 +182,7 @@ def _fail(layout: Layout, store: NonPersistentStore, newest: Path) -> None:
                 patch.setattr(non_persistent, step, full)
             with pytest.raises(StorageError, match=f"machine{failing}/.*: No space left on device"):
                 _save(store, layout, 5)
-        layout.wait_for_all()
+        layout.world.barrier()
         assert _names(root) == ["iter_0000001", "iter_0000002"]
 
 

@@ -31,7 +31,7 @@ from megatron.finetuning.distillation import LOSS_NAMES, Distillation, student_l
 from megatron.finetuning.teacher import load_teacher
 from megatron.parallel.context.split import TokenBatch
 from megatron.parallel.distillation import TopLogProbs, VocabularyPart
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
 from megatron.planner.memory import amount, estimate_memory
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.build import build_run
@@ -220,13 +220,13 @@ def test_the_size_told_is_that_of_the_files_of_all_processes(
 ) -> None:
     write_own = teacher_module._write_missing
 
-    def wait(_: Layout) -> None:
+    def wait(_: Axis) -> None:
         with (tmp_path / "logits-of-others.safetensors").open("wb") as file:
             file.truncate(5 * 10**9)
 
     def write(*args: Any) -> None:
         write_own(*args)
-        monkeypatch.setattr(Layout, "wait_for_all", wait)  # the others finish during the wait
+        monkeypatch.setattr(Axis, "barrier", wait)  # the others finish during the wait
 
     monkeypatch.setattr(teacher_module, "_write_missing", write)
     words = ["--teacher-load", teacher, "--logits-save-top-k", "2", "--train-iters", "2"]

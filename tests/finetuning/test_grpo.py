@@ -141,7 +141,7 @@ def _build(layout: Layout, folder: Path, words: Sequence[str], own: Sequence[str
     prompts = folder / "prompts.jsonl"
     if layout.world.rank == 0 and not prompts.is_file():
         prompts.write_text("".join(f'{{"prompt": "{i} 3 {9 - i}"}}\n' for i in range(10)))
-    layout.wait_for_all()
+    layout.world.barrier()
     base = [word for word in TOY if word != "--mock-data"]
     given = [*base, *WORDS, "--data-path", str(prompts), *words]
     config = parse_config(given, world_size=layout.world.size, architecture="gpt").config

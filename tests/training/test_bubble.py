@@ -142,7 +142,7 @@ def test_a_clock_adds_up_the_times_of_each_kind_and_chunk():
         seconds_between=lambda start, end: end - start,
     )
     device.mark = lambda: device.now
-    layout = SimpleNamespace(wait_for_all=lambda: waited.append("ranks"))
+    layout = SimpleNamespace(world=SimpleNamespace(barrier=lambda: waited.append("ranks")))
     clock = OperationClock(device, layout)
     update = [
         (Operation("forward", 0, 0), 1.0),

@@ -152,7 +152,7 @@ def _fail_everywhere(layout: Layout, folder: Path, rounds: int) -> list[tuple[st
                     case = _Case(folder / name, layout, beside, background)
                     problem = case.run(call, call_index, is_victim=rank == victim)
                     results.append((name, problem))
-                    layout.wait_for_all()
+                    layout.world.barrier()
     return results
 
 
@@ -183,7 +183,7 @@ class _Case:
     def _settle(self) -> None:
         if self._saver is not None:
             self._saver.wait()
-        self._layout.wait_for_all()
+        self._layout.world.barrier()
 
     def run(self, call: str, call_index: int, *, is_victim: bool) -> str | None:
         """Return what is wrong, or `None` if the failure was reported and nothing was published."""
@@ -202,11 +202,11 @@ class _Case:
             problem: str | None = "no error was told"
         except StorageError as error:
             problem = None if "Input/output error" in str(error) else str(error)
-        self._layout.wait_for_all()
+        self._layout.world.barrier()
         tracker = (self._root / TRACKER).read_text()
         if tracker != "1":
             problem = f"the tracker says {tracker}"
-        self._layout.wait_for_all()
+        self._layout.world.barrier()
         self._save(3)
         self._settle()
         if (self._root / TRACKER).read_text() != "3":
