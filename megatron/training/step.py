@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -34,43 +34,52 @@ _MIN_SHARE = 1e-30  # replaces a divisor of 0: if no label counts, gradients are
 
 
 @dataclass(frozen=True)
-class StepOutcome(StepResult):
-    """The result of one update, the same on every rank except for `sample_ids` and `ordinary`.
+class UpdateResult(StepResult):
+    """The part of an update's outcome that the host reads from the device.
 
     Attributes:
         losses: The losses of the global batch, by log name: means over micro-batches or, with
             --calculate-per-token-loss, over all labels that count.
         layer_losses: The losses of each layer's expert router, by TensorBoard tag, with
             --moe-per-layer-logging; otherwise empty.
+        exit_requested: Whether some rank asked to exit.
+        save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
+        ordinary: Whether each micro-batch of this rank had a finite loss that is not a spike.
+        expert_load: The load of the experts since the last log line; `None` between log lines, and
+            without mixtures of experts.
+    """
+
+    losses: dict[str, float]
+    layer_losses: dict[str, float]
+    exit_requested: bool
+    save_due: bool
+    ordinary: list[bool]
+    expert_load: ExpertLoad | None
+
+
+@dataclass(frozen=True)
+class StepOutcome(UpdateResult):
+    """The outcome of one update, the same on every rank except for `sample_ids` and `ordinary`.
+
+    Attributes:
         samples: The size of the global batch.
         tokens: The number of tokens that the model read, including padding.
         flops: The floating-point operations of the update in the whole model.
         length: The sequence length that the curriculum chose; `None` without a curriculum.
         loss_scale: The factor by which the loss was multiplied.
-        exit_requested: Whether some rank asked to exit.
-        save_due: Whether a checkpoint is due on some rank (`--save-interval-in-mins`).
         spike: A description of the values that exceed their limits, if `found_spike`; otherwise
             empty.
         sample_ids: The sample ids of this rank, one list per micro-batch.
-        ordinary: Whether each micro-batch of this rank had a finite loss that is not a spike.
-        expert_load: The load of the experts since the last log line; `None` between log lines, and
-            without mixtures of experts.
         rerun: The result of the second computation, if --rerun-mode required one.
     """
 
-    losses: dict[str, float]
-    layer_losses: dict[str, float]
     samples: int
     tokens: int
     flops: float
     length: int | None
     loss_scale: float
-    exit_requested: bool
-    save_due: bool
     spike: str
     sample_ids: list[list[int]]
-    ordinary: list[bool]
-    expert_load: ExpertLoad | None
     rerun: Rerun | None = None
 
 
@@ -144,32 +153,26 @@ class Updates:
         if look_ahead and _may_look_ahead(run):
             self._begin_next()
         journal.enter("end of the iteration")
-        results = reader.wait()
-        step, losses = results.step, results.losses
-        if not all(map(math.isfinite, losses.values())):  # the loss scale cannot be the reason
-            step = replace(step, found_nonfinite=True, overflow=False)
-        if step.applied:
+        result = reader.wait()
+        if not all(map(math.isfinite, result.losses.values())):
+            # The loss scale cannot be the reason.
+            result = replace(result, found_nonfinite=True, overflow=False)
+        if result.applied:
             progress.scheduled_samples += samples
-        spike = _watch_spikes(run, step, losses)
-        rerun = self._compare(step, losses)
+        spike = _watch_spikes(run, result)
+        rerun = self._compare(result)
         data = run.config.data
         seq_length = length or data.seq_length
         read_tokens = samples * run.recipe.head.sequences * (seq_length + data.decoder_tokens)
         return StepOutcome(
-            **vars(step),
-            losses=losses,
-            layer_losses=results.layer_losses,
+            **vars(result),
             samples=samples,
             tokens=read_tokens,
             flops=read_tokens * self._flops_of_token(seq_length),
             length=length,
             loss_scale=loss_scale,
-            exit_requested=results.exit_requested,
-            save_due=results.save_due,
             spike=spike,
             sample_ids=passes.sample_ids,
-            ordinary=results.ordinary,
-            expert_load=results.expert_load,
             rerun=rerun,
         )
 
@@ -189,15 +192,15 @@ class Updates:
         self._reruns.begin(passes)
         return self._reruns.compute_first(passes) if self._reports else passes
 
-    def _compare(self, result: StepResult, losses: Mapping[str, float]) -> Rerun | None:
+    def _compare(self, result: UpdateResult) -> Rerun | None:
         """Compute the update again if its result is suspicious. Collective."""
         if self._reruns is None:
             return None
         if self._reports:
-            return self._reruns.compare_with_first(losses)
+            return self._reruns.compare_with_first(result.losses)
         if self._reruns.is_suspicious(result):
             next_passes, self._next = self._next, None
-            return self._reruns.recompute(losses, result.grad_norm, next_passes)
+            return self._reruns.recompute(result.losses, result.grad_norm, next_passes)
         return None
 
     def _flops_of_token(self, seq_length: int) -> int:
@@ -213,12 +216,12 @@ class Updates:
         return self._flops_per_token[seq_length]
 
 
-def _watch_spikes(run: Run, result: StepResult, losses: Mapping[str, float]) -> str:
+def _watch_spikes(run: Run, result: UpdateResult) -> str:
     """Add the values of an applied update to the running medians, or describe a spike."""
     if run.spikes is None:
         return ""
     name = run.recipe.loss_names(run.config)[0]
-    values = {name: losses[name], NORM: result.grad_norm}
+    values = {name: result.losses[name], NORM: result.grad_norm}
     if result.applied and not result.found_nonfinite:
         run.spikes.add(values)
     return run.spikes.describe(values) if result.found_spike else ""
@@ -283,29 +286,6 @@ def _may_look_ahead(run: Run) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Results:
-    """Everything that the host reads from the device at the end of an update.
-
-    Attributes:
-        step: The result of the optimizer's step.
-        losses: The losses of the global batch, by log name.
-        layer_losses: The losses of each layer's expert router.
-        exit_requested: Whether some rank asked to exit.
-        save_due: Whether a checkpoint is due on some rank.
-        ordinary: Whether each micro-batch of this rank had an ordinary loss.
-        expert_load: The load of the experts, if a log line is due.
-    """
-
-    step: StepResult
-    losses: dict[str, float]
-    layer_losses: dict[str, float]
-    exit_requested: bool
-    save_due: bool
-    ordinary: list[bool]
-    expert_load: ExpertLoad | None
-
-
 class _OutcomeReader:
     """A single read of all results of an update, because each read makes the host wait."""
 
@@ -338,7 +318,7 @@ class _OutcomeReader:
         self._sizes = [part.numel() for part in parts]
         self._read = AsyncRead(torch.cat(parts))
 
-    def wait(self) -> _Results:
+    def wait(self) -> UpdateResult:
         """Wait for the device, and return the results."""
         values = iter(self._read.wait())
         step_values, packed, ordinary = (list(islice(values, size)) for size in self._sizes)
@@ -348,14 +328,14 @@ class _OutcomeReader:
         reduced = unpack_losses(packed[:start], self._run, counted=counted)
         router_means, layer_losses = unpack_router_losses(packed[start:end], self._run)
         exit_requested, save_due = reduced.flags
-        return _Results(
-            self._run.optimizer.end_step(step_values),
-            reduced.losses | router_means,
-            layer_losses,
-            exit_requested,
-            save_due,
-            [value > 0 for value in ordinary],
-            ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None,
+        return UpdateResult(
+            **vars(self._run.optimizer.end_step(step_values)),
+            losses=reduced.losses | router_means,
+            layer_losses=layer_losses,
+            exit_requested=exit_requested,
+            save_due=save_due,
+            ordinary=[value > 0 for value in ordinary],
+            expert_load=ExpertLoad.of(self._run.plan, packed[end:]) if self._load_size else None,
         )
 
 
