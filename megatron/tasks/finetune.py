@@ -213,6 +213,8 @@ class Finetuning(Extras):
         self._epoch_ends = epoch_ends
         self._options = options
         self._start = 0  # the iteration of the weights, if they are only evaluated
+        self._resumed = 0  # the iteration at which this start of the run continues
+        self._best: float | None = None  # the score of the best weights, once it is known
         self.last: TaskEvaluation | None = None
 
     def begin(self, run: Run) -> None:
@@ -220,6 +222,7 @@ class Finetuning(Extras):
 
         Without --save-interval, the run saves after each epoch.
         """
+        self._resumed = run.progress.iteration
         if run.config.checkpoint.save_interval is None:
             run.save_at = self._epoch_ends
         if self._pretrained is not None and run.progress.iteration == 0:
@@ -229,7 +232,9 @@ class Finetuning(Extras):
 
     def callbacks(self, run: Run) -> list[Callback]:
         """Return the callback that evaluates at the end of each epoch."""
-        return [EpochEvaluation(self._epoch_ends, self.evaluate)] if self._valid else []
+        if not self._valid:
+            return []
+        return [EpochEvaluation(self._epoch_ends, self.evaluate, catches_up=True)]
 
     def end(self, run: Run) -> None:
         """Write the final results."""
@@ -280,9 +285,13 @@ class Finetuning(Extras):
         root = Path(run.config.checkpoint.save) / BEST
         target = self._recipe.target
         score = target.score(target.metrics(evaluation.all_files))
-        best = JsonExchange(run.layout.world).on_main(lambda: _best_score(root, target.scores))
-        if not score > best:  # NaN is never better
+        if self._best is None:
+            self._best = JsonExchange(run.layout.world).on_main(
+                lambda: _best_score(root, target.scores, self._resumed)
+            )
+        if not score > self._best:  # NaN is never better
             return
+        self._best = score
         save_weights(run, root)
         if run.layout.world.rank == 0:
             record = {"iteration": evaluation.iteration, "score": score, "of": target.scores}
@@ -325,11 +334,20 @@ class EpochEvaluation(Callback):
     Args:
         ends: The updates, counted from 1, that end an epoch.
         evaluate: A collective function that evaluates the run.
+        catches_up: Whether to evaluate when a run resumes at the end of an epoch, because it may
+            have stopped between its checkpoint and the evaluation.
     """
 
-    def __init__(self, ends: Set[int], evaluate: Callable[[Run], object]) -> None:
+    def __init__(
+        self, ends: Set[int], evaluate: Callable[[Run], object], *, catches_up: bool = False
+    ) -> None:
         """Store the arguments."""
-        self._ends, self._evaluate = ends, evaluate
+        self._ends, self._evaluate, self._catches_up = ends, evaluate, catches_up
+
+    def on_start(self, run: Run) -> None:
+        """Evaluate an epoch that ended before the run resumed, unless nothing is left to train."""
+        if self._catches_up and run.progress.iteration in self._ends and not run.finished:
+            self._evaluate(run)
 
     def interrupts(self, run: Run) -> bool:
         """Return whether the next update ends an epoch."""
@@ -402,11 +420,21 @@ def _load_pretrained(run: Run, folder: str, new_layers: Sequence[str]) -> int:
     return reader.iteration
 
 
-def _best_score(root: Path, scores: Sequence[str]) -> float:
-    """Return the score of the weights in `root`, or -2 (below any score) if there are none."""
+def _best_score(root: Path, scores: Sequence[str], resumed: int) -> float:
+    """Return the score of the weights in `root`, or -2 (below any score) if there are none.
+
+    Weights of later iterations than the run's own do not count: another run left them, or this run
+    has gone back.
+
+    Args:
+        root: The folder of the best weights.
+        scores: The names of the metrics that make up the score.
+        resumed: The iteration at which the run continues, or 0 if it is a new run.
+    """
     record = read_results(root / _RECORD)
-    score = record.get("score")
-    if isinstance(score, float) and math.isfinite(score) and record.get("of") == list(scores):
+    score, iteration = record.get("score"), record.get("iteration")
+    is_own = isinstance(iteration, int) and iteration <= resumed and record.get("of") == [*scores]
+    if is_own and isinstance(score, float) and math.isfinite(score):
         return score
     return -2.0
 

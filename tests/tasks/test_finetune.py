@@ -14,11 +14,11 @@ import torch
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.device import Device
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
 from megatron.tasks import finetune_command, target
 from megatron.tasks.classify import read_glue, read_race
-from megatron.tasks.finetune import EpochEvaluation, _best_score
+from megatron.tasks.finetune import EpochEvaluation, Finetuning, _best_score
 from megatron.tasks.main import main
 from megatron.tasks.target import Predictions
 from megatron.training.build import build_run
@@ -290,6 +290,34 @@ def test_it_goes_on_where_it_stopped(toy, tmp_path):
             CheckpointError, match="^--ckpt-step 6: .* available iterations: .*5: give one"
         ):
             finetune_command.parse("SST-2", named, 1)
+
+
+def test_a_new_run_in_the_folder_of_another_keeps_its_own_best(toy, tmp_path):
+    words = _sst(toy, "--save", str(tmp_path), "--epochs")
+    finetune(Layout.single(), "SST-2", [*words, "4"])
+    assert json.loads((tmp_path / "best" / "evaluation.json").read_text())["score"] == 1
+    finetune(Layout.single(), "SST-2", [*words, "1", "--lr", "1e-9"])
+    record = json.loads((tmp_path / "best" / "evaluation.json").read_text())
+    assert record["iteration"] == open_checkpoint(tmp_path / "best").iteration == 8
+    assert record["score"] < 1
+
+
+def test_an_epoch_whose_evaluation_failed_is_evaluated_when_the_run_resumes(
+    toy, tmp_path, capsys, monkeypatch
+):
+    words = _sst(toy, "--save", str(tmp_path), "--epochs", "3")
+
+    def fail(self, run):
+        raise DataError("no evaluation")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Finetuning, "evaluate", fail)
+        with pytest.raises(DataError):
+            finetune(Layout.single(), "SST-2", words)
+    losses, _ = finetune(Layout.single(), "SST-2", [*words, "--load", str(tmp_path)])
+    assert len(losses) == 16
+    evaluated = re.findall(r"SST-2 at iteration (\d+)", capsys.readouterr().out)
+    assert evaluated == ["8", "16", "24"]
 
 
 def test_heads_of_pretraining_are_not_said_to_be_drawn(toy, tmp_path, capsys):
@@ -569,15 +597,23 @@ def test_pretrained_weights_are_taken_and_only_the_head_is_new(toy):
 @pytest.mark.parametrize(
     "record",
     [
-        *("[" * 100_000, "", "5", '{"score": NaN, "of": ["accuracy"]}', '{"of": ["accuracy"]}'),
-        *('{"score": 1e999, "of": ["accuracy"]}', '{"score": "1", "of": ["accuracy"]}'),
+        *("[" * 100_000, "", "5", '{"iteration": 8, "score": NaN, "of": ["accuracy"]}'),
+        *('{"iteration": 8, "of": ["accuracy"]}', '{"score": 0.5, "of": ["accuracy"]}'),
+        '{"iteration": 8, "score": 1e999, "of": ["accuracy"]}',
+        '{"iteration": 8, "score": "1", "of": ["accuracy"]}',
     ],
-    ids=["deep", "empty", "a number", "NaN", "none", "infinity", "text"],
+    ids=["deep", "empty", "a number", "NaN", "none", "no iteration", "infinity", "text"],
 )
 def test_a_damaged_record_of_the_best_weights_is_no_score(tmp_path, record):
     """No score beats NaN or infinity, so the best weights would never be saved again."""
     (tmp_path / "evaluation.json").write_text(record)
-    assert _best_score(tmp_path, ("accuracy",)) == -2.0
+    assert _best_score(tmp_path, ("accuracy",), resumed=8) == -2.0
+
+
+def test_a_record_of_the_best_weights_counts_for_the_run_that_continues_from_them(tmp_path):
+    (tmp_path / "evaluation.json").write_text('{"iteration": 8, "score": 0.5, "of": ["accuracy"]}')
+    found = [_best_score(tmp_path, ("accuracy",), resumed) for resumed in (0, 7, 8, 9)]
+    assert found == [-2.0, -2.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(
