@@ -110,7 +110,7 @@ def evaluate_and_report(
         skip: The number of samples to skip first.
         at_end_of_training: Whether this is the evaluation after the last update.
     """
-    dataset = run.datasets[("training", "validation", "test").index(split)]
+    dataset = run.datasets.valid if split == "validation" else run.datasets.test
     options = run.config.evaluation
     uses_all = split == "validation" and options.full_validation
     if dataset is None or not (uses_all or options.eval_iters):
