@@ -224,7 +224,7 @@ def _read_archive(path: str) -> Iterator[RawRecord]:
                 )
             elif record.record_type == WarcRecordType.conversion:
                 yield RawRecord(location, data.decode("utf-8", "replace"), name, fields)
-            elif record.is_http and (record.http_content_type or _PAGES[0]) in _PAGES:
+            elif record.is_http and (record.http_content_type or "text/html") in _PAGES:
                 # Some servers declare encodings that do not exist. If so, detect the encoding.
                 declared = map_encoding_to_html5(record.http_charset or "", fallback_utf8=False)
                 encoding = declared or detect_encoding(data) or "utf-8"

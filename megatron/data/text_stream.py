@@ -489,11 +489,9 @@ def _all_positions(
     positions = []
     for member, count in members:
         latest = torch.tensor(member.positions_after(count), dtype=torch.int64)
-        if world.size > 1:
-            rows = all_reduce(latest[:, 0].clone(), world, ReduceOp.MAX)
-            latest[latest[:, 0] < rows] = -1  # another process has a later position
-            latest = all_reduce(latest, world, ReduceOp.MAX)
-        positions.append(latest.tolist())
+        rows = all_reduce(latest[:, 0].clone(), world, ReduceOp.MAX)
+        latest[latest[:, 0] < rows] = -1  # another process has a later position
+        positions.append(all_reduce(latest, world, ReduceOp.MAX).tolist())
     return positions
 
 

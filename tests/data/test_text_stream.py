@@ -9,6 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -18,6 +19,7 @@ from pyarrow import parquet
 
 from megatron.checkpoint.loading import open_root
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.data import text_stream
 from megatron.data.blend import BlendedDataset, build_blend_index, normalize
 from megatron.data.datasets import DataRequest
 from megatron.data.gpt import build_gpt_datasets
@@ -304,6 +306,22 @@ def test_a_blend_of_text_and_a_preprocessed_dataset(corpus, vocabulary):
     assert saved is not None
     assert sum(min(place) >= 0 for place in saved["places"][0]) == 32
     assert sum(place[0] == 1 for place in saved["places"][0]) == 10
+
+
+def _latest(layout: Layout, read: list[list[list[int]]]) -> list[list[list[int]]]:
+    positions = read[layout.world.rank]
+    member = SimpleNamespace(positions_after=lambda count: [row[:count] for row in positions])
+    return text_stream._all_positions([(member, 5)], layout.world)  # type: ignore[list-item]
+
+
+def test_the_latest_position_of_any_process_counts():
+    """It is taken whole, whichever process has it; -1 means that a process has read nothing."""
+    read = [
+        [[7, 1, 9, 2, 0], [3, 0, 4, 4, 1], [-1] * 5, [-1] * 5],
+        [[6, 2, 0, 8, 5], [3, 0, 4, 4, 1], [2, 1, 1, 0, 3], [-1] * 5],
+    ]
+    expected = [[[7, 1, 9, 2, 0], [3, 0, 4, 4, 1], [2, 1, 1, 0, 3], [-1] * 5]]
+    assert run_distributed(2, _latest, read) == [expected, expected]
 
 
 def test_a_blend_without_text_counts_nothing():

@@ -14,9 +14,10 @@ from megatron.checkpoint.legacy.reader import LegacyReader
 from megatron.config.model import ModelConfig
 from megatron.config.stages import ModelPart
 from megatron.models.arithmetic import count_parameters, count_part_parameters
-from megatron.models.costs import WeightSplit
+from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.plans import model_plan
 from megatron.models.recompute import RecomputePlan
+from megatron.models.retrieval import ChunkedCrossAttention, NeighborCrossAttention
 from megatron.models.retro import RetroModel
 from megatron.parallel.context.split import join_sequence, split_sequence
 from megatron.parallel.layout import Axis, Layout
@@ -157,6 +158,26 @@ def test_dropout_is_drawn_again_by_recomputation():
         torch.manual_seed(1)
         _, grads = step(retro(flags, recompute=plan), Layout.single())
         torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+
+
+def test_activations_of_cross_attention_are_counted():
+    """On each of 2 tensor-parallel and 2 context-parallel ranks, for 2 sequences of 16 tokens."""
+    plan = model_plan(config(**FLAGS), VOCAB)  # 4 chunks of 4 tokens, with 3 neighbors of 8
+    micro = MicroBatch(sequences=2, length=16, tensor=2, context=2, width=2)
+    reads_neighbors = plan.layers[5].cross_attention
+    # Queries and outputs of 16 tokens, and keys and values of 4 chunks' neighbors, of width 8.
+    counted = ChunkedCrossAttention.activation_bytes(reads_neighbors, micro)
+    assert counted == 2 * (16 + 4 * 3 * 8) * 2 * 8
+    # Queries and outputs of 24 neighbors' 8 tokens; keys and values of 8 chunks' 4 tokens.
+    reads_chunk = plan.layers[5].retriever.layers[0].cross_attention
+    micro = replace(micro, sequences=24, length=8, context=1)
+    counted = NeighborCrossAttention.activation_bytes(reads_chunk, micro)
+    assert counted == 2 * (24 * 8 + 8 * 4) * 2 * 8
+    # If scores are kept, so are the weights: 4 heads / 2 ranks, 2 x 2 bytes each.
+    counted = NeighborCrossAttention.activation_bytes(
+        reads_chunk, replace(micro, keeps_scores=True)
+    )
+    assert counted == 2 * (24 * 8 + 8 * 4) * 2 * 8 + 24 * 8 * 4 * 2 * 4
 
 
 @pytest.mark.parametrize("flags", [{}, LLAMA], ids=["gpt", "modern"])

@@ -364,7 +364,9 @@ def test_the_arguments_of_the_run(words: list[str], tmp_path: Path) -> None:
     for flags, dtype in (["--bf16"], "bfloat16"), (["--fp16"], "float16"), ([], "float32"):
         arguments = opened(words, *flags)._run_arguments()
         assert str(arguments["params_dtype"]) == f"torch.{dtype}"
-        assert arguments["padded_vocab_size"] == 512  # 405 entries in multiples of 128
+        assert arguments["padded_vocab_size"] == 512  # 407 entries in multiples of 128
+    arguments = opened(words, "--make-vocab-size-divisible-by", "1")._run_arguments()
+    assert arguments["padded_vocab_size"] == 407
 
 
 def test_the_program(

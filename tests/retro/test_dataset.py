@@ -16,7 +16,7 @@ class Numbers:
         return self._count
 
     def rows(self, start, stop):
-        assert 0 <= start <= stop <= self._count
+        assert 0 <= start < stop <= self._count  # a table of files has no empty range
         return np.arange(start, stop)[:, None]
 
 

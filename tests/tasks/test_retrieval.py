@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,6 +134,25 @@ def test_vectors_are_kept_and_used_again(toy, tmp_path, capsys):
     run_distributed(2, evaluate, other)
     assert "replacing vectors" in capsys.readouterr().out or path.stat().st_mtime_ns != before
     assert PassageVectors.load(path)[0].vectors.shape == (COUNT, 6)
+
+
+def _evaluate_with_a_slow_rank(layout: Layout, words: list[str]) -> dict[str, float]:
+    save = PassageVectors.save
+
+    def save_late(self: PassageVectors, path: Path, origin: object) -> None:
+        time.sleep(0.5 * layout.world.rank)
+        save(self, path, origin)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PassageVectors, "save", save_late)
+        return evaluate(layout, words)
+
+
+def test_vectors_are_joined_when_the_slowest_rank_has_written_its_own(toy, tmp_path):
+    path = tmp_path / "vectors.npz"
+    words = words_of(toy, "--embedding-path", str(path), "--indexer-batch-size", "4")
+    run_distributed(2, _evaluate_with_a_slow_rank, words)
+    assert sorted(PassageVectors.load(path)[0].ids) == list(range(100, 100 + COUNT))
 
 
 def test_the_progress_of_embedding_is_told_at_an_interval(toy, capsys):

@@ -236,7 +236,17 @@ def test_hugging_face_to_megatron_and_back(tmp_path: Path, capsys) -> None:
         ("qwen3", [], "attention.key_norm.weight does not exist in Megatron-LM 23.08"),
         ("qwen2", [], "--add-qkv-bias: Megatron-LM 23.08 has biases in all linear layers or in"),
         ("gpt2", ["--target-tensor-parallel-size", "4"], "[71, 32] cannot be split among 4"),
-        ("llama", ["--target-pipeline-parallel-size", "4"], "cannot be split this way"),
+        (
+            "llama",
+            ["--target-pipeline-parallel-size", "4"],
+            "--target-pipeline-parallel-size 4: --num-layers 2 cannot be split this way",
+        ),
+        (
+            "llama",
+            "--target-pipeline-parallel-size 2 "
+            "--target-num-layers-per-virtual-pipeline-stage 3".split(),
+            "--target-pipeline-parallel-size 2 --target-num-layers-per-virtual-pipeline-stage 3: ",
+        ),
     ],
 )
 def test_what_megatron_has_no_place_for(name, words, message, tmp_path: Path, capsys) -> None:

@@ -176,11 +176,12 @@ def test_the_vocabulary_of_a_bert_is_taken_as_word_pieces(golden, tmp_path):
     assert Path(tokenizer["vocab_file"]).read_bytes() == vocab.read_bytes()
 
 
-def test_the_sentinels_of_a_t5_s_vocabulary_stay(golden, tmp_path):
-    """--vocab-extra-ids is a training flag, not a flag of Megatron's tool."""
-    vocab, root = str(golden / "data" / "bert-5000-vocab.txt"), tmp_path / "run"
+def test_the_sentinels_and_the_case_of_a_t5_s_vocabulary_stay(tmp_path):
+    """--vocab-extra-ids and --tokenizer-type are training flags, not flags of Megatron's tool."""
+    vocab, root = str(tmp_path / "vocab.txt"), tmp_path / "run"
+    Path(vocab).write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nA\nb\n")
     words = ["--vocab-extra-ids", "10", "--vocab-file", vocab, "--save", str(root)]
-    words += ["--tokenizer-type", "BertWordPieceLowerCase", "--save-interval", "1"]
+    words += ["--tokenizer-type", "BertWordPieceCase", "--save-interval", "1"]
     words += ["--ckpt-format", "legacy", "--train-iters", "1"]
     train_toy(Layout.single(), words, "t5")
     flags = f"--model-type T5 --loader megatron --saver native --load-dir {root}"
@@ -188,7 +189,18 @@ def test_the_sentinels_of_a_t5_s_vocabulary_stay(golden, tmp_path):
     assert util.main([*flags.split(), "--save-dir", str(out), "--vocab-file", vocab]) == 0
     reader = open_checkpoint(out)
     assert reader is not None
-    assert reader.meta["config"]["tokenizer"]["vocab_extra_ids"] == 10
+    tokenizer = reader.meta["config"]["tokenizer"]
+    assert tokenizer["vocab_extra_ids"] == 10
+    assert tokenizer["tokenizer_type"] == "BertWordPieceCase"
+    # Megatron-LM's own default takes the place of a type that reads no such file.
+    words = f"--save {tmp_path / 'null'} --save-interval 1 --ckpt-format legacy --train-iters 1"
+    train_toy(Layout.single(), words.split(), "t5")
+    flags = flags.replace(str(root), str(tmp_path / "null"))
+    words = f"{flags} --save-dir {tmp_path / 'lower'} --vocab-file {vocab}"
+    assert util.main(words.split()) == 0
+    reader = open_checkpoint(tmp_path / "lower")
+    assert reader is not None
+    assert reader.meta["config"]["tokenizer"]["tokenizer_type"] == "BertWordPieceLowerCase"
 
 
 def test_a_bi_encoder_is_not_converted(tmp_path, capsys):

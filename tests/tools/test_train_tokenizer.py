@@ -286,6 +286,10 @@ def test_sentencepiece(tmp_path, model_type):
             assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (1, 2, 3)
     assert len(tokenizer.tokenize(TEXT)) < 0.7 * len(TEXT)
+    # BPE scores entries by their rank, and a unigram model by the logarithm of their probability.
+    lines = (tmp_path / "a" / "tokenizer.vocab").read_text().splitlines()[260:]
+    scores = [float(line.rpartition("\t")[2]) for line in lines]
+    assert (scores == [-number for number in range(len(scores))]) == (model_type == "bpe")
 
 
 @pytest.mark.parametrize(
