@@ -40,11 +40,11 @@ def test_the_least_value_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """With Transformer Engine's default history, 1 is still a valid history."""
     (field,) = (one for one in fields_of(PrecisionConfig) if one.name == "fp8_amax_history_len")
     others = tuple(
-        replace(one, default=1024) if one == field else one for one in fields_of(PrecisionConfig)
+        (f"precision.{one.name}", replace(one, default=1024) if one == field else one)
+        for one in fields_of(PrecisionConfig)
     )
-    monkeypatch.setattr(
-        run, "fields_of", lambda kind: others if kind is PrecisionConfig else fields_of(kind)
-    )
+    entries = {**run._fields_by_path(), "precision": others}
+    monkeypatch.setattr(run, "_fields_by_path", lambda: entries)
     assert parse(f"{_DELAYED} --fp8-amax-history-len 1")
     (line,) = problems("--bf16 --fp8-format hybrid --fp8-amax-history-len 1")
     assert line == f"--fp8-amax-history-len 1 {_EARLIER}"
