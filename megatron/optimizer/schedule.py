@@ -135,7 +135,7 @@ class WeightDecaySchedule:
         if self.style == "constant" or samples > self.length:
             return self.end
         done = samples / self.length
-        height = done if self.style == "linear" else 0.5 * (cos(pi * (1.0 - done)) + 1.0)
+        height = done if self.style == "linear" else 0.5 * (1.0 - cos(pi * done))
         return self.start + height * (self.end - self.start)
 
 

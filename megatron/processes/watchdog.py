@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from megatron.processes.hang_files import HangFiles
 
 BEAT = 1.0  # seconds between heartbeats
-_SILENCE = 3 * BEAT  # after this long without a heartbeat, a process counts as dead
-_LINGER = 2 * BEAT  # from a verdict until its author exits, so that the others can read it
-# From an alarm until a process stops waiting for a verdict. A verdict takes 4 beats to reach the
+_SILENCE = 3.0  # after this many seconds without a heartbeat, a process counts as dead
+_LINGER = 2.0  # from a verdict until its author exits, so that the others can read it
+# From an alarm until a process stops waiting for a verdict. A verdict takes 4 s to reach the
 # others, and longer on busy machines. All processes must exit within 10 s.
-_PATIENCE = _SILENCE + 5 * BEAT
+_PATIENCE = 8.0
 GRACE = 5.0  # from a verdict until the watchdog ends a process that has not exited by itself
 CRASHED = 1  # Python's exit code after an uncaught exception
 LOST = (
@@ -194,12 +194,13 @@ def absent_ranks(
         states: The last state of each rank, or `None` for a rank that never published one.
         silent: The ranks that no longer publish their state.
     """
-    if state.wait is not None and state.wait.number is None:  # a message, not a collective
-        return frozenset(state.wait.ranks)
-    if state.wait is not None:
-        expected = {state.wait.ranks: state.wait.number or 0}
-    else:  # its device waits for a collective that the process has started
+    wait = state.wait
+    if wait is None:  # its device waits for a collective that the process has started
         expected = state.started
+    elif wait.number is None:  # a message, not a collective
+        return frozenset(wait.ranks)
+    else:
+        expected = {wait.ranks: wait.number}
     absent = set()
     for ranks, number in expected.items():
         for peer in set(ranks) - {rank}:

@@ -175,6 +175,18 @@ def test_pieces_change_nothing(monkeypatch, dtype):
     assert all(torch.equal(p, cut[name]) for name, p in whole.items())
 
 
+def test_the_formats_are_those_of_their_codes():
+    """A change of a scale's limits would also change what saved values decode to."""
+    for form in FORMATS.values():
+        found = torch.finfo(form.dtype)
+        assert 2.0**-form.bits == found.eps
+        assert form.normal == (0.0 if form.dtype == torch.bfloat16 else found.smallest_normal)
+    tops = {name: (form.top, form.min_exponents) for name, form in FORMATS.items()}
+    assert tops == {"bf16": (None, (0, 0)), "fp16": (15, (-120, -50)), "fp8": (8, (-117, -57))}
+    saved = {name: form.saved for name, form in FORMATS.items()}
+    assert saved == {"bf16": torch.bfloat16, "fp16": torch.float32, "fp8": torch.bfloat16}
+
+
 @FORMS
 def test_bytes(form):
     tensor = PackedTensor(torch.empty(64 * BLOCK), FORMATS[form])

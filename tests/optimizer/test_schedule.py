@@ -128,6 +128,8 @@ def test_a_branch_begins_its_decay_in_the_stable_phase():
     plain = _schedules({**stable, "lr_wsd_decay_iters": 20, "decoupled_lr": None})
     with pytest.raises(CheckpointError, match="--decoupled-lr is 0.5 here and unset in the"):
         branch.branched(plain.to_dict(100))
+    with pytest.raises(CheckpointError, match="--lr is 0.9 here and 1.0 in the"):
+        _schedules({**flags, "lr": 0.9}).resumed_branch(made.to_dict(810))
     other = _schedules({**flags, "decoupled_lr": 0.6})
     with pytest.raises(CheckpointError, match="--decoupled-lr is 0.6 here and 0.5 in the"):
         other.branched(trunk.to_dict(100))
@@ -177,6 +179,19 @@ def test_lengths_in_tokens():
     assert (both.learning_rate.decay, both.weight_decay.length) == (555, 555)
     test = _schedules({"lr_decay_style": "range-test"}, training={"train_tokens": 5001})
     assert test.weight_decay.length == 313  # samples, rounded up
+
+
+def test_a_logarithmic_warmup_needs_the_length_of_an_update_in_samples_or_tokens():
+    log = {"lr_warmup_style": "log"}
+    assert _schedules(log).learning_rate.log_update is None  # there is no warm-up
+    assert _schedules({**log, "lr_warmup_samples": 1}).learning_rate.log_update == 10
+    assert _schedules({**log, "lr_warmup_tokens": 1}).learning_rate.log_update == 160
+
+
+def test_a_logarithmic_warmup_of_one_or_two_updates():
+    for updates in (1, 2):
+        rate = LearningRateSchedule(1.0, 0.0, 0.25, 10 * updates, 100, "constant", log_update=10)
+        assert [rate.at(samples) for samples in (0, 10, 20)] == [0.25, 1.0, 1.0]
 
 
 def test_learning_rates_of_the_golden_run(golden):
@@ -313,7 +328,9 @@ def test_one_saved_value_of_a_decoupled_rate_is_read_as_its_flag():
 
 def test_only_evaluating_needs_neither_length_nor_learning_rate():
     training = {"train_iters": 0, "skip_train": True}
-    assert _schedules({"lr": None}, training=training).learning_rate.at(0) == 0.0
+    unused = _schedules({"lr": None}, training=training).learning_rate
+    assert unused == LearningRateSchedule(0.0, 0.0, 0.0, 0, 0, "linear")
+    assert unused.at(0) == 0.0
     for schedule in ({}, {"lr_warmup_iters": 9}, {"lr_warmup_fraction": 0.1}):
         rate = _schedules({"min_lr": 0.5, **schedule}, training=training).learning_rate
         assert 0.0 <= rate.at(0) <= 1.0

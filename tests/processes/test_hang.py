@@ -1,6 +1,7 @@
 """Which ranks are to blame for a hang, according to the processes' states."""
 
-from megatron.processes.watchdog import State, Wait, explain, ranks_text
+from megatron.processes import watchdog
+from megatron.processes.watchdog import State, Wait, absent_ranks, explain, ranks_text
 
 ALL = (0, 1, 2, 3)
 
@@ -14,6 +15,21 @@ def test_a_state_survives_the_store():
     state = _state(wait=Wait("all-reduce", (0, 1), 3), r01=3)
     assert State.from_text(state.to_text().encode()) == state
     assert State.from_text(_state().to_text().encode()) == _state()
+
+
+def test_every_process_exits_within_10_seconds_of_an_alarm():
+    assert (watchdog.BEAT, watchdog._SILENCE, watchdog._LINGER) == (1.0, 3.0, 2.0)
+    assert (watchdog._PATIENCE, watchdog.GRACE, watchdog.CRASHED) == (8.0, 5.0, 1)
+
+
+def test_a_rank_that_has_started_no_collective_of_a_group_is_absent_from_its_first():
+    first = _state(wait=Wait("all-reduce", (0, 1, 2, 3), 1), r0123=1)
+    joined, message = _state(r0123=1), _state(wait=Wait("receive", (3, 4), None))
+    states = {0: first, 1: _state(), 2: joined, 3: None, 4: message}
+    assert absent_ranks(first, 0, states, frozenset()) == {1, 3}
+    assert absent_ranks(first, 0, states, frozenset({2})) == {1, 2, 3}
+    assert absent_ranks(message, 4, states, frozenset()) == {3, 4}
+    assert absent_ranks(joined, 2, states, frozenset()) == {1, 3}
 
 
 def test_the_rank_that_does_not_wait_is_named():

@@ -113,6 +113,8 @@ def test_mpirun_must_give_what_the_flag_promises(monkeypatch):
     told = "^OMPI_COMM_WORLD_RANK is 4, but OMPI_COMM_WORLD_SIZE is 4 .* as mpirun does"
     with pytest.raises(ConfigError, match=told):
         read_launch(use_mpi=True)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")  # without the number on this machine
+    assert read_launch(use_mpi=True) == Launch(3, 4, 0, 1)
 
 
 class _Network:
@@ -251,11 +253,11 @@ def test_nobody_waits_for_processes_that_cannot_meet():
         groups.job_store(Launch(0, 2), timedelta(seconds=1))
 
 
-@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NUM_TASKS": "4"}])
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NUM_TASKS": "2"}])
 def test_one_of_several_tasks_of_slurm_does_not_train_alone(monkeypatch, step):
-    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", **step}.items():
+    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", **step}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"task 1 of 4 .*srun .* torchrun .*RANK=0 WORLD_SIZE=1"):
+    with pytest.raises(ConfigError, match=r"task 1 of 2 .*srun .* torchrun .*RANK=0 WORLD_SIZE=1"):
         read_launch()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -263,6 +265,7 @@ def test_one_of_several_tasks_of_slurm_does_not_train_alone(monkeypatch, step):
     monkeypatch.setenv("RANK", "5")  # set by torchrun inside a task
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert read_launch() == Launch(5, 8)
+    assert bare_task() == 0
 
 
 @pytest.mark.parametrize("task", [0, 1, 3])
@@ -292,10 +295,10 @@ def test_a_single_task_of_slurm_is_a_world_of_one(monkeypatch, variables):
 
 
 def test_one_of_several_processes_of_mpirun_does_not_train_alone(monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
-    assert bare_task() == 2
-    with pytest.raises(ConfigError, match=r"one of 4 processes .*: add --use-mpi, and set MASTER"):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert bare_task() == 1
+    with pytest.raises(ConfigError, match=r"one of 2 processes .*: add --use-mpi, and set MASTER"):
         read_launch()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert read_launch() == Launch()
@@ -332,7 +335,7 @@ def test_a_launcher_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "kill", lambda *call: told.append(call))
     monkeypatch.setattr(signal, "signal", lambda *call: ignored.append(call))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as server:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as server:
         monkeypatch.setattr(os, "getppid", lambda: server.pid)
         for pid in (1, os.getpid(), server.pid):  # the first one is no ancestor of the "rank"
             monkeypatch.setenv("MEGATRON_LAUNCHER_PID", str(pid))
@@ -344,6 +347,13 @@ def test_a_launcher_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) 
             told.clear()
         server.communicate()
     assert ignored == [(signal.SIGUSR1, signal.SIG_IGN)] * 4
+    for parent, launcher in ((1, None), (2**22 + 1, "1")):  # there is no process with this number
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        monkeypatch.delenv("MEGATRON_LAUNCHER_PID", raising=False)
+        if launcher is not None:
+            monkeypatch.setenv("MEGATRON_LAUNCHER_PID", launcher)
+        notify_saved(Launch())
+        assert not told
 
 
 @pytest.mark.parametrize(

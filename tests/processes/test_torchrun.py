@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.errors import EXIT_SAVED_ON_SIGNAL, CrashLoopError
 from megatron.processes import torchrun, warm
 from megatron.processes.launch import python_path
 from megatron.processes.torchrun import first_failure
@@ -105,6 +110,7 @@ def test_which_runs_start_from_a_server(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(tmp_path)
     script = tmp_path / "rank_of_mine.py"
     script.write_text("import json\n")
+    (tmp_path / "folder").mkdir()
 
     def asked(**changes: Any) -> argparse.Namespace:
         named = {"training_script": str(script), "module": False, "training_script_args": ["--a"]}
@@ -118,6 +124,7 @@ def test_which_runs_start_from_a_server(tmp_path: Path, monkeypatch: pytest.Monk
         {"training_script": "none.py"},
         {"training_script": "no_such_module", "module": True},
         {"training_script": "..", "module": True},
+        {"training_script": "folder", "module": True},  # a package without a file
     ):
         arguments = asked(**changes)
         warm.start_warm(arguments)
@@ -158,6 +165,174 @@ def test_a_signal_is_passed_on_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 def test_help_needs_no_torch(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert torchrun.main([word, "more"]) == 0
     assert capsys.readouterr().out.startswith("usage: python -m megatron.processes.torchrun")
+
+
+def _failure(code: int) -> ChildFailedError:
+    return ChildFailedError("rank.py", {0: ProcessFailure(0, 1234, code, "")})
+
+
+def _launched(run: Callable[[argparse.Namespace], None], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the launcher in this process with `run` as torchrun, and return its exit code."""
+    warmed, ran = [], []
+
+    def watched(arguments: argparse.Namespace) -> None:
+        ran.append(arguments)
+        run(arguments)
+
+    names = ("MEGATRON_LAUNCHER_SIGNAL", "MEGATRON_LAUNCHER_PID")
+    prefix = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+    for name in (*names, prefix):
+        monkeypatch.setenv(name, "")  # so that it is restored
+    monkeypatch.delenv(prefix)
+    monkeypatch.setattr("torch.distributed.run.run", watched)
+    monkeypatch.setattr(torchrun, "start_warm", warmed.append)
+    monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc-per-node", "2", "rank.py", "--a"])
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        code = torchrun.main()
+        assert torchrun._without_traceback in logger.filters
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        logger.removeFilter(torchrun._without_traceback)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    (arguments,) = ran
+    assert warmed == ran
+    assert (arguments.nproc_per_node, arguments.training_script) == ("2", "rank.py")
+    assert arguments.training_script_args == ["--a"]
+    assert "SIGTERM" not in arguments.signals_to_handle
+    assert [os.environ[name] for name in names] == [str(signal.SIGUSR2.value), str(os.getpid())]
+    assert os.environ[prefix] == "[rank ${rank}] "
+    return code
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "is_printed"),
+    [
+        (None, 0, False),
+        (_failure(9), 9, True),
+        (_failure(-signal.SIGKILL), 137, True),
+        (_failure(EXIT_SAVED_ON_SIGNAL), 3, False),
+        (SignalException("a crash loop", signal.SIGUSR2), CrashLoopError.exit_code, False),
+        (SignalException("the run saved", signal.SIGUSR1), 3, False),
+        (SignalException("Ctrl-C", signal.SIGINT), 130, False),
+    ],
+    ids=["done", "failed", "killed", "saved", "crash loop", "saved after a signal", "Ctrl-C"],
+)
+def test_the_exit_code_of_the_launcher_says_how_the_run_ended(
+    ending: Exception | None,
+    code: int,
+    is_printed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(_: argparse.Namespace) -> None:
+        signal.raise_signal(signal.SIGUSR1)  # the run saved, but nobody asked the launcher to end
+        if ending is not None:
+            raise ending
+
+    assert _launched(run, monkeypatch) == code
+    assert (" FAILED" in capsys.readouterr().err) == is_printed
+
+
+def test_a_run_that_saves_because_of_its_launchers_signal_is_not_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(_: argparse.Namespace) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(torchrun, "ranks", lambda: [7])
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    assert _launched(run, monkeypatch) == EXIT_SAVED_ON_SIGNAL
+
+
+def test_the_log_has_no_traceback_of_the_launcher() -> None:
+    error = (ValueError, ValueError(), None)
+    record = logging.LogRecord("name", logging.ERROR, "file", 1, "failed", (), error)
+    assert torchrun._without_traceback(record)
+    assert (record.exc_info, record.getMessage()) == (None, "failed")
+
+
+def test_the_ranks_are_children_of_the_launcher_or_of_the_server() -> None:
+    before = set(warm.ranks())
+    # `sh` keeps a name as $0, which is in its command line, and starts `cat` as its child.
+    names = ("rank", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    shells = [
+        subprocess.Popen(["sh", "-c", "cat; :", name], stdin=subprocess.PIPE) for name in names
+    ]
+    try:
+        wait_until(lambda: all(warm._children_of(shell.pid) for shell in shells), 10.0)
+        first, server, _ = (shell.pid for shell in shells)
+        assert set(warm.ranks()) - before == {first, *warm._children_of(server)}
+    finally:
+        for shell in shells:
+            shell.communicate()
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        ("", None),
+        ("sys.exit(0)", None),
+        ("sys.exit(7)", 7),
+        ("raise KeyboardInterrupt", 130),
+        ("raise ValueError('wrong')", 1),
+    ],
+)
+@pytest.mark.parametrize("folders", ["", "a:b"])
+def test_a_forked_rank_runs_as_with_python(
+    kind: str,
+    last: str,
+    code: int | None,
+    folders: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "forked_rank.py"
+    script.write_text(
+        "import os, sys\n"
+        "print([__name__, sys.argv, sys.path[0], os.environ.get('PYTHONPATH')])\n"
+        f"print(sys.stdout.line_buffering)\n{last}\n"
+    )
+    followed, raised = list[threading.Event](), list[object]()
+    monkeypatch.setattr(warm, "_follow_launcher", followed.append)
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: raised.append(kind))
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("PYTHONPATH", "of the server")
+    monkeypatch.chdir(tmp_path)
+    name = "forked_rank" if kind == "module" else str(script)
+    ended = None
+    try:
+        warm._run(kind, name, folders, ["--a", "b"])
+    except SystemExit as ending:
+        ended = ending.code
+    assert ended == code
+    assert raised == ([ValueError] if code == 1 else [])
+    said = ["__main__", [str(script), "--a", "b"], str(tmp_path), folders or None]
+    assert capsys.readouterr().out == f"{said}\nTrue\n"
+    wait_until(lambda: bool(followed), 10.0)
+    assert followed[0].is_set() == (code is None)  # otherwise the process ends
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_forked_rank_saves_when_its_launcher_ends(
+    is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(warm, "parent_process", lambda: SimpleNamespace(sentinel=5))
+    monkeypatch.setattr(warm.connection, "wait", calls.append)
+    monkeypatch.setattr(os, "kill", lambda *call: calls.append(call))
+    monkeypatch.setattr(os, "_exit", calls.append)
+    done: Any = SimpleNamespace(is_set=lambda: is_done, wait=lambda: calls.append("it is done"))
+    warm._follow_launcher(done)
+    saves = [] if is_done else [(os.getpid(), signal.SIGTERM), "it is done"]
+    assert calls == [[5], *saves, 0]
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

@@ -102,8 +102,9 @@ def test_a_process_of_this_machine_that_has_ended_is_named_at_once(
     ended = subprocess.Popen(["true"])
     wait_until(lambda: Path(f"/proc/{ended.pid}/stat").read_text().split()[2] == "Z", 10.0)
     namespace = os.readlink("/proc/self/ns/pid")
-    for rank, process in ((1, f"{os.getpid()} {namespace}"), (2, f"{ended.pid} {namespace}"),
-                          (3, f"{ended.pid} of another container")):  # fmt: skip
+    for rank, process in ((1, f"{os.getpid()} {namespace}"),
+                          (2, f"{ended.pid} of another container"),
+                          (3, f"{ended.pid} {namespace}")):  # fmt: skip
         store.set(f"process/{rank}", process)
     dog = Watchdog(Launch(0, 4, 0, 4), 60.0)
     dog.begin(Journal())
@@ -111,7 +112,7 @@ def test_a_process_of_this_machine_that_has_ended_is_named_at_once(
     started = time.monotonic()
     verdict, is_own = dog.end_run(1, lambda gone: f"gone: {sorted(gone)}", blames_peer=True)
     assert is_own
-    assert verdict.reason == "gone: [2]"
+    assert verdict.reason == "gone: [3]"
     assert time.monotonic() - started < 30.0
     dog.stop()
     ended.wait()
@@ -187,6 +188,32 @@ def test_a_verdict_of_another_is_heard_before_its_own_is_announced() -> None:
     dog.stop()
 
 
+class SlowStore(dist.HashStore):
+    """A store that takes a moment to write."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write, after a moment."""
+        time.sleep(0.1)
+        super().set(key, value)
+
+
+def test_an_error_and_the_end_of_a_run_do_not_wait_for_the_next_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "BEAT", 20.0)
+    monkeypatch.setattr(watchdog, "_SILENCE", 60.0)
+    store, started = SlowStore(), time.monotonic()
+    dog = _connected(store)
+    wait_until(lambda: store.check(["state/0"]), 10.0)
+    verdict, is_own = dog.end_run(6, lambda gone: "a damaged sample", blames_peer=False)
+    assert (verdict, is_own) == (watchdog.Verdict(6, 0, "a damaged sample"), True)
+    time.sleep(0.5)
+    assert dog._beat == 2  # one at the start, one with the error
+    dog.stop()
+    assert store.get("process/0") == b"0 done"
+    assert time.monotonic() - started < 10.0
+
+
 def test_the_end_after_an_error_has_an_end(tmp_path: Path) -> None:
     def hang() -> None:
         store = MuteStore()
@@ -205,8 +232,11 @@ def test_the_end_of_a_run_has_an_end(tmp_path: Path) -> None:
 
 
 def test_processes_that_meet_have_a_time_until_which(tmp_path: Path) -> None:
-    ended = _ended(lambda: Watchdog(Launch(0, 2), 9.0).end_within(0.5, 5, "never met"), tmp_path)
-    assert ended == CommandResult(5, "never met\n")
+    def hang() -> None:
+        sys.stdout.write("a line without an end")
+        Watchdog(Launch(0, 2), 9.0).end_within(0.5, 5, "never met")
+
+    assert _ended(hang, tmp_path) == CommandResult(5, "never met\na line without an end")
 
 
 def test_an_end_that_is_due_is_not_put_off(tmp_path: Path) -> None:
