@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron.config.optimizer import STATE_BYTES, OptimizerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.optimizer import optimizer as optimizers
 from megatron.optimizer import packed
 from megatron.optimizer.packed import BLOCK, FORMATS, PackedTensor
 from megatron.parallel.layout import Layout
@@ -185,6 +186,20 @@ def test_the_formats_are_those_of_their_codes():
     assert tops == {"bf16": (None, (0, 0)), "fp16": (15, (-120, -50)), "fp8": (8, (-117, -57))}
     saved = {name: form.saved for name, form in FORMATS.items()}
     assert saved == {"bf16": torch.bfloat16, "fp16": torch.float32, "fp8": torch.bfloat16}
+
+
+def test_a_resumed_run_draws_the_same_numbers_for_each_state():
+    assert optimizers._SALTS == {"master": 1, "exp_avg": 2, "exp_avg_sq": 3}
+    drawn = {
+        (0, 0, None): [0, 7164471, 11285709, 2316542],
+        (2, 0, None): [11285709, 2316542, 4461495, 6084583],  # of the elements from 2 on
+        (0, 1, None): [5829961, 1793473, 4978938, 6857787],
+        (0, 1, 2.0): [15180137, 12960968, 4392140, 1001905],
+    }
+    for (first, salt, update), expected in drawn.items():
+        count = None if update is None else torch.tensor(update)
+        found = packed._uniform(torch.empty(2, 2), first, salt, count)
+        assert (found * 2**24).flatten().tolist() == expected
 
 
 @FORMS
