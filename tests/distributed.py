@@ -87,6 +87,15 @@ def run_sharing_memory(
         memory.close()
 
 
+def runner_of(flags: str) -> Callable[..., list[Any]]:
+    """Return `run_sharing_memory`, or `run_distributed` if a training with these flags needs gloo.
+
+    Some operations on the DTensors of ZeRO stage 3, and PyTorch's own wrapper, do.
+    """
+    needs_gloo = "--zero-stage 3" in flags or "--DDP-impl torch" in flags
+    return run_distributed if needs_gloo else run_sharing_memory
+
+
 def _run(
     world_size: int,
     memory: Memory | None,

@@ -11,7 +11,7 @@ from megatron.models.recompute import RecomputePlan
 from megatron.parallel.collectives import all_reduce_coalesced
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import spec_of
-from tests.distributed import run_distributed
+from tests.distributed import run_sharing_memory
 from tests.models.small import (
     LLAMA,
     batch,
@@ -185,7 +185,7 @@ def _check_equal(flags, results):
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_equals_one_process(size, sequence):
     networks = list(NETWORKS.values())
-    by_rank = run_distributed(
+    by_rank = run_sharing_memory(
         size, _train_all, [(flags, sequence) for flags in networks], tensor=size
     )
     for flags, results in zip(networks, zip(*by_rank, strict=True), strict=True):
@@ -209,7 +209,7 @@ def test_other_ways_to_the_same_bits(sequence, plain):
     flags = {**DROPOUT, "masked_softmax_fusion": not plain}
     cases = [(flags, sequence), (flags, sequence), *((flags, sequence, plan) for plan in PLANS)]
     cases.append((flags, sequence, None, None, False))
-    for results in run_distributed(2, _train_all, cases, tensor=2):
+    for results in run_sharing_memory(2, _train_all, cases, tensor=2):
         for other in results[1:]:
             torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
@@ -218,7 +218,7 @@ def test_fp32_residual_and_fp32_lookup_equal_one_process():
     """In fp32 these flags change nothing, split or not."""
     precision = {"fp32_residual_connection": True, "embedding_weights_in_fp32": True}
     case = (NO_DROPOUT, True, None, precision)
-    by_rank = run_distributed(2, _train_all, [case], tensor=2)
+    by_rank = run_sharing_memory(2, _train_all, [case], tensor=2)
     _check_equal(NO_DROPOUT, [results[0] for results in by_rank])
 
 
@@ -249,14 +249,14 @@ def _masks(layout, sequence):
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_dropout_differs_where_ranks_hold_different_parts_only(sequence):
-    first, second = run_distributed(2, _masks, sequence, tensor=2)
+    first, second = run_sharing_memory(2, _masks, sequence, tensor=2)
     assert set(first) == {0, "attention", 2, 3}  # embedding, attention output, mlp output
     assert not torch.equal(first["attention"], second["attention"])
     for site in (0, 2, 3):
         assert first[site].any()
         assert torch.equal(first[site], second[site]) != sequence
     assert not torch.equal(first[2], first[3])
-    again, _ = run_distributed(2, _masks, sequence, tensor=2)
+    again, _ = run_sharing_memory(2, _masks, sequence, tensor=2)
     assert all(torch.equal(again[site], mask) for site, mask in first.items())
 
 
@@ -276,8 +276,8 @@ def _saved_bytes(layout, plan):
 
 
 def test_split_inputs_are_not_kept_whole():
-    kept = run_distributed(2, _saved_bytes, RecomputePlan("full"), tensor=2)
-    split = run_distributed(2, _saved_bytes, RecomputePlan("full", split_inputs=True), tensor=2)
+    kept = run_sharing_memory(2, _saved_bytes, RecomputePlan("full"), tensor=2)
+    split = run_sharing_memory(2, _saved_bytes, RecomputePlan("full", split_inputs=True), tensor=2)
     assert kept == [(3, 6)] * 2  # three layers, each run twice
     assert split == [(0, 6)] * 2
 

@@ -14,7 +14,7 @@ from megatron.models.arithmetic import flops_per_token
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import estimate_memory
 from tests.config.command import problems
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, runner_of
 from tests.training.toy import build_toy, fingerprint, losses_and_norms_of, train_toy
 
 NETWORK = """
@@ -69,7 +69,7 @@ _PP = "--pipeline-model-parallel-size 2"
 def test_layouts_equal_one_process(more, flags):
     losses, norms = _whole(more)
     sizes = {a: 2 for a in ("tensor", "context", "pipeline") if f"--{a}" in flags}
-    for ours in run_distributed(2, losses_and_norms_of, f"{LORA} {more} {flags}", **sizes):
+    for ours in runner_of(flags)(2, losses_and_norms_of, f"{LORA} {more} {flags}", **sizes):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
 
@@ -195,7 +195,7 @@ def test_experts_in_every_layout(flags):
     sizes = {"tensor": 2} if _TP in flags else {"pipeline": 2} if _PP in flags else {}
     sizes |= {"expert": 2} if "--expert-model" in flags else {}
     sizes |= {"expert_tensor": 1} if "--expert-tensor" in flags else {}
-    for ours in run_distributed(2, losses_and_norms_of, f"{LORA} {MIXTURE} {flags}", **sizes):
+    for ours in runner_of(flags)(2, losses_and_norms_of, f"{LORA} {MIXTURE} {flags}", **sizes):
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
 
@@ -308,7 +308,7 @@ def test_layouts_of_a_bert_and_a_t5_equal_one_process(kind, flags):
     if "dora" in flags:
         expected = _train_other(Layout.single(), kind, "--use-dora")
     sizes = {axis: 2 for axis in ("tensor", "pipeline") if f"--{axis}" in flags}
-    for ours in run_distributed(2, _losses_of_other, kind, flags, **sizes):
+    for ours in runner_of(flags)(2, _losses_of_other, kind, flags, **sizes):
         assert ours[0] == pytest.approx(expected[0], rel=1e-5)
         assert ours[1] == pytest.approx(expected[1], rel=1e-4)
 

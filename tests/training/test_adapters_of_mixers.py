@@ -12,7 +12,7 @@ from megatron.models.adapters import count_adapters
 from megatron.parallel.layout import Layout
 from megatron.parallel.quantized import PackedWeight
 from megatron.planner.memory import estimate_memory
-from tests.distributed import run_distributed
+from tests.distributed import runner_of
 from tests.training.toy import build_toy, fingerprint, losses_and_norms_of, train_toy
 
 _ALIKE = """
@@ -106,7 +106,7 @@ def _train_all(layout, flags, networks):
 def test_layouts_equal_one_process(flags, networks):
     axes = ("tensor", "context", "pipeline", "expert")
     sizes = {axis: 2 for axis in axes if f"--{axis}" in flags}
-    for ours in run_distributed(2, _train_all, flags, tuple(networks), **sizes):
+    for ours in runner_of(flags)(2, _train_all, flags, tuple(networks), **sizes):
         for network, (losses, norms) in zip(networks, ours, strict=True):
             recorder, _ = _whole(network)
             assert losses == pytest.approx(recorder.values("lm loss"), rel=1e-5), network

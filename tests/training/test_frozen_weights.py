@@ -26,7 +26,7 @@ from megatron.parallel.quantized import PackedWeight
 from megatron.planner.memory import estimate_memory, largest_process
 from megatron.training.run import Run
 from tests.config.command import problems
-from tests.distributed import run_distributed, run_sharing_memory
+from tests.distributed import run_sharing_memory, runner_of
 from tests.finetuning.toy_pairs import train_pairs
 from tests.training import test_sft, trl
 from tests.training.toy import build_toy, fingerprint, train_toy
@@ -78,7 +78,8 @@ def test_layouts_equal_one_process(more: str, flags: str) -> None:
     expected = _whole(_NF4 + more)
     sizes = {a: 2 for a in ("tensor", "context", "pipeline") if f"--{a}" in flags}
     sizes |= {"expert": 2} if "--expert-model" in flags else {}
-    for ours in run_distributed(2, _train, f"{LORA} {_NF4} {more} {flags}", **sizes):
+    words = f"{LORA} {_NF4} {more} {flags}"
+    for ours in runner_of(flags)(2, _train, words, **sizes):
         for found, value, tolerance in zip(ours, expected, (1e-5, 1e-4, 1e-6), strict=True):
             assert found == pytest.approx(value, rel=tolerance)
 
@@ -108,7 +109,7 @@ def test_shards_are_packed_and_gathered_as_such(form: str, bits: float, tmp_path
     weights = _packed(run)
     elements = sum(w.numel() for w in weights.values())
     flags += f"--zero-stage 3 --save {tmp_path} --save-interval 2"
-    found = run_distributed(2, _train_shards, flags)
+    found = run_sharing_memory(2, _train_shards, flags)
     for losses, _, held, gathered in found:
         assert losses == pytest.approx(recorder.values("lm loss"), rel=1e-4)
         assert held * 8 == bits * elements / 2
@@ -117,7 +118,7 @@ def test_shards_are_packed_and_gathered_as_such(form: str, bits: float, tmp_path
     assert reader is not None
     assert all(reader.read(f"model.{n}").equal(w.values().cpu()) for n, w in weights.items())
     flags += f" --load {tmp_path} --ckpt-step 2"
-    resumed = run_distributed(2, _train_shards, flags)
+    resumed = run_sharing_memory(2, _train_shards, flags)
     assert [one[1] for one in resumed] == [one[1] for one in found]
 
 
@@ -125,7 +126,7 @@ def test_rows_that_do_not_divide_over_the_shards() -> None:
     told = "the 256 rows of layers.0.attention.qkv.weight do not divide evenly over the 3 processes"
     flags = f"{LORA} {_NF4} --zero-stage 3 --global-batch-size 6"
     with pytest.raises(RuntimeError, match=told):
-        run_distributed(3, _train, flags)
+        run_sharing_memory(3, _train, flags)
 
 
 def test_another_format_gives_other_numbers() -> None:
@@ -260,13 +261,13 @@ def test_finetuning_on_conversations_learns(axis: str, conversations: Path) -> N
     assert min(alone) < alone[0] - 0.3
     sizes = {} if axis == "data" else {axis: 2}
     words += [word for name in sizes for word in (f"--{name}-model-parallel-size", "2")]
-    found = run_distributed(2, test_sft._losses, conversations, trl.FEW, words, **sizes)
+    found = run_sharing_memory(2, test_sft._losses, conversations, trl.FEW, words, **sizes)
     assert found[-1] == pytest.approx(alone, rel=1e-5)
 
 
 @cache
 def _conversations_alone(folder: Path, words: tuple[str, ...]) -> list[float]:
-    (alone,) = run_distributed(1, test_sft._losses, folder, trl.FEW, list(words))
+    (alone,) = run_sharing_memory(1, test_sft._losses, folder, trl.FEW, list(words))
     return alone
 
 

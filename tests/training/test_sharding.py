@@ -13,7 +13,7 @@ from megatron.parallel.layout import Layout
 from megatron.training import gradient_sharing
 from megatron.training.checkpointing import save_run
 from tests.checkpoint.states import read_whole
-from tests.distributed import run_distributed, toy_device
+from tests.distributed import run_sharing_memory, toy_device
 from tests.training.toy import TOY, build_toy, fingerprint, train_toy
 
 STAGE_1 = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
@@ -40,10 +40,10 @@ def test_stages_and_overlap_change_nothing(precision):
     """Four processes with one micro-batch each give equal bits."""
     recorder, _ = train_toy(Layout.single(), [*UNCLIPPED, *precision])
     losses, norms = recorder.values("lm loss"), recorder.values("grad-norm")
-    (reference, *_), *_ = run_distributed(4, _train, precision)
+    (reference, *_), *_ = run_sharing_memory(4, _train, precision)
     assert reference == pytest.approx(losses, rel=1e-5 if not precision else 1e-3)
     for flags in (["--overlap-grad-reduce"], ["--zero-stage", "1"], STAGE_1, STAGE_2):
-        for rank_losses, rank_norms, _ in run_distributed(4, _train, [*precision, *flags]):
+        for rank_losses, rank_norms, _ in run_sharing_memory(4, _train, [*precision, *flags]):
             if toy_device().is_gpu and "--fp16" in precision:
                 assert rank_losses == pytest.approx(reference, rel=1e-5), flags
             else:
@@ -55,7 +55,7 @@ def test_stages_and_overlap_change_nothing(precision):
 def test_several_micro_batches_and_clipping(flags):
     recorder, _ = train_toy(Layout.single(), ["--clip-grad", "0.5"])
     losses = recorder.values("lm loss")
-    for ours, *_ in run_distributed(2, _train, [*flags, "--clip-grad", "0.5"]):
+    for ours, *_ in run_sharing_memory(2, _train, [*flags, "--clip-grad", "0.5"]):
         assert ours == pytest.approx(losses, rel=1e-5)
 
 
@@ -65,9 +65,9 @@ def _steps(folder):
 
 @pytest.mark.parametrize("flags", [STAGE_1, [*STAGE_2, "--bf16"]], ids=["fp32 1", "bf16 2"])
 def test_resuming_in_the_same_layout_is_bit_for_bit(tmp_path, flags):
-    whole = run_distributed(2, _train, flags)
-    first = run_distributed(2, _train, [*flags, *_steps(tmp_path)])
-    second = run_distributed(2, _train, [*flags, "--load", str(tmp_path)])
+    whole = run_sharing_memory(2, _train, flags)
+    first = run_sharing_memory(2, _train, [*flags, *_steps(tmp_path)])
+    second = run_sharing_memory(2, _train, [*flags, "--load", str(tmp_path)])
     for a, b, joined in zip(first, second, whole, strict=True):
         assert len(a[0]) == 3
         assert a[0] + b[0] == joined[0]
@@ -111,7 +111,7 @@ def test_stage_2_in_a_pipeline_keeps_shards_only(flags):
     recorder, _ = train_toy(Layout.single(), [*DEEPER, *numbers])
     losses, norms = recorder.values("lm loss"), recorder.values("grad-norm")
     flags = ["--zero-stage", "2", *flags]
-    ranks = run_distributed(4, _train_pipeline, flags, pipeline=2)
+    ranks = run_sharing_memory(4, _train_pipeline, flags, pipeline=2)
     assert len(ranks[0][2]) == 1
     for ours, our_norms, tied, left in ranks:
         assert ours == pytest.approx(losses, rel=2e-3 if numbers else 1e-5)
@@ -156,7 +156,7 @@ def test_stage_2_fills_one_bucket_at_a_time(words, others):
     Parameters that are not gathered in 8 bits have a separate buffer.
     """
     words = [*STAGE_2[:3], "--pipeline-model-parallel-size", "2", *words]
-    for most, count in run_distributed(4, _most_whole_buckets, words, pipeline=2):
+    for most, count in run_sharing_memory(4, _most_whole_buckets, words, pipeline=2):
         assert count > 5
         assert most <= 2 + others
 
@@ -169,8 +169,8 @@ def _load_and_save(layout, arguments, folder):
 
 def test_a_sharded_checkpoint_loads_in_any_layout(tmp_path):
     flags = ["--bf16", "--zero-stage", "1"]
-    whole = run_distributed(4, _train, flags)[0][0]
-    run_distributed(4, _train, [*flags, *_steps(tmp_path / "four")])
+    whole = run_sharing_memory(4, _train, flags)[0][0]
+    run_sharing_memory(4, _train, [*flags, *_steps(tmp_path / "four")])
     saved = open_checkpoint(tmp_path / "four")
     names = saved.names()
     kinds = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.")}
@@ -179,20 +179,20 @@ def test_a_sharded_checkpoint_loads_in_any_layout(tmp_path):
     layouts = [(1, ["--zero-stage", "0"]), (2, ["--zero-stage", "1"]), (4, ["--zero-stage", "0"])]
     for size, more in layouts:
         folder = tmp_path / f"{size}{more[-1]}"
-        run_distributed(size, _load_and_save, [*load, *more], str(folder))
+        run_sharing_memory(size, _load_and_save, [*load, *more], str(folder))
         again = open_checkpoint(folder)
         assert again.names() == names
         for name in names:
             assert torch.equal(read_whole(again, name), read_whole(saved, name)), name
-        for losses, *_ in run_distributed(size, _train, [*load, *more]):
+        for losses, *_ in run_sharing_memory(size, _train, [*load, *more]):
             assert losses == pytest.approx(whole[3:], rel=1e-3)
 
 
 def test_fp32_losses_go_on_after_resharding(tmp_path):
-    whole = run_distributed(4, _train, ["--zero-stage", "1"])[0][0]
-    run_distributed(4, _train, ["--zero-stage", "1", *_steps(tmp_path)])
+    whole = run_sharing_memory(4, _train, ["--zero-stage", "1"])[0][0]
+    run_sharing_memory(4, _train, ["--zero-stage", "1", *_steps(tmp_path)])
     for size, flags in ((1, []), (2, STAGE_2)):
-        for losses, *_ in run_distributed(size, _train, [*flags, "--load", str(tmp_path)]):
+        for losses, *_ in run_sharing_memory(size, _train, [*flags, "--load", str(tmp_path)]):
             assert losses == pytest.approx(whole[3:], rel=1e-5)
 
 
