@@ -96,7 +96,11 @@ def rollouts(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each flag that prevents a model from training on its own answers."""
     yield from excluded(config, "training on a model's own answers", _NOT_WITH_ROLLOUTS)
     model = config.model
-    values = {"hidden": model.hidden_dropout, "attention": model.attention_dropout}
+    values = {
+        "hidden": model.hidden_dropout,
+        "attention": model.attention_dropout,
+        "lora": model.lora_dropout,
+    }
     for name, value in values.items():
         if value:
             yield (

@@ -346,9 +346,11 @@ def test_flags_that_do_not_fit_are_named(flag: str, tmp_path: Path) -> None:
         _build_of_two(tmp_path, flag.split())
 
 
-def test_dropout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--hidden-dropout 0.1: .*: give --hidden-dropout 0"):
-        _build_of_two(tmp_path, ["--hidden-dropout", "0.1"])
+@pytest.mark.parametrize("name", ["hidden", "lora"])
+def test_dropout_is_refused(name: str, tmp_path: Path) -> None:
+    flag = f"--{name}-dropout"
+    with pytest.raises(ConfigError, match=f"{flag} 0.1: .*: give {flag} 0"):
+        _build_of_two(tmp_path, ["--lora-rank", "2", flag, "0.1"])
 
 
 @pytest.mark.parametrize(
