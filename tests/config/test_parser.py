@@ -366,12 +366,15 @@ def test_words_of_a_tool_that_are_no_flags() -> None:
     assert (read.input, read.rest, read.jobs) == ("--a b", ["x", "--xyzzy"], 3)
 
 
-@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize(
+    ("options", "shows"),
+    [({}, False), ({"shows_defaults": False}, False), ({"shows_defaults": True}, True)],
+)
 def test_help_of_a_tool_wins_over_unknown_flags(
-    shows: bool, capsys: pytest.CaptureFixture[str]
+    options: dict[str, bool], shows: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
-        _tool(shows_defaults=shows).read(["--xyzzy", "-h"])
+        _tool(**options).read(["--xyzzy", "-h"])
     assert ("(default: 3)" in capsys.readouterr().out) == shows
 
 
@@ -427,3 +430,11 @@ def test_the_help_of_a_tool_s_fields() -> None:
     ):
         assert field in text
     assert text.endswith("A file.")
+
+
+def test_the_flags_of_a_tool_s_fields_are_read() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, _HelpConfig)
+    read = parser.parse_args("--count 4 --no-fast --slow --sizes 7 8".split())
+    assert (read.count, read.fast, read.slow, read.sizes) == (4, False, True, [7, 8])
+    assert parser.parse_args(["--fast"]).fast
