@@ -172,7 +172,7 @@ class PackedTensor:
         # power by rounding down, encoding the decoded values again halves the scale, which is
         # exact. Doubling the scale would not be.
         exponent = exponent - (fraction == 0.5).int() - self._format.top
-        return exponent.clamp_(self._format.min_exponents[self._roots], _BIAS - 1)
+        return exponent.clamp_(min=self._format.min_exponents[self._roots])
 
     def _rounded(self, sizes: Tensor, random: Tensor) -> Tensor:
         """Round scaled magnitudes, or their square roots if these are stored, to codes."""

@@ -290,7 +290,8 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
         gpus: The number of GPUs.
         node: The number of GPUs of a node. A layer is split over at most that many GPUs.
     """
-    model, batch = start.model, start.training.global_batch_size or 1
+    model, batch = start.model, start.training.global_batch_size
+    assert batch is not None, "a plan requires --global-batch"
     layers = (model.num_layers or 1) + (model.decoder_num_layers or 0)
     experts = math.gcd(*model.expert_counts)  # 0 without a mixture
     length = start.data.seq_length or 1

@@ -411,6 +411,13 @@ def test_the_form_of_a_ramp(words: str, line: str) -> None:
     assert problems(words, without=_SAMPLES[1], world_size=2) == [line]
 
 
+def test_a_ramp_to_the_smallest_batch() -> None:
+    words = f"--rampup-batch-size 2 1 10 --micro-batch-size 1 --global-batch-size 1 {_SAMPLES[0]}"
+    assert problems(words, without=_SAMPLES[1]) == [
+        "--rampup-batch-size 2 1 10 starts above --global-batch-size 1: start with at most 1"
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -197,10 +197,26 @@ def test_a_fork_shares_full_blocks_and_computes_the_rest_itself() -> None:
     scheduler.add(parent)
     carry_out(scheduler)
     child = scheduler.fork(parent, [*parent.tokens, 8])
+    assert scheduler.running == [parent, child]
     parent.tokens.append(7)
     assert carry_out(scheduler) == [(6, 1), (4, 3)]
     assert child.blocks[0] == parent.blocks[0]
     assert child.blocks[1] != parent.blocks[1]
+
+
+def test_a_fork_of_a_preempted_sequence_waits_behind_it() -> None:
+    scheduler = Scheduler(SchedulerSettings(blocks=4, block_size=2, max_sequences=3, max_tokens=8))
+    first, second = Sequence("r", [1, 2, 3, 4]), Sequence("r", [5, 6, 7, 8])
+    scheduler.add(first, second)
+    carry_out(scheduler)
+    first.tokens.append(0)
+    second.tokens.append(0)
+    carry_out(scheduler)  # there is no block for the second one
+    child = scheduler.fork(second, [*second.tokens, 9])
+    assert (scheduler.running, child.blocks.tolist(), child.computed) == ([first], [], 0)
+    scheduler.remove(first)
+    carry_out(scheduler)
+    assert scheduler.running == [second]
 
 
 def test_sequences_that_wait_for_one_in_line_make_room() -> None:

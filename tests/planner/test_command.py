@@ -28,6 +28,7 @@ from megatron.planner.command import (
     table,
 )
 from megatron.planner.machine import MACHINES, read_machine
+from megatron.planner.pipeline_balance import Pipeline
 from megatron.planner.search import Search, layouts, to_flags
 from tests.launch import run_ranks
 from tests.repository import ROOT
@@ -159,6 +160,26 @@ def test_layers_that_stages_do_not_divide_are_distributed():
     assert {1, 2, 4} <= stages
 
 
+def test_layers_are_distributed_in_layouts_at_most_a_fifth_slower_than_the_limit():
+    layout = "parallel.pipeline_model_parallel_layout"
+    _, search = _search("--gpus 4xH100 --global-batch 16 --model gpt-125m")
+    candidate = next(
+        one
+        for one in search.candidates()
+        if one.values[layout] is None
+        and (plan := search._examine(one, math.inf, Pipeline))
+        and plan.values[layout] is not None
+    )
+    seconds = search._examine(candidate, 0.0, Pipeline).prediction.seconds
+    for limit, is_distributed in ((0.801 * seconds, True), (0.799 * seconds, False)):
+        plan = search._examine(candidate, limit, Pipeline)
+        assert (
+            (plan.values[layout] is not None)
+            == (plan.prediction.seconds < seconds)
+            == is_distributed
+        )
+
+
 def test_memory_decides_what_is_shown():
     words = ("--gpus 8xH200 --global-batch 64 --", GPT3.replace("12288", "3072"))
     wide = _search(*words)[1].best(1)[0]
@@ -170,7 +191,7 @@ def test_memory_decides_what_is_shown():
 
 
 def test_output_is_yaml_that_a_run_takes(tmp_path, capsys):
-    path, picture = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    path, picture = tmp_path / "new" / "folder" / "plan.yaml", tmp_path / "plan.png"
     words = ("--gpus 4xH100 --global-batch 16 --top 2", f"--output {path} --draw {picture} --")
     run(_options(*words, SMALL))
     text = capsys.readouterr().out

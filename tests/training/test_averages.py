@@ -10,6 +10,7 @@ from megatron.checkpoint.merged import AveragedReader
 from megatron.device import Device
 from megatron.errors import CheckpointError
 from megatron.inference.load import load_gpt
+from megatron.optimizer.averages import LatestAverage
 from megatron.parallel.layout import Layout
 from megatron.planner.memory import estimate_memory
 from megatron.tools.checkpoint import util
@@ -153,6 +154,18 @@ def test_an_average_may_begin_and_windows_may_change(tmp_path, capsys):
         assert len(run.optimizer.average.tensor_sets()) == 1 + 2
     first, second = _averages(short), _averages(long)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_window_takes_no_more_snapshots_than_it_has_room_for():
+    average, asked = LatestAverage([torch.zeros(3)], 1, 2), []
+
+    def is_saved(name):
+        asked.append(name)
+        return len(asked) < 5
+
+    assert list(average.prepare(is_saved, 7)) == asked
+    assert len(asked) == 2
+    assert average.count == 7
 
 
 def _evaluations(layout, flags):

@@ -179,6 +179,23 @@ def test_a_wait_at_a_reading_of_the_clocks_is_no_speed(monkeypatch: pytest.Monke
     assert health._speed(work, 60.0, Device.cpu()) == 5.0
 
 
+def test_the_speed_of_a_disk_is_bytes_per_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    times = iter((10.0, 10.5))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    assert health._disk_speed(tmp_path / "new") == 2 * health._DISK_BYTES
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_speed_at_the_limit_is_not_slow() -> None:
+    speeds = [4.0, 2.0, 6.0]  # the medians of the others: 4, 5, 3
+    assert list(health._slow(speeds, ["a", "a", "a"], 0.4)) == []
+    assert list(health._slow(speeds, ["a", "a", "a"], 0.5)) == [(1, 5.0)]
+    assert list(health._slow([4.0, 2.0], ["a", "a"], 0.5)) == []
+    assert list(health._slow(speeds, ["a", "b", "a"], 0.9)) == [(0, 6.0)]
+
+
 def test_a_run_tests_before_it_and_at_an_interval(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

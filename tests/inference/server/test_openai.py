@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -152,6 +153,25 @@ def test_the_template_makes_the_prompt(live: Live, tokenizer_folder: Path) -> No
     known = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     text = known.decode(list(live.engine.seen[-1].prompt), skip_special_tokens=False)
     assert text == "<|endoftext|><|user|>Hi\n<|assistant|>x\n<|assistant|>"
+
+
+def test_a_tokenizer_adds_nothing_to_a_rendered_chat(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    known = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    first = ("<|endoftext|>", known.token_to_id("<|endoftext|>"))
+    known.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[first])
+    known.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(tokenizer_folder / "tokenizer_config.json", tmp_path)
+    engine = FakeEngine()
+    with running(engine, make_settings(tmp_path, engine)) as live:
+        live.post("/v1/chat/completions", {"messages": [HI], "max_tokens": 1})
+        live.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1})
+    texts = [known.decode(list(one.prompt), skip_special_tokens=False) for one in engine.seen]
+    assert texts == ["<|endoftext|><|user|>Hi\n<|assistant|>", "<|endoftext|>Hi"]
 
 
 @pytest.fixture(scope="module")
