@@ -23,6 +23,11 @@ _MUP = "--use-mup"
 _AVERAGED = "--load x --load-averaged-weights"
 _SPLIT_EXPERTS = "--num-experts 4 --moe-router-bias --overlap-moe-expert-parallel-comm"
 _DIST = "--save x --save-interval 5 --ckpt-format torch_dist"
+_MAMBA = (
+    "--ckpt-format torch_dist with Mamba-2 in 16 bits: Megatron Core keeps some of its weights in "
+    "fp32, and saves their optimizer states only with the distributed optimizer: add "
+    "--use-distributed-optimizer or --no-save-optim"
+)
 _HYBRID = "--hybrid-layer-pattern"
 _CURRICULUM = "--curriculum-schedule fixed_linear --curriculum-steps 10"
 _GROUPS = "--num-experts 4 --moe-router-bias --moe-router-num-groups 2 --moe-router-group-topk"
@@ -171,6 +176,39 @@ _REFUSED: list[_Row] = [
             "which the heads of gated delta nets are split: use a multiple of 4, or fewer processes"
         ],
     ),
+    (
+        "--lawa-interval 5 --save x --save-interval 5 --ckpt-format torch_dist",
+        {},
+        [
+            "--lawa-interval with --ckpt-format torch_dist, whose files cannot contain averages: "
+            "use native"
+        ],
+    ),
+    (
+        f"{_GROUPS} 1 --moe-router-group-score-topk 3",
+        {},
+        ["--moe-router-group-score-topk 3 is above the 2 experts of a group: lower it"],
+    ),
+    (
+        "--lora-rank 2 --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+        {"world_size": 2},
+        ["--lora-rank 2: --tensor-model-parallel-size 2 splits the 1 query groups: use at most 1"],
+    ),
+    (
+        "--train-tokens 5120 --lr-warmup-iters 5",
+        {"without": ["--train-iters"]},
+        ["--lr-warmup-iters 5 cannot be combined with --train-tokens: use --lr-warmup-tokens 2560"],
+    ),
+    (f"{_DIST} --bf16 {_HYBRID} M*M- --mamba-head-dim 8", {"without": ["--num-layers"]}, [_MAMBA]),
+    (f"{_DIST} --fp16 {_HYBRID} M*M- --mamba-head-dim 8", {"without": ["--num-layers"]}, [_MAMBA]),
+    (
+        "--teacher-load x --logits-load-dir y --bf16",
+        {},
+        [
+            "--logits-load-dir y cannot be combined with --teacher-load x: a run learns from "
+            "files, learns from a model, or writes files: drop one of them"
+        ],
+    ),
 ]
 
 # The exact notices.
@@ -202,6 +240,32 @@ _ACCEPTED: list[_Row] = [
         [],
     ),
     (f"{_GROUPS} 2", {}, []),
+    (f"{_GROUPS} 1 --moe-router-group-score-topk 2", {}, []),
+    (
+        "--lora-rank 2 --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2",
+        {"world_size": 2},
+        [],
+    ),
+    ("--attn-logit-softcapping 30", {}, []),
+    (
+        f"--sequence-parallel {_CURRICULUM} --curriculum-min-length 7 --curriculum-length-step 1",
+        {},
+        ["--sequence-parallel: no effect with a single tensor-parallel process"],
+    ),
+    ("--cuda-graph-impl local --cuda-graph-warmup-steps 1", {}, []),
+    (
+        "--lr-decay-style range-test --lr-range-test-min-lr 1e-4 --min-lr 1e-5",
+        {},
+        ["--lr 0.001, --min-lr 1e-05: no effect with --lr-decay-style range-test"],
+    ),
+    (f"{_DIST} --bf16", {}, []),
+    (f"{_DIST} {_HYBRID} M*M- --mamba-head-dim 8", {"without": ["--num-layers"]}, []),
+    (
+        f"{_DIST} --bf16 --no-save-optim {_HYBRID} M*M- --mamba-head-dim 8",
+        {"without": ["--num-layers"]},
+        [],
+    ),
+    ("--logits-load-dir y", {}, []),
     (
         "--num-experts 2 --moe-router-bias --expert-model-parallel-size 2 --zero-stage 1",
         {"world_size": 2},
@@ -363,6 +427,10 @@ _RICH: dict[str, dict[str, Any]] = {
         "without": ["--train-iters"]
     },
     _RETRO: _OF_RETRO,
+    "--bf16 --fp8-format hybrid --eval-micro-batch-size 8 --eval-global-batch-size 8": {},
+    "--bf16 --lora-rank 2 --frozen-weights-dtype nf4": {},
+    '--step-batch-size-schedule "0:4 1K:8" --train-samples 99': {"without": ["--train-iters"]},
+    "--window-size 8,0 --window-attn-skip-freq [1,0,1,1] --cuda-graph-impl local": {},
 }
 
 
@@ -379,3 +447,16 @@ def test_numbers_below_their_bounds_are_reported_and_break_no_rule(
         changed = int(least) - 1
         found = list(find_problems(resolve(with_values(config, {path: changed}), world), world))
         assert f"{field.spell(changed)}: must be at least {least}" in found
+
+
+@pytest.mark.parametrize("name", ["--num-layers", "--hidden-size", "--num-attention-heads",
+                                  "--seq-length", "--micro-batch-size"])  # fmt: skip
+@pytest.mark.parametrize(("words", "how"), _RICH.items(), ids=range(len(_RICH)))
+def test_a_missing_number_is_reported_and_nothing_else(
+    words: str, how: dict[str, Any], name: str
+) -> None:
+    """No rule takes it for a number."""
+    without = how.get("without", [])
+    if name not in without:
+        found = problems(words, **{**how, "without": [*without, name]})
+        assert found == [f"{name} is required: give it a value"]
