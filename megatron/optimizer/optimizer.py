@@ -474,13 +474,13 @@ class Optimizer:
         inf or nan, so a finite norm proves that every gradient is finite.
         """
         squares, nonzero = self._gradient_sums()
-        totals = sum_over_model(
+        square, zeros = sum_over_model(
             torch.stack((squares, self._counted_elements - nonzero)),
             self._layout,
             over_replicas=self.gradients.is_sharded,
         )
-        norm = totals[0].sqrt() / scale
-        return norm, totals[-1], 1.0 - norm.isfinite().double()
+        norm = square.sqrt() / scale
+        return norm, zeros, 1.0 - norm.isfinite().double()
 
     def end_step(self, outcome: Sequence[float]) -> StepResult:
         """Record the outcome of a step, and update the loss scale and the weight average.

@@ -60,6 +60,7 @@ def test_a_state_from_a_run_without_scale_starts_anew():
 
 
 def test_scale_of_the_flags():
+    assert LossScale() == LossScale(1.0, False, 1.0, 1000, 2, overflows_left=2, clean_iterations=0)
     for constant in (PrecisionConfig(), PrecisionConfig(bf16=True)):
         assert loss_scale_of(constant).value == 1.0
         assert not loss_scale_of(constant).is_dynamic

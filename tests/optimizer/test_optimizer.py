@@ -357,6 +357,105 @@ def test_training_is_the_same_for_every_data_parallel_size():
             )
 
 
+class _Recorder:
+    """An object whose methods only record their names."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda: self.calls.append(name)
+
+    def taken(self):
+        """Return the calls since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def test_shared_weights_are_gathered_after_changes_and_awaited_before_others_read_them():
+    named = _parameters()
+    optimizer = _optimizer(named, OptimizerConfig(ema_decay=0.5))
+    optimizer._shared_weights = shared = _Recorder()
+    for seed in range(3):
+        _set_gradients(optimizer, named, _draw(seed))
+        assert step(optimizer, 1e-2, 0.1).applied
+        assert shared.taken() == ["settle", "gather"]
+    optimizer.wait_for_weights()
+    assert shared.taken() == ["wait"]
+    weights = {name: p.detach().clone() for name, p in named.items()}
+    with optimizer.averaged_weights():
+        assert shared.taken() == ["wait", "gather", "wait"]
+        for index, (name, _) in enumerate(optimizer.name_averages({"": weights.values()}).items()):
+            assert torch.equal(named[name], optimizer.average.values(index))
+            assert not torch.equal(named[name], weights[name])
+    assert shared.taken() == ["wait", "gather", "wait"]
+    _assert_bits_equal({name: p.detach() for name, p in named.items()}, weights)
+    optimizer.reload_masters()
+    assert shared.taken() == ["forget"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_next_change_waits_for_a_copy_that_reads_the_states(offload):
+    """A host that updates the states waits itself; otherwise it does not stop for the copy."""
+    named = _parameters()
+    optimizer = _optimizer(named, OptimizerConfig(optimizer_cpu_offload=offload, ema_decay=0.5))
+    expected = ["delay_device", "wait"] if offload else ["delay_device"]
+    reader = _Recorder()
+
+    def update():
+        _set_gradients(optimizer, named, _draw(1))
+        step(optimizer, 1e-2, 0.1)
+
+    def average():
+        with optimizer.averaged_weights():
+            pass
+
+    for change in (update, optimizer.reload_masters, average):
+        optimizer.delay_changes(reader)
+        assert reader.taken() == []
+        change()
+        assert reader.taken() == expected
+        change()
+        assert reader.taken() == []  # once
+
+
+def test_the_norm_of_gradients_that_are_too_large_by_several_factors():
+    named = _parameters()
+    optimizer, values = _optimizer(named), _draw(1)
+    _set_gradients(optimizer, named, values)
+    for divisor, factor in ((None, 4.0), (torch.tensor(3.0, dtype=torch.float64), 12.0)):
+        expected = pytest.approx(_norm(values) / factor, rel=1e-6)
+        assert optimizer.gradient_norm(4.0, divisor) == expected
+
+
+def test_masters_that_have_been_loaded_too_are_kept():
+    named = _parameters(torch.bfloat16)
+    optimizer = _optimizer(named, precision=BF16)
+    masters = {name: t for name, (t, _) in optimizer.named_tensors().items() if "master" in name}
+    assert masters.keys() == {f"{name}.master" for name in named}
+    for tensor in masters.values():
+        tensor.fill_(0.25)
+    optimizer.reload_masters(include_16_bit=False)
+    assert all((tensor == 0.25).all() for tensor in masters.values())
+    assert all((p != 0.25).any() for p in named.values())
+    optimizer.reload_masters()
+    for name, p in named.items():
+        assert torch.equal(masters[f"{name}.master"], p.float())
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "spike", "applied"),
+    [(0.0, 0.0, True), (1.0, 0.0, False), (0.0, 1.0, False), (1.0, 1.0, False)],
+)
+def test_an_outcome_that_is_not_finite_is_not_a_spike(nonfinite, spike, applied):
+    optimizer = _optimizer(_parameters(), OptimizerConfig(ema_decay=0.5), count_zeros=True)
+    result = optimizer.end_step([2.0, 3.0, nonfinite, spike])
+    assert (result.applied, result.found_nonfinite) == (applied, nonfinite > 0)
+    assert result.found_spike == (spike > 0 and not nonfinite)
+    assert (result.grad_norm, result.zeros, result.overflow) == (2.0, 3, False)
+    assert (optimizer.steps, optimizer.average.count) == (applied, applied)
+
+
 @pytest.mark.parametrize(("limit", "is_applied"), [(5.0, True), (4.999, False)])
 def test_the_largest_norm_with_which_an_update_is_applied(limit, is_applied):
     named = _parameters()

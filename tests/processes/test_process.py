@@ -1,5 +1,6 @@
 """What processes must have in common before they train together."""
 
+import errno
 import json
 import os
 import re
@@ -16,10 +17,11 @@ from megatron.config import rules_parallel
 from megatron.config.parallel import ParallelConfig
 from megatron.config.reliability import Fault
 from megatron.device import Device
-from megatron.errors import ConfigError, HangError, StorageError
+from megatron.errors import ConfigError, HangError, ShortageError, StorageError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
 from megatron.processes import process
+from megatron.processes.crashes import CrashLog
 from megatron.processes.faults import FaultyJournal
 from megatron.processes.groups import (
     DeviceReport,
@@ -81,7 +83,8 @@ def test_a_deterministic_run_lets_pytorch_choose_no_other_algorithm(monkeypatch)
     chosen = []
 
     def pick(_: int) -> None:
-        chosen.append(torch.are_deterministic_algorithms_enabled())
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        chosen.append((torch.are_deterministic_algorithms_enabled(), fills))
 
     monkeypatch.setattr("megatron.processes.process.Device.pick", pick)
     monkeypatch.setattr("megatron.processes.process.prepare", lambda *_, **__: None)
@@ -92,7 +95,7 @@ def test_a_deterministic_run_lets_pytorch_choose_no_other_algorithm(monkeypatch)
                 pass
     finally:
         torch.use_deterministic_algorithms(False)
-    assert chosen == [False, True]
+    assert chosen == [(False, True), (True, False)]
 
 
 def test_what_a_device_has_nothing_for_is_refused_before_the_processes_meet(monkeypatch) -> None:
@@ -312,6 +315,88 @@ def test_a_process_has_its_own_faults_of_this_attempt_and_a_folder_for_hangs(
         HangFiles(tmp_path / "dump", 1),
     ]
     assert recorded == [7]
+
+
+def test_a_process_hands_on_what_its_groups_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, ...]] = []
+    prepared: list[tuple[object, ...]] = []
+    activated: list[str] = []
+    monkeypatch.setattr(
+        process, "prepare", lambda launch, deterministic: prepared.append((launch, deterministic))
+    )
+    monkeypatch.setattr(process.Device, "pick", lambda _: Device.cpu())
+    monkeypatch.setattr(process.Device, "activate", lambda self: activated.append(self.type))
+    monkeypatch.setattr(process, "_shared_gpus", lambda processes: [f"{processes} share a GPU"])
+    monkeypatch.setattr(
+        process, "process_group", lambda *words: given.append(words) or nullcontext(Layout.single())
+    )
+    launch, at_end, crashes = Launch(1, 2, 1, 2), ExitStack(), CrashLog(tmp_path)
+    gloo, nccl = (
+        parse(f"--distributed-backend {backend}", world_size=2).config
+        for backend in ("gloo", "nccl")
+    )
+    with processes(gloo, launch, at_end, crashes):
+        pass
+    with processes(gloo, launch):
+        pass
+    assert activated == ["cpu"] * 2
+    with pytest.raises(AssertionError), processes(nccl, launch):
+        pass
+    assert activated == ["cpu"] * 2  # a device that does not meet the requirements is left alone
+    assert prepared == [(launch, False)] * 3
+    assert [words[1] for words in given] == [launch] * 3
+    assert given[0][3] is at_end
+    assert [words[4] for words in given] == [[], [], ["2 share a GPU"]]
+    assert [words[5] for words in given] == [crashes.record, None, None]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (None, 0, ""),
+        (StorageError("the disk is full"), 8, "[rank 1] error: the disk is full\n"),
+        (OSError(errno.EMFILE, ""), ShortageError.exit_code, "[rank 1] error: too many open files"),
+        (ConfigError("--lr is required"), ConfigError.exit_code, ""),  # rank 0 prints it
+        (KeyboardInterrupt(), 130, ""),
+    ],
+    ids=["none", "storage", "shortage", "flags", "Ctrl-C"],
+)
+def test_what_a_process_prints_and_returns(
+    error: BaseException | None,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(process, "_PRINT_SECONDS", 0.0)
+    monkeypatch.setattr(process, "prepare_streams", lambda: calls.append("streams"))
+    monkeypatch.setattr(process, "begin_command", lambda: calls.append("command"))
+    monkeypatch.setattr(process, "read_launch", lambda use_mpi: Launch(1, 2))
+
+    def work(launch: Launch) -> int:
+        calls.append(launch)
+        if error is not None:
+            raise error
+        return 0
+
+    assert process.run_process([], work) == code
+    assert calls == ["streams", "command", Launch(1, 2)]
+    found = capsys.readouterr().err
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_a_bug_of_a_process_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "read_launch", lambda use_mpi: Launch(1, 2))
+
+    def work(_: Launch) -> int:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        process.run_process([], work)
 
 
 def test_notices_are_printed_by_the_first_rank_alone() -> None:

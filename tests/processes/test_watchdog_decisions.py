@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from megatron.parallel.journal import Journal, Transfer
 from megatron.processes import watchdog
 from megatron.processes.hang_files import REPORT, HangFiles
 from megatron.processes.launch import Launch
-from megatron.processes.watchdog import Watchdog
+from megatron.processes.watchdog import Verdict, Watchdog
 
 
 class _LaggingJournal(Journal):
@@ -64,13 +66,28 @@ class Still(Watchdog):
         raise EndedError
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({"rank": 0, "reason": "it was killed"}, True),
+        ({"code": 5}, False),
+        ({"iteration": 4}, False),
+        ({"missing": "rank 3"}, False),
+    ],
+)
+def test_a_failure_is_the_same_whoever_saw_it(changes: dict[str, Any], is_same: bool) -> None:
+    first = Verdict(1, 1, "a connection broke", 3, "rank 2")
+    assert first.is_same_failure(replace(first, **changes)) == is_same
+    assert Verdict(1, 1, "a connection broke") == Verdict(1, 1, "a connection broke", 0, "")
+
+
 @pytest.mark.parametrize(("blames_peer", "silences"), [(False, 1), (True, 2)])
 def test_an_error_has_time_for_a_heartbeat_or_two_that_are_missed(
     blames_peer: bool, silences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dog = Still(Launch(0, 2), monkeypatch)
     dog._last_answer = 0.0
-    verdict = watchdog.Verdict(6, 0, "a damaged sample")
+    verdict = Verdict(6, 0, "a damaged sample")
     assert dog.end_run(6, lambda gone: "a damaged sample", blames_peer=blames_peer) == (
         verdict,
         True,
