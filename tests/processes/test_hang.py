@@ -60,6 +60,17 @@ def test_a_silent_rank_is_named_and_those_that_wait_for_its_victims_are_not():
     assert "rank 2: never reported its state" in report
 
 
+def test_the_headline_is_of_a_rank_that_waits_for_the_missing_one_itself():
+    states = {
+        0: _state("reduction of the norm", Wait("all-reduce", (0, 1), 5), place=2, r01=5),
+        1: _state("forward of micro-batch 0", Wait("receive", (3,), None), place=3, r01=4),
+        3: _state("loading of micro-batch 0"),
+    }
+    missing, report = explain(states, frozenset(), 60.0)
+    assert missing == {3}
+    assert "hang in iteration 2, forward of micro-batch 0: rank 3 did not join the rec" in report
+
+
 def test_where_all_wait_whoever_went_past_a_communication_is_named():
     first, later = Wait("all-reduce", (0, 1), 4), Wait("all-reduce", ALL, 9)
     states = {
