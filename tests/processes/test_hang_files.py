@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.cli import health
+from megatron.errors import DataError
 from megatron.processes.hang_files import REPORT, HangFiles, hang_view
 from megatron.processes.watchdog import State, Wait
 
@@ -36,8 +38,8 @@ def _write(folder: Path) -> str:
 
 
 def test_the_table_says_who_waits_and_who_is_missing(tmp_path: Path) -> None:
-    reason = _write(tmp_path / "hang")
-    head, names, *rows = hang_view(tmp_path).splitlines()
+    reason = _write(tmp_path / "run" / "hang")  # folders that do not exist
+    head, names, *rows = hang_view(tmp_path / "run").splitlines()
     assert head.endswith(f": {reason}")
     columns = {word: names.rindex(word) for word in ("host", "state", "missing", "at")}
     assert len(rows) == 3
@@ -158,6 +160,15 @@ def test_a_folder_without_a_report_is_named(
         (tmp_path / REPORT).write_text(content)
     assert health.main(["--hang", str(tmp_path)]) == 6
     assert f"--hang {tmp_path}: there is no {REPORT}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_report_of_more_than_64_mebibytes_is_not_read(extra: int, tmp_path: Path) -> None:
+    _write(tmp_path)
+    text = (tmp_path / REPORT).read_bytes().rstrip().removesuffix(b"}")
+    (tmp_path / REPORT).write_bytes(text.ljust(2**26 - 1 + extra) + b"}")
+    with pytest.raises(DataError, match="there is no") if extra else nullcontext():
+        hang_view(tmp_path)
 
 
 def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
