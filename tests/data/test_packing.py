@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron.data.packing import one_per_row, pack
+from megatron.data.packing import EpochPlan, one_per_row, pack
 
 
 def _plain(lengths: list[int], seq_length: int) -> list[int]:
@@ -46,6 +46,25 @@ def test_every_epoch_holds_each_example_once_and_differs() -> None:
     again = pack(lengths.copy(), 64).epoch(1, 7)
     assert np.array_equal(again.examples, second.examples)
     assert np.array_equal(again.starts, second.starts)
+
+
+def test_a_row_is_its_epoch_s_and_one_epoch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = pack(np.random.default_rng(0).integers(1, 40, 30), 64)
+    plans = {(number, seed): packing.epoch(number, seed) for number in (0, 1) for seed in (7, 8)}
+    made: list[tuple[int, int]] = []
+
+    def epoch(_: object, number: int, seed: int) -> EpochPlan:
+        made.append((number, seed))
+        return plans[number, seed]
+
+    monkeypatch.setattr(type(packing), "epoch", epoch)
+    for seed in (7, 8):
+        for i in range(2 * packing.rows):
+            expected = plans[i // packing.rows, seed].row(i % packing.rows)
+            assert packing.row(i, seed).tolist() == expected.tolist()
+    assert made == [(0, 7), (1, 7), (0, 8), (1, 8)]
+    packing.row(0, 7)
+    assert len(made) == 5, "plans are large, so earlier ones are not kept"
 
 
 def test_without_packing_each_example_has_a_row() -> None:

@@ -108,6 +108,15 @@ _BIASED = f"{_MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-e
                 f"{_ROUTER}.capacity": 1.5,
             },
         ),
+        (
+            f"{_MIXTURE} --moe-aux-loss-coeff 1e-2",
+            {f"{_ROUTER}.balancing": (("aux_loss", 0.01),), f"{_ROUTER}.counts_by_sample": False},
+        ),
+        (
+            f"{_MIXTURE} --moe-router-load-balancing-type aux_loss seq_aux_loss "
+            "--moe-aux-loss-coeff 1e-2 1e-3",
+            {f"{_ROUTER}.counts_by_sample": True},
+        ),
         (_BIASED, {f"{_ROUTER}.bias_rate": 1e-3}),
         (f"{_BIASED} --lora-rank 4", {f"{_ROUTER}.bias_rate": 0.0}),
         (
