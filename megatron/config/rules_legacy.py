@@ -108,7 +108,7 @@ def core_torch_files(config: RunOptions, world_size: int) -> Iterator[str]:
     ):
         if on:
             yield (
-                f"{flag} with {name}: the states of this optimizer cannot be written in this format: "
+                f"{flag} with {name}: the optimizer's states cannot be written in this format: "
                 "use --ckpt-format native, or add --no-save-optim"
             )
     yield from _muon_states(config)

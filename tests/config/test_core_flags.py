@@ -200,13 +200,13 @@ _LLAMA = "--group-query-attention --num-query-groups 2 --num-attention-heads 4"
     [
         (
             "--use-distributed-optimizer",
-            "--ckpt-format torch with --use-distributed-optimizer: the states of this optimizer",
+            "--ckpt-format torch with --use-distributed-optimizer: the optimizer's",
         ),
-        ("--decoupled-lr 0.1", "--ckpt-format torch with --decoupled-lr 0.1: such optimizer"),
-        ("--freeze embedding", "--ckpt-format torch with --freeze embedding: such optimizer"),
+        ("--decoupled-lr 0.1", "--ckpt-format torch with --decoupled-lr 0.1: the optimizer's"),
+        ("--freeze embedding", "--ckpt-format torch with --freeze embedding: the optimizer's"),
         (
             "--qk-layernorm --apply-wd-to-qk-layernorm",
-            "--ckpt-format torch with --apply-wd-to-qk-layernorm: the states of this optimizer",
+            "--ckpt-format torch with --apply-wd-to-qk-layernorm: the optimizer's",
         ),
         ("--optimizer muon", "--ckpt-format torch with --optimizer muon: its states cannot be"),
         ("--softmax-type learnable", "--ckpt-format torch with --softmax-type learnable: it"),
