@@ -89,8 +89,8 @@ class RunConfig(ModelRun):
     @property
     def largest_micro_batch(self) -> int:
         """The largest number of samples in one forward pass of one process."""
-        evaluated = self.eval_micro_batch if self.evaluation.takes_place else 0
-        return max(self.training.micro_batch_size, evaluated)
+        trained = self.training.micro_batch_size
+        return max(trained, self.eval_micro_batch) if self.evaluation.takes_place else trained
 
 
 Run = TypeVar("Run", bound=RunOptions)

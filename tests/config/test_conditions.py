@@ -209,6 +209,66 @@ _REFUSED: list[_Row] = [
             "files, learns from a model, or writes files: drop one of them"
         ],
     ),
+    (
+        "--step-batch-size-schedule 0:4",
+        {},
+        [
+            '--step-batch-size-schedule "0:4" counts tokens: give the length as --train-samples '
+            "or --train-tokens, not --train-iters"
+        ],
+    ),
+    (
+        "--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 "
+        "--tensor-model-parallel-size 4",
+        {"world_size": 4},
+        [
+            "--num-query-groups 6 neither divides nor is divided by --tensor-model-parallel-size "
+            "4: use 1, 2, 3 or 6, or a multiple of 6"
+        ],
+    ),
+    (
+        "--save x --save-interval 5 --ckpt-format legacy --add-qkv-bias --disable-bias-linear",
+        {},
+        [
+            "--add-qkv-bias: Megatron-LM 23.08, the target of --ckpt-format legacy, does not "
+            "support such weights: use --ckpt-format native"
+        ],
+    ),
+    *(
+        (
+            f"--non-persistent-save-interval 5 --non-persistent-ckpt-type global {flag} "
+            "--save x --save-interval 5",
+            {},
+            [
+                f"--non-persistent-save-interval 5 cannot be combined with {flag}, because runs "
+                "resume from them: drop one"
+            ],
+        )
+        for flag in ("--no-save-optim", "--no-save-rng")
+    ),
+    (
+        "--lr-wsd-branch-from old --save new --load other --save-interval 5 --lr-decay-style WSD "
+        "--lr-wsd-decay-iters 5",
+        {"without": ["--train-iters"]},
+        [
+            "--lr-wsd-branch-from old with --load other: a branch that is started again continues "
+            "from --save: drop --load"
+        ],
+    ),
+    (
+        "--lr-wsd-branch-from old --save old --save-interval 5 --lr-decay-style WSD "
+        "--lr-wsd-decay-iters 5",
+        {"without": ["--train-iters"]},
+        [
+            "--lr-wsd-branch-from old: give --save another folder, so that further branches can "
+            "start there"
+        ],
+    ),
+    (
+        "--rampup-batch-size 0 4 9 --train-samples 99",
+        {"without": ["--train-iters"]},
+        ["--rampup-batch-size 0 4 9: start, increment and samples must be at least 1"],
+    ),
 ]
 
 # The exact notices.
@@ -266,6 +326,27 @@ _ACCEPTED: list[_Row] = [
         [],
     ),
     ("--logits-load-dir y", {}, []),
+    (
+        "--save x --save-interval 5 --ckpt-format legacy --add-qkv-bias",
+        {},
+        [
+            "--add-qkv-bias has no effect without --disable-bias-linear: all linear layers have "
+            "biases"
+        ],
+    ),
+    (
+        "--lr-wsd-branch-from old --save new --load new --save-interval 5 --lr-decay-style WSD "
+        "--lr-wsd-decay-iters 5",
+        {"without": ["--train-iters"]},
+        [],
+    ),
+    (
+        "--rampup-batch-size 1 1 1 --train-samples 99 --micro-batch-size 1",
+        {"without": ["--train-iters"]},
+        [],
+    ),
+    ("--lawa-interval 5", {}, []),
+    ("--ema-decay 0.9", {}, []),
     (
         "--num-experts 2 --moe-router-bias --expert-model-parallel-size 2 --zero-stage 1",
         {"world_size": 2},

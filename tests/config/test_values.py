@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 from megatron.config.adapters import is_adapter_parameter
 from megatron.config.fields import divisors, near_multiples
 from megatron.config.generation import adapter_problems
-from megatron.config.model import ModelConfig, is_irrelevant
+from megatron.config.model import ModelConfig, ModelOptions, is_irrelevant
 from megatron.config.parser import Program, parse_config
+from megatron.config.retro import retro_layers
+from megatron.config.rules_data import tokenizer_files
 from megatron.config.stages import whole_model
 from megatron.config.training import EvaluationConfig, read_batch_schedule
 from megatron.errors import ConfigError
@@ -217,3 +221,94 @@ def test_a_longer_sequence_than_the_checkpoints() -> None:
     assert _adopted("rope", 256, "") == (256, (longer,))
     with pytest.raises(ConfigError, match="--max-position-embeddings 128 is less than"):
         _adopted("learned_absolute", 256, "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "attention", "mlps", "mamba"),
+    [
+        (None, True, True, False),
+        ("M*M*", True, False, True),
+        ("M-M-", False, True, True),
+        ("MMMM", False, False, True),
+        ("*-*-", True, True, False),
+    ],
+)
+def test_the_kinds_of_layers(pattern: str | None, attention: bool, mlps: bool, mamba: bool) -> None:
+    model = ModelOptions(hybrid_layer_pattern=pattern)
+    assert (model.has_attention, model.has_mlps, model.has_mamba) == (attention, mlps, mamba)
+
+
+def test_layers_that_attend_to_neighbors() -> None:
+    assert list(retro_layers(8)) == [5]
+    assert list(retro_layers(12)) == [5, 8, 11]
+    assert list(retro_layers(15)) == [5, 8, 11, 14]
+    assert list(retro_layers(16)) == [8, 11, 14]
+
+
+def test_files_of_tokenizers() -> None:
+    assert tokenizer_files("TikTokenizer") == ("tokenizer_model", "vocab_size")
+    assert tokenizer_files("Llama2Tokenizer") == ("tokenizer_model",)
+    assert tokenizer_files(None) == ()
+
+
+def test_no_pipeline_contradicts_stages() -> None:
+    assert parse("--no-pipeline-parallel --pipeline-model-parallel-size 1").config
+    (line,) = problems("--no-pipeline-parallel --pipeline-model-parallel-size 2", world_size=2)
+    assert line == (
+        "--pipeline-model-parallel-size 2 and --no-pipeline-parallel contradict each other: drop "
+        "one of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ({}, ["retro_gpt_chunk_length", "retro_gpt_seq_length"]),
+        ({"retro_gpt_chunk_length": 0}, ["retro_gpt_chunk_length"]),
+        ({"retro_gpt_chunk_length": "8"}, ["retro_gpt_chunk_length"]),
+        ({"retro_gpt_data_path": "text"}, ["retro_gpt_data_path"]),
+    ],
+)
+def test_settings_of_a_retro_folder(content: dict[str, Any], names: list[str], tmp_path) -> None:
+    path = tmp_path / "args.json"
+    whole = json.loads((Path(__file__).parent / "retro_workdir" / "args.json").read_text())
+    path.write_text(json.dumps({**whole, **content} if content else {}))
+    without = ["--mock-data", "--seq-length", "--num-layers"]
+    words = f"--retro-workdir {tmp_path} --num-layers 6"
+    found = problems(words, without=without, architecture="retro")
+    assert all(": restore the file, or make the folder again with" in line for line in found)
+    assert [line.split()[2] for line in found][: len(names)] == names
+    path.write_text("[")
+    (line,) = problems(words, without=without, architecture="retro")
+    assert str(tmp_path) in line
+
+
+def test_flags_of_a_retro_that_contradict_its_folder() -> None:
+    folder = Path(__file__).parent / "retro_workdir"
+    words = f"--retro-workdir {folder} --num-layers 6 --seq-length 64"
+    assert problems(words, without=["--mock-data"], architecture="retro") == [
+        f"--seq-length 64: --retro-workdir {folder} was created with --seq-length 32: drop the "
+        "flag, or use the folder for that data"
+    ]
+
+
+def test_a_path_that_is_no_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert parse("--tensorboard-dir x").config.logging.tensorboard_dir == "x"
+    (line,) = problems("--save x --save-interval 5")
+    assert line.startswith("--save 'x': the path '")
+
+
+@pytest.mark.parametrize(
+    ("words", "largest"),
+    [
+        ("", 4),
+        ("--eval-micro-batch-size 8 --eval-iters 0", 4),
+        ("--eval-micro-batch-size 8 --eval-global-batch-size 8", 8),
+        ("--eval-micro-batch-size 2", 4),
+    ],
+)
+def test_the_largest_micro_batch(words: str, largest: int) -> None:
+    assert parse(words).config.largest_micro_batch == largest
