@@ -249,7 +249,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda sequence: sequence.uncomputed > 1):
             count = self._row_size(sequence, step.budget)
             if count and sequence not in step.preempted and self._make_room(sequence, count, step):
-                drafts = sequence.drafts[: max(0, room)] if sequence.uncomputed == 1 else ()
+                drafts = sequence.drafts[:room] if sequence.uncomputed == 1 else ()
                 if self.settings.trained_context is not None and not sequence.is_long:
                     drafts = drafts[: self.settings.trained_context - len(sequence.tokens)]
                 if drafts and not self._allocate(sequence, count + len(drafts)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.inference.cache import BlockPool, next_key
-from megatron.inference.scheduler import Scheduler, SchedulerSettings, Sequence, StepPlan
+from megatron.inference.scheduler import Row, Scheduler, SchedulerSettings, Sequence, StepPlan
 
 SETTINGS = SchedulerSettings(blocks=12, block_size=4, max_sequences=3, max_tokens=8)
 
@@ -217,6 +217,83 @@ def test_a_fork_of_a_preempted_sequence_waits_behind_it() -> None:
     scheduler.remove(first)
     carry_out(scheduler)
     assert scheduler.running == [second]
+
+
+def test_decode_rows_come_first_and_drafts_fill_the_budget() -> None:
+    scheduler = Scheduler(replace(SETTINGS, max_sequences=2, max_tokens=4))
+    first, second = Sequence("r", [1, 2]), Sequence("r", [3])
+    scheduler.add(first, second)
+    carry_out(scheduler)
+    first.tokens += [8, 9]
+    second.tokens.append(7)
+    assert carry_out(scheduler) == [(1, 1), (2, 2)]
+    for sequence in (first, second):
+        sequence.tokens.append(0)
+        sequence.drafts = (5, 5, 5)
+    plan = scheduler.plan()
+    assert [(row.size, row.drafts, row.is_last) for row in plan] == [(3, 2, True), (1, 0, True)]
+
+
+def test_a_next_token_is_not_delayed_by_a_sequence_with_two() -> None:
+    scheduler = Scheduler(replace(SETTINGS, max_sequences=2, max_tokens=2))
+    first, second = Sequence("r", [1]), Sequence("r", [3])
+    scheduler.add(first, second)
+    carry_out(scheduler)
+    first.tokens += [8, 9]
+    second.tokens.append(7)
+    assert carry_out(scheduler) == [(1, 1), (1, 1)]
+    assert (first.uncomputed, second.uncomputed) == (1, 0)
+
+
+def test_only_the_last_chunk_of_a_prompt_chooses_a_token() -> None:
+    scheduler = Scheduler(SETTINGS)
+    scheduler.add(Sequence("r", list(range(10))))
+    last = []
+    for _ in range(2):
+        (row,) = scheduler.plan()
+        last.append((row.is_last, row.drafts, row.restore_slot, row.snapshot_slot))
+        scheduler.mark_started((row,))
+    assert last == [(False, 0, -1, -1), (True, 0, -1, -1)]
+    plain = Row(row.sequence, 0, (1,), row.blocks, is_last=True)
+    assert (plain.drafts, plain.restore_slot, plain.snapshot_slot) == (0, -1, -1)
+
+
+def test_rejected_drafts_are_dropped() -> None:
+    scheduler, sequence = Scheduler(SETTINGS), Sequence("r", [1, 2, 3, 4, 5])
+    for computed, kept in ((7, 4), (5, 4), (4, 4), (2, 2)):
+        sequence.computed = computed
+        scheduler.drop_drafts(sequence)
+        assert sequence.computed == kept
+
+
+@pytest.mark.parametrize(("tokens", "reuses"), [([1, 2, 3], True), ([1, 2, 3, 4, 5], False)])
+def test_prompts_that_share_no_block_are_computed_together(tokens: list[int], reuses: bool) -> None:
+    scheduler = Scheduler(replace(SETTINGS, max_tokens=10))
+    scheduler.add(*(Sequence("r", list(tokens), reuses_cache=reuses) for _ in range(2)))
+    assert carry_out(scheduler) == [(0, len(tokens))] * 2
+    assert Sequence("r", tokens).prompt_length == len(tokens)
+
+
+def test_of_three_the_last_to_begin_is_preempted() -> None:
+    scheduler = Scheduler(SchedulerSettings(blocks=6, block_size=2, max_sequences=3, max_tokens=12))
+    three = [Sequence("r", [4 * index + offset for offset in range(4)]) for index in range(3)]
+    scheduler.add(*three)
+    carry_out(scheduler)
+    for sequence in three:
+        sequence.tokens.append(0)
+    carry_out(scheduler)
+    assert scheduler.running == three[:2]
+    assert three[2].state_slot == -1
+
+
+def test_a_sequence_that_never_began_gives_no_slot_back() -> None:
+    scheduler = Scheduler(SETTINGS)
+    waiting = Sequence("r", [9])
+    scheduler.add(waiting)
+    scheduler.remove(waiting)
+    scheduler.add(*(Sequence("r", [token]) for token in range(4)))
+    carry_out(scheduler)
+    assert sorted(sequence.state_slot for sequence in scheduler.running) == [0, 1, 2]
 
 
 def test_sequences_that_wait_for_one_in_line_make_room() -> None:
