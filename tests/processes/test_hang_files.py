@@ -129,13 +129,13 @@ def test_the_table_says_what_a_device_has_not_finished(
     pending: list[str], shown: str, tmp_path: Path
 ) -> None:
     behind = replace(_state(5, None, 4), device_is_behind=True)
-    HangFiles(tmp_path, 0).write_report("hang", {0: behind, 1: None}, frozenset())
+    HangFiles(tmp_path, 0).write_report("hang", {0: None, 1: behind}, frozenset())
     content = json.dumps({"reason": "hang", "host": "node7", "device": pending})
-    (tmp_path / "rank_00000.json").write_text(content)
-    _, _, waiting, unseen = hang_view(tmp_path).splitlines()
-    assert waiting.startswith("0     node7  waits")
+    (tmp_path / "rank_00001.json").write_text(content)
+    _, _, unseen, waiting = hang_view(tmp_path).splitlines()
+    assert waiting.startswith("1     node7  waits")
     assert shown in waiting
-    assert unseen.split() == ["1", "?", "never", "seen"]
+    assert unseen.split() == ["0", "?", "never", "seen"]
 
 
 def test_ranks_with_the_same_stacks_share_them(tmp_path: Path) -> None:
