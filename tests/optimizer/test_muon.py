@@ -127,6 +127,15 @@ def test_the_iterations_apply_their_polynomials_to_the_singular_values(shape, na
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=within)
 
 
+def test_a_matrix_that_is_almost_zero_is_divided_by_the_minimum_norm():
+    x = torch.zeros(1, 2, 3)
+    x[0, 0, 0] = 1e-8
+    a, b, c = 3.4445, -4.7750, 2.0315
+    found = orthogonalize(x, COEFFICIENTS["simple"], 1, precision="highest")
+    assert found[0, 0, 0].item() == pytest.approx(a * 0.1 + b * 0.1**3 + c * 0.1**5, rel=1e-5)
+    assert found.count_nonzero() == 1
+
+
 # Shape, rows of each projection in a group, and dimension that is split over two processes.
 _SPLIT = [((4, 9), (), 0), ((4, 10), (), 1), ((24, 6), (2, 1, 1), 0), ((2, 9, 4), (), 2)]
 _SPLIT += [((2, 4, 9), (), 1), ((5, 6), (), None), ((3, 6, 4), (2, 1), None)]
