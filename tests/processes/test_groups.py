@@ -41,6 +41,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(("rendezvous", timeout))
         return SimpleNamespace(host="first", port=7)
 
+    def connect(host: str, port: int, **options: Any) -> dist.Store:
+        calls.append(("connection", host, port, options))
+        return dist.HashStore()
+
     def begin_groups(backend: str, **options: Any) -> None:
         calls.append(("groups", backend, options["rank"], options["timeout"]))
 
@@ -53,7 +57,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(groups, "check_devices", lambda *words: calls.append(("check", *words)))
     monkeypatch.setattr(groups, "StreamMarks", lambda device: f"marks of {device}")
     monkeypatch.setattr(groups.Layout, "connect", lambda self, kind, journal: journal)
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: dist.HashStore())
+    monkeypatch.setattr(dist, "TCPStore", connect)
+    monkeypatch.setattr(groups.secrets, "randbits", lambda bits: 2**bits - 1)
     monkeypatch.setattr(dist, "init_process_group", begin_groups)
     monkeypatch.setattr(dist, "all_reduce", calls.append)
     monkeypatch.setattr(dist, "destroy_process_group", destroy)
@@ -68,6 +73,9 @@ _DEVICES: dict[str, Any] = {
 }
 
 
+_SECOND = {"is_master": False, "wait_for_workers": False}  # a connection to a store that exists
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("backend", _DEVICES)
 def test_groups_form_and_end_in_order(backend: str, rank: int, calls: list[Any]) -> None:
@@ -78,9 +86,9 @@ def test_groups_form_and_end_in_order(backend: str, rank: int, calls: list[Any])
         calls.append("work")
     assert isinstance(journal, Journal)
     assert journal._marks == ("marks of accelerator 0" if device.is_gpu else None)
-    token, connected = calls.pop(6), calls.pop(6)
-    assert bool(token) == (rank == 0)  # the sum is the number that rank 0 has drawn
-    assert token < 2**62
+    token, connected = calls.pop(7), calls.pop(7)
+    # The sum is the number that rank 0 has drawn.
+    assert token.tolist() == [2**62 - 1 if rank == 0 else 0]
     assert connected[0] == "connect"
     text = (
         f"[rank {rank}] error: the 2 processes did not all connect within "
@@ -93,6 +101,7 @@ def test_groups_form_and_end_in_order(backend: str, rank: int, calls: list[Any])
         ("end_within", 120.0 + groups.GRACE, 5, text),
         ("rendezvous", timedelta(minutes=2)),
         ("check", "attempt", launch, device, ["x"]),
+        ("connection", "first", 7, {**_SECOND, "timeout": timedelta(minutes=2)}),
         ("begin", journal),
         ("groups", backend, rank, timedelta(minutes=3)),  # PyTorch does not name the missing rank
         "work",
