@@ -11,6 +11,7 @@ import pytest
 from megatron.corpora import overlaps as module
 from megatron.corpora.overlaps import Overlap, TaskNgrams, cut_out, read_tasks
 from megatron.corpora.plan import TasksStep
+from megatron.corpora.words import hash_ngrams, split_words
 from megatron.errors import DataError
 
 _WORDS = "alpha Beta gamma's delta, épsilon “zeta” 中文 eta. theta! iota".split()
@@ -24,6 +25,14 @@ def _naive(text: str, ngrams: set[tuple[str, ...]]) -> set[tuple[int, int]]:
         for i in range(len(words) - len(ngram) + 1)
         if tuple(word for word, _, _ in words[i : i + len(ngram)]) == ngram
     }
+
+
+def test_words_whose_hashes_differ_in_the_last_bits_are_different() -> None:
+    (number,) = hash_ngrams(split_words([b"iota"]), 1)[0]
+    for near in (number - np.uint64(1), number + np.uint64(1)):  # all are sorted before it, or none
+        assert TaskNgrams({1: np.array([near])}).find(["iota"]) == [[]]
+    ngrams = TaskNgrams({1: np.array([np.uint64(0), number])})
+    assert ngrams.find(["iota"]) == [[Overlap(0, 4, int(number))]]
 
 
 def test_overlaps_are_those_of_a_plain_search() -> None:

@@ -160,6 +160,18 @@ def test_dropout_is_drawn_again_by_recomputation():
         torch.testing.assert_close(grads, expected, rtol=0, atol=0)
 
 
+def test_flops_of_cross_attention_are_counted():
+    """Three times the forward pass, in which a product of matrices takes 2 FLOPs per weight."""
+    plan = model_plan(config(**FLAGS), VOCAB)  # width 16, chunks of 4 tokens, 3 neighbors of 8
+    # Queries and outputs of 16 tokens, and keys and values of 4 chunks' 24 tokens of neighbors.
+    counted = ChunkedCrossAttention.flops(plan.layers[5].cross_attention, 16, 0)
+    assert counted == (6 * 2 * (16 + 4 * 24) * 16 * 16, 6 * 2 * 16 * 24 * 16)
+    # Queries and outputs of a neighbor's 8 tokens, and a third of its chunk's keys and values.
+    reads_chunk = plan.layers[5].retriever.layers[0].cross_attention
+    counted = NeighborCrossAttention.flops(reads_chunk, 8, 0)
+    assert counted == (6 * 2 * (3 * 8 + 4) * 16 * 16 / 3, 6 * 2 * 8 * 4 * 16)
+
+
 def test_activations_of_cross_attention_are_counted():
     """On each of 2 tensor-parallel and 2 context-parallel ranks, for 2 sequences of 16 tokens."""
     plan = model_plan(config(**FLAGS), VOCAB)  # 4 chunks of 4 tokens, with 3 neighbors of 8
