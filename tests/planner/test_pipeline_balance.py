@@ -167,6 +167,18 @@ def test_recomputation_is_one_more_forward_pass_of_a_layer():
     assert again.inputs == pytest.approx(kept.inputs + kept.forward)
 
 
+def test_two_parts_of_a_stage_are_told_and_one_is_not():
+    two = _rows("--num-layers-per-virtual-pipeline-stage", "4")["pipeline"]
+    assert two.startswith("interleaved, 4 stages x 2 virtual; estimated pipeline bubble: ")
+    assert _rows()["pipeline"].startswith("1f1b, 4 stages; estimated pipeline bubble: ")
+
+
+def test_pipelines_of_one_shape_are_equal_whatever_was_computed():
+    pipeline = Pipeline("1f1b", 4, 1, 16)
+    assert pipeline.bubble(pipeline.best(_costs()), _costs()) > 0
+    assert pipeline == Pipeline("1f1b", 4, 1, 16) != Pipeline("1f1b", 4, 1, 17)
+
+
 def test_one_stage_has_nothing_to_tell():
     config = parse_config([*NETWORK, "--pipeline-model-parallel-size", "1"], world_size=4).config
     assert not list(pipeline_rows(config, model_plan(config.model, 128256), 4, 4))
