@@ -98,19 +98,20 @@ def test_the_modules_that_a_file_imports(source: str, imported: list[str], tmp_p
 
 
 def test_which_runs_start_from_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[list[str], str | None]] = []
+    started: list[object] = []
     preloaded: list[str] = []
     monkeypatch.setattr(warm.forkserver, "set_forkserver_preload", preloaded.extend)
     monkeypatch.setattr(
         warm.forkserver, "ensure_running", lambda: started.append((preloaded[:], python_path()))
     )
-    monkeypatch.setattr(warm, "without_matrix_threads", lambda: None)
+    monkeypatch.setattr(warm, "without_matrix_threads", lambda: started.append("no threads"))
     monkeypatch.setenv("PYTHONPATH", "before")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    script = tmp_path / "rank_of_mine.py"
-    script.write_text("import json\n")
     (tmp_path / "folder").mkdir()
+    script = tmp_path / "folder" / "script.py"
+    for file in (script, tmp_path / "rank_of_mine.py"):
+        file.write_text("import json\n")
 
     def asked(**changes: Any) -> argparse.Namespace:
         named = {"training_script": str(script), "module": False, "training_script_args": ["--a"]}
@@ -137,8 +138,10 @@ def test_which_runs_start_from_a_server(tmp_path: Path, monkeypatch: pytest.Monk
         warm.start_warm(arguments)
         words = [kind, name, "before", "--a"]
         assert arguments == asked(**server, training_script_args=words, start_method="forkserver")
-        folders = os.pathsep.join([str(tmp_path), str(ROOT), "before"])
-        assert started.pop() == (["json"], folders)
+        own = script.parent if kind == "script" else tmp_path
+        folders = os.pathsep.join([str(own), str(ROOT), "before"])
+        assert started == ["no threads", (["json"], folders)]
+        started.clear()
         assert python_path() == "before"
 
 
