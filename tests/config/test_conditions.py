@@ -269,6 +269,40 @@ _REFUSED: list[_Row] = [
         {"without": ["--train-iters"]},
         ["--rampup-batch-size 0 4 9: start, increment and samples must be at least 1"],
     ),
+    (
+        "--train-tokens 5120 --lr-warmup-iters 5",
+        {"without": ["--train-iters", "--seq-length"]},
+        [
+            "--seq-length is required: give it a value",
+            "--lr-warmup-iters 5 cannot be combined with --train-tokens: use --lr-warmup-tokens",
+        ],
+    ),
+    (
+        "--train-tokens 20480 --eval-iters 2000000000000000000 --eval-interval 10",
+        {"without": ["--train-iters"]},
+        [
+            "--eval-iters 2000000000000000000 x --global-batch-size 4 x 5 evaluations is more than "
+            "9223372036854775807 samples: use at most 461168601842738790, or a larger "
+            "--eval-interval"
+        ],
+    ),
+    (
+        "--train-samples 160 --eval-iters 2000000000000000000 --eval-interval 10",
+        {"without": ["--train-iters"]},
+        [
+            "--eval-iters 2000000000000000000 x --global-batch-size 4 x 5 evaluations is more than "
+            "9223372036854775807 samples: use at most 461168601842738790, or a larger "
+            "--eval-interval"
+        ],
+    ),
+    (
+        '--step-batch-size-schedule "0:4 1000:8 1010:16" --train-samples 99',
+        {"without": ["--train-iters"]},
+        [
+            '--step-batch-size-schedule "0:4 1000:8 1010:16": two sizes begin within the same '
+            "sample of 128 tokens: drop one of them"
+        ],
+    ),
 ]
 
 # The exact notices.
