@@ -76,6 +76,11 @@ _REFUSED: list[_Row] = [
         ["--micro-batch-size is required: give it a value"],
     ),
     (
+        "--eval-global-batch-size 7",
+        {"without": ["--micro-batch-size"], "world_size": 2},
+        ["--micro-batch-size is required: give it a value"],
+    ),
+    (
         '--step-batch-size-schedule "0:3" --train-samples 9',
         {"without": ["--micro-batch-size", "--train-iters"]},
         ["--micro-batch-size is required: give it a value"],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config.adapters import is_adapter_parameter
+from megatron.config.attention import LONGROPE_FIELDS, YARN_FIELDS
 from megatron.config.fields import divisors, near_multiples
 from megatron.config.generation import adapter_problems
 from megatron.config.model import ModelConfig, ModelOptions, is_irrelevant
@@ -48,6 +49,7 @@ def test_fields_that_a_flag_makes_relevant(words: str, more: str, fewer: str) ->
 def test_fields_of_rotary_embeddings() -> None:
     rotary = "--position-embedding-type rope"
     plain, rope = _irrelevant(), _irrelevant(rotary)
+    assert {*LONGROPE_FIELDS, *YARN_FIELDS} - {"rope_type"} <= rope
     assert plain - rope == {
         *("rotary_percent", "rotary_base", "rotary_seq_len_interpolation_factor"),
         *("no_rope_freq", "rope_type"),
