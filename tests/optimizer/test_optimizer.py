@@ -3,6 +3,7 @@
 import itertools
 import json
 from math import inf, nan, sqrt
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.optimizer import rules
+from megatron.optimizer.update import Step
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS, ParameterSpec
 from tests.distributed import run_distributed
@@ -466,6 +468,42 @@ def test_the_largest_norm_with_which_an_update_is_applied(limit, is_applied):
     result = step(optimizer, 0.1, 0.0, norm_limit=limit)
     assert (result.grad_norm, result.applied) == (5.0, is_applied)
     assert result.found_spike is not is_applied
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_updates_on_the_host_are_those_on_the_device(overlaps, precision, rule, monkeypatch):
+    defaults = rules.OverlappedUpdate.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "piece_bytes", 32)  # so that there are several pieces
+    flags = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": overlaps}
+    found = []
+    for more in ({}, flags):
+        named = _parameters(_dtype(precision))
+        optimizer = _optimizer(named, OptimizerConfig(optimizer=rule, **more), precision)
+        for seed in range(3):
+            _set_gradients(optimizer, named, _draw(seed))
+            assert step(optimizer, 1e-2, 0.1).applied
+        found.append({name: p.detach().clone() for name, p in named.items()})
+    for name, p in found[0].items():
+        assert not torch.equal(p, _parameters(_dtype(precision))[name])
+        torch.testing.assert_close(found[1][name], p)
+
+
+def test_a_rate_of_a_parameter_scales_adams_learning_rate_and_epsilon():
+    config = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-4)
+    weight = nn.Parameter(torch.ones(2, 2))
+    choose = rules.rules_of(config)
+    assert choose("weight", weight) == rules.AdamW(0.8, 0.9, 1e-4)
+    weight.spec = SimpleNamespace(init=SimpleNamespace(rate=0.25))
+    rule = choose("weight", weight)
+    assert (rule.rate, rule.eps) == (0.25, 0.25e-4)
+    numbers = []
+    rule._update(numbers.append, Step(2.0, *torch.ones(3)), weight_decay=0.1)
+    assert (numbers[0].lr, numbers[0].eps, numbers[0].weight_decay) == (0.5, 0.25e-4, 0.1)
+    assert rules.AdamW(0.8, 0.9, 1e-4).rate == 1.0
+    for each in (rules.AdamW, rules.SGD):
+        assert (each.needs_whole, each.joins_rows) == (False, False)
 
 
 @pytest.mark.parametrize(
