@@ -100,6 +100,9 @@ class CheckpointConfig:
         no_save_optim: Leave the optimizer out of checkpoints.
         no_save_rng: Leave random states out of checkpoints.
         load: Folder to load the newest checkpoint from.
+        pretrained_checkpoint: Folder with the weights to start from, as with --finetune, as long as
+            --load contains no checkpoint. With the same folder under --load and --save, one command
+            serves the first start and every restart.
         ckpt_step: Load the checkpoint of this iteration from --load instead of the newest.
         allow_foreign_checkpoints: Load checkpoints even if another user owns them or they are
             world-writable. Whoever can write to them controls their values.
@@ -154,6 +157,7 @@ class CheckpointConfig:
     no_save_optim: bool = flag(False, needs=SAVES)
     no_save_rng: bool = flag(False, needs=SAVES)
     load: str | None = flag(None, is_common=True)
+    pretrained_checkpoint: str | None = flag(None, requires=LOADS)
     ckpt_step: int | None = flag(None, unit="iterations", at_least=0, requires=LOADS)
     allow_foreign_checkpoints: bool = False
     load_averaged_weights: bool = flag(False, requires=LOADS)

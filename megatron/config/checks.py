@@ -129,6 +129,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.spikes,
     rules_training.replica_hashes,
     rules_reliability.save_interval,
+    rules_reliability.pretrained,
     rules_reliability.retention,
     rules_reliability.checkpoint_names,
     rules_legacy.core_files,

@@ -9,6 +9,8 @@ from megatron.config.fields import near_multiples
 from megatron.config.run import RunOptions, flatten
 from megatron.environment import name_problem
 
+_FOLDERS = ("checkpoint.save", "checkpoint.load", "checkpoint.pretrained_checkpoint")
+
 
 def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error if --save has no interval."""
@@ -19,6 +21,24 @@ def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--save {checkpoint.save} needs --save-interval: give iterations between checkpoints, "
             "or minutes as --save-interval-in-mins"
         )
+
+
+def pretrained(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each flag that would choose another start than --pretrained-checkpoint."""
+    checkpoint = config.checkpoint
+    if checkpoint.pretrained_checkpoint is None:
+        return
+    for flag, is_given, reason in (
+        ("--finetune", checkpoint.finetune, "a restart would begin again"),
+        ("--ckpt-step", checkpoint.ckpt_step is not None, "a restart would not continue"),
+        (
+            "--lr-wsd-branch-from",
+            config.schedule.lr_wsd_branch_from is not None,
+            "a branch has the weights of its trunk",
+        ),
+    ):
+        if is_given:
+            yield f"--pretrained-checkpoint cannot be combined with {flag}: {reason}: drop one"
 
 
 def retention(config: RunOptions, world_size: int) -> Iterator[str]:
@@ -49,7 +69,7 @@ def checkpoint_names(config: RunOptions, world_size: int) -> Iterator[str]:
         for text in value if isinstance(value, tuple) else (value,):
             if not isinstance(text, str):
                 continue
-            of_checkpoint = name in ("checkpoint.save", "checkpoint.load")
+            of_checkpoint = name in _FOLDERS
             path = os.path.abspath(text) if of_checkpoint and text else text
             problem = name_problem(path)
             if problem is not None:

@@ -87,7 +87,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor.size
     )
-    reader = _open_checkpoint(config, layout, tokenizer, vocabulary)
+    config, reader = _open_checkpoint(config, layout, tokenizer, vocabulary)
     config = restoring.with_saved_rounding(config, reader)
     config, batches = _with_length(config, recipe, reader, tokenizer, layout)
     training, save = config.training, config.checkpoint.save
@@ -147,18 +147,21 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
 
 def _open_checkpoint(
     config: RunConfig, layout: Layout, tokenizer: Tokenizer, vocabulary: int
-) -> PaddedReader | None:
-    """Open the checkpoint from which the run starts, or return `None` if there is none. Collective.
+) -> tuple[RunConfig, PaddedReader | None]:
+    """Open the checkpoint from which the run starts, if there is one. Collective.
 
     The reader presents vocabulary tables with `vocabulary` rows, regardless of the checkpoint's.
+
+    Returns:
+        The configuration, which names that checkpoint as --load, and the reader.
     """
     if config.checkpoint.load is not None:
         layout.journal.enter("loading of the checkpoint")
-    reader = restoring.open_for_loading(config, layout)
+    config, reader = restoring.open_for_loading(config, layout)
     if reader is None:
-        return None
+        return config, None
     entries = restoring.stored_entries(reader, tokenizer.vocab_size)
-    return PaddedReader(reader, rows=vocabulary, entries=entries)
+    return config, PaddedReader(reader, rows=vocabulary, entries=entries)
 
 
 def _with_length(

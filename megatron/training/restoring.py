@@ -58,8 +58,11 @@ _HEADS: tuple[str, ...] = ("model.head.", "model.output.")
 _ORDER_HEADS = ("model.pooler.", "model.binary_head.")
 
 
-def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
+def open_for_loading(config: RunConfig, layout: Layout) -> tuple[RunConfig, Reader | None]:
     """Open the checkpoint in --load, or return `None` if the run starts fresh. Collective.
+
+    If --load contains no checkpoint, --pretrained-checkpoint is opened instead, and the
+    configuration that is returned names it as --load, with --finetune.
 
     Raises:
         ConfigError: The folder does not exist or contains no checkpoint, although it is not the
@@ -70,11 +73,13 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
             different network.
     """
     if config.checkpoint.load is None:
-        return None
+        return config, None
     root, start_time = Path(config.checkpoint.load), time.perf_counter()
-    if root.is_file():
-        raise CheckpointError(f"--load {root} is a file: give the folder of checkpoints")
     options = config.checkpoint
+    if root.is_file():
+        raise CheckpointError(
+            f"{_named_flag(options)} {root} is a file: give the folder of checkpoints"
+        )
     step, allow_foreign = options.ckpt_step, options.allow_foreign_checkpoints
     reader = open_newest(
         config,
@@ -85,32 +90,14 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
     if reader is None and trunk is not None:
         reader = open_trunk(config, Path(trunk), layout)
     if reader is None:
-        # Before its first checkpoint, a run starts fresh in the folder that it saves to, no matter
-        # what else is in it: finetuning keeps its best weights in a subfolder.
-        is_saved_to = options.save is not None and Path(options.save).resolve() == root.resolve()
-        is_first_start = is_saved_to and not options.finetune
-        if not is_first_start and (below := checkpoints_below(root)):
-            raise CheckpointError(
-                f"--load {root}: there is no checkpoint in this folder, but its folder {below[0]} "
-                f"has one: give --load {root / below[0]}, or drop --load to start from scratch"
-            )
-        if options.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {root}: there is no checkpoint in this folder")
-        if not is_first_start:
-            problem = (
-                f"--load {root} {'holds no checkpoint' if root.exists() else 'does not exist'}"
-            )
-            if options.finetune:
-                raise ConfigError(
-                    f"--finetune: {problem}: give the folder of the weights to finetune"
-                )
-            raise ConfigError(
-                f"{problem}: correct the path, or drop --load to start from random weights (a run "
-                "that resumes itself gives the same folder to --save)"
-            )
+        source = options.pretrained_checkpoint
+        if source not in (None, options.load):
+            values = {"checkpoint.load": source, "checkpoint.finetune": True}
+            return open_for_loading(with_values(config, values), layout)
+        _check_fresh_start(options)
         if layout.world.rank == 0:
             print_line(f"  --load {root} holds no checkpoint yet: this is the run's first start")
-        return None
+        return config, None
     if config.checkpoint.load_averaged_weights:
         reader = AveragedReader(reader)
     notices = check_network(config, reader, finetunes=config.checkpoint.finetune)
@@ -122,7 +109,48 @@ def open_for_loading(config: RunConfig, layout: Layout) -> Reader | None:
         # Hugging Face files have no digests.
         verb = "opened" if reader.format == "hf" else "verified"
         print_line(f"  {reader.path}: {size:.3g} GB {verb} in {seconds:.2f} s")
-    return reader
+    return config, reader
+
+
+def _from_pretrained(config: RunConfig) -> RunConfig:
+    """Return the configuration with --pretrained-checkpoint under --load, and --finetune."""
+    source = config.checkpoint.pretrained_checkpoint
+    return with_values(config, {"checkpoint.load": source, "checkpoint.finetune": True})
+
+
+def _check_fresh_start(options: CheckpointConfig) -> None:
+    """Check that a run may start from random weights, although --load is given.
+
+    Before its first checkpoint, a run starts fresh in the folder that it saves to, no matter what
+    else is in it: finetuning keeps its best weights in a subfolder.
+    """
+    assert options.load is not None
+    root, flag = Path(options.load), _named_flag(options)
+    is_saved_to = options.save is not None and Path(options.save).resolve() == root.resolve()
+    is_first_start = is_saved_to and not options.finetune
+    if not is_first_start and (below := checkpoints_below(root)):
+        raise CheckpointError(
+            f"{flag} {root}: there is no checkpoint in this folder, but its folder {below[0]} has "
+            f"one: give {flag} {root / below[0]}, or drop {flag} to start from scratch"
+        )
+    if options.exit_on_missing_checkpoint:
+        raise CheckpointError(f"{flag} {root}: there is no checkpoint in this folder")
+    if is_first_start:
+        return
+    problem = f"{flag} {root} {'holds no checkpoint' if root.exists() else 'does not exist'}"
+    if options.finetune:
+        cause = "" if flag == "--pretrained-checkpoint" else "--finetune: "
+        raise ConfigError(f"{cause}{problem}: give the folder of the weights to finetune")
+    raise ConfigError(
+        f"{problem}: correct the path, or drop --load to start from random weights (a run that "
+        "resumes itself gives the same folder to --save)"
+    )
+
+
+def _named_flag(options: CheckpointConfig) -> str:
+    """Return the flag that names the checkpoint to open."""
+    is_pretrained = options.load == options.pretrained_checkpoint
+    return "--pretrained-checkpoint" if is_pretrained else "--load"
 
 
 def stored_entries(reader: Reader, entries: int) -> int:
@@ -147,17 +175,19 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: There is no checkpoint.
     """
-    assert options.load is not None
-    reader = open_root(
-        Path(options.load),
-        step=options.ckpt_step,
-        verify=False,
-        allow_foreign=options.allow_foreign_checkpoints,
-    )
+    reader = None
+    for root in filter(None, (options.load, options.pretrained_checkpoint)):
+        reader = reader or open_root(
+            Path(root),
+            step=options.ckpt_step,
+            verify=False,
+            allow_foreign=options.allow_foreign_checkpoints,
+        )
     if reader is None:
+        name = "load" if options.pretrained_checkpoint is None else "pretrained_checkpoint"
         raise CheckpointError(
-            f"--use-checkpoint-args: --load {options.load} holds no checkpoint: give the "
-            "network's flags instead"
+            f"--use-checkpoint-args: --{name.replace('_', '-')} {getattr(options, name)} holds no "
+            "checkpoint: give the network's flags instead"
         )
     saved = reader.meta["config"]["model"]
     model = from_dict({"model": saved}, str(reader.path)).model

@@ -120,6 +120,26 @@ _LINES = [
     ("--ckpt-step 5", "--ckpt-step 5 requires --load: add it, or drop the flag"),
     ("--load here --ckpt-step -1", "--ckpt-step -1: must be at least 0"),
     (
+        "--pretrained-checkpoint base",
+        "--pretrained-checkpoint base requires --load: add it, or drop the flag",
+    ),
+    (
+        "--load here --pretrained-checkpoint base --finetune",
+        "--pretrained-checkpoint cannot be combined with --finetune: a restart would begin again: "
+        "drop one",
+    ),
+    (
+        "--load here --pretrained-checkpoint base --ckpt-step 0",
+        "--pretrained-checkpoint cannot be combined with --ckpt-step: a restart would not "
+        "continue: drop one",
+    ),
+    (
+        "--lr-wsd-branch-from old --save new --load new --save-interval 5 --lr-decay-style WSD "
+        "--lr-wsd-decay-iters 2 --train-iters none --pretrained-checkpoint base",
+        "--pretrained-checkpoint cannot be combined with --lr-wsd-branch-from: a branch has the "
+        "weights of its trunk: drop one",
+    ),
+    (
         "--no-initialization",
         "--no-initialization requires --load: add it, or drop the flag",
     ),

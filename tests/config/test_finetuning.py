@@ -120,6 +120,7 @@ def test_flags_of_megatron_core_are_answered() -> None:
         ("--load a", "--sft --calculate-per-token-loss --finetune"),
         ("--load a --save b", "--sft --calculate-per-token-loss --finetune"),
         ("--load a --save ./a", "--sft --calculate-per-token-loss"),
+        ("--load a --save a --pretrained-checkpoint b", "--sft --calculate-per-token-loss"),
         ("--load a --no-finetune", "--sft --calculate-per-token-loss"),
         ("--load a --no-sft", "--finetune"),
     ],

@@ -90,7 +90,7 @@ def _load(run: Run, root: Path) -> int | None:
     config = copy.copy(run.config)
     object.__setattr__(config, "checkpoint", checkpoint)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        reader = open_for_loading(config, run.layout)
+        _, reader = open_for_loading(config, run.layout)
         if reader is None:
             return None
         restore_run(run, reader)

@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.find import TRACKER
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.parser import parse_config
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.kernels.rope import rotation_table
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
@@ -125,6 +125,36 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_afresh(saved, tmp_pa
     assert _iteration(Layout.single(), *words) == 0
     with pytest.raises(CheckpointError, match="there is no checkpoint in this folder$"):
         build_toy(Layout.single(), [*words, "--exit-on-missing-checkpoint"])
+
+
+def test_one_command_starts_from_other_weights_and_continues(saved, tmp_path):
+    """With --pretrained-checkpoint, a restart loses nothing, unlike with --load and --finetune."""
+    base, own = str(saved), str(tmp_path / "own")
+    straight, _ = train_toy(Layout.single(), ["--load", base, "--finetune"])
+    words = ["--load", own, "--save", own, "--save-interval", "2", "--pretrained-checkpoint", base]
+    first, run = train_toy(Layout.single(), [*words, "--exit-interval", "4"])
+    assert run.config.checkpoint.load == base
+    assert run.progress.iteration == 4
+    rest, run = train_toy(Layout.single(), words)
+    assert run.config.checkpoint.load == own
+    assert len(rest.values("lm loss")) == 2
+    assert first.values("lm loss") + rest.values("lm loss") == straight.values("lm loss")
+    assert run_distributed(2, _iteration, *words) == [6, 6]
+    network = network_of(CheckpointConfig(load=str(tmp_path / "none"), pretrained_checkpoint=base))
+    assert network == network_of(CheckpointConfig(load=base))
+
+
+def test_pretrained_weights_that_are_not_there_are_named(saved, tmp_path):
+    own, missing = str(tmp_path / "own"), str(tmp_path / "missing")
+    words = ["--load", own, "--save", own, "--save-interval", "2", "--pretrained-checkpoint"]
+    with pytest.raises(ConfigError, match=f"^--pretrained-checkpoint {missing} does not exist: "):
+        build_toy(Layout.single(), [*words, missing])
+    told = f"give --pretrained-checkpoint {saved}, or drop --pretrained-checkpoint to start"
+    assert told in _refusal(*words, str(saved.parent))
+    assert "--pretrained-checkpoint" in _refusal(*words, str(saved / TRACKER))
+    options = CheckpointConfig(load=own, pretrained_checkpoint=missing)
+    with pytest.raises(CheckpointError, match=f"--pretrained-checkpoint {missing} holds no"):
+        network_of(options)
 
 
 def test_what_a_dead_first_save_left_is_a_fresh_start(saved, tmp_path):
