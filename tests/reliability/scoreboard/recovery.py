@@ -233,6 +233,7 @@ def leaks(folder: Path, count: int) -> Trials:
             expect(memory_after <= 1.05 * memory, f"{memory:,} bytes became {memory_after:,}")
     trials.note("saves", 6 * saves)
     shared_before, open_files = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    earlier_children = _children()  # such as a server from which other tests fork
     save = ("--save", str(folder / "starts"), "--load", str(folder / "starts"))
     flags = (*save, "--save-interval", "1", "--keep-latest", "2", "--exit-interval", "1")
     for number in range(count):
@@ -249,7 +250,12 @@ def leaks(folder: Path, count: int) -> Trials:
                 f"left in /dev/shm: {own_files}",
             )
             expect(len(os.listdir("/proc/self/fd")) <= open_files, "files stayed open")
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            expect(not children, f"processes kept running: {children}")
+            children = _children() - earlier_children
+            expect(not children, f"processes kept running: {sorted(children)}")
     trials.note("starts", count)
     return trials
+
+
+def _children() -> set[str]:
+    """Return the ids of this process's children."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
