@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,6 @@ def open_for_loading(config: RunConfig, layout: Layout) -> tuple[RunConfig, Read
     return config, reader
 
 
-def _from_pretrained(config: RunConfig) -> RunConfig:
-    """Return the configuration with --pretrained-checkpoint under --load, and --finetune."""
-    source = config.checkpoint.pretrained_checkpoint
-    return with_values(config, {"checkpoint.load": source, "checkpoint.finetune": True})
-
-
 def _check_fresh_start(options: CheckpointConfig) -> None:
     """Check that a run may start from random weights, although --load is given.
 
@@ -175,19 +170,20 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: There is no checkpoint.
     """
-    reader = None
-    for root in filter(None, (options.load, options.pretrained_checkpoint)):
-        reader = reader or open_root(
-            Path(root),
-            step=options.ckpt_step,
-            verify=False,
-            allow_foreign=options.allow_foreign_checkpoints,
-        )
+    assert options.load is not None
+    reader = open_root(
+        Path(options.load),
+        step=options.ckpt_step,
+        verify=False,
+        allow_foreign=options.allow_foreign_checkpoints,
+    )
+    source = options.pretrained_checkpoint
+    if reader is None and source not in (None, options.load):
+        return network_of(replace(options, load=source))
     if reader is None:
-        name = "load" if options.pretrained_checkpoint is None else "pretrained_checkpoint"
         raise CheckpointError(
-            f"--use-checkpoint-args: --{name.replace('_', '-')} {getattr(options, name)} holds no "
-            "checkpoint: give the network's flags instead"
+            f"--use-checkpoint-args: {_named_flag(options)} {options.load} holds no checkpoint: "
+            "give the network's flags instead"
         )
     saved = reader.meta["config"]["model"]
     model = from_dict({"model": saved}, str(reader.path)).model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -28,21 +29,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     symbols = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
     for name, (pad, bos, eos, unk) in ids.items():
-        model = io.BytesIO()
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["Hello world, hello"] * 9),
-            model_writer=model,
-            vocab_size=20,
-            hard_vocab_limit=False,
-            pad_id=pad,
-            bos_id=bos,
-            eos_id=eos,
-            unk_id=unk,
-            control_symbols=[*symbols, "<CLS>>"] if name == "megatron" else [],
-            minloglevel=2,
-        )
-        (folder / f"{name}.model").write_bytes(model.getvalue())
+        control = [*symbols, "<CLS>>"] if name == "megatron" else []
+        settings = {"pad_id": pad, "bos_id": bos, "eos_id": eos, "unk_id": unk}
+        _train(folder / f"{name}.model", **settings, control_symbols=control)
     return folder
+
+
+def _train(path: Path, **settings: Any) -> None:
+    """Write a model that was trained on a sentence."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["Hello world, hello"] * 9),
+        model_writer=model,
+        vocab_size=20,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **settings,
+    )
+    path.write_bytes(model.getvalue())
 
 
 def _pieces(path: str) -> sentencepiece.SentencePieceProcessor:
@@ -88,16 +92,7 @@ def test_the_begin_token_may_be_the_first_piece(models: Path) -> None:
 
 
 def test_a_space_that_a_model_adds_at_the_end_covers_nothing(tmp_path: Path) -> None:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["Hello world, hello"] * 9),
-        model_writer=model,
-        vocab_size=20,
-        hard_vocab_limit=False,
-        treat_whitespace_as_suffix=True,
-        minloglevel=2,
-    )
-    (tmp_path / "suffix.model").write_bytes(model.getvalue())
+    _train(tmp_path / "suffix.model", treat_whitespace_as_suffix=True)
     path = str(tmp_path / "suffix.model")
     tokenizer = build("GPTSentencePieceTokenizer", tokenizer_model=path)
     ids, spans = tokenizer.tokenize_spans("Held")
