@@ -326,6 +326,9 @@ def test_two_texts_per_worker_are_read_ahead_and_dropped_when_stopped() -> None:
     scores = PerspectiveScorer(cast(PerspectiveClient, client), workers=2).score(texts)
     assert next(scores).scores == {"toxicity": 0.5}
     assert list(texts) == ["four"]
+    deadline = time.monotonic() + 20
+    while len(client.asked) < 3 and time.monotonic() < deadline:  # both workers are busy
+        time.sleep(0.01)
     scores.close()
     assert sorted(client.answered) == ["one", "quick", "two"]
     assert sorted(client.asked) == ["one", "quick", "two"]

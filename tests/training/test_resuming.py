@@ -149,8 +149,10 @@ def test_pretrained_weights_that_are_not_there_are_named(saved, tmp_path):
     words = ["--load", own, "--save", own, "--save-interval", "2", "--pretrained-checkpoint"]
     with pytest.raises(ConfigError, match=f"^--pretrained-checkpoint {missing} does not exist: "):
         build_toy(Layout.single(), [*words, missing])
-    told = f"give --pretrained-checkpoint {saved}, or drop --pretrained-checkpoint to start"
-    assert told in _refusal(*words, str(saved.parent))
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "one").symlink_to(saved)
+    told = f"give --pretrained-checkpoint {tmp_path / 'jobs' / 'one'}, or drop "
+    assert told in _refusal(*words, str(tmp_path / "jobs"))
     assert "--pretrained-checkpoint" in _refusal(*words, str(saved / TRACKER))
     options = CheckpointConfig(load=own, pretrained_checkpoint=missing)
     with pytest.raises(CheckpointError, match=f"--pretrained-checkpoint {missing} holds no"):
