@@ -29,8 +29,10 @@ WIKI ?= simple
 URL ?=
 TOKENIZER ?=
 TESTS ?= tests
-# Three workers keep two cores busy, because tests also wait for timeouts and messages.
-PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300
+# Three workers keep two cores busy, because tests also wait for timeouts and messages. A test that
+# fails is run once more, and the summary lists it as RERUN: if it passes then, it depends on timing,
+# which is a fault to be found, but not a reason to refuse a change.
+PYTEST_FLAGS ?= -n 3 --dist worksteal --timeout 300 --reruns 1 -rfER
 
 PY = $(VENV)/bin/python
 
