@@ -25,7 +25,7 @@ _ADAPTERS = Requirement(lambda run: run.model.lora_rank is not None, "--lora-ran
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """The weights that are trained.
+    """Trainable weights.
 
     Attributes:
         freeze: Name patterns of the parameters or modules to freeze, for example `embedding` or

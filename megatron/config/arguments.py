@@ -223,7 +223,7 @@ def add_max_line_mb(group: Any) -> None:
 
 
 def minimum_problems(options: argparse.Namespace, **minimums: float) -> list[str]:
-    """Return an error message for each flag whose value, or one of them, is too small.
+    """Return an error message for each flag with a value that is too small.
 
     Args:
         options: The command line.

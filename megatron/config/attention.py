@@ -76,7 +76,7 @@ class SelfAttentionOptions:
         q_lora_rank: Size of the vector from which queries are computed. Default: queries are
             computed directly from the hidden states.
         kv_lora_rank: Size of the vector from which keys and values are computed.
-        qk_head_dim: Channels of each head's queries and keys that carry no positions.
+        qk_head_dim: Channels of each head's queries and keys without rotary embeddings.
         qk_pos_emb_head_dim: Additional channels of queries and keys, which carry rotary embeddings.
             All heads share the additional channels of the keys.
         v_head_dim: Channels of each head's values.

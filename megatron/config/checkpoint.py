@@ -14,7 +14,7 @@ def _written_format(text: str) -> str:
     """Check and return a value of --ckpt-format.
 
     Raises:
-        ValueError: The format is a Megatron Core format.
+        ValueError: The format is a Megatron Core format that cannot be written.
     """
     if text in _CORE_FORMATS:
         raise ValueError(
@@ -105,7 +105,7 @@ class CheckpointConfig:
             serves the first start and every restart.
         ckpt_step: Load the checkpoint of this iteration from --load instead of the newest.
         allow_foreign_checkpoints: Load checkpoints even if another user owns them or they are
-            world-writable. Whoever can write to them controls their values.
+            world-writable. Anyone who can write to them controls their values.
         load_averaged_weights: Load the average of the weights (--ema-decay, --lawa-interval)
             instead of the weights themselves. Training from it requires --finetune or
             --no-load-optim.

@@ -191,7 +191,7 @@ def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list
     lines += rules_parallel.no_effect(config, world_size)
     lines += rules_curriculum.slow_lengths(config)
     lines += rules_training.range_test_only(config)
-    if not start.model.num_experts:  # the network is not a checkpoint's
+    if not start.model.num_experts:  # the network does not come from a checkpoint
         lines += rules_model.without_router_biases(config.model)
     lines += rules_optimizer.coarse_variance(config)
     lines += rules_finetuning.preference_dropout(config)

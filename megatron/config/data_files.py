@@ -51,7 +51,7 @@ def read_data_files(
         config: The run as requested.
         by_flag: The fields that are given on the command line, by "section.field".
         unread: The fields that the program does not read.
-        findings: The findings, to which mistakes and notices of keys without effect are added.
+        findings: The findings, to which mistakes and notices about keys without effect are added.
     """
     result: dict[str, Any] = {}
     values = flatten(config)

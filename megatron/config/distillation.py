@@ -25,8 +25,8 @@ class DistillationConfig:
 
     Attributes:
         teacher_load: Folder of a teacher's checkpoint. The run's model learns from the teacher's
-            distribution of every token. The teacher may have other layers and widths, but needs the
-            same tokenizer.
+            distribution for every token. The teacher may have different layers and widths, but
+            needs the same tokenizer.
         kd_loss_alpha: Weight of the divergence from the teacher in the loss. The cross entropy on
             the data gets the remaining weight, 1 minus this.
         kd_temperature: Divide the logits of teacher and student by this number T before computing

@@ -67,7 +67,8 @@ class ExpertOptions:
             token passes through. Default: no shared experts.
         moe_shared_expert_gate: Multiply the output of the shared experts by a learned gate.
         mlp_type: standard, or residual: every token also passes through a dense MLP as wide as an
-            expert, mixed with its experts by learned weights (DeepSpeed's residual experts).
+            expert, and learned weights combine its output with that of the experts (DeepSpeed's
+            residual experts).
         moe_router_gating: How tokens are assigned to experts and dropped: core as in Megatron Core,
             deepspeed as in DeepSpeed (docs/experts.md).
         noisy_gate_policy: Noise of DeepSpeed's gating in training: RSample adds Gumbel noise to the

@@ -334,7 +334,7 @@ def text_to(kind: type, text: str) -> Any:
 
 
 def _check_size(value: Any) -> None:
-    """Refuse an integer that does not fit in 64 bits.
+    """Reject an integer that does not fit in 64 bits.
 
     Raises:
         ValueError: The message says how large it may be.
@@ -344,7 +344,7 @@ def _check_size(value: Any) -> None:
 
 
 def check_choice(choices: tuple[Any, ...] | None, value: Any) -> None:
-    """Refuse a value that is not among the choices.
+    """Reject a value that is not among the choices.
 
     Raises:
         ValueError: The message lists the choices.

@@ -164,9 +164,9 @@ class DenseOptions:
         init_method_xavier_uniform: Draw the initial weights from the Xavier uniform distribution.
         perform_initialization: Draw initial weights. Turn it off to save time when --load
             overwrites them.
-        use_flash_attn: Require attention kernels that never store all scores (GPU, fp16 or bf16):
-            FlashAttention 4 if flash-attn-4 is installed and faster (--micro-batch-size 1, no
-            dropout, no mask), otherwise the first suitable kernel of cuDNN or PyTorch.
+        use_flash_attn: Require attention kernels that never materialize the scores (GPU, fp16 or
+            bf16): FlashAttention 4 if flash-attn-4 is installed and faster (--micro-batch-size 1,
+            no dropout, no mask), otherwise the first suitable kernel of cuDNN or PyTorch.
         batch_invariant_mode: Compute bitwise identical results for each token in any batch, so that
             training assigns a model's answers the same log-probabilities as generation did
             (docs/reinforcement.md). Runs on CPUs, in fp32, and is slower.
@@ -459,7 +459,7 @@ NETWORK_FIELDS = tuple(
 
 # Fields that set the frequencies of rotary embeddings. Finetuning may change them, for example for
 # a longer context. --rotary-percent is not among them: channels that were never rotated carry no
-# positions.
+# positional information.
 ROTARY_FREQUENCIES = (
     "rotary_base",
     "window_rotary_base",

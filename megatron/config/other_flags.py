@@ -56,7 +56,8 @@ class OldFlag:
         now: Its current equivalent, for the documentation.
         becomes: Current flags, each with the words of its value. `*` is replaced by the words of
             the old flag or, within a word, by its only word. An entry with `unless` is left out if
-            any flag listed there is given; one with `when`, unless the old flag's value is listed.
+            any flag listed there is given. An entry with `when` is left out unless the old flag's
+            value is listed there.
         program: The program that accepts the flag, identified by its file and by another of its
             flags. If empty, all programs accept it.
         choices: The values that the flag takes. If empty, its current equivalent checks them.

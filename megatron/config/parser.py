@@ -58,7 +58,7 @@ _COMMON_WITH_A_MODEL = (
     *("load", "ckpt_step", "micro_batch_size", "seq_length", "bf16", "fp16", "seed"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
-# Current flags that accepted other values, or had another meaning, in older versions.
+# Current flags that accepted different values, or had a different meaning, in older versions.
 _READ_IN_CONTEXT = ("--apply-query-key-layer-scaling", "--lr-decay-style", "--profile")
 _CONFIG = Field("config", str, False, False, None, FlagInfo(), "YAML file with flag values.")
 _DEEPSPEED = Field(
@@ -103,7 +103,7 @@ class ParsedRun:
     Attributes:
         config: The resolved and checked configuration.
         notices: Lines for rank 0 to print once: old flags, and flags that have no effect.
-        extra: An instance of each of the program's own dataclasses, in their order.
+        extra: An instance of each dataclass in `Program.extra`, in the same order.
     """
 
     config: RunConfig

@@ -57,7 +57,7 @@ class PreferenceConfig:
             center_rewards_coefficient; 0.01 is usual).
         reference_log_probs: File for the log-probabilities of all answers under the reference
             model, which has the run's initial weights. It is written if it is missing or belongs to
-            other data or weights. Default: reference_log_probs.npz in the --save folder.
+            different data or weights. Default: reference_log_probs.npz in the --save folder.
     """
 
     preference_loss: str | None = flag(

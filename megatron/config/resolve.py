@@ -71,9 +71,9 @@ def without_unused_sizes(config: RunOptions, findings: Findings) -> RunOptions:
 
 
 def _values_from_positions(model: ModelOptions) -> dict[str, Any]:
-    """Return the values of flags that follow from kinds of positions with another name.
+    """Return the values that replace a position embedding type that is an alias for others.
 
-    With settings that contradict it, `yarn` is kept, so that `rules_attention.attention` reports
+    `yarn` is kept if other settings contradict it, so that `rules_attention.attention` reports
     them.
     """
     positions = model.position_embedding_type

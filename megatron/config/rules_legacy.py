@@ -64,7 +64,7 @@ def core_files(config: RunOptions, world_size: int) -> Iterator[str]:
 def core_torch_files(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that --ckpt-format torch cannot store.
 
-    `checkpoint.legacy.file_plan` refuses parameters that have no place in such files.
+    `checkpoint.legacy.file_plan` rejects parameters that have no place in such files.
     """
     checkpoint, model, parallel = config.checkpoint, config.model, config.parallel
     if checkpoint.ckpt_format != "torch" or checkpoint.save is None:
@@ -139,7 +139,7 @@ def _schedule_in_tokens(config: RunOptions) -> Iterator[str]:
 def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that --ckpt-format legacy cannot store.
 
-    `checkpoint.legacy.file_plan` refuses the same settings in a conversion.
+    `checkpoint.legacy.file_plan` rejects the same settings in a conversion.
     """
     checkpoint, model = config.checkpoint, config.model
     if checkpoint.ckpt_format != "legacy":
@@ -212,9 +212,10 @@ def unused_by_core(model: ModelOptions) -> Iterator[str]:
 
 def unsupported_by_core(model: ModelOptions) -> Iterator[str]:
     """Yield a network's flags that Megatron Core does not support."""
-    if model.apply_residual_connection_post_layernorm:  # Core reads the flag and does not use it
+    if model.apply_residual_connection_post_layernorm:  # Core reads the flag but does not use it
         yield "--apply-residual-connection-post-layernorm"
-    if model.rope_type == "yarn" and not model.multi_latent_attention:  # Core ignores the former
+    # Core's YaRN ignores --rotary-percent, and its multi-token prediction does not support YaRN.
+    if model.rope_type == "yarn" and not model.multi_latent_attention:
         if model.rotary_percent != 1:
             yield f"--rope-type yarn with --rotary-percent {model.rotary_percent:g}"
         if model.mtp_num_layers:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # this module imports torch
 _OLDEST_FP8 = (8, 9)
 # PyTorch's grouped FP8 kernel is for Hopper. PyTorch also starts it on a B200, where it fails.
 _GROUPED_FP8 = 9  # major compute capability
-# The allowed values by "section.field", and why other values are refused.
+# The allowed values by "section.field", and why other values are rejected.
 Exclusions = Mapping[str, tuple[Collection[Any], str]]
 _NOT_WITH_TORCH_DDP: Exclusions = {
     "parallel.zero_stage": ((None, 0), "it shards nothing"),

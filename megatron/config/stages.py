@@ -83,7 +83,7 @@ def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
 
 
 def possible_plan(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
-    """Return the parts of a model, or an empty list if a rule refuses the plan."""
+    """Return the parts of a model, or an empty list if a rule rejects the plan."""
     try:
         return plan_model(model, config) if may_be_planned(model, config) else []
     except ConfigError:
@@ -153,7 +153,7 @@ def _parts_with(counts: list[int]) -> list[ModelPart]:
 
 
 def _flags_text(config: ParallelOptions, names: Collection[str]) -> list[str]:
-    """Return the flags among these that were given, as written on a command line."""
+    """Return those of the named flags that were given, as written on a command line."""
     values = [(field, getattr(config, field.name)) for field in fields_of(ParallelOptions)]
     return [
         field.spell(value)
@@ -222,7 +222,7 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
 
 
 def _check_flags(config: ParallelOptions) -> None:
-    """Refuse combinations of flags that would distribute layers in two ways."""
+    """Reject combinations of flags that would distribute layers in two ways."""
     virtual, ends = _flags_text(config, _VIRTUAL), _flags_text(config, _ENDS)
     if len(virtual) > 1:
         raise ConfigError(
@@ -242,7 +242,7 @@ def _check_flags(config: ParallelOptions) -> None:
 
 
 def _check_no_idle_stage(parts: list[ModelPart], config: ParallelOptions) -> None:
-    """Refuse a stage that has neither layers nor embedding nor loss."""
+    """Reject a stage that has neither layers nor embedding nor loss."""
     stages = config.pipeline_model_parallel_size
     filled = [bool(part.layers) or part.embedding or part.head for part in parts]
     idle = " and ".join(str(k) for k in range(stages) if not any(filled[k::stages]))

@@ -67,8 +67,8 @@ class TrainingOptions:
         global_batch_size: Samples per update over all processes. Default: --micro-batch-size x
             data-parallel size, or the largest of --step-batch-size-schedule.
         rampup_batch_size: Increase the global batch size during the run: START INCREMENT SAMPLES.
-        step_batch_size_schedule: Global batch sizes in the course of the run, each with the number
-            of tokens after which updates have it, for example "0:768 250B:1536 500B:3072".
+        step_batch_size_schedule: Global batch sizes over the course of the run, each with the
+            number of tokens after which it applies, for example "0:768 250B:1536 500B:3072".
             --global-batch-size is the largest of them, with which evaluations run unless
             --eval-global-batch-size is given.
         calculate_per_token_loss: Average losses and gradients over all counted tokens of an update.
@@ -129,7 +129,7 @@ class TrainingOptions:
             optimizer states that are not sharded, between replicas, at this interval and before
             each checkpoint. If they differ, stop and name the rank and the tensor. Default: no
             comparison.
-        test_mode: Compare the normalizations of queries and keys after every update, between
+        test_mode: Compare the norm weights of queries and keys after every update, between
             replicas and between tensor-parallel ranks, as Megatron Core does. If they differ, stop
             and name the rank and the tensor.
         manual_gc: Run Python's garbage collector at the same fixed iterations on all ranks.
@@ -281,7 +281,7 @@ def read_batch_schedule(text: str) -> tuple[tuple[int, int], ...]:
             of tokens are thousands, millions, billions and trillions.
 
     Raises:
-        ValueError: An entry has another form, or the numbers of tokens do not grow from 0.
+        ValueError: An entry is malformed, or the numbers of tokens do not increase from 0.
     """
     entries = []
     for entry in text.replace(",", " ").split():

@@ -26,7 +26,7 @@ _MAX_DIGITS = 100  # digits of a number; parsing base 60 takes quadratic time
 class _Loader(yaml.SafeLoader):
     """A loader of plain values of limited size.
 
-    It refuses repeated keys, because all values but the last would be lost.
+    It rejects repeated keys, because all values but the last would be lost.
     """
 
     def __init__(self, text: str) -> None:

@@ -192,7 +192,7 @@ class ArrayFiles(NamedTuple):
         stem: The path of the files without their suffixes.
         suffixes: The suffix of each array.
         inputs_digest: The digest of everything that determines the arrays (`digest_of`), so that
-            files that were renamed or built from other data are not used.
+            files that were renamed or built from different data are not used.
         source: The file from which the arrays are built. Arrays written by its owner are accepted.
             Arrays older than the file are not used.
     """

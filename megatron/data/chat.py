@@ -66,7 +66,7 @@ class PackedDataset:
         packing: The assignment of the split's examples to rows.
         num_samples: The number of samples that the run needs. Rows are repeated as often as needed.
         seed: The seed for the order of rows.
-        padding_id: The padding id.
+        padding_id: The id that pads rows.
     """
 
     examples: TokenizedExamples
@@ -121,7 +121,7 @@ def build_packed_datasets(
         request: The data that the run needs.
         open_examples: A function that reads and tokenizes the file that a flag names.
         seq_length: The number of tokens in a row, s.
-        padding_id: The padding id.
+        padding_id: The id that pads rows.
         packs: Whether several examples share a row.
 
     Raises:

@@ -178,16 +178,16 @@ def build_datasets(
         request: The data that the run needs.
         build_part: A function that makes the samples of one part of one dataset.
         build_mock: A function that makes the samples of --mock-data, from the number of samples and
-            the index of the split. `None` if a rule refuses --mock-data.
+            the index of the split. `None` if a rule rejects --mock-data.
         has_sentences: Whether the sequences of an indexed dataset are sentences, so that --split
             divides documents. By default each sequence is a document, as in Megatron's GPT.
-        build_text: A function that makes the samples of text. Without it, text is refused.
+        build_text: A function that makes the samples of text. Without it, text is rejected.
         reads_tfrecords: Whether `build_part` also makes samples from TFRecords, one per record.
         open_source: A function that opens the path in a flag as a custom source, instead of any of
             the above. `build_part` makes the samples.
         epoch_samples: A function that returns the number of samples in an epoch of a part of a
             dataset. Indexed datasets without weights are blended by these numbers. By default, they
-            are blended by their numbers of tokens, and --full-validation is refused.
+            are blended by their numbers of tokens, and --full-validation is rejected.
 
     Raises:
         ConfigError: No data is named, --data-path or --split cannot be parsed, or the kind of

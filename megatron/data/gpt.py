@@ -186,7 +186,7 @@ class GPTDataset:
         index: The index, which determines the tokens of each sample.
         seq_length: The number of tokens in a sample, not counting the last label, s.
         description: The text from which Megatron derives the index's file names.
-        vocab_size: The size of the vocabulary. Token ids at or above it are refused.
+        vocab_size: The size of the vocabulary. Token ids at or above it are rejected.
     """
 
     data: IndexedDataset
@@ -293,9 +293,9 @@ def build_gpt_datasets(
     Args:
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
-        vocab_size: The number of entries in the vocabulary. Token ids at or above it are refused.
+        vocab_size: The number of entries in the vocabulary. Token ids at or above it are rejected.
         tokenizer: The tokenizer's flags, and the tokenizer built from them. Text files, --fim-data
-            and --reset-attention-mask need it. Without it, text is refused.
+            and --reset-attention-mask need it. Without it, text is rejected.
 
     Raises:
         ConfigError: No data is named, or --data-path or --split cannot be parsed.
@@ -413,7 +413,7 @@ def document_positions(tokens: Tensor, eod: int) -> Tensor:
 
 
 def longest_segment(batch: Mapping[str, Tensor]) -> int | None:
-    """Return an upper bound on the length of a segment in tokens, or `None` for a sample's length.
+    """Return an upper bound on the length of a segment in tokens; `None` means a sample's length.
 
     Args:
         batch: The micro-batch. In a recorded pass, it has no `LONGEST_SEGMENT`.

@@ -234,7 +234,7 @@ class MappedBlocks:
         titles: The dataset of titles, where document i is the title of document i in `data`.
         rows: The map, as returned by `build_block_map`.
         description: The text that describes the map.
-        vocab_size: The size of the vocabulary. Token ids at or above it are refused.
+        vocab_size: The size of the vocabulary. Token ids at or above it are rejected.
     """
 
     data: IndexedDataset

@@ -17,7 +17,7 @@ The oldest files of this format have no D and no first sequences: an empty seque
 
 The formats have no checksum. Values that are stored redundantly (file sizes, and offsets versus
 lengths) are compared when a dataset is opened, so a truncated file or a damaged header, length or
-offset is refused before training starts. All other values cannot be checked: a flipped bit in a
+offset is rejected before training starts. All other values cannot be checked: a flipped bit in a
 token id or a moved document boundary goes unnoticed.
 """
 
@@ -269,7 +269,7 @@ def _require_files(prefix: str) -> None:
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Memory-map the whole file as a read-only array of `dtype`, `[items]`."""
     count = path.stat().st_size // dtype.itemsize
-    if not count:  # mmap refuses an empty file, which is valid for a corpus without tokens
+    if not count:  # mmap rejects an empty file, which is valid for a corpus without tokens
         return np.empty(0, dtype)
     mapped = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     # A plain array over the same mapping, because slicing an np.memmap takes ten times as long.
@@ -580,7 +580,7 @@ class IndexedDatasetBuilder:
 
 
 def _cast(values: ArrayLike, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Convert to a contiguous array of `dtype`, and refuse a value that would wrap around."""
+    """Convert to a contiguous array of `dtype`, and reject a value that would wrap around."""
     array = np.asarray(values)
     if array.dtype != dtype and array.size:
         limits, low, high = np.iinfo(dtype), int(array.min()), int(array.max())

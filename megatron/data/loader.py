@@ -143,9 +143,9 @@ class CyclicSampler(_Sampler):
 
 @dataclass(eq=False)
 class FilledDataset:
-    """Every sample of a dataset once, and then samples that fill the last micro-batches.
+    """Every sample of a dataset once, then filler samples that complete the last micro-batches.
 
-    Samples have a further field, `COUNTED`, which is 0 in those that only fill.
+    Samples have an additional field, `COUNTED`, which is 0 in filler samples.
 
     Attributes:
         dataset: The dataset, which is not empty.

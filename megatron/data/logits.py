@@ -302,7 +302,7 @@ class TeacherLogitsDataset(WrappedDataset):
         """Return sample `i` with `TOP_IDS`, `TOP_VALUES` and `TOP_REST`.
 
         Raises:
-            DataError: The logits are missing, damaged, or belong to other tokens.
+            DataError: The logits are missing, damaged, or belong to different tokens.
         """
         sample: Sample = self.dataset[i]
         try:
@@ -399,7 +399,7 @@ def with_logits(
         tokenizer: The run's tokenizer.
 
     Raises:
-        DataError: The folder is missing, damaged, incomplete or made from other data.
+        DataError: The folder is missing, damaged, incomplete or made from different data.
     """
     options = config.distillation
     assert options.logits_load_dir is not None

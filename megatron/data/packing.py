@@ -140,7 +140,7 @@ def describe_rows(packings: Sequence[Packing], noun: str) -> str:
 
     Args:
         packings: The rows of each dataset, all of the same length.
-        noun: The name of what the rows hold, in the singular.
+        noun: The singular noun for an item in a row.
     """
     count = sum(len(packing.lengths) for packing in packings)
     rows = sum(packing.rows for packing in packings)

@@ -211,7 +211,7 @@ class PreferenceDataset:
         packing: The assignment of the split's pairs to rows.
         num_samples: The number of samples that the run needs. Rows are repeated as often as needed.
         seed: The seed for the order of rows.
-        padding_id: The padding id.
+        padding_id: The id that pads rows.
         reference: The log-probabilities of the reference model, `[P, 2]`. `None` until they have
             been computed, or if no loss needs them.
     """

@@ -58,7 +58,7 @@ class MappedSentences:
         data: The dataset.
         rows: The map, as returned by `build_sentence_map`.
         description: The text that describes the map.
-        vocab_size: The size of the vocabulary. Token ids at or above it are refused.
+        vocab_size: The size of the vocabulary. Token ids at or above it are rejected.
     """
 
     data: IndexedDataset

@@ -10,7 +10,7 @@ in `gpt`: row k covers the tokens from `k * S` to `(k + 1) * S` inclusive.
 
 A piece in which no line begins is empty. In a small corpus, a stream may get only empty pieces in
 an epoch. It then continues with the next epoch, in which it gets other pieces. A split without any
-tokens is refused.
+tokens is rejected.
 
 Neighboring samples thus come from many parts of the corpus. A sample depends only on the seed, the
 text and the sample's index, not on the number of processes. The data-parallel processes and their
@@ -423,7 +423,7 @@ class WrappedDataset:
     """The base class of datasets that change the samples of another dataset.
 
     Attributes:
-        dataset: The other dataset.
+        dataset: The wrapped dataset.
     """
 
     dataset: SampleDataset
@@ -503,7 +503,7 @@ def restore_positions(dataset: SampleDataset | None, saved: Mapping[str, Any] | 
         saved: The result of `positions_state`, from the checkpoint.
 
     Returns:
-        False if the data is text but the positions are missing or belong to other text.
+        False if the data is text but the positions are missing or belong to different text.
     """
     members = text_members(dataset, 0)
     if not members or saved is None or saved["plan"] != _plan_digest(members):

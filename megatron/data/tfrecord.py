@@ -300,7 +300,7 @@ class TFRecordOptions(NamedTuple):
 
     Attributes:
         seq_length: The sequence length in tokens.
-        vocab_size: The size of the vocabulary. Token ids at or above it are refused.
+        vocab_size: The size of the vocabulary. Token ids at or above it are rejected.
         seed: The seed of the shuffles.
     """
 

@@ -264,7 +264,7 @@ def _open_peft(
 
 
 def _check_targets(reader: Reader, targets: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a checkpoint with adapters on anything but linear layers."""
+    """Reject a checkpoint with adapters on anything but linear layers."""
     known = tuple(f"model.{layer}.adapter." for layer in targets)
     for name in reader.names():
         if name.startswith("model.") and is_adapter_parameter(name) and not name.startswith(known):
@@ -275,7 +275,7 @@ def _check_targets(reader: Reader, targets: Mapping[str, Sequence[str]]) -> None
 
 
 def _compare(reader: Reader, base: Reader) -> None:
-    """Refuse an adapter if the frozen weights of its run differ from the base model's.
+    """Reject an adapter if the frozen weights of its run differ from the base model's.
 
     Only norms, biases and a few rows of the embedding are compared.
     """

@@ -371,7 +371,7 @@ def _needs_model(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _no_training(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Refuse settings that only training supports."""
+    """Yield an error for each setting that only training supports."""
     parallel, fp8 = config.parallel, config.precision.fp8_format
     context = parallel.context_parallel_size
     layers = parallel.num_layers_per_virtual_pipeline_stage
@@ -390,7 +390,7 @@ def _no_training(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def _single_replica(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Check that the launched ranks hold a single copy of the model."""
+    """Yield an error unless the launched ranks hold a single copy of the model."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if tensor * pipeline != world_size:
@@ -434,7 +434,7 @@ _READ_FIELDS: dict[str, tuple[str, ...]] = {
         "load_averaged_weights",
     ),
 }
-# Fields that every program running a saved model either uses or refuses by name.
+# Fields that every program running a saved model either uses or rejects by name.
 SAVED_MODEL_READS = frozenset(
     f"{section}.{name}" for section in _READ_FIELDS for name in _READ_FIELDS[section]
 )

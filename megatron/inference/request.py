@@ -219,9 +219,10 @@ class Finished:
 
     Attributes:
         request: Id of the request.
-        reason: Cause of the end. "stop" is a stop token or sequence, "length" is `max_new_tokens`,
-            "cancelled" is a client's cancellation, "refused" means that the engine cannot answer
-            the request and has not started, and "error" means that the answer failed.
+        reason: Why the request ended. "stop" is a stop token or sequence, "length" is
+            `max_new_tokens`, "cancelled" is a client's cancellation, "refused" means that the
+            engine cannot answer the request and has not started, and "error" means that the answer
+            failed.
         message: Explanation of the problem if the reason is "refused" or "error".
         new_tokens: Length of the answer in tokens. For a beam search, the length of the best
             answer.

@@ -162,7 +162,7 @@ def _generate(program: str, parsed: ParsedRun, launch: Launch) -> int:
 
 
 def _output_of(samples: SamplesConfig, launch: Launch) -> tuple[str, str | None]:
-    """Return the flag that names the output file, and its path; `None` prints the texts.
+    """Return the flag that names the output file, and its path, or `None` to print the texts.
 
     Rank 0 checks that the file can be written, before the model is loaded.
 
@@ -375,7 +375,7 @@ class SampleFile:
     """
 
     def __init__(self, path: Path, flag: str = "--sample-output-file") -> None:
-        """Open the file, and remove a last line that was not completely written.
+        """Open the file, and remove an incomplete last line.
 
         Args:
             path: Path of the file.
@@ -409,7 +409,7 @@ class SampleFile:
         """Return the prompts for which the file has no texts yet.
 
         Raises:
-            StorageError: The file's texts belong to other prompts.
+            StorageError: The file's texts belong to different prompts.
         """
         for number, (written, prompt) in enumerate(zip(self._prompts, prompts, strict=False), 1):
             if written != prompt:
@@ -452,7 +452,7 @@ class SampleFile:
         """Save the settings next to a new file, or compare them with those of a continued file.
 
         Raises:
-            StorageError: The samples were drawn with other settings.
+            StorageError: The samples were drawn with different settings.
         """
         save_or_check_settings(self.path, settings, self.done, "samples were drawn")
 

@@ -231,5 +231,5 @@ def _fill_in_logprobs(
 
 
 def _send(array: np.ndarray, like: Tensor) -> Tensor:
-    """Copy to the device of `like`, without waiting for a GPU still busy with an earlier step."""
+    """Copy an array to the device of `like`, without waiting for the GPU's earlier work."""
     return Device(like.device).send(np.ascontiguousarray(array))

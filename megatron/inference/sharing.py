@@ -31,7 +31,7 @@ class GeneratedText:
         text: The text generated after the prompt.
         length: Number of tokens in the text.
         finished: Whether the model ended the text with its end-of-document token.
-        error: The reason why there is no text, or "" if there is one.
+        error: The reason there is no text, or "" if there is one.
         passages: Fields of each `NeighborPassage` that Retro has read; `None` for other models.
     """
 

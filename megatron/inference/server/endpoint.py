@@ -21,7 +21,7 @@ from megatron.inference.server.settings import FrontSettings, ServerLimits
 # A body of up to this many times the limit is still read to the end, because a client that reads
 # only after sending everything would miss an earlier answer.
 _DRAIN_FACTOR = 16
-# Bodies up to this size are read immediately. Reading, parsing and refusing a larger one would
+# Bodies up to this size are read immediately. Reading, parsing and rejecting a larger one would
 # delay the answers to all other clients.
 _SMALL_BODY = 1 << 16  # bytes
 _BURST = 1.0  # seconds' worth of large bodies that a client may send without waiting
@@ -173,7 +173,7 @@ class Endpoint:
         """Answer one request.
 
         Raises:
-            ApiError: The request is refused. The application's exception handler answers it.
+            ApiError: The request is rejected. The application's exception handler answers it.
         """
         request = Request(scope, receive)
         client_address.set(request.client.host if request.client else "")
@@ -246,7 +246,7 @@ async def read_object(
 
     Raises:
         ApiError: The status is 400 if there is no JSON object, 408 if it arrived too slowly, 413 if
-            it is too large, and 415 if it has another content type.
+            it is too large, and 415 if its content type is not JSON.
         ClientDisconnect: The client has disconnected.
     """
     # Another site's web page can make a browser post plain text here, but not JSON.

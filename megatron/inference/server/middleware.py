@@ -43,7 +43,7 @@ class Guard:
     token: str | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it.
+        """Pass a request on, or reject it.
 
         Raises:
             NotImplementedError: The scope is not an HTTP request.
@@ -56,7 +56,8 @@ class Guard:
     def _select_app(self, headers: Headers) -> ASGIApp:
         """Return the application that answers a request with these headers."""
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy that trusts the other header would find different requests in the same bytes.
+            # A proxy that trusts the other header would find different requests in the same bytes
+            # (request smuggling).
             message = "Content-Length and Transfer-Encoding exclude each other: send one of them"
             response = error_response(ApiError(400, message))
             response.headers["Connection"] = "close"

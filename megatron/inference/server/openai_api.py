@@ -186,7 +186,7 @@ class OpenAiApi:
         max_id = self.service.settings.engine.vocab_size - 1
         prompts = []
         for ids in inputs:
-            # A longer prompt will be refused because of its length.
+            # A longer prompt will be rejected because of its length.
             checked = ids[: self.service.max_length]
             invalid = next((token for token in checked if not 0 <= token <= max_id), None)
             if invalid is not None:
@@ -199,7 +199,7 @@ class OpenAiApi:
         """Return the token ids of a conversation.
 
         Raises:
-            ApiError: The model has no template, or the template refuses the messages (400).
+            ApiError: The model has no template, or the template rejects the messages (400).
         """
         texts = self.service.texts
         text = await texts.render([message.for_template() for message in messages])

@@ -54,7 +54,7 @@ class TextRequest:
 
 
 class EngineClient:
-    """The web server's end of the socket to rank 0, which sends requests and receives events."""
+    """The web server's end of the socket to rank 0. It sends requests and receives events."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_sequences: int
@@ -274,7 +274,7 @@ class TextAnswer:
 
     @property
     def reason(self) -> Literal["stop", "length"]:
-        """The reason why the answer ended."""
+        """The reason the answer ended."""
         ended_by_length = self.finished is not None and self.finished.reason == "length"
         return "length" if ended_by_length and not self._stopped else "stop"
 
@@ -310,7 +310,7 @@ class TextAnswer:
         return TextPiece(text, tuple(tokens), tuple(self.passages[num_passages:]))
 
     def _process_event(self, event: Event) -> str:
-        """Return the text that an event allows to be shown."""
+        """Process an event, and return the text that can be shown after it."""
         if isinstance(event, Prompt):
             self.prompt = event
             return ""

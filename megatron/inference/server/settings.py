@@ -26,8 +26,8 @@ class ServerLimits:
         connections: Maximum number of open connections. Further ones are closed immediately.
         text_seconds: Maximum time to tokenize a request's texts, or to render its conversation.
         text_memory: Memory for this work, in bytes, in addition to the tokenizer's own.
-        long_texts: Maximum number of requests with long texts that are being tokenized or wait for
-            it. Further requests get status 429.
+        long_texts: Maximum number of requests with long texts that are being tokenized or waiting
+            to be. Further requests get status 429.
         long_texts_per_client: Maximum number of such requests from one address.
     """
 

@@ -2,9 +2,9 @@
 
 The time and memory that a text takes depend on the text, and on the template and tokenizer that
 came with the model. Both hold the interpreter's lock while they run, so running them in a thread
-would stop the whole web server. This process reads a `Setup` and then jobs from stdin, and writes a
-`Result` for each job to stdout. The kernel ends it when a job takes too long, even if the web
-server has died.
+would stop the whole web server. Each process reads a `Setup` and then jobs from stdin, and writes a
+`Result` for each job to stdout. The kernel ends a process when a job takes too long, even if the
+web server has died.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Setup:
         limits: Limits on the time and memory of a job.
         niceness: Amount by which to lower the priority of the process, from 0 to 19.
         max_bytes: Largest size of a text that can fit in the model's context, in bytes. A longer
-            text from a template is truncated, since it is refused anyway.
+            text from a template is truncated, since it is rejected anyway.
         tokenizer: Files of the tokenizer, or `None` in a process that renders a template.
         template: Text of the chat template.
         special: Texts of special tokens, for the template.
@@ -362,7 +362,7 @@ class Texts:
                 message that states the limits.
 
         Raises:
-            ApiError: A text cannot fit (422), the tokenizer refuses one (400), or too many long
+            ApiError: A text cannot fit (422), the tokenizer rejects one (400), or too many long
                 texts are being processed (429).
         """
         if max(len(text.encode()) for text in texts) > self._max_bytes:
@@ -381,7 +381,7 @@ class Texts:
             messages: Messages, each with a role, content and optionally a name.
 
         Raises:
-            ApiError: The model has no template, or the template refuses the messages (400), or too
+            ApiError: The model has no template, or the template rejects the messages (400), or too
                 many long conversations are being processed (429).
         """
         if self._template is None:
