@@ -4,10 +4,10 @@ A state is a dict of `Entry` by native name, such as "model.layers.0.attention.q
 "optimizer.layers.0.attention.qkv.weight.exp_avg". Each entry records which part of the whole tensor
 it contains, so a checkpoint can be loaded by a run that splits the model differently.
 
-The native format, safetensors and JSON:
+The native format (safetensors and JSON):
     entries        tensors, dtypes, boxes of indices
     shard          one safetensors file, hashed while it is written
-    mapped         such a file, mapped into memory through the descriptor that was checked
+    mapped         a shard, mapped into memory through the descriptor that was checked
     manifest       manifest.json: every file and tensor of a checkpoint with digests
     plan           which process writes which part of which tensor
     exchange       JSON messages between processes

@@ -3,9 +3,9 @@
 Training waits only for the copies of tensors that its next passes may change. The other tensors are
 copied during these passes, and the next update waits for them. A thread then writes, hashes,
 flushes and publishes the copies following the protocol of `store`. It communicates with the threads
-of the other processes over a separate process group. File operations and hashing release the
-interpreter lock. If the process is killed, the thread ends too, and leaves the same files behind as
-any other interrupted save.
+of the other processes over a separate process group. File operations and hashing release the GIL.
+If the process is killed, the thread ends too, and leaves the same files behind as any other
+interrupted save.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HostBuffer:
         ends = (placement.start + placement.size for placement in placements.values())
         self._buffer = device.host_buffer(max(ends, default=0))
         self.size = self._buffer.numel()
-        self._copies = {  # made once: a model may have thousands, and training waits meanwhile
+        self._copies = {  # built once: training would wait for thousands of views at every save
             name: self._buffer[placement.start : placement.start + placement.size]
             .view(DTYPES[placement.dtype])
             .view(placement.shape)
@@ -195,7 +195,7 @@ class BackgroundSaver:
             MemoryError: The entries have changed, and a rank lacks host memory for their copies.
         """
         assert self._thread is None, "one save at a time"
-        has_changed = describe(entries) != self._description  # averages begin during the run
+        has_changed = describe(entries) != self._description  # weight averaging may begin later
         if any(JsonExchange(self._planning_layout.world).gather(has_changed)):
             self._plan_for(entries)
         assert self._copy is not None
@@ -239,7 +239,7 @@ class BackgroundSaver:
             thread = threading.get_native_id()
             niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
-        self._device.activate()  # otherwise, this thread would open a context on the first GPU
+        self._device.activate()  # otherwise, this thread would create a context on GPU 0
         exchange, started = JsonExchange(snapshot.layout.world), time.perf_counter()
         iteration = snapshot.iteration
         outcome: SavedCheckpoint | Exception

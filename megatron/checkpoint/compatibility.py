@@ -139,7 +139,7 @@ def check_states(config: RunConfig, reader: Reader) -> None:
         for name in (path.partition(".")[2],)
         if saved.get(name) not in (None, current[path])
     ]
-    # Without momentum, SGD has no states, which a run with momentum would miss.
+    # SGD without momentum saves no states, but a run with momentum needs them.
     momentum = "optimizer.sgd_momentum"
     if (
         current["optimizer.optimizer"] == "sgd"

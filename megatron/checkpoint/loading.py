@@ -52,7 +52,7 @@ def open_checkpoint(
     def candidates() -> list[find.CheckpointFolder]:
         if step is not None:
             return [find.checkpoint_of(root, step)]
-        # A link may lead out of a folder of checkpoints only if the user named the link itself.
+        # A link may point outside a folder of checkpoints only if the user named the link itself.
         itself = find.checkpoint_at(root.resolve() if root.is_symlink() else root)
         return find.list_checkpoints(root) if itself is None else [itself]
 

@@ -198,7 +198,7 @@ def parse(data: bytes) -> Manifest:
         raise ManifestError(f"damaged: not JSON: {error}") from None
     if not is_signed:
         raise ManifestError("damaged: its digest does not match its content")
-    # The digest rules out only accidents, so types are checked as well.
+    # The digest detects only accidental changes, so types are checked as well.
     text = _text({key: body.get(key) for key in Manifest._fields})
     manifest: Manifest = validate(Manifest, text)
     manifest.check()

@@ -24,7 +24,7 @@ class MappedFile:
     """A safetensors file of a checkpoint, mapped into memory.
 
     The mapping is made through the descriptor that was checked, so tensors come from that file even
-    if its path later leads to a different one. No descriptor stays open, because a checkpoint may
+    if its path later refers to a different one. No descriptor stays open, because a checkpoint may
     have more files than a process may hold open; `open` refuses any file but the mapped one.
 
     Attributes:
@@ -62,7 +62,7 @@ class MappedFile:
         process instead.
 
         Raises:
-            CheckpointError: The path now leads to a different file.
+            CheckpointError: The path now refers to a different file.
             OSError: The file cannot be opened.
         """
         file = open_plain(self.path)
@@ -76,7 +76,7 @@ class MappedFile:
         """Return the SHA-256 of the `size` bytes at offset `start`, or of fewer at the file's end.
 
         Raises:
-            CheckpointError: The path now leads to a different file.
+            CheckpointError: The path now refers to a different file.
             OSError: The bytes cannot be read.
         """
         digest, memory = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))

@@ -28,8 +28,7 @@ from megatron.device import StagingBuffers
 from megatron.durable import create
 from megatron.environment import usable_cores
 
-# Hashing, reading and writing release the interpreter lock. More threads would only contend for
-# the disk.
+# Hashing, reading and writing release the GIL. More threads would only contend for the disk.
 THREADS = min(8, max(4, usable_cores() // 2))
 PIECE = 4 << 20  # bytes read, written and hashed at a time
 

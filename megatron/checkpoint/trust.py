@@ -1,12 +1,12 @@
 """Checks that checkpoint files are safe to read: regular files that no other user can change.
 
 Files of all formats are opened here. A FIFO or a device would make the reader wait forever. A link
-may lead to files that a copy of the folder lacks. A file that another user owns or can write to may
-contain whatever that user wants.
+may point to files that a copy of the folder lacks. A file that another user owns or can write to
+may contain whatever that user wants.
 
-A path may lead to a different file from one moment to the next, so every file is checked
-through its descriptor (`open_trusted`). In addition, `check_folder` checks all paths in a folder,
-to refuse it as a whole before any file in it is opened.
+A path may refer to a different file from one moment to the next, so every file is checked through
+its descriptor (`open_trusted`). In addition, `check_folder` checks all paths in a folder, to refuse
+it as a whole before any file in it is opened.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def check_folder(folder: Path, *, allow_foreign: bool = False) -> None:
 
     Args:
         folder: The folder.
-        allow_foreign: Accept any owner and mode, and a link out of the folder that contains it.
+        allow_foreign: Accept any owner and mode, and a link to a path outside the parent folder.
 
     Raises:
-        CheckpointError: The folder is a link out of the folder that contains it; or a path in it is
-            neither a regular file nor a folder, belongs to another user, or is world-writable.
+        CheckpointError: The folder is a link to a path outside its parent folder; or a path in it
+            is neither a regular file nor a folder, belongs to another user, or is world-writable.
     """
     try:
         if folder.is_symlink() and not allow_foreign:

@@ -141,7 +141,10 @@ class KTORecipe(PreferenceRecipe):
         return means_over_pairs(values, is_answer)
 
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Return the values to log: those of a kind of answer averaged over it, and the margin."""
+        """Return the values to log, including the margin.
+
+        Values that exist for only one kind of answer are averaged over the answers of that kind.
+        """
         shares = {True: losses[_SHARE], False: 1 - losses[_SHARE]}
         values = dict(losses)
         for name, kind in _KIND_OF_METRIC.items():

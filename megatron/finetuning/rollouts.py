@@ -336,7 +336,10 @@ class Rollouts(Extras):
                 yield collate([rows[i] for i in batch])
 
     def _answer(self, run: Run, records: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Group]:
-        """Return the answers to numbered prompts. Collective over the ranks of one model copy."""
+        """Return the answers to prompts, given the index and the line of each sample.
+
+        Collective over the ranks of one model replica.
+        """
         sampling, group_size, row_length = (
             self._sampling,
             self._group_size,

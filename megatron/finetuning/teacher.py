@@ -62,7 +62,7 @@ from megatron.training.passes import message_shape
 from megatron.training.recipe import Batch
 from megatron.training.run import Progress
 
-_REPORT_SECONDS = 60.0  # seconds between lines about the progress of writing
+_REPORT_SECONDS = 60.0  # seconds between progress lines
 
 
 def open_teacher(

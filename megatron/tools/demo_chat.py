@@ -32,7 +32,7 @@ from megatron.tools.demo import (
 from megatron.tools.demo_kinds import KINDS
 from megatron.tools.text_generation_cli import Server, serving
 
-ITERATIONS = 300  # of pretraining; finetuning has the same number
+ITERATIONS = 300  # of pretraining, and again of finetuning
 QUESTIONS, _MIN_FORMED = 100, 90
 _SEED = 1234
 _CONVERSATIONS = 4000

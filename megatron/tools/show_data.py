@@ -142,7 +142,7 @@ class Corpus(NamedTuple):
 
 
 def _check_output(options: argparse.Namespace) -> None:
-    """Check which samples are shown, and that no file is in the way of the page."""
+    """Check the range of samples, and that the page does not replace a file without --overwrite."""
     if options.first < 0 or options.count < 1:
         raise ConfigError(
             f"--first {options.first} --count {options.count}: give a --first of at least 0 and a "

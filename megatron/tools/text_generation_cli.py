@@ -136,7 +136,7 @@ class Server:
                 models = json.loads(response.read())["data"]
                 return any(model.get("chat") is True for model in models)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                return False  # the server of another program
+                return False  # not one of our servers
 
     @contextlib.contextmanager
     def _response(

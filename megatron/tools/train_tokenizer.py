@@ -225,7 +225,7 @@ def _texts(paths: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
     """Yield the texts of the input, with long words cut.
 
     Raises:
-        DataError: A line is bad, or there is no text.
+        DataError: A line is invalid, or there is no text.
     """
     from megatron.data.text_input import parse_block, read_blocks
 

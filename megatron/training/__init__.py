@@ -13,7 +13,7 @@ The modules, in the order in which a run uses them:
     rerun                    computes suspicious updates again
     passes                   passes of micro-batches through the model, ordered by a schedule
     forward                  runs a micro-batch through a part of the model
-    recorded_passes          does so with CUDA graphs
+    recorded_passes          does the same with CUDA graphs
     expert_load              the number of tokens that each expert received
     timers                   clocks for updates, pipeline operations and saves
     evaluation               the loss on held-out samples

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class BatchStep(NamedTuple):
-    """A global batch size, and the number of samples after which updates have it."""
+    """A global batch size, and the number of samples after which updates use it."""
 
     samples: int
     batch: int
@@ -33,7 +33,7 @@ def ramp_up(start: int, increment: int, samples: int, full: int) -> tuple[BatchS
 
     Args:
         start: The size of the first batch.
-        increment: What each step adds.
+        increment: The number of samples that each step adds to the size.
         samples: The number of samples over which the batch grows.
         full: The size of the batch after that.
     """
@@ -57,7 +57,7 @@ class BatchPlan:
         micro_batch: The number of samples in one forward pass of one process.
         global_batch: The largest number of samples in one update over all processes.
         steps: The sizes of the batch in the course of the run, each with the number of samples
-            after which updates have it, the first 0. Empty for a constant batch.
+            after which updates use it (0 for the first). Empty for a constant batch.
         data_parallel: The number of processes that take different samples. Every batch divides
             evenly into one or more micro-batches per process.
         seq_length: The number of tokens in a sample.
@@ -185,7 +185,7 @@ class BatchPlan:
     def _step_at(self, consumed: int) -> tuple[int, int | None]:
         """Return the size of the batch after `consumed` samples, and for how many updates it lasts.
 
-        The second is `None` if the size does not change any more.
+        The second value is `None` if the size no longer changes.
         """
         if not self.steps:
             return self.global_batch, None
@@ -199,8 +199,8 @@ class BatchPlan:
 def samples_needed(config: RunConfig, train_iterations: int, start: Progress) -> SampleCounts:
     """Return the numbers of training, validation and test samples of the run, as Megatron does.
 
-    The training samples include those of earlier updates, whose batches may have been larger. The
-    data decides the number of validation samples with --full-validation.
+    The training samples include those of earlier updates, whose batches may have been larger. With
+    --full-validation, the number of validation samples depends on the data.
 
     Args:
         config: The run's configuration.
@@ -246,7 +246,7 @@ def batches_from(
         dataset: The samples.
         consumed: The number of samples that all ranks together have consumed.
         micro_batch: The number of samples in a micro-batch; `None` means --micro-batch-size.
-        order: The sample order, a value of --dataloader-type; `None` means the flag's.
+        order: The sample order, a value of --dataloader-type; `None` means the value of the flag.
 
     Raises:
         DataError: The dataset has no further micro-batch.

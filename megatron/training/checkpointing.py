@@ -137,7 +137,7 @@ def shard_state(
         named_parameters: The parameters.
         gradients: The gradient buffers, which hold the shards.
         in_compute_dtype: Whether to return the shards in the dtype of the forward pass, as in
-            checkpoints (copies if this dtype has 16 bits), instead of the fp32 or packed shards
+            checkpoints (copies if this dtype is 16-bit), instead of the fp32 or packed shards
             themselves.
     """
     return {

@@ -1,6 +1,6 @@
-"""The interface with which training runs micro-batches through the model, and its plain form.
+"""The interface through which training runs the model, and its default implementation.
 
-The other forms are `recorded_passes.RecordedPasses` (CUDA graphs) and
+The other implementations are `recorded_passes.RecordedPasses` (CUDA graphs) and
 `megatron.parallel.replicas.TorchDataParallel` (PyTorch's DistributedDataParallel).
 """
 

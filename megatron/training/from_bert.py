@@ -63,7 +63,7 @@ class StartFromBert(Extras):
         parts = ["projection"]
         if "model.embedding.token_type.weight" not in reader.tensors:  # without the binary head
             parts.append("embedding.token_type")
-        # As in Megatron, both towers start from the initial projection of the queries' tower.
+        # As in Megatron, both towers start from the initial projection of the query tower.
         parameters = dict(run.named_parameters())
         with torch.no_grad():
             for name, parameter in parameters.items():

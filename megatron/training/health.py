@@ -114,7 +114,7 @@ def _speed(work: Callable[[], object], amount: float, device: Device) -> float:
     device.synchronize()
     fastest, deadline, ready = float("inf"), time.perf_counter() + _SECONDS, ReadyClock()
     while True:
-        # Read the waits within the timed span: one between two readings must not be subtracted.
+        # Read the waits inside the timed span, so that only waits that were timed are subtracted.
         start, waited = time.perf_counter(), ready.seconds()
         work()
         device.synchronize()

@@ -279,7 +279,10 @@ def _check_space(run: Run) -> None:
 
 
 def _warn_of_newer(run: Run) -> None:
-    """Warn if --save holds checkpoints newer than this run's start, as when --load is missing."""
+    """Warn if --save holds checkpoints of iterations after the one at which this run starts.
+
+    This happens, for example, if --load was forgotten.
+    """
     root, start = run.config.checkpoint.save, run.progress.iteration
     if root is None or run.layout.world.rank:
         return

@@ -2,7 +2,7 @@
 
 An update is suspicious if its loss or gradients are not finite, or if it is a spike (`--on-spike`).
 Such an update is not applied, so its passes can run again with the same samples, weights and
-dropout. If the results differ, a machine made a transient error. If they are the same, the cause is
+dropout. If the results differ, a machine had a transient fault. If they are the same, the cause is
 the data, or a machine that makes the same error every time.
 
 Each rank also records a fingerprint of the output of each pass, and of each bucket of its own

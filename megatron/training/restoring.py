@@ -193,8 +193,8 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
     if saved.get("position_embedding_type") == "relative":
         del network["model.max_position_embeddings"]  # relative positions work at any length
     # Also read two flags that are not part of the network's shape but affect its results. The
-    # padding of the vocabulary decides the padding entries' share of the softmax, and an import may
-    # set the exact GeLU, which is not our default.
+    # padding of the vocabulary determines the padding entries' share of the softmax, and an import
+    # may set the exact GeLU, which is not our default.
     multiple = int(saved.get("make_vocab_size_divisible_by", _PADDING))
     if reader.format == "hf":
         multiple = vocabulary_multiple(int(reader.meta["padded_vocab_size"]))

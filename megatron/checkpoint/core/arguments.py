@@ -51,8 +51,8 @@ _NEUTRAL_WITH_LATENT: dict[str, tuple[Json, ...]] = {
     "rotary_seq_len_interpolation_factor": (None, 1),
     "use_rope_scaling": (False,),
 }
-# Core's gated delta nets have the activation of the MLP, and their last normalization is of the
-# same kind as others.
+# Core's gated delta nets use the MLP's activation, and their output norm is of the same kind as the
+# network's other norms.
 _NEUTRAL_WITH_DELTA: dict[str, tuple[Json, ...]] = {
     "layernorm_zero_centered_gamma": (None, False),
     "apply_layernorm_1p": (None, False),
@@ -69,13 +69,13 @@ _NEUTRAL_WITH_HYBRID: dict[str, tuple[Json, ...]] = {
 }
 # Without latent attention, rotary embeddings are scaled only if their type is yarn.
 _NEUTRAL_WITHOUT_YARN: dict[str, tuple[Json, ...]] = {"rotary_scaling_factor": (1.0,)}
-# These settings do not exist in YaRN. Its embeddings ignore `rotary_percent`.
+# These settings cannot be combined with YaRN, which ignores `rotary_percent`.
 _NEUTRAL_WITH_YARN: dict[str, tuple[Json, ...]] = {
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "use_rope_scaling": (False,),
 }
-# Fields of Core's YaRN with their defaults there, and our flags for them.
+# For each of Core's YaRN fields: our flag for it, and its default in Core.
 _YARN = {
     "rotary_scaling_factor": ("rotary_scaling_factor", 1.0),
     "original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
@@ -86,7 +86,7 @@ _YARN = {
 }
 
 
-# Our flags for mixers other than ordinary attention, and the flags that only they have.
+# For each flag that selects a mixer other than ordinary attention: the flags that only it uses.
 _MIXER_FIELDS = {
     "multi_latent_attention": LATENT_FIELDS,
     "experimental_attention_variant": DELTA_FIELDS,
@@ -105,14 +105,14 @@ def core_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str
         CheckpointError: The network has a feature that our networks lack.
     """
     refuse_unknown(args, _NEUTRAL)
-    if args.get("no_rope_freq") is not None:  # Core applies the L2 norm in all layers
+    if args.get("no_rope_freq") is not None:  # Core also applies the L2 norm without RoPE
         refuse_unknown(args, {"qk_l2_norm": (None, False)})
     mixers = _latent(args) | _delta_net(args) | _hybrid(args)
     config = legacy_config(args, architecture)
     unused = set(YARN_FIELDS)
     for flag, fields in _MIXER_FIELDS.items():
         unused |= set() if flag in mixers else {flag, *fields}
-    if "hybrid_layer_pattern" in mixers:  # which names the mixtures
+    if "hybrid_layer_pattern" in mixers:  # the pattern says which layers are mixtures
         unused.add("moe_layer_freq")
     model = {name: value for name, value in config["model"].items() if name not in unused}
     model |= mixers
@@ -121,7 +121,7 @@ def core_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str
         model.pop("mtp_num_layers", None)
     elif args.get("mtp_loss_scaling_factor") is not None:
         model["mtp_loss_scaling_factor"] = args["mtp_loss_scaling_factor"]
-    if args.get("transformer_impl") is not None:  # a conversion writes the same names
+    if args.get("transformer_impl") is not None:  # converting back writes the same names
         config["checkpoint"] = {"transformer_impl": args["transformer_impl"]}
     if args.get("window_size") is not None:
         model |= _windows(args["window_size"], args.get("window_attn_skip_freq"), args)
@@ -325,7 +325,7 @@ def core_arguments(
     )
     if model.position_embedding_type == "none":  # Core refuses --no-position-embedding with it
         vars(args).update(position_embedding_type="none", add_position_embedding=True)
-    if model.multi_latent_attention:  # Core's unfused core assumes values of this size
+    if model.multi_latent_attention:  # Core's unfused attention needs values of this size
         args.kv_channels = model.v_head_dim
         vars(args).update({name: getattr(model, flag) for name, (flag, _) in _YARN.items()})
     elif model.rope_type == "yarn":

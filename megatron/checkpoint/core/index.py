@@ -46,7 +46,7 @@ _NAMES: dict[tuple[str, str], Factory] = {
         )
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): record_class("_StorageInfo"),
-    # Core also stores what each rank was to write, which is not needed.
+    # Core also stores each rank's write plan, which is not needed.
     **{(_PLANNER, kind): record_class(kind) for kind in ("SavePlan", "WriteItem")},
     (_PLANNER, "TensorWriteData"): record_class("TensorWriteData"),
     (_PLANNER, "WriteItemType"): Factory("kind", lambda arg: Opaque("kind", (arg,))),

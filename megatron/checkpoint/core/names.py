@@ -103,7 +103,7 @@ _PART = re.compile(rf"(.+\.(?:in_proj|conv1d)\.(?:weight|bias))(\.(?:{'|'.join(P
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,5})\.)?(.+)")
 _DEPTH = re.compile(r"mtp\.layers\.(\d{1,5})\.(.+)")
 _STATE = re.compile(r"(?:chained_\d{1,3}\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
-# The distributed optimizer calls masters "param", other optimizers "fp32_param".
+# The distributed optimizer calls master weights "param"; other optimizers call them "fp32_param".
 _KINDS = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
@@ -112,7 +112,7 @@ _KINDS = {
     "fp32_param": "master",
 }
 MASTER = "master"
-# Parameters of Mamba-2 that Core keeps in fp32, without a master, even if the others have 16 bits.
+# Mamba-2 parameters that Core keeps in fp32, without a master, even if all others are 16-bit.
 FP32_WEIGHTS = ("attention.decay", "attention.skip")
 # The inverse mapping. If there are several names, the last one is used, unless `layer_modules` says
 # otherwise.

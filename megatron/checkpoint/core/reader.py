@@ -97,7 +97,7 @@ class CoreReader(Reader):
         self._gated = any(args.get(name) for name in ("swiglu", "geglu", "quick_geglu"))
         self._tied = not args.get("untie_embeddings_and_output_weights")
         self._layers = args.get("num_layers")
-        # Not a setting of ours: only the order of rows depends on it.
+        # We have no such setting; only the order of rows depends on it.
         interleaved = {"rotary_interleaved": args.get("rotary_interleaved")}
         self._model = config["model"] | interleaved
         try:
@@ -155,7 +155,9 @@ class CoreReader(Reader):
     def _split_fp32_weights(
         self, stored: Mapping[str, TensorMeta], args: Json
     ) -> dict[str, TensorMeta]:
-        """Read weights that Core keeps in fp32 as masters, and rounded, as others of a network.
+        """Present each weight that Core keeps in fp32 as a rounded weight and its fp32 master.
+
+        The rounded weight has the dtype of the network's other weights.
 
         Args:
             stored: The tensors, as they are stored.

@@ -23,7 +23,7 @@ from megatron.config.fields import MAX_WIDTH
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
-# Parameters whose rows are in the order of one kind of attention: whether that is latent attention.
+# Parameters that exist in only one kind of attention: latent (True) or ordinary (False).
 _OF_ONE_KIND = {
     "attention.qkv.weight": False,
     "attention.query_up.weight": True,
@@ -45,8 +45,8 @@ class RowOrder:
     """The location of the rows of one of our tensors in Megatron Core's tensors.
 
     Attributes:
-        positions: The index of the row among the rows of all of Core's tensors for each of our
-            rows, int64 [rows]. It is a permutation.
+        positions: For each of our rows, its index among the rows of all of Core's tensors, int64
+            [rows]. It is a permutation.
         parts: The ending of each tensor's name, such as ".query", and the number of its rows. A
             single tensor with all rows has the ending "".
         has_axis: Whether Core's tensors have a dimension of size 1 after that of the rows, as the
@@ -140,7 +140,7 @@ def _rotated(
 
 
 def _halves(channels: Tensor) -> Tensor:
-    """Return channels that rotate in neighboring pairs, [..., r], as two halves that rotate."""
+    """Reorder channels [..., r] from adjacent pairs that rotate together to two halves."""
     return channels.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
@@ -155,7 +155,7 @@ def _interleaved(model: Mapping[str, Any], inside: str, parameter: str, rows: in
     if type(percent) not in (int, float) or not 0 < percent <= 1:
         raise CheckpointError(f"rotary_percent is {percent!r:.80}: it must be above 0, at most 1")
     rotated = int(size * percent)
-    parts = queries + 2 if queries else 1  # of a group: query heads, a key head and a value head
+    parts = queries + 2 if queries else 1  # per group: query heads, a key and a value head
     if rotated % 2 or rows != groups * parts * size:
         raise CheckpointError(
             f"{parameter} has {rows:,} rows, which do not match num_attention_heads, "
@@ -197,7 +197,7 @@ def _recurrent_parts(model: Mapping[str, Any], parameter: str) -> tuple[int, dic
 def _grouped(
     parameter: str, rows: int, groups: int, parts: Mapping[str, int], *, has_axis: bool
 ) -> RowOrder:
-    """Return the order of rows that we order by group, and Core by part."""
+    """Return the order of rows that we order by group and Core orders by part."""
     _check_rows(parameter, rows, sum(parts.values()))
     by_part = torch.arange(rows).split(list(parts.values()))
     ordered = torch.cat([part.view(groups, -1) for part in by_part], dim=1).flatten()
@@ -217,7 +217,7 @@ def size_of(model: Mapping[str, Any], name: str) -> int:
         name: The name of the flag.
 
     Raises:
-        CheckpointError: It is not a number, or is too small or too large.
+        CheckpointError: The size is not a number, or is too small or too large.
     """
     size = model.get(name, getattr(ModelConfig, name, None))
     if type(size) is not int or not 1 <= size <= MAX_WIDTH:

@@ -14,7 +14,8 @@ from megatron.checkpoint.legacy.writer import device_state, group_settings, rand
 from megatron.config.run import ModelRun
 
 _EXPERT_SEED = 1024  # as in Megatron Core
-# Modules with an extra state: in every implementation, and additional ones in Transformer Engine's.
+# Modules with an extra state: first those of every implementation, then those that have one only in
+# Transformer Engine.
 _LINEAR = re.compile(
     r"(.+\.(?:linear_(?:qkv|q_proj|(?:q|kv)_(?:down|up)_proj|proj|fc1|fc2)|in_proj|out_proj|eh_proj))"
     r"\.weight"
@@ -53,7 +54,7 @@ def core_random_states(
         stage: The pipeline stage.
         tensor_rank: The tensor-parallel rank.
         expert: The expert-parallel rank.
-        width: The rank among those that split an expert.
+        width: The expert-tensor-parallel rank, among the ranks that split an expert.
     """
     states = random_states(seed, iteration, stage, tensor_rank)
     states["rng_tracker_states"] |= {

@@ -66,7 +66,7 @@ class CoreTorchWriter(LegacyWriter):
         for name in list(tree):
             for module in extra_states(name, is_engine=self._is_engine):
                 tree[f"{module}._extra_state"] = None
-        if any(name.endswith(".final_layernorm.weight") for name in tree):  # the last part
+        if any(name.endswith(".final_layernorm.weight") for name in tree):  # the last stage
             tree["output_layer._extra_state"] = None
         return tree
 

@@ -182,7 +182,7 @@ class CoreFiles:
         self._shards_states = config.parallel.use_distributed_optimizer
         scheme = self._naming_scheme()
         names = [name for name in plan.parts if name.startswith((WEIGHTS, STATES))]
-        # The distributed optimizer stores an fp32 weight twice: also as its own master.
+        # The distributed optimizer stores an fp32 weight twice: as a weight and as its own master.
         self.locations = {name: [scheme.locate(name, plan.shapes[name])] for name in names}
         if model.hybrid_layer_pattern is not None:
             self._store_fp32_weights()
@@ -339,7 +339,7 @@ class CoreFiles:
     def objects(self) -> dict[str, Any]:
         """The objects other than tensors that Megatron Core expects, by Megatron Core's names."""
         objects: dict[str, Any] = {}
-        if self.config.model.hybrid_layer_pattern is not None:  # Core's GPTs drop this one
+        if self.config.model.hybrid_layer_pattern is not None:  # Core's GPTs drop it
             objects[_shard_name("output_layer._extra_state", [(0, 1)])] = None
         for native, locations in self.locations.items():
             if not native.startswith(WEIGHTS) or not locations:

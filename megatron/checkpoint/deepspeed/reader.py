@@ -136,7 +136,7 @@ class DeepSpeedReader(Reader):
         """Check the tensors' shapes against the command line (`args`).
 
         Raises:
-            CheckpointError: They contradict each other.
+            CheckpointError: The shapes contradict the command line.
         """
         heads = self._args.get("num_attention_heads")
         groups = self._args.get("num_query_groups", heads)

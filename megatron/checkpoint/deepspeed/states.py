@@ -62,7 +62,7 @@ class States:
 
     Attributes:
         values: The states, by kind and DeepSpeed's name for the parameter.
-        steps: All step counts: the file of each, and its value, a number or scalar tensor.
+        steps: All step counts, each as its file and its value (a number or scalar tensor).
     """
 
     values: dict[tuple[str, str], Value] = field(default_factory=dict)
@@ -195,7 +195,7 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
 
     Args:
         files: A model-parallel rank's files, in the order of data-parallel ranks.
-        shapes: The shapes of its parameters by name, in the order of `param_shapes`.
+        shapes: The shapes of the rank's parameters by name, in the order of `param_shapes`.
 
     Raises:
         CheckpointError: Slices are missing or contradict each other.

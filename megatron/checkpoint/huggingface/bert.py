@@ -4,8 +4,8 @@ BERT normalizes after each residual sum. Our BERT, with --apply-residual-connect
 normalizes before attention and before the MLP, and adds their outputs to the normalized values. The
 computation is the same, but the boundaries between layers differ: the normalization after the
 embeddings is the first normalization of our layer 0, and the last normalization of Hugging Face's
-layer i is the first of our layer i + 1. Training differs in one point: Hugging Face applies dropout
-to the embeddings after normalizing them, whereas we apply it before.
+layer i is the first of our layer i + 1. Training differs in one respect: Hugging Face applies
+dropout to the embeddings after normalizing them, whereas we apply it before.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _FALCON_KEYS = (
     rules.Key("hidden_dropout", "hidden_dropout", "fraction", 0.0),
     rules.Key("bias", "add_bias_linear", "boolean", False),
 )
-# Keys in published files that only BLOOM's training program reads, and `transformers` ignores.
+# Keys in published files that only BLOOM's training code reads, and `transformers` ignores.
 _TRAINING_KEYS = (
     "attention_softmax_in_fp32",
     "bias_dropout_fusion",

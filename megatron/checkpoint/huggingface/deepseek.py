@@ -38,7 +38,7 @@ _MIXTURE = {
     "mlp.shared.down": ("mlp.shared_experts.down_proj",),
 }
 _BIAS = {"mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",)}
-# Keys of the authors' own files that describe their program or training.
+# Keys in the authors' files that describe their code or training.
 _TRAINING_KEYS = ("auto_map", "aux_loss_alpha", "ep_size", "seq_aux")
 _DEPTHS = "num_nextn_predict_layers"
 # The modules around the transformer layer of a multi-token prediction layer.

@@ -177,7 +177,7 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
         case "glu_linear_offset" | "activation_func_clamp_value" if not model.is_gated:
             value = None
         case "openai_gelu":
-            # Include the flag itself if a head for masked tokens has its own activation function.
+            # Include the flag itself if it also chooses the activation function of the head.
             value = model.activation, family.head_activates and model.openai_gelu
         case "num_experts":  # a layer with one expert is dense, which the pattern also expresses
             value = model.expert_counts
@@ -191,9 +191,10 @@ def _meaning(family: Family, model: ModelConfig, name: str) -> Any:
 
 
 def _window_rotation(model: ModelConfig) -> float | RotaryPlan | None:
-    """Return how layers with windows rotate without --window-rotary-base: like the others.
+    """Return how layers with windows rotate if --window-rotary-base is not given.
 
-    The base alone says the same only if it is neither interpolated nor scaled.
+    They rotate like the other layers. The result is the base alone if frequencies are neither
+    interpolated nor scaled, otherwise the whole rotary plan; `None` without rotary embeddings.
     """
     plan = next(iter(rotaries(model_plan(model, 1).layers)), None)
     if plan and plan == RotaryPlan(plan.positions, plan.channels, plan.base):

@@ -1,4 +1,4 @@
-"""Access to the files in an untrusted folder: which are read, and where links may lead."""
+"""Access to the files in an untrusted folder: which are read, and where links may point."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files are about 10 MB
 
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
-_SENTINELS = 100  # number of a T5's sentinel tokens if the folder does not say
+_SENTINELS = 100  # number of T5's sentinel tokens if the folder does not specify it
 # Tokenizer files that are used only for this kind of network (`ModelConfig.architecture`).
 _SPECIAL = {"bert": WORDPIECES, "t5": SPIECE}
 
@@ -45,10 +45,10 @@ _SPECIAL = {"bert": WORDPIECES, "t5": SPIECE}
 def inside(folder: Path, name: str) -> Path:
     """Return the path of a file in a folder, with all links resolved.
 
-    Links may lead from `snapshots/REVISION` to `blobs` of the same model, as in the hub's cache.
+    Links may point from `snapshots/REVISION` to `blobs` of the same model, as in the Hub's cache.
 
     Raises:
-        CheckpointError: The file is missing, or is a link out of the folder.
+        CheckpointError: The file is missing, or is a link to a path outside the folder.
     """
     path = folder / name
     if not path.is_file():
@@ -115,7 +115,8 @@ def companions(folder: Path, *, allow_foreign: bool = False) -> Iterator[tuple[s
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: A file is too large, leads out of the folder, or cannot be trusted.
+        CheckpointError: A file is too large, is a link to a path outside the folder, or cannot be
+            trusted.
     """
     for name in COMPANIONS:
         if not (folder / name).exists():

@@ -47,7 +47,7 @@ LAYER = {
 
 @dataclass(frozen=True)
 class LlamaLike(rules.Family):
-    """A family with RMSNorm, rotary embeddings, grouped queries, SwiGLU and no biases.
+    """A family with RMSNorm, rotary embeddings, grouped-query attention, SwiGLU and no biases.
 
     Attributes:
         qkv_bias: Whether queries, keys and values have biases.

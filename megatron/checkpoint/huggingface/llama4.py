@@ -37,7 +37,7 @@ _MODULES = {
 
 
 def _join_up(parts: Sequence[Tensor]) -> Tensor:
-    """Convert [e, h, 2 f], with all gates before all ups, to [e, 2, f, h]."""
+    """Convert [e, h, 2 f], in which all of gate precedes all of up, to [e, 2, f, h]."""
     return parts[0].transpose(1, 2).unflatten(1, (2, -1))
 
 

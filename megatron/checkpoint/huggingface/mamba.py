@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = (
     *("time_step_floor", "time_step_max", "time_step_min"),
 )
 _FIXED = {"conv_kernel": _CONVOLUTION, "use_bias": False, "use_conv_bias": True}
-# The values of time_step_limit for no limit, as versions of `transformers` write them.
+# The values of time_step_limit that mean "no limit" in different versions of `transformers`.
 _NO_LIMIT = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 _MAMBA = {
     "attention_norm": ("norm",),
@@ -68,7 +68,9 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
-    """Return the conversion for a weight: rows by projection in files, by group here.
+    """Return the conversion of a weight whose rows are ordered by projection in files.
+
+    Here, they are ordered by group.
 
     Args:
         groups: The number of groups.
@@ -88,9 +90,10 @@ def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
 
 
 def convolution(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
-    """Return the conversion for a convolution: channels by projection in files, by group here.
+    """Return the conversion of a convolution whose channels are ordered by projection in files.
 
-    The weight is [c, 1, k] in files and [c, k] here. The bias is [c].
+    Here, they are ordered by group. The weight is [c, 1, k] in files and [c, k] here. The bias is
+    [c].
 
     Args:
         groups: The number of groups.

@@ -40,15 +40,15 @@ def max_experts(layers: int) -> int:
 def read_groups(
     settings: Settings, experts: int, chosen: int, counted: int, default: int | None = None
 ) -> dict[str, Any]:
-    """Return the flags for groups of experts, the best of which each token's experts come from.
+    """Return the flags for groups of experts. Each token's experts come from its best groups.
 
     Args:
         settings: The keys of config.json.
         experts: The number of experts.
         chosen: The number of experts chosen for each token.
-        counted: The number of a group's experts whose scores are added to score the group.
-        default: The number of groups, and of chosen groups, if the file does not say. `None` if it
-            must.
+        counted: The number of a group's experts whose scores are added up to score the group.
+        default: The number of groups, and of chosen groups, if the file does not specify them.
+            `None` means that the file must.
     """
     groups = settings.size("n_group", default, experts)
     best = settings.size("topk_group", default, groups)

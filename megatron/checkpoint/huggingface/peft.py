@@ -1,4 +1,4 @@
-"""The tensors in PEFT's files of an adapter: adapter_config.json and adapter_model.safetensors.
+"""The tensors in an adapter's PEFT files: adapter_config.json and adapter_model.safetensors.
 
 PEFT names the tensors of an adapter after the module of `transformers` that it adapts. If the
 module computes several of our projections at once, its adapter combines the adapters of those
@@ -32,7 +32,7 @@ _PREFIX = "base_model.model."
 FROZEN_OUTPUT = f"{_PREFIX}lm_head.base_layer.weight"
 _LAYER = re.compile(r".*?layers\.\d+\.")
 _EXPERTS = "mlp.experts"  # the module of transformers 5 in which all experts share a weight
-_ROUTER = ".router.adapter."  # in native names; mostly not a linear layer in transformers 5
+_ROUTER = ".router.adapter."  # in native names; rarely a linear layer in transformers 5
 _AXIS = {"a": 0, "b": 1}  # the dimension of the rank
 _SUFFIXES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 

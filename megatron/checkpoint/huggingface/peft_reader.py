@@ -1,4 +1,4 @@
-"""Read PEFT's files of an adapter through the `Reader` interface."""
+"""Read an adapter's PEFT files through the `Reader` interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.config.adapters import ALL_LINEAR, lora_flags
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
-_ROUTERS = ("gate.weight", "router.weight")  # how names of routers end in `transformers`
+_ROUTERS = ("gate.weight", "router.weight")  # suffixes of router names in `transformers`
 _UNUSED_HEADS = ("classifier",)  # PEFT adds these to modules_to_save for other models
 # Other settings of PEFT's configuration, with the only value that we support.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -112,7 +112,7 @@ def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> Pe
 
 
 class PeftReader(Reader):
-    """PEFT's files of an adapter, with their tensors under native names."""
+    """An adapter's PEFT files, with their tensors under native names."""
 
     format = "peft"
     iteration = 0

@@ -81,7 +81,7 @@ class AdapterExport:
             "base_model_name_or_path": base,
             "r": rank,
             "lora_alpha": alpha,
-            # The adapter of a module with several projections has the same scale as theirs.
+            # An adapter that combines those of several projections has the same scale as they do.
             "rank_pattern": {name: rank * count for name, count in counts.items()},
             "alpha_pattern": {
                 name: alpha * (math.sqrt(count) if model.use_rslora else count)

@@ -332,7 +332,7 @@ class Family(ABC):
 
         Args:
             settings: The keys of config.json. A key that is never read is refused.
-            flags: The flags that have been read from `keys`, and that of tied embeddings.
+            flags: The flags that have been read from `keys`, and the flag for tied embeddings.
 
         Raises:
             CheckpointError: A key is missing or invalid, or our networks do not support its value.
@@ -341,7 +341,7 @@ class Family(ABC):
     def write(self, model: ModelConfig, vocab: int) -> dict[str, Any]:
         """Return the content of config.json for a network.
 
-        What the family cannot express is approximated; `families.mismatches` lists it.
+        Settings that the family cannot express are approximated; `families.mismatches` lists them.
 
         Args:
             model: The network.

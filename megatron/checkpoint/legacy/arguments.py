@@ -119,7 +119,7 @@ def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict
     model["architecture"] = architecture
     if "layernorm_epsilon" in args:
         model.setdefault("norm_epsilon", args["layernorm_epsilon"])
-    if args.get("add_bias_linear"):  # Core 0.10 and later turn on the other flag with this one
+    if args.get("add_bias_linear"):  # implies add_qkv_bias since Core 0.10
         model.pop("add_qkv_bias", None)
     if args.get("use_rotary_position_embeddings"):
         model["position_embedding_type"] = "rope"
@@ -159,7 +159,7 @@ def _split_rounding(args: Mapping[str, Json]) -> str | None:
 
 
 def saved_iteration(value: Any, path: Path) -> int:
-    """Return the number of training steps that a file contains.
+    """Return the number of training steps recorded in a file.
 
     Args:
         value: The number in the file.
@@ -236,7 +236,7 @@ def _consumed_tokens(args: Mapping[str, Json]) -> Json:
 
 
 def step_count(steps: Collection[float], path: Path, default: int) -> int:
-    """Return the number of the optimizer's steps.
+    """Return the number of optimizer steps.
 
     Args:
         steps: The different numbers in the files.

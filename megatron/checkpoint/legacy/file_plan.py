@@ -5,9 +5,9 @@ them in this order. If a T5's decoder begins on a later stage
 (`--pipeline-model-parallel-split-rank`), that stage has a copy of all embeddings. The last stage
 has a copy of the word embeddings for the output, unless the decoder begins on it.
 
-The files of both programs differ in their names, and in the order of a layer's parameters. Megatron
-Core registers the projection after attention before the one in front of it, and Transformer
-Engine's projections contain the normalization before them.
+The two programs' files differ in their names, and in the order of a layer's parameters. Megatron
+Core registers attention's output projection before its QKV projection, and a projection of
+Transformer Engine contains the normalization that precedes it.
 """
 
 from __future__ import annotations

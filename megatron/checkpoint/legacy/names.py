@@ -62,8 +62,8 @@ DECODER_LAYER: Modules = {
 _FINAL_NORM = ("final_layernorm", "final_norm")
 AFTER_LAYERS: Modules = {"pooler.dense": ("pooler.dense",), "output": ("output_layer",)}
 # These are siblings of `language_model`, not inside it. The last stage's copy of tied word
-# embeddings comes before them. The last three are BERT's heads for choosing among classes and among
-# texts, and the projection of a bi-encoder's tower.
+# embeddings comes before them. The last three are BERT's heads for classification and multiple
+# choice, and the projection of a bi-encoder's tower.
 HEADS: Modules = {
     "output": ("lm_head",),
     "head.dense": ("lm_head.dense",),
@@ -178,7 +178,7 @@ def architecture_of(models: Iterable[Any]) -> str:
     """Return the `ModelConfig.architecture` of the network that these trees describe.
 
     Raises:
-        CheckpointError: It is a T5 of Megatron Core, which is not supported.
+        CheckpointError: The network is a T5 of Megatron Core, which is not supported.
     """
     trees = [model for model in models if isinstance(model, dict)]
     stacks = {str(key).partition(".")[0] for model in trees if is_core(model) for key in model}

@@ -93,7 +93,7 @@ class TorchZip:
 
         Raises:
             CheckpointError: The file was not written by torch.save, is truncated or compressed, or
-                has record names that lead out of the file's folder.
+                has record names that are paths out of the file's folder.
         """
         self.path = path
         try:
@@ -107,7 +107,7 @@ class TorchZip:
         except (zipfile.BadZipFile, ValueError, OSError) as error:
             what = "not a file of torch.save since PyTorch 1.6, or damaged"
             raise CheckpointError(f"{path}: {what}: {error}") from error
-        self._records: dict[str, tuple[int, zipfile.ZipInfo]] = {}  # first byte, entry of the list
+        self._records: dict[str, tuple[int, zipfile.ZipInfo]] = {}  # first byte, zip entry
         tops = set()
         for info in infos:
             top, _, name = info.filename.partition("/")

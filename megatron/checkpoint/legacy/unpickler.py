@@ -213,8 +213,9 @@ class _Machine:
 
     def run(self, data: bytes) -> Any:
         """Return the value that the pickle builds."""
-        # As `pickletools.genops`, whose generator takes most of the time. Its functions that read
-        # arguments check the lengths of strings and numbers against the data.
+        # This does the work of `pickletools.genops`, whose generator would take most of the time.
+        # The functions of `pickletools` that read arguments check the lengths of strings and
+        # numbers against the data.
         stream = io.BytesIO(data)
         for _ in range(self._limit):
             code = stream.read(1)
@@ -350,7 +351,7 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "NEWOBJ": lambda machine, _: machine.make_object(),
     "BUILD": lambda machine, _: machine.set_state(),
 }
-# Each instruction's name, the function that reads its argument, and ours that carries it out.
+# Each instruction's name, the function that reads its argument, and our function that executes it.
 _OPCODES = {
     opcode.code.encode("latin1"): (
         opcode.name,

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_tolerance(flag: str, tolerance: float) -> None:
     """Raise `ConfigError` unless the tolerance is 0 or more."""
-    if not tolerance >= 0:  # also not a number
+    if not tolerance >= 0:  # also refuses NaN
         raise ConfigError(f"{flag} {tolerance:g}: give 0 or more, such as {TOLERANCE:g}")
 
 

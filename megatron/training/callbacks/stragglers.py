@@ -25,8 +25,8 @@ INTERVAL = 10  # updates between two comparisons, and in a window
 _SHARE = 0.7  # a rank is slow if the others take less than this fraction of its time
 _GROUP_SHARE = 0.4  # the same for a group's communication, which varies more with load
 _IN_A_ROW = 3  # consecutive comparisons in which a rank must be slow to be named
-_MIN_LOSS = 0.05  # of an update: a smaller loss of time is not worth a warning
-_BASELINE = 3  # a rank without peers is compared with its medians in this many first comparisons
+_MIN_LOSS = 0.05  # fraction of an update; losing less time is not worth a warning
+_BASELINE = 3  # comparisons whose median time is the baseline of a rank without peers
 _SECTION_NAMES = {
     "compute": "the forward and backward passes",
     "loading": "loading data",
