@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
     help_if_asked("pretrain_retro.py")
     # Objects that imports create are never freed. Scanning them for garbage takes 0.3 s of the
-    # 2.6 s of a start.
+    # 2.6 s that start-up takes.
     gc.disable()
 
 from torch import Tensor

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
     help_if_asked("pretrain_t5.py")
     # Objects that imports create are never freed. Scanning them for garbage takes 0.3 s of the
-    # 2.6 s of a start.
+    # 2.6 s that start-up takes.
     gc.disable()
 
 from torch import Tensor

@@ -270,7 +270,7 @@ def benchmark(options: argparse.Namespace, extra_flags: Sequence[str]) -> None:
         unavailable = "--no-profile" if options.no_profile else ""
         results = [Result(checkout.name, [], unavailable=unavailable) for checkout in checkouts]
         profiled = None if options.no_profile else options.repeat
-        for number in range(1, options.repeat + 1):  # alternate, so that both see the same machine
+        for number in range(1, options.repeat + 1):  # alternate, so that drift affects both
             for checkout, result in zip(checkouts, results, strict=True):
                 run_once(plan, checkout, number, result, profile=number == profiled)
     facts = report.Facts.of(plan.config, plan.precision, plan.gpus, ceilings)

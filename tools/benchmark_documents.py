@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
     last = options.warmup + options.iterations
     flags += ["--train-iters", str(last), "--log-interval", "1"]
     rates: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
-    for number in range(1, options.repeat + 1):  # alternate, so that both see the same machine
+    for number in range(1, options.repeat + 1):  # alternate, so that drift affects both
         for variant, variant_flags in _VARIANTS.items():
             log = folder / f"{options.workload}-{variant.replace(' ', '-')}-{number}.txt"
             command = entry_command(ROOT, options.gpus, [*flags, *variant_flags])

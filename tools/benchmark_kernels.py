@@ -73,7 +73,7 @@ def _run(only: str, *, compiled: bool) -> None:
             print(f"skipped {operation.name} {operation.shape}: {missing}", file=sys.stderr)
             continue
         for row in measure(operation, watch, ceilings, compiled=compiled):
-            print(table_row(row), flush=True)  # print now, because a later one may fail
+            print(table_row(row), flush=True)  # print now, because a later row may fail
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Measure how many tokens per second the loader processes of a GPT run supply.
+r"""Measure the number of tokens per second that the loader processes of a GPT run supply.
 
     python tools/benchmark_loader.py --data-path corpus.jsonl --seq-length 4096 \
         --vocab-file vocab.json --merge-file merges.txt --workers 0 1 2

@@ -5,8 +5,8 @@ r"""Run a training command under random faults, and judge from its outputs wheth
         --save runs/a --load runs/a --metrics-jsonl runs/a/metrics.jsonl
 
 The command must name --save, --load and --metrics-jsonl. Like a scheduler, this tool restarts the
-command until it exits with 0. Each fault hits a random rank at a random time, until --hours have
-passed:
+command until it exits with 0 or fails without a new fault. Each fault hits a random rank at a
+random time, until --hours have passed:
 
     kill      SIGKILL
     stop      SIGSTOP without SIGCONT: other ranks must notice, so the last running rank is spared

@@ -194,7 +194,7 @@ def run(argv: Sequence[str]) -> None:
     from tests.parity.layouts import LAYOUTS, LOSS_TOLERANCE, NORM_TOLERANCE, compare
     from tests.parity.mixtures import IN_FP32, differences
 
-    torch.set_num_threads(1)  # as in the tests: forked ranks start clean
+    torch.set_num_threads(1)  # forked ranks cannot use the parent's threads
     rows = []
     for number, case in enumerate(LAYOUTS, 1):
         difference = compare(case)
@@ -226,7 +226,7 @@ def run(argv: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the tool and return its exit code.
 
-    The codes are 0 success, 7 a layout differs, 8 storage error, 9 bad flags.
+    The code is 0 for success, 7 if a layout differs, 8 for a storage error, 9 for bad flags.
     """
     return run_command(lambda: run(argv))
 

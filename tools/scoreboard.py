@@ -82,7 +82,7 @@ def read_page(path: Path) -> str:
     """Read a page that has a section for results.
 
     Raises:
-        ConfigError: The page cannot be read and written, or has no such section.
+        ConfigError: The page cannot be opened for reading and writing, or has no such section.
     """
     try:
         with path.open("r+", encoding="utf-8") as file:
@@ -132,7 +132,7 @@ def try_row(row: Row, count: int) -> Trials:
 def main(argv: Sequence[str]) -> int:
     """Run the tool and return its exit code.
 
-    The codes are 0 all promises held, 1 not all, 9 bad flags, 130 interrupted.
+    The code is 0 if all promises held, 1 if one did not, 9 for bad flags, 130 if interrupted.
     """
     parser = ToolParser("scoreboard.py", __doc__)
     parser.add_argument(
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron.device import gpu_count
     from tests.reliability.scoreboard.rows import ROWS
 
-    torch.set_num_threads(1)  # as in the tests: forked processes start clean
+    torch.set_num_threads(1)  # forked processes cannot use the parent's threads
     numbers = {row.number for row in ROWS}
     if unknown := sorted(set(options.rows or ()) - numbers):
         raise ConfigError(

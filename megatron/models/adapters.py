@@ -138,7 +138,8 @@ def is_adapted(target: AdapterTarget, patterns: Sequence[str] | None) -> bool:
 
     Args:
         target: The target.
-        patterns: The values of --lora-target-modules. Without any, all linear layers have adapters.
+        patterns: The values of --lora-target-modules. Without any, all targets that are not
+            optional have adapters.
     """
     return any(is_target(target, pattern) for pattern in patterns or (ALL_LINEAR,))
 

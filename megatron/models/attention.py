@@ -52,8 +52,8 @@ class KeyValueCache(Protocol):
     def lengths(self) -> Tensor:
         """Sequence length from which each token's rotation is computed (`RotaryTable`), int64 [s].
 
-        With dynamic NTK, it is the length of the sequence when the token was new. Otherwise it is
-        the number of known tokens.
+        With dynamic NTK, this is the length that the sequence had when the token was new. Otherwise
+        it is the current length of the sequence.
         """
         ...
 
@@ -254,7 +254,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def vectors(plan: AttentionPlan, split: WeightSplit) -> int:
-        """Count the parameters of biases and normalizations on one process."""
+        """Count the parameters of biases, normalizations and sinks on one process."""
         count = plan.qkv // split.tensor if plan.bias or plan.qkv_bias else 0
         count += plan.hidden if plan.bias else 0
         count += count_sinks(plan, split)

@@ -163,7 +163,7 @@ def _can_pack_samples(plan: ModelPlan, context: BuildContext) -> bool:
 
 
 def key_mask(is_token: Tensor) -> Tensor:
-    """Return the mask, bool [b, 1, 1, s], with which all queries attend to the tokens, bool [b, s].
+    """Return a mask, bool [b, 1, 1, s], that hides padding from all queries.
 
     Padding tokens also attend to other tokens, but nothing reads their results.
     """

@@ -149,7 +149,7 @@ class TiedWordEmbedding(nn.Module):
     def __init__(self, plan: EmbeddingPlan, context: BuildContext) -> None:
         """Allocate the copy."""
         super().__init__()
-        self.word = nn.Module()  # never called, so the whole model waits for its weight
+        self.word = nn.Module()  # has no `forward`, so the whole model waits for its weight
         weight = vocabulary_matrix(plan.vocabulary, plan.hidden, plan.init, context)
         weight.spec = replace(spec_of(weight), is_copy=True)  # type: ignore[attr-defined]
         self.word.weight = weight

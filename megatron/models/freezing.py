@@ -97,8 +97,8 @@ def trained_share(config: ModelConfig, plan: ModelPlan, parts: Sequence[ModelPar
 def _trained_parameters(config: ModelConfig, vocabulary: int) -> Counter[str]:
     """Count the trained parameters of each layer, of the embedding and of everything else.
 
-    The word embedding is also counted alone. The layers of T5's decoder are numbered after those of
-    its encoder.
+    The word embedding is also counted separately. The layers of T5's decoder are numbered after
+    those of its encoder.
     """
     counts: Counter[str] = Counter()
     for name, parameter in network_without_memory(config, vocabulary).named_parameters():

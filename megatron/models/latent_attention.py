@@ -3,9 +3,10 @@
 Each token has a short latent vector, from which the keys and values of all heads are computed, and
 a rotary key that all heads share. Queries may come from a second latent vector.
 
-Text generation caches the latent vector and the rotary key. To add one token to a sequence, its
-queries are multiplied by the matrix that computes keys, and attend to the latent vectors; the
-result is multiplied by the matrix that computes values. Keys and values are never computed.
+Text generation caches the latent vector and the rotary key. When one token is added to a sequence,
+the token's queries are multiplied by the matrix that computes keys, and attend to the latent
+vectors; the result is multiplied by the matrix that computes values. Keys and values are never
+computed.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def vectors(plan: LatentAttentionPlan, split: WeightSplit) -> int:
-        """Count the parameters of the bias and the normalizations on one process."""
+        """Count the parameters of the bias, normalizations and sinks on one process."""
         count = (plan.hidden if plan.bias else 0) + count_sinks(plan, split)
         if plan.qk_norm is not None:
             sizes = (plan.query_rank, plan.rank)
@@ -121,7 +122,7 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def share_of_heads(plan: LatentAttentionPlan) -> float:
-        """Return the share of the products that compute queries, keys and values of heads."""
+        """Return the share of `query_up` and `latent_up` in the FLOPs of all projections."""
         sizes = [a * b for a, b in LatentAttention.matrices(plan, WeightSplit())]
         *_, query_up, _, latent_up, _ = sizes
         return (query_up + latent_up) / sum(sizes)
@@ -259,7 +260,7 @@ class LatentAttention(nn.Module):
         """Run the core so that the backward pass recomputes its queries, keys and values.
 
         Args:
-            sources: What queries are computed from, the latent vectors and the rotary keys.
+            sources: The input of `query_up`, the latent vectors and the rotary keys.
             rotation: Rotation of the rotary channels.
             mask: Which keys a query may attend to.
         """
@@ -303,7 +304,7 @@ class LatentAttention(nn.Module):
         return F.pad(heads, (0, padding)) if padding else heads
 
     def _query_source(self, x: Tensor) -> Tensor:
-        """Return what queries are computed from: the normalized latent vectors, or `x`."""
+        """Return the input of `query_up`: the normalized latent vectors of queries, or `x`."""
         if self.query_down is not None:
             x = self.query_down(x)
         if self.query_norm is not None:

@@ -68,7 +68,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def vectors(plan: MixturePlan, split: WeightSplit) -> int:
-        """Count the parameters of the router, the gate and the biases on one process."""
+        """Count the parameters of the router, the biases, and the gate or coefficient."""
         local_experts = plan.router.experts // split.expert
         count = plan.router.experts * (plan.hidden + plan.router.bias)
         count += local_experts * MLP.vectors(plan.expert, split.of_experts)
@@ -87,7 +87,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def flops(plan: MixturePlan, length: int, encoder_length: int) -> Flops:
-        """Count the FLOPs of the experts that a token passes through."""
+        """Count the FLOPs of the router, and of the experts that a token passes through."""
         router, gate = plan.router, plan.gates_shared + 2 * plan.weighs_shared
         products = 6 * length * plan.hidden * (router.experts + gate)
         products += router.chosen * MLP.flops(plan.expert, length, encoder_length).products

@@ -192,8 +192,8 @@ class AttentionPlan(MixerPlan):
         output_gate: Whether a gate that is computed with the query multiplies each head's result.
         qkv_bias: Whether queries, keys and values have biases even if other layers have none.
         qk_norm: Normalization of queries and keys before the scores; `None` for none.
-        norm_scope: What `qk_norm` normalizes together: each head with the same weights ("head") or
-            with its own ("each-head"), or all heads of a projection ("projection").
+        norm_scope: The channels that `qk_norm` normalizes together: each head with the same weights
+            ("head") or with its own ("each-head"), or all heads of a projection ("projection").
         rotary: Rotary embeddings of queries and keys; `None` for none.
         window: Number of earlier tokens that a token attends to; `None` for all.
         chunk: Number of tokens in a chunk. Tokens attend only within their chunk; `None` for no

@@ -170,7 +170,7 @@ class CausalConvolution(nn.Module):
             state: Inputs of the tokens before x, [b, k - 1, c]; `None` means zeros.
             documents: The index of each token's document, [s, b]; `None` for a single document.
             part: The slice of this rank's channels that x contains.
-            kernels: The kernels to use for a single document of at least k (and 2) tokens; `None`
+            kernels: The kernels to use for a single document of at least max(k, 2) tokens; `None`
                 for PyTorch's operations.
 
         Returns:

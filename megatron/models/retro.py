@@ -87,7 +87,7 @@ class RetroModel(GPTModel):
     def states(  # type: ignore[override] # its cache has neighbors
         self, tokens: Tensor, hidden: Tensor | None, cache: RetrievalCache
     ) -> Tensor:
-        """Run the whole model on new tokens, in inference, but without the output layer.
+        """Run the whole model except the output layer on new tokens, in inference.
 
         Args:
             tokens: [1, s].

@@ -353,8 +353,9 @@ def queue_positions(routing: Routing, plan: RouterPlan, random: Tensor | None) -
     """Return each choice's sort key in its expert's queue, fp32 [T, k]. The lowest keys are kept.
 
     Megatron Core keeps the choices with the highest weights, or the earliest. DeepSpeed's rule
-    depends on the number of experts per token. With one it keeps random tokens; with two it serves
-    first choices in token order, then second choices; with more it keeps the highest weights.
+    depends on the number of experts per token. With one it keeps random tokens or the earliest;
+    with two it serves first choices in token order, then second choices; with more it keeps the
+    highest weights or, if `drops_last`, serves choices in the same order as with two.
 
     Args:
         routing: The choices.

@@ -76,7 +76,10 @@ class LayerAdapter:
 
 
 def _stack(adapters: Sequence[LayerAdapter]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the stacked A [..., ranks, in] and B [..., out, ranks], and each rank's adapter."""
+    """Return the stacked A [..., ranks, in] and B [..., out, ranks], and each rank's owner [ranks].
+
+    The owner is the index of the adapter to which the rank belongs, or `_NO_OWNER`.
+    """
     first = adapters[0]
     count = sum(adapter.a.shape[-2] for adapter in adapters)
     ranks = -(-count // GRANULE) * GRANULE  # sizes that `RowByRow` and grouped products support
@@ -156,7 +159,7 @@ class AdapterStack(nn.Module):
 
     @property
     def _adapter_indices(self) -> Tensor | None:
-        """The index of each processed token's adapter, int64 [tokens]; `None` if none has one."""
+        """The index of each token's adapter, int64 [tokens]; `None` if no token has an adapter."""
         return self._rows.of_outputs if self._of_outputs else self._rows.of_tokens
 
     @contextmanager
@@ -176,7 +179,7 @@ class AdapterStack(nn.Module):
             self._rows.of_tokens = of_tokens
 
     def for_tokens(self, count: int) -> TokenAdapters | None:
-        """Return the matrices and the ranks that each token uses, or `None` if no token uses any.
+        """Return the matrices and the ranks that each token uses, or `None` if no adapter is used.
 
         Args:
             count: The number of tokens to process, from the first token of the step.

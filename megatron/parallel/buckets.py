@@ -234,8 +234,8 @@ def plan_buckets(
 ) -> BucketPlan:
     """Plan the buffers and buckets of a process's parameters.
 
-    Parameters share a buffer if they have the same dtypes, replica axis, wire format and
-    `needs_whole`.
+    Parameters share a buffer if they have the same dtypes, replica axis, wire format,
+    `may_be_idle` and `needs_whole`.
 
     Args:
         parameters: The parameters in the model's order.
@@ -388,7 +388,7 @@ def distribute(sizes: Sequence[int], shards: int) -> tuple[list[tuple[int, int]]
 
 
 def has_little_padding(sizes: Sequence[int], shards: int) -> bool:
-    """Return whether the result of `distribute` has at most `MAX_PADDING` of padding."""
+    """Return whether at most `MAX_PADDING` of the bucket that `distribute` fills is padding."""
     max_elements = sum(sizes) / (1 - MAX_PADDING)
     if max(sizes) * shards > max_elements:
         return False

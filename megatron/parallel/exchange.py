@@ -7,8 +7,8 @@ rank after it and receives from the i-th rank before it, cyclically.
 
 On a GPU, ranks write into each other's memory. Each rank tracks which slots of that memory are free
 (`Ledger`) without asking the other ranks. The ranks are not synchronized, but all make the same
-calls in the same order. Therefore, when a rank has sent rows for a use, its queue has already
-closed every use that the code closes before this use.
+calls in the same order. Therefore, when a rank's rows for a use arrive, the rank's device has
+already closed every use that the program closes before it sends these rows.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Ledger:
         return use - self._slots < self._known
 
     def met(self) -> None:
-        """Record that the ranks have met at a barrier."""
+        """Record that all ranks have passed a barrier."""
         self._known = self._closed
 
     def sent(self, use: int) -> None:

@@ -98,9 +98,10 @@ def share_reached(experts: int, chosen: int, ranks: int) -> float:
 
 
 def gathers_all(experts: int, chosen: int, ranks: int) -> bool:
-    """Return whether all tokens are sent to all processes if each has the same number of tokens.
+    """Return whether all tokens are sent to all processes.
 
-    The arguments are those of `share_reached`.
+    This requires that every process has the same number of tokens. The arguments are those of
+    `share_reached`.
     """
     return share_reached(experts, chosen, ranks) >= _NEARLY_ALL
 

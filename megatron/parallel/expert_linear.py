@@ -28,7 +28,7 @@ from megatron.parallel.parameter import ZEROS, Init, Matrices
 if TYPE_CHECKING:
     from megatron.parallel.adapter_stack import ExpertAdapterStack
 
-_ALIGNED = 8  # PyTorch's grouped products need rows of a multiple of 16 bytes
+_ALIGNED = 8  # PyTorch's grouped products need rows whose size is a multiple of 16 bytes
 
 
 class ExpertLinear(nn.Module):

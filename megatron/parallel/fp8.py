@@ -175,7 +175,7 @@ class AmaxHistory:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Record no amaxes inside the context, in which the layers have other weights."""
+        """Record no amaxes inside the context, while the layers use averaged weights."""
         running_amaxes = self._running_amaxes.clone()
         yield
         self._running_amaxes.copy_(running_amaxes)
@@ -362,7 +362,7 @@ class Fp8Products(Products):
 
         Returns:
             A function that waits for the whole input and returns it in 8 bits, with its transpose
-            if the weight's gradient needs that.
+            if the weight's gradient needs the transpose.
         """
         # With a scale per row, the transpose has other values and would also have to be sent.
         if not communication.gathers or (self._fp8_format.by_row and not self.keeps_input):

@@ -107,7 +107,8 @@ class Reducer:
     Attributes:
         overlap: The argument, or False if no other process holds the same weights.
         uses: The number of times that a backward pass adds to the gradient of each parameter with
-            slots, by `id`. All other gradients are added to once. `expect` reads this mapping.
+            slots, by `id`. Every other gradient is complete after one addition. `expect` reads this
+            mapping.
         fingerprints: If not `None`, a list to which the reducer appends the sum of squares of each
             bucket's gradients on this rank before reduction, fp32 [].
     """
@@ -260,7 +261,7 @@ class GradientBuffer:
         overlap: Whether to reduce during the backward pass of the last micro-batch.
 
     Attributes:
-        plan: The plan.
+        plan: The layout of gradients and the sending order.
         flats: The flat buffers of the plan.
         is_sharded: Whether each process keeps and updates only its own shard.
         shares_weights: Whether a process stores only a shard of the weights; always False here.
@@ -417,7 +418,7 @@ class GradientBuffer:
         return add
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return 1-D views of the owned gradients of selected parameters, as few as possible.
+        """Return the fewest 1-D views that contain the owned gradients of selected parameters.
 
         Padding between parameters is included and is zero.
         """

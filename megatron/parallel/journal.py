@@ -36,7 +36,7 @@ class Position(NamedTuple):
 
 
 class WaitClock(Protocol):
-    """A clock that is notified while the process, or its device, only waits for other processes."""
+    """A clock that is notified when the process, or its device, waits for other processes."""
 
     def begin_wait(self, transfer: Transfer) -> None:
         """Record that a wait for a collective or message begins."""
@@ -124,7 +124,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Send no marks inside the block, in which a device records a pass.
+        """Send no marks and report no waits inside the block, in which a device records a pass.
 
         Otherwise each replay of the recording would send the marks again.
         """

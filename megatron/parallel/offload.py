@@ -120,7 +120,7 @@ class HostActivations:
 
         def pack(x: Tensor) -> Tensor | _SavedTensor:
             is_large = x.device.type == self._device.type and x.numel() >= self._min_elements
-            # Autograd passes other tensor objects than the parameters, but with the same memory.
+            # Autograd passes different tensor objects that share the parameters' memory.
             if is_large and x.untyped_storage().data_ptr() not in self._weights:
                 return self._pack(x.detach(), call)
             return x.detach()

@@ -218,7 +218,7 @@ class InFp32(Products):
 
 
 class RowByRow(Products):
-    """Products in which the forward pass computes the same bits for a row in any batch."""
+    """Products whose forward pass computes the same bits for a row in any batch."""
 
     matches_autograd = False
     can_be_split = False

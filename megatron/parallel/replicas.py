@@ -73,7 +73,7 @@ class Gradients(Protocol):
         """Return the parameter's data type in the forward pass and in checkpoints."""
 
     def views(self, select: Callable[[nn.Parameter], bool], /) -> list[Tensor]:
-        """Return 1-D views of the owned gradients of selected parameters, as few as possible.
+        """Return the fewest 1-D views that contain the owned gradients of selected parameters.
 
         Args:
             select: A function that returns whether to include a given parameter.

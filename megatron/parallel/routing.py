@@ -147,7 +147,7 @@ class Routers:
     """The states of all routers on this process, in the order of their layers.
 
     Attributes:
-        states: The states.
+        states: The state of each router.
         loss_scale: The factor applied to the routers' losses in the backward pass, fp32 []; 1 until
             it is set.
         is_paused: Whether recording is off because layers are being recomputed.

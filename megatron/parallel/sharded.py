@@ -59,7 +59,7 @@ class ShardedModel:
             values that may be discarded.
         layout: The grid of processes. Those of the replica axis share the model, and those of the
             expert replica axis share the experts. Partial gradients are summed over the tensor
-            axis.
+            axis, those of experts over the expert tensor axis.
         device: The device of the shards.
         compute_dtype: The data type of the forward pass.
         reduce_dtype: The data type in which gradients are reduced.
@@ -137,7 +137,7 @@ class ShardedModel:
         return self._compute_dtype
 
     def views(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return 1-D views of the owned gradients of selected parameters, as few as possible."""
+        """Return the fewest 1-D views that contain the owned gradients of selected parameters."""
         members = ((parameter, self._slots[id(parameter)]) for parameter in self._parameters)
         return [run.of(self._storage) for run in runs(members, select)]
 

@@ -5,7 +5,7 @@ that runs at the same time. A flag next to the rows signals their arrival. The m
 symmetric memory; NVLink multicast is not used.
 
 A sender learns from its `Ledger`, not from the receiver, whether the receiver has read earlier
-messages. If the ledger does not know, the ranks meet at a barrier.
+messages. If the ledger does not know, the ranks synchronize at a barrier.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class Tie:
     Attributes:
         axis: The stages that sum their gradients, including all that have a copy.
         copy: This process's copy; `None` if this process has no copy and adds zeros.
-        zeros: The zeros that a process without a copy adds, in the shape of a copy's gradient.
+        zeros: The zeros that a process without a copy adds, 1-D, one for each element of a copy's
+            gradient.
     """
 
     axis: Axis

@@ -48,7 +48,7 @@ class FlatBuffer:
     regions: list[tuple[Span, Tensor]]
 
     def runs(self, select: Callable[[nn.Parameter], bool]) -> list[Tensor]:
-        """Return 1-D views of the gradients of selected parameters, as few as possible.
+        """Return the fewest 1-D views that contain the owned gradients of selected parameters.
 
         Padding between parameters is included and is zero.
         """

@@ -53,7 +53,7 @@ from megatron.tokenizer.build import padded_vocab_size
 _GIB = 1024.0**3
 _VOCABULARY = 50257  # GPT-2's, if nothing else determines the vocabulary
 _DRAWN = 4  # micro-batches per stage in a drawing, because more are too dense to read
-_MAX_DRAWN_STAGES = 16  # stages of a drawing as text
+_MAX_DRAWN_STAGES = 16  # maximum number of stages in a timeline that is printed as text
 _HOUR = 3600.0
 _MAX_RULES = 3  # rules to show if all layouts are refused
 _HOST_BOUND = 0.05  # smallest difference between hosts to report, as a fraction of an update

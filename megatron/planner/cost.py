@@ -49,7 +49,7 @@ _ATTENTION_DROPOUT = 0.85  # rate of attention with dropout, relative to attenti
 _SMALL_HEADS, _SMALL_FLASH_HEADS = 0.6, 0.7
 _PRODUCT_START = 2e-6  # seconds that a product takes in addition to its time at the full rate
 _FORWARD_ATTENTION = 0.25  # fraction of attention's time that its forward pass takes
-# Bytes read and written to unpack a frozen weight for a product in 16 bits.
+# Bytes read and written per element to unpack a frozen weight for a product in 16 bits.
 _UNPACKED: dict[str | None, float] = {None: 0, "nf4": 2.5, "fp8": 3}
 FP8_CAST = 5  # bytes read and written to cast an element and to transpose it
 # Bytes per updated parameter: the gradient (read again for its norm), states and weights.

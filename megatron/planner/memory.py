@@ -53,7 +53,7 @@ class MemoryEstimate:
         optimizer: Optimizer moments, master weights and averages of the weights.
         activations: Activations kept for the backward pass.
         messages: Buffers to which other GPUs of the machine write.
-        host: Host memory that offloading uses.
+        host: Host memory for optimizer states and gradients that are offloaded.
         teacher: A teacher's weights, and its logits and hidden states until they are compared with
             the student's.
     """

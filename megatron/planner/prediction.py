@@ -38,9 +38,12 @@ from megatron.planner.pipeline_balance import Costs, Pipeline
 # buffer. For a process's shard: two casts to 16 bits, and an addition to the sum of gradients.
 _COPIED_WHOLE, _COPIED_SHARD = 14, 24
 
-# When --cuda-graph-impl auto records passes:
-_MIN_HOST = 0.7  # at this fraction of the device's time, the host begins to limit the speed
-_MAX_MEMORY = 0.5  # of the GPU's, because recorded graphs keep memory that other work may need
+# --cuda-graph-impl auto records passes if the host takes at least this fraction of the device's
+# time, because the host then begins to limit the speed.
+_MIN_HOST = 0.7
+# The maximum fraction of the GPU's memory that such a run may use. Recorded graphs keep memory that
+# other work may need.
+_MAX_MEMORY = 0.5
 
 
 @dataclass(frozen=True)

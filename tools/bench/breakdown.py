@@ -57,7 +57,7 @@ _PATTERNS = tuple(
 # do not show this.
 _FOLLOW_THE_PHASE = {"elementwise and normalization", "copies, casts and fills"}
 _OPTIMIZER_PHASE = "optimizer"
-_LISTED = 15  # kernels, beginning with the most time-consuming one
+_LISTED = 15  # number of most time-consuming kernels to list
 _MARK = re.compile(r"^iteration (\d+)$")
 _KERNEL_KINDS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH_KINDS = {"cuda_runtime", "cuda_driver"}

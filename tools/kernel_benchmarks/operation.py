@@ -127,7 +127,7 @@ def measure(
     operation: Operation, watch: Stopwatch, ceilings: Ceilings, *, compiled: bool
 ) -> Iterator[Timed]:
     """Time every implementation of an operation and yield a result for each of its rows."""
-    torch.compiler.reset()  # otherwise earlier shapes use up torch.compile's limit
+    torch.compiler.reset()  # otherwise earlier shapes use up the recompile limit
     implementations: dict[str, Implementation] = {"ours": operation.ours}
     if operation.eager is not None:
         implementations["eager"] = operation.eager

@@ -11,7 +11,7 @@ biases (`ScoreRules`) are computed in plain PyTorch, because the queries of a bl
 consecutive.
 
 Shapes: b micro-batch, n query heads, g key-value heads (each serves n/g consecutive query heads),
-q and k tokens in a block, d head size.
+q queries and k keys in a block, d head size.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class BlockDocuments(NamedTuple):
             1].
         key_ends: The same for the b k keys.
         longest: The maximum number of tokens of a document.
-        has_keys: Whether each query's document has a key in the block, bool [b, q]; `None` if all
-            documents do.
+        has_keys: Whether each query's document has a key in the block, bool [b, q]; `None` if this
+            is true for all queries.
     """
 
     query_ends: Tensor

@@ -67,7 +67,7 @@ _PLAIN = plain_block("windows and biases")
 
 @dataclass(frozen=True)
 class RingStep:
-    """A block: some of this rank's queries, and some keys of a rank.
+    """A block of the ring: some of this rank's queries, and some keys of one rank.
 
     Attributes:
         source: The rank on the context axis whose keys and values are used.

@@ -26,7 +26,7 @@ _LETTERS = {"forward": "F", "backward": "B", "backward_input": "B", "backward_we
 
 
 def as_text(timeline: Timeline, columns: int = 120) -> str:
-    """Return one line of text per stage, with an entry per operation and dots while it waits.
+    """Return one line of text per stage, with an entry per operation and dots for idle time.
 
     An entry consists of F, B or W, the index of the micro-batch, and dashes for longer operations.
     The shortest operation gets just enough columns for its entry, or fewer if a line would

@@ -111,7 +111,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The total time that each stage computes."""
+        """The total time that each stage spends computing."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
