@@ -175,7 +175,7 @@ def find_problems(
 
 
 def find_notices(config: RunOptions, world_size: int, start: RunOptions) -> list[str]:
-    """Return one line for each setting that is accepted but has no effect, with the reason.
+    """Return one line for each accepted setting that has no effect or needs a warning.
 
     Args:
         config: The resolved run.

@@ -251,9 +251,9 @@ def closest_match(
 ) -> str | None:
     """Return the known word that a misspelled or shortened word probably means, or None.
 
-    Tried in order: a very similar word, the shortest flag that has all parts of `name` (as in
-    `--tensor-parallel`), and a roughly similar word. A word that differs in a whole part means
-    something else: `--train-epochs` is not `--train-iters`.
+    The order of preference is a very similar word, the shortest flag that has all parts of `name`
+    (as in `--tensor-parallel`), and a roughly similar word. A word that differs in a whole part
+    means something else: `--train-epochs` is not `--train-iters`.
 
     Args:
         name: The word as the user wrote it.

@@ -16,7 +16,7 @@ An entry of `refused` or `accepted` says which values its flag takes:
     --name            nothing: a switch
     --[no-]name       nothing: a switch whose opposite is what Megatron does by default
     --name:int        a value of that type (int, float, str, bool) without a default
-    --name=0.5        a value whose default implies the type; `:str=1` states another type
+    --name=0.5        a value whose default implies the type; `:str=1` states a different type
     --name=a|b        one of these, the default first
     --name:int...     any number of values
 

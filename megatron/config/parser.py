@@ -102,7 +102,7 @@ class ParsedRun:
 
     Attributes:
         config: The resolved and checked configuration.
-        notices: Lines for rank 0 to print once: old flags, and flags that have no effect.
+        notices: Lines for rank 0 to print once, such as those about flags that have no effect.
         extra: An instance of each dataclass in `Program.extra`, in the same order.
     """
 

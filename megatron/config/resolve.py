@@ -71,7 +71,7 @@ def without_unused_sizes(config: RunOptions, findings: Findings) -> RunOptions:
 
 
 def _values_from_positions(model: ModelOptions) -> dict[str, Any]:
-    """Return the values that replace a position embedding type that is an alias for others.
+    """Return the values that a position embedding type stands for, if it is an alias.
 
     `yarn` is kept if other settings contradict it, so that `rules_attention.attention` reports
     them.

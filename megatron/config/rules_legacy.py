@@ -87,7 +87,7 @@ def core_torch_files(config: RunOptions, world_size: int) -> Iterator[str]:
         if on:
             yield f"{flag} with {name}: it cannot be written in this format: use torch_dist"
     problem = tensor_split_problem(model, parallel.tensor_model_parallel_size)
-    if problem and model.group_query_attention:  # without groups, other rules refuse the split
+    if problem and model.group_query_attention:  # without groups, other rules reject the split
         yield f"{flag}: Megatron Core {problem}, or {remedy}"
     sizes = [str(len(part.layers)) for part in possible_plan(model, parallel)]
     if len(set(sizes)) > 1:
@@ -165,7 +165,7 @@ def legacy_files(config: RunOptions, world_size: int) -> Iterator[str]:
             "network: use --ckpt-format native"
         )
     problem = tensor_split_problem(model, config.parallel.tensor_model_parallel_size)
-    if problem and model.group_query_attention:  # without groups, other rules refuse the split
+    if problem and model.group_query_attention:  # without groups, other rules reject the split
         yield f"--ckpt-format legacy: Megatron-LM 23.08 {problem}, or use --ckpt-format native"
     if config.optimizer.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
         yield (

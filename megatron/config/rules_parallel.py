@@ -351,7 +351,7 @@ def overlap(config: RunOptions, world_size: int) -> Iterator[str]:
     """Yield an error for each setting that cannot be combined with --tp-comm-overlap."""
     parallel, flag = config.parallel, "--tp-comm-overlap"
     if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size <= 1:
-        return  # a notice says so for a single process
+        return  # for a single process, `no_effect` yields a notice
     if not parallel.sequence_parallel:
         yield f"{flag} requires --sequence-parallel: add it, or drop {flag}"
     yield from excluded(config, flag, _NOT_WITH_OVERLAP)

@@ -24,7 +24,7 @@ def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def pretrained(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each flag that would choose another start than --pretrained-checkpoint."""
+    """Yield an error for each flag that contradicts --pretrained-checkpoint about the start."""
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is None:
         return

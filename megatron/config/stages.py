@@ -102,7 +102,7 @@ def plan_parts(
 
     Raises:
         ConfigError: The layers do not fit the stages or leave one empty, the layout string cannot
-            be read, or two flags that distribute layers were given.
+            be read, or two flags that distribute layers contradict each other.
     """
     _check_flags(config)
     stages, encoder = config.pipeline_model_parallel_size, num_layers - decoder_layers
@@ -201,7 +201,8 @@ def chunks_of(num_layers: int, config: ParallelOptions) -> int:
     """Return the number of model parts per stage.
 
     Raises:
-        ConfigError: --num-layers-per-virtual-pipeline-stage does not divide a stage's layers.
+        ConfigError: --num-layers-per-virtual-pipeline-stage does not divide a stage's layers, or
+            the layout string cannot be read.
     """
     stages = config.pipeline_model_parallel_size
     if config.pipeline_model_parallel_layout is not None:

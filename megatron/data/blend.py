@@ -133,7 +133,7 @@ def blend(
         description += f"Starts: {starts}\n"
     dtype = np.dtype(np.uint8 if len(datasets) < 255 else np.int16)
     specs = [ArraySpec("index", dtype, (size,)), ArraySpec("sample_index", np.dtype("i8"), (size,))]
-    # As in Megatron, the description gives the shares to eight digits, but ties depend on them all.
+    # As in Megatron, the description gives the shares to eight digits, but ties depend on all.
     arrays = cache.load_or_build(
         description, specs, lambda: build_phases(phases, size), inputs=(*shares, starts)
     )
@@ -302,7 +302,7 @@ class JoinedDataset:
         return sum(map(len, self.datasets))
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`; its `id` is its index in all datasets together."""
+        """Return sample `i`; its `id` is its index in the joined dataset."""
         index = i
         for dataset in self.datasets:
             if index < len(dataset):

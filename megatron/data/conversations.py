@@ -128,7 +128,8 @@ class ConversationEncoder:
         tokenizer: The tokenizer of `options`. By default it is built from the flags.
 
     Raises:
-        ConfigError: The template or the tokenizer cannot be used.
+        ConfigError: The template or the tokenizer cannot be used, or answers that are compared
+            would be split.
     """
 
     def __init__(self, options: ConversationOptions, tokenizer: Tokenizer | None = None) -> None:

@@ -191,7 +191,7 @@ def build_datasets(
 
     Raises:
         ConfigError: No data is named, --data-path or --split cannot be parsed, or the kind of
-            sample does not support --full-validation.
+            sample does not support text or --full-validation.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     if request.data.mock_data:

@@ -270,7 +270,7 @@ class MappedBlocks:
 
 @dataclass(eq=False)
 class MockBlocks:
-    """Generated blocks, whose tokens count up by a fixed step that identifies the sample."""
+    """Generated blocks, whose tokens count up by a step that is constant within a block."""
 
     sentences: MockSentences
 

@@ -319,7 +319,8 @@ class _ByValue:
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack each field of the samples: `[b, ...]` for arrays, `[b]` for scalars.
 
-    All fields are int64, except that fractional labels are float64. The samples' `SEGMENT_ENDS`
+    Each field keeps its type: int64, float64 for fractional labels and the reference model's
+    log-probabilities, or int32 and float32 for a teacher's logits. The samples' `SEGMENT_ENDS`
     `[k]` become a single array: 0, the ends of the segments in the concatenated samples, and then
     empty segments. `LONGEST_SEGMENT` is added. `ROW_POSITION` `[7]` becomes `[p, 7]` for the p
     samples that have it.

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST_SENTENCE = 512  # tokens; documents with a longer sentence and others are dropped
+LONGEST_SENTENCE = 512  # tokens; documents of several sentences with a longer one are dropped
 _DRAWS = 1 << 16  # draws per step, so that memory stays flat
 _BLOCKS = 256  # state updates in each array of 64-bit draws
 _WORDS, _MIDDLE = 312, 156

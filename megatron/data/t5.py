@@ -101,7 +101,7 @@ class T5Dataset(SentenceSamples):
 def replace_spans(
     text: NDArray[np.int64], spans: list[list[int]], sentinels: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
-    """Replace spans of a text by sentinels.
+    """Replace spans of a text with sentinels.
 
     Args:
         text: The token ids, `[tokens]`.

@@ -34,7 +34,8 @@ class Answer(ABC):
 
     Attributes:
         request: The request to answer.
-        sequences: The answer's sequences, all of which are known to the scheduler.
+        sequences: The answer's sequences. The scheduler knows all of them once the answer has
+            begun.
     """
 
     def __init__(self, request: Request) -> None:

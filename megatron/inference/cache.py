@@ -41,9 +41,9 @@ def next_key(
     """Return the key of a sequence's next full block, which follows the blocks with these keys.
 
     The key is a cryptographic hash, so nobody can construct two different prompts with the same
-    key. The key includes the adapter, because the same tokens have different keys and values with
-    another adapter. The same is true of a sequence longer than the training context of a model with
-    LongRoPE or dynamic NTK; `variant` distinguishes these cases.
+    key. The key includes the adapter, because the same tokens have different keys and values with a
+    different adapter. The same is true of a sequence longer than the training context of a model
+    with LongRoPE or dynamic NTK; `variant` distinguishes these cases.
 
     Args:
         keys: Keys of all blocks before the next one.
@@ -189,7 +189,7 @@ class CacheMemory:
             layer number.
         states: States [state_slots + 1, ...] by 1-based layer number.
         spare_slot: Slot for the padding of batches.
-        size_bytes: Size of all layers in bytes.
+        size_bytes: Size of all layers and states in bytes.
     """
 
     shapes: Mapping[int, tuple[int, int, int]]

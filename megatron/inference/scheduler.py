@@ -198,13 +198,13 @@ class Scheduler:
         self._waiting.extend(sequences)
 
     def fork(self, parent: Sequence, tokens: list[int]) -> Sequence:
-        """Return a new sequence that starts like a running one and shares its full blocks.
+        """Return a new sequence that starts like another one and shares its full blocks.
 
-        If there is no room in the batch for the new sequence, or if the model has states, put the
-        sequence at the end of the queue.
+        If the other sequence has been preempted, if there is no room in the batch, or if the model
+        has states, put the new sequence at the end of the queue instead.
 
         Args:
-            parent: The running sequence.
+            parent: The other sequence.
             tokens: Tokens of the new sequence.
         """
         size = self.settings.block_size

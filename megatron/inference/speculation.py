@@ -116,7 +116,7 @@ class _DepthWindow(NamedTuple):
     Attributes:
         row: The row of the step that has just been computed.
         start: The first position.
-        end: The position after the last one. Its token is the last known token.
+        end: The position after the last one. If `row.is_last`, its token is the last known token.
         states: The previous depth's hidden states at these positions, [end - start, 1, h]; `None`
             on ranks without them.
     """

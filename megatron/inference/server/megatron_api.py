@@ -221,7 +221,8 @@ class MegatronApi:
             body: The JSON object that the client sent.
 
         Raises:
-            ApiError: The request is invalid. The message is Megatron's.
+            ApiError: The request is invalid, or the server is busy or has failed. If the request
+                breaks one of Megatron's rules, the message is Megatron's.
         """
         service, request = self._service, parse_request(body)
         if service.settings.server.log_requests and not request.no_log:
