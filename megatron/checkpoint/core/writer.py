@@ -444,8 +444,12 @@ class CoreFiles:
         if self._shards_states:
             inner = {"param_groups": groups}
             return {"optimizer": inner, **scaler, "param_state_sharding_type": _SHARDING}
-        step = torch.tensor(float(counters["step"]))
-        tree = {"state": {"common_step": step}, "param_groups": groups}
+        state = {}
+        if not self._is_engine or self.config.optimizer.optimizer == "sgd":
+            # PyTorch's Adam takes a step from every parameter, Transformer Engine's takes it from
+            # the group and raises KeyError if a parameter has one.
+            state["common_step"] = torch.tensor(float(counters["step"]))
+        tree = {"state": state, "param_groups": groups}
         in_16_bits = any(name.endswith(f".{MASTER}") for name in self.locations)
         return {"optimizer": tree, **scaler} if in_16_bits else tree
 

@@ -101,6 +101,29 @@ def test_sgd_without_momentum_continues_although_it_has_no_states(tmp_path, flag
     assert run.optimizer.steps == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "counts"),
+    [
+        ("", []),
+        ("--bf16", []),
+        ("--transformer-impl local", ["common_step"]),
+        ("--bf16 --transformer-impl local", ["common_step"]),
+        ("--optimizer sgd", ["common_step"]),
+    ],
+)
+def test_parameters_have_a_step_count_for_optimizers_that_take_one(tmp_path, flags, counts):
+    """Transformer Engine's FusedAdam raises KeyError for it, and PyTorch's AdamW without it."""
+    words = f"--train-iters 1 --eval-iters 0 {flags} --save {tmp_path} --save-interval 1".split()
+    train_toy(Layout.single(), [*words, *_CORE])
+    tree = _common(tmp_path / "iter_0000001")["optimizer"]
+    tree = tree.get("optimizer", tree)
+    assert list(tree["state"]) == counts
+    if "sgd" not in flags:
+        assert [group["step"] for group in tree["param_groups"]] == [1, 1]
+    resumed = build_toy(Layout.single(), [*words, *_CORE, "--load", str(tmp_path)])
+    assert resumed.optimizer.steps == 1
+
+
 def _dotted(numbers):
     return ".".join(map(str, numbers))
 
